@@ -1,0 +1,79 @@
+"""Score a model, or translations already made, against references: one JSON line.
+
+python scripts/evaluate.py --model outputs/multi30k --source test.en --target test.de
+python scripts/evaluate.py --predictions out.de --target test.de --tokenize none --lowercase
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
+
+import vanilla_transformer  # noqa: F401 - registers the model
+from vanilla_transformer.evaluation import score_translations
+from vanilla_transformer.translation import read_lines, translate
+
+
+@dataclass
+class EvaluateArguments:
+    target: str = field(metadata={"help": "Reference translations, a line each."})
+    model: str | None = field(default=None, metadata={"help": "Model to translate --source with."})
+    source: str | None = field(default=None, metadata={"help": "Lines to translate."})
+    predictions: str | None = field(default=None, metadata={"help": "Translations already made."})
+    num_beams: int | None = field(default=None, metadata={"help": "Default: the model's own."})
+    batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
+    device: str | None = field(default=None, metadata={"help": "Default: a GPU if there is one."})
+    tokenize: str | None = field(default=None, metadata={"help": "sacreBLEU's; default: 13a."})
+    lowercase: bool = field(default=False, metadata={"help": "Ignore case in BLEU and chrF."})
+
+    def __post_init__(self) -> None:
+        if (self.predictions is None) == (self.model is None or self.source is None):
+            raise ValueError("expected either --predictions, or --model and --source")
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(EvaluateArguments).parse_args_into_dataclasses()
+    references = read_file(arguments.target)
+    if arguments.predictions is not None:
+        predictions = read_file(arguments.predictions)
+    else:
+        sources = read_file(arguments.source)
+        if len(sources) != len(references):
+            raise ValueError(
+                f"{arguments.source} has {len(sources)} lines, {arguments.target} "
+                f"{len(references)}: expected as many"
+            )
+        predictions = translate_with(arguments, sources)
+    scores = score_translations(
+        predictions, references, tokenize=arguments.tokenize, lowercase=arguments.lowercase
+    )
+    print(json.dumps(scores))
+
+
+def read_file(path: str) -> list[str]:
+    """A file's lines."""
+    with Path(path).open("rb") as file:
+        return list(read_lines(file, path))
+
+
+def translate_with(arguments: EvaluateArguments, sources: list[str]) -> list[str]:
+    """The model's translations of the sources."""
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    generation = {} if arguments.num_beams is None else {"num_beams": arguments.num_beams}
+    return list(
+        translate(
+            sources,
+            AutoModelForSeq2SeqLM.from_pretrained(arguments.model).to(device),
+            AutoTokenizer.from_pretrained(arguments.model),
+            batch_size=arguments.batch_size,
+            show_progress=sys.stderr.isatty(),
+            **generation,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

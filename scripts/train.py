@@ -1,0 +1,84 @@
+"""Train a translation model from scratch, or fine-tune one.
+
+    python scripts/train.py --config scripts/recipes/phrases.yaml --output_dir outputs/phrases
+    python scripts/train.py --config scripts/recipes/multi30k_tiny.yaml --output_dir outputs/multi30k
+    python scripts/train.py --config scripts/recipes/multi30k_tiny.yaml --output_dir outputs/mine \
+        --train_source train.en --train_target train.de \
+        --validation_source valid.en --validation_target valid.de
+
+Every option of `Seq2SeqTrainingArguments` is one of this script's; `--help` lists them all.
+"""
+
+import json
+import logging
+from typing import Any
+
+from transformers import Seq2SeqTrainingArguments, set_seed
+from transformers.utils import logging as transformers_logging
+
+from vanilla_transformer.data import DataArguments, load_parallel_dataset, tokenize_dataset
+from vanilla_transformer.evaluation import score_translations
+from vanilla_transformer.model_card import write_model_card
+from vanilla_transformer.training import (
+    ModelArguments,
+    find_checkpoint,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+    parse_arguments,
+)
+from vanilla_transformer.translation import translate
+
+logger = logging.getLogger("train")
+
+
+def main() -> None:
+    model_args, data_args, training_args = parse_arguments(
+        (ModelArguments, DataArguments, Seq2SeqTrainingArguments)
+    )
+    logging.basicConfig(
+        format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO
+    )
+    transformers_logging.set_verbosity_warning()
+    checkpoint = find_checkpoint(training_args)
+    set_seed(training_args.seed)
+
+    pairs = load_parallel_dataset(data_args)
+    tokenizer = make_tokenizer(model_args, pairs["train"], checkpoint)
+    model = make_model(model_args, tokenizer, checkpoint)
+    with training_args.main_process_first(desc="tokenising"):
+        splits = tokenize_dataset(pairs, tokenizer, data_args)
+    logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
+
+    trainer = make_trainer(model, tokenizer, training_args, splits)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        scores = {
+            split: evaluate(model, tokenizer, pairs[split], training_args)
+            for split in ("validation", "test")
+            if split in pairs
+        }
+        state = trainer.state
+        log = {"steps": state.global_step, "epochs": round(state.epoch or 0.0, 2)}
+        card = write_model_card(model, scores, log, model_args, data_args, training_args)
+        logger.info("The model, its curves and its card are in %s", card.parent)
+
+
+def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict[str, Any]:
+    """Translate a split and score it."""
+    translations = translate(
+        (pair["source"] for pair in pairs),
+        model,
+        tokenizer,
+        batch_size=training_args.per_device_eval_batch_size,
+        show_progress=not training_args.disable_tqdm,
+    )
+    scores = score_translations(list(translations), [pair["target"] for pair in pairs])
+    print(json.dumps(scores))
+    return scores
+
+
+if __name__ == "__main__":
+    main()

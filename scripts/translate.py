@@ -1,0 +1,66 @@
+"""Translate a file or standard input, a line at a time, into a file or standard output.
+
+    python scripts/translate.py --model outputs/phrases --input in.txt --output out.txt
+    echo "The meeting is on March 5, 2024." | python scripts/translate.py --model outputs/phrases
+
+Lines come out in the order in which they went in; a blank line stays blank.
+"""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
+
+import vanilla_transformer  # noqa: F401 - registers the model
+from vanilla_transformer.translation import read_lines, translate
+
+
+@dataclass
+class TranslateArguments:
+    model: str = field(metadata={"help": "Folder or Hub name of a sequence-to-sequence model."})
+    input: str | None = field(default=None, metadata={"help": "Default: standard input."})
+    output: str | None = field(default=None, metadata={"help": "Default: standard output."})
+    num_beams: int | None = field(default=None, metadata={"help": "Default: the model's own."})
+    max_new_tokens: int | None = field(
+        default=None, metadata={"help": "Default: the paper's, 50 more than the source has."}
+    )
+    batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
+    device: str | None = field(default=None, metadata={"help": "Default: a GPU if there is one."})
+    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, ..."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code of the model's."})
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(TranslateArguments).parse_args_into_dataclasses()
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = {"trust_remote_code": arguments.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, **options)
+    model = AutoModelForSeq2SeqLM.from_pretrained(
+        arguments.model, attn_implementation=arguments.attn_implementation, **options
+    ).to(device)
+    generation = {"num_beams": arguments.num_beams, "max_new_tokens": arguments.max_new_tokens}
+    with ExitStack() as files:
+        source = sys.stdin.buffer
+        if arguments.input is not None:
+            source = files.enter_context(Path(arguments.input).open("rb"))
+        target = sys.stdout
+        if arguments.output is not None:
+            target = files.enter_context(Path(arguments.output).open("w", encoding="utf-8"))
+        translations = translate(
+            read_lines(source, arguments.input or "standard input"),
+            model,
+            tokenizer,
+            batch_size=arguments.batch_size,
+            show_progress=sys.stderr.isatty(),
+            **{name: value for name, value in generation.items() if value is not None},
+        )
+        for translation in translations:
+            # A line break inside a translation would shift all later lines.
+            target.write(" ".join(translation.splitlines()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The original 2017 Transformer as a first-class Hugging Face model.
+
+Importing the package registers its classes under transformers' Auto classes and brings back
+`pipeline("translation")` and `pipeline("text2text-generation")`.
+"""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTextEncoding,
+)
+
+from .configuration_vanilla_transformer import VanillaTransformerConfig
+from .modeling_vanilla_transformer import (
+    VanillaTransformerEncoderModel,
+    VanillaTransformerForCausalLM,
+    VanillaTransformerForConditionalGeneration,
+    VanillaTransformerModel,
+)
+from .pipeline_vanilla_transformer import (
+    Text2TextGenerationPipeline,
+    TranslationPipeline,
+    register_translation_pipelines,
+)
+
+__version__ = "0.1.0"
+
+AutoConfig.register(VanillaTransformerConfig.model_type, VanillaTransformerConfig)
+AutoModel.register(VanillaTransformerConfig, VanillaTransformerModel)
+AutoModelForSeq2SeqLM.register(VanillaTransformerConfig, VanillaTransformerForConditionalGeneration)
+AutoModelForTextEncoding.register(VanillaTransformerConfig, VanillaTransformerEncoderModel)
+AutoModelForCausalLM.register(VanillaTransformerConfig, VanillaTransformerForCausalLM)
+register_translation_pipelines()
+
+__all__ = [
+    "Text2TextGenerationPipeline",
+    "TranslationPipeline",
+    "VanillaTransformerConfig",
+    "VanillaTransformerEncoderModel",
+    "VanillaTransformerForCausalLM",
+    "VanillaTransformerForConditionalGeneration",
+    "VanillaTransformerModel",
+]

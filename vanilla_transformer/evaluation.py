@@ -1,0 +1,62 @@
+"""How good translations are: BLEU, chrF and exact match, with the signatures that make them
+comparable (Post, 2018, "A Call for Clarity in Reporting BLEU Scores")."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from sacrebleu.metrics import BLEU, CHRF
+from transformers import EvalPrediction, PreTrainedTokenizerBase
+
+
+def score_translations(
+    predictions: Sequence[str],
+    references: Sequence[str],
+    *,
+    tokenize: str | None = None,
+    lowercase: bool = False,
+) -> dict[str, Any]:
+    """Score a corpus of translations, one reference each.
+
+    Args:
+        predictions: Translations, in the references' order.
+        references: What people wrote.
+        tokenize: sacreBLEU's tokenizer for BLEU; `None` is its default, 13a.
+        lowercase: Ignore case in BLEU and chrF.
+
+    Returns:
+        `bleu`, `chrf` and `exact_match` out of 100, and `bleu_signature`, `chrf_signature`.
+
+    Raises:
+        ValueError: The two differ in number, or there are none.
+    """
+    if len(predictions) != len(references) or not references:
+        raise ValueError(
+            f"{len(predictions)} translations for {len(references)} references: "
+            "expected one for each, and at least one"
+        )
+    bleu, chrf = BLEU(tokenize=tokenize, lowercase=lowercase), CHRF(lowercase=lowercase)
+    pairs = zip(predictions, references, strict=True)
+    return {
+        "bleu": bleu.corpus_score(predictions, [references]).score,
+        "chrf": chrf.corpus_score(predictions, [references]).score,
+        "exact_match": 100 * sum(a == b for a, b in pairs) / len(references),
+        "bleu_signature": str(bleu.get_signature()),
+        "chrf_signature": str(chrf.get_signature()),
+    }
+
+
+def make_compute_metrics(
+    tokenizer: PreTrainedTokenizerBase,
+) -> Callable[[EvalPrediction], dict[str, float]]:
+    """`Seq2SeqTrainer`'s `compute_metrics`: the scores of generated against labelled token ids."""
+
+    def decode(token_ids: np.ndarray) -> list[str]:
+        token_ids = np.where(token_ids == -100, tokenizer.pad_token_id, token_ids)
+        return tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+
+    def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
+        scores = score_translations(decode(evaluation.predictions), decode(evaluation.label_ids))
+        return {name: scores[name] for name in ("bleu", "chrf", "exact_match")}
+
+    return compute_metrics
