@@ -1,10 +1,10 @@
-"""Train a translation model from scratch, or fine-tune one.
+r"""Train a translation model from scratch, or fine-tune one.
 
     python scripts/train.py --config scripts/recipes/phrases.yaml --output_dir outputs/phrases
-    python scripts/train.py --config scripts/recipes/multi30k_tiny.yaml --output_dir outputs/multi30k
-    python scripts/train.py --config scripts/recipes/multi30k_tiny.yaml --output_dir outputs/mine \
+    python scripts/train.py --config scripts/recipes/multi30k_tiny.yaml --output_dir outputs/m30k
+    torchrun --nproc_per_node 2 scripts/train.py --config scripts/recipes/multi30k_tiny.yaml \
         --train_source train.en --train_target train.de \
-        --validation_source valid.en --validation_target valid.de
+        --validation_source valid.en --validation_target valid.de --output_dir outputs/mine
 
 Every option of `Seq2SeqTrainingArguments` is one of this script's; `--help` lists them all.
 """

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
 
 import vanilla_transformer  # noqa: F401 - registers the model
-from vanilla_transformer.translation import read_lines, translate
+from vanilla_transformer.text import read_lines
+from vanilla_transformer.translation import translate
 
 
 @dataclass

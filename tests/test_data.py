@@ -199,7 +199,7 @@ def test_a_damaged_gzip_file_is_named(tmp_path):
     cut, other = tmp_path / "cut.gz", tmp_path / "other.gz"
     cut.write_bytes(whole[:-20])
     other.write_bytes(b"plain text")
-    for path, message in ((cut, r"cut\.gz, after line \d+: damaged gzip"), (other, "after line 0")):
+    for path, message in ((cut, r"cut\.gz: damaged gzip"), (other, "damaged gzip")):
         with pytest.raises(ValueError, match=message):
             load(train_source=str(path), train_target=str(path))
 

@@ -23,14 +23,15 @@ LOAD_EVERYTHING = """
         AutoModelForTextEncoding, AutoTokenizer, pipeline,
     )
 
-    folder, resaved, trust = sys.argv[1], sys.argv[2], {"trust_remote_code": True} if sys.argv[3] else {}
+    folder, resaved = sys.argv[1], sys.argv[2]
+    trust = {"trust_remote_code": True} if sys.argv[3] else {}
     config = AutoConfig.from_pretrained(folder, **trust)
     tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
     ids = torch.tensor([[5, 6, 7, 8]])
     model = AutoModelForSeq2SeqLM.from_pretrained(folder, **trust)
     results = {
         "config": type(config).__name__,
-        "round_trip": tokenizer.decode(tokenizer("ein Haus")["input_ids"], skip_special_tokens=True),
+        "text": tokenizer.decode(tokenizer("ein Haus")["input_ids"], skip_special_tokens=True),
         "logits": model(input_ids=ids, decoder_input_ids=ids).logits.sum().item(),
         "generated": model.generate(ids, max_new_tokens=5).tolist(),
     }
@@ -114,7 +115,7 @@ def test_the_results_are_this_processs_own(loaded, checkpoint):
     logits = model(input_ids=ids, decoder_input_ids=ids).logits
     assert loaded["with"]["logits"] == pytest.approx(logits.sum().item(), rel=1e-4)
     assert loaded["with"]["generated"] == model.generate(ids, max_new_tokens=5).tolist()
-    assert loaded["with"]["round_trip"] == "ein Haus"
+    assert loaded["with"]["text"] == "ein Haus"
     assert loaded["with"]["pipeline"][1] == {"translation_text": ""}
 
 

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from .modeling_vanilla_transformer import VanillaTransformerModel  # noqa: F401
     from .pipeline_vanilla_transformer import TranslationPipeline  # noqa: F401
 
+_MODELING = "modeling_vanilla_transformer"
 AUTO_MAP = {
     "AutoConfig": "configuration_vanilla_transformer.VanillaTransformerConfig",
-    "AutoModel": "modeling_vanilla_transformer.VanillaTransformerModel",
-    "AutoModelForSeq2SeqLM": "modeling_vanilla_transformer.VanillaTransformerForConditionalGeneration",
-    "AutoModelForTextEncoding": "modeling_vanilla_transformer.VanillaTransformerEncoderModel",
-    "AutoModelForCausalLM": "modeling_vanilla_transformer.VanillaTransformerForCausalLM",
+    "AutoModel": f"{_MODELING}.VanillaTransformerModel",
+    "AutoModelForSeq2SeqLM": f"{_MODELING}.VanillaTransformerForConditionalGeneration",
+    "AutoModelForTextEncoding": f"{_MODELING}.VanillaTransformerEncoderModel",
+    "AutoModelForCausalLM": f"{_MODELING}.VanillaTransformerForCausalLM",
 }
 CUSTOM_PIPELINES = {
     "translation": {
@@ -200,10 +201,9 @@ class VanillaTransformerConfig(PreTrainedConfig):
 
     def validate_sizes(self) -> None:
         """Every size is a positive integer."""
-        sizes = (
-            "vocab_size", "d_model", "max_position_embeddings", "encoder_layers", "decoder_layers",
-            "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim",
-        )  # fmt: skip
+        stacks = ("layers", "attention_heads", "ffn_dim")
+        sizes = [f"{stack}_{size}" for stack in ("encoder", "decoder") for size in stacks]
+        sizes += ["vocab_size", "d_model", "max_position_embeddings"]
         for name in (*sizes, "decoder_vocab_size", "head_dim", "value_head_dim"):
             value = getattr(self, name)
             if value is None and name not in sizes:

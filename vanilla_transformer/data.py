@@ -8,13 +8,13 @@ Batches are made by transformers' own `DataCollatorForSeq2Seq`. Nothing here hol
 memory: a dataset is an Arrow file mapped into it, or a stream.
 """
 
-import codecs
 import csv
 import gzip
 import json
 import logging
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -31,6 +31,8 @@ from datasets import (
     load_dataset,
 )
 from transformers import PreTrainedTokenizerBase
+
+from .text import decode_lines, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -410,7 +412,7 @@ def _read_table(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_csv(path: str) -> Iterator[list[str]]:
-    reader = csv.reader(_decode(path), strict=True)
+    reader = csv.reader(_decode_lines(path), strict=True)
     try:
         yield from filter(None, reader)
     except csv.Error as error:
@@ -439,23 +441,22 @@ def _read_json(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_lines(path: str) -> Iterator[str]:
-    for line in _decode(path):
-        yield line[:-2] if line.endswith("\r\n") else line.removesuffix("\n")
+    with _opened(path) as file:
+        yield from read_lines(file, path)
 
 
-def _decode(path: str) -> Iterator[str]:
-    """The lines of a file with their ends, "\\n" being the only one: a text-mode file also breaks
-    at "\\r", `str.splitlines` even at U+2028, and the two sides no longer match."""
-    number = 0
+def _decode_lines(path: str) -> Iterator[str]:
+    with _opened(path) as file:
+        yield from decode_lines(file, path)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Iterable[bytes]]:
     with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
         try:
-            for number, line in enumerate(file, start=1):
-                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                yield text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason})") from error
+            yield file
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            raise ValueError(f"{path}, after line {number}: damaged gzip ({error})") from error
+            raise ValueError(f"{path}: damaged gzip ({error})") from error
 
 
 def _suffix(path: str) -> str:

@@ -361,7 +361,7 @@ def scaled_dot_product_attention(
 
 
 class VanillaTransformerAttention(nn.Module):
-    """Concat(head_1, ..., head_h) W^O, head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V), section 3.2.2.
+    """Section 3.2.2: Concat(head_1, ..., head_h) W^O, head_i = Attention(QW_i^Q, KW_i^K, VW_i^V).
 
     One class for the three uses of section 3.2.3: over the encoder's own positions, over the
     decoder's (causal), and from the decoder to the encoder's output (`key_value_states`).
@@ -895,7 +895,7 @@ class VanillaTransformerEncoderModel(VanillaTransformerStacks):
 
 
 class VanillaTransformerDecoderModel(VanillaTransformerStacks):
-    """The decoder alone, without attention to an encoder: `VanillaTransformerForCausalLM`'s body."""
+    """The decoder alone, without attention to an encoder: the body of a language model."""
 
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(config, decoder=VanillaTransformerDecoder)

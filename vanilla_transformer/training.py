@@ -228,6 +228,8 @@ def make_trainer(
     """
     if not arguments.report_to and is_tensorboard_available():
         arguments.report_to = ["tensorboard"]
+    # Trainer writes this into the model's configuration, where it would outlive the training.
+    arguments.use_cache = not arguments.gradient_checkpointing
     model.generation_config.num_beams = arguments.generation_num_beams or 1
     metrics = make_compute_metrics(tokenizer) if arguments.predict_with_generate else None
     return Seq2SeqTrainer(

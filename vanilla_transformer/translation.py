@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -10,19 +10,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Lines are sorted by length within so many batches: long enough to waste little on padding.
 BATCHES_PER_WINDOW = 64
-
-
-def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
-    """Yield a file's lines, which "\\n" or "\\r\\n" ends and nothing else.
-
-    Raises:
-        ValueError: A line is not UTF-8; the message gives `name` and the line's number.
-    """
-    for number, line in enumerate(file, start=1):
-        try:
-            yield line.decode("utf-8").removesuffix("\n").removesuffix("\r")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name}, line {number}: not UTF-8 ({error.reason})") from None
 
 
 def translate(

@@ -1,0 +1,104 @@
+"""`generate()`: the same tokens batched or alone, padded or not, cached or not."""
+
+import pytest
+import torch
+from conftest import random_ids, small_config
+from test_modeling import VARIANTS, pad, variant_name
+
+from vanilla_transformer import (
+    VanillaTransformerForCausalLM,
+    VanillaTransformerForConditionalGeneration,
+)
+
+STRATEGIES = {
+    "greedy": {},
+    "beam": {"num_beams": 3},
+    "beams returned": {"num_beams": 4, "num_return_sequences": 2},
+}
+
+
+@pytest.fixture(params=VARIANTS, ids=variant_name)
+def any_model(request):
+    torch.manual_seed(0)
+    model = VanillaTransformerForConditionalGeneration(small_config(**request.param)).eval()
+    model.generation_config.max_new_tokens = 8
+    return model
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    return STRATEGIES[request.param]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_batching_and_padding_change_nothing(any_model, strategy, side):
+    sources = [random_ids(1, n, seed=n)[0] for n in (3, 9, 6)]
+    ids, mask = pad(sources, side)
+    batch = any_model.generate(ids, attention_mask=mask, **strategy)
+    alone = [any_model.generate(source[None], **strategy) for source in sources]
+    width = max(tokens.shape[1] for tokens in alone)
+    padded = [torch.nn.functional.pad(tokens, (0, width - tokens.shape[1])) for tokens in alone]
+    assert batch.tolist() == torch.cat(padded).tolist()
+
+
+def test_the_cache_changes_nothing(any_model, strategy):
+    source = random_ids(2, 6)
+    expected = any_model.generate(source, use_cache=False, **strategy)
+    assert any_model.generate(source, use_cache=True, **strategy).tolist() == expected.tolist()
+    static = any_model.generate(source, cache_implementation="static", **strategy)
+    assert static.tolist() == expected.tolist()
+
+
+def test_eager_and_sdpa_agree(any_model, strategy):
+    ids, mask = pad([random_ids(1, 6)[0], random_ids(1, 3)[0]], "right")
+    results = []
+    for attention in ("eager", "sdpa"):
+        any_model.set_attn_implementation(attention)
+        results.append(any_model.generate(ids, attention_mask=mask, **strategy).tolist())
+    assert results[0] == results[1]
+
+
+def test_scores_are_those_of_a_forward_pass(any_model):
+    source = random_ids(2, 6)
+    generated = any_model.generate(source, return_dict_in_generate=True, output_logits=True)
+    logits = any_model(input_ids=source, decoder_input_ids=generated.sequences[:, :-1]).logits
+    torch.testing.assert_close(torch.stack(generated.logits, 1), logits, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("source_length", [1, 30])
+def test_the_output_is_at_most_50_tokens_longer_than_the_source(source_length):
+    model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None))
+    source = random_ids(1, source_length)
+    assert model.generate(source).shape[1] == 1 + source_length + 50
+    assert model.generate(source, max_new_tokens=3).shape[1] == 4
+    assert model.generate(source, max_length=7).shape[1] == 7
+    embeddings = model.get_input_embeddings()(source)
+    assert model.generate(inputs_embeds=embeddings).shape[1] == 1 + source_length + 50
+
+
+def test_a_saved_limit_is_kept(tmp_path):
+    model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None))
+    model.generation_config.max_new_tokens = 5
+    model.save_pretrained(tmp_path)
+    loaded = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path)
+    assert loaded.generate(random_ids(1, 3)).shape[1] == 6
+
+
+@pytest.mark.parametrize("side", ["left"])
+def test_the_decoder_alone_continues_prompts_of_any_length(strategy, side):
+    torch.manual_seed(0)
+    model = VanillaTransformerForCausalLM(small_config()).eval()
+    prompts = [random_ids(1, n, seed=n)[0] for n in (3, 7)]
+    ids, mask = pad(prompts, side)
+    batch = model.generate(ids, attention_mask=mask, max_new_tokens=6, **strategy)
+    copies = strategy.get("num_return_sequences", 1)
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(prompt[None], max_new_tokens=6, **strategy)
+        together = batch[row * copies : (row + 1) * copies, ids.shape[1] :]
+        length = min(alone.shape[1] - len(prompt), together.shape[1])
+        expected = alone[:, len(prompt) :]
+        assert together[:, :length].tolist() == expected[:, :length].tolist()
+    uncached = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, use_cache=False, **strategy
+    )
+    assert batch.tolist() == uncached.tolist()

@@ -1,0 +1,161 @@
+"""The scripts as a user runs them: one small training run, then everything that follows from it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+
+SHAPE = (
+    "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,"
+    "decoder_attention_heads=2,encoder_ffn_dim=16,decoder_ffn_dim=16"
+)
+
+
+def run(script, *flags, cwd, stdin=None, check=True):
+    process = subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, flags)],
+        cwd=cwd,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HOME": str(cwd / "huggingface"), "COLUMNS": "80"},
+    )
+    if check:
+        assert process.returncode == 0, process.stderr[-4000:]
+    return process
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("scripts")
+
+
+TRAIN = [
+    "--config", REPOSITORY / "scripts/recipes/phrases.yaml", "--output_dir", "model",
+    "--config_overrides", SHAPE, "--vocab_size", 320, "--phrases_train_size", 200,
+    "--phrases_validation_size", 8, "--phrases_test_size", 8, "--per_device_train_batch_size", 8,
+    "--eval_strategy", "steps", "--eval_steps", 2, "--save_strategy", "steps", "--save_steps", 2,
+    "--max_steps", 4, "--warmup_steps", 1, "--logging_steps", 1, "--use_cpu",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    process = run("train.py", *TRAIN, cwd=folder)
+    return folder / "model", process
+
+
+def test_training_leaves_a_whole_folder(trained):
+    model, _ = trained
+    files = {path.name for path in model.iterdir()}
+    assert {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "curves.png", "README.md", "runs", "checkpoint-4",
+        "modeling_vanilla_transformer.py", "pipeline_vanilla_transformer.py",
+    } <= files  # fmt: skip
+
+
+def test_training_prints_scores_for_each_split(trained):
+    lines = [line for line in trained[1].stdout.splitlines() if line.startswith('{"bleu"')]
+    assert len(lines) == 2
+    assert "tok:13a" in json.loads(lines[-1])["bleu_signature"]
+
+
+def test_the_card_names_data_recipe_command_and_scores(trained):
+    card = (trained[0] / "README.md").read_text()
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["language"] == ["en", "de"]
+    assert header["pipeline_tag"] == "translation"
+    results = header["model-index"][0]["results"]
+    assert {metric["type"] for result in results for metric in result["metrics"]} == {
+        "bleu", "chrf", "exact_match",
+    }  # fmt: skip
+    assert "trained on `phrases`" in card
+    assert "4 steps" in card
+    assert "scripts/train.py --config" in card
+    recipe = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
+    assert recipe["phrases_train_size"] == 200
+    assert recipe["config_overrides"] == SHAPE
+    assert "| test | " in card
+
+
+def test_a_second_run_does_not_overwrite_and_can_go_on(trained, folder):
+    refused = run("train.py", *TRAIN, cwd=folder, check=False)
+    assert refused.returncode != 0
+    assert "already holds a model: choose another folder" in refused.stderr.splitlines()[-1]
+    run("train.py", *TRAIN, "--max_steps", 6, "--resume_from_checkpoint", "true", cwd=folder)
+    state = json.loads((folder / "model" / "trainer_state.json").read_text())
+    assert state["global_step"] == 6
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+
+
+def test_files_and_streams_are_translated_alike(trained, folder):
+    lines = "On March 5, 2024\n\nthree hundred\r\n"
+    (folder / "in.txt").write_bytes(lines.encode())
+    flags = ["--model", trained[0], "--num_beams", 2, "--max_new_tokens", 5]
+    run("translate.py", *flags, "--input", "in.txt", "--output", "out.txt", cwd=folder)
+    written = (folder / "out.txt").read_text(encoding="utf-8")
+    assert written.count("\n") == 3
+    assert written.split("\n")[1] == ""
+    assert run("translate.py", *flags, cwd=folder, stdin=lines).stdout == written
+
+
+def test_models_and_translations_are_scored(trained, folder):
+    (folder / "source").write_text("three hundred\nfour\n")
+    (folder / "target").write_text("dreihundert\nvier\n")
+    flags = ["--source", "source", "--target", "target"]
+    process = run("evaluate.py", "--model", trained[0], *flags, cwd=folder)
+    scores = json.loads(process.stdout)
+    assert set(scores) == {"bleu", "chrf", "exact_match", "bleu_signature", "chrf_signature"}
+    process = run(
+        "evaluate.py", "--predictions", "target", "--target", "target", "--tokenize", "none",
+        cwd=folder,
+    )  # fmt: skip
+    assert json.loads(process.stdout)["exact_match"] == 100
+    (folder / "target").write_text("dreihundert\n")
+    process = run("evaluate.py", "--model", trained[0], *flags, cwd=folder, check=False)
+    assert "source has 2 lines, target 1: expected as many" in process.stderr.splitlines()[-1]
+
+
+def test_evaluation_needs_something_to_score(folder):
+    process = run("evaluate.py", "--target", "target", cwd=folder, check=False)
+    message = "expected either --predictions, or --model and --source"
+    assert message in process.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("script", ["quickstart", "test"])
+def test_a_missing_python_is_said_in_one_line(script, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    for name in ("setup", script):
+        (tmp_path / "scripts" / name).write_bytes((REPOSITORY / "scripts" / name).read_bytes())
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text("")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "cat", "cksum", "dirname", "basename"):
+        path = subprocess.run(["which", tool], capture_output=True, text=True, check=True)
+        (tools / tool).symlink_to(path.stdout.strip())
+    process = subprocess.run(
+        ["bash", str(tmp_path / "scripts" / script)],
+        env={"PATH": str(tools)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 1
+    assert (
+        process.stderr
+        == f"{script}: needs Python 3.11 or newer with venv; set PYTHON to its path\n"
+    )

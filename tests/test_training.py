@@ -1,0 +1,317 @@
+"""Recipes, output folders, and a `Seq2SeqTrainer` over our model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import REPOSITORY, small_config
+from datasets import Dataset
+from PIL import Image
+from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data import DataArguments
+from vanilla_transformer.training import (
+    ModelArguments,
+    draw_curves,
+    find_checkpoint,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+    parse_arguments,
+)
+
+GROUPS = (ModelArguments, DataArguments, Seq2SeqTrainingArguments)
+
+
+def write_recipe(folder, **options):
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"dataset_name": "phrases", **options}))
+    return str(path)
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def test_a_recipe_gives_defaults_and_flags_override_them(tmp_path):
+    recipe = write_recipe(
+        tmp_path, preset="tiny", learning_rate="1.0e-3", max_steps=7, predict_with_generate=True
+    )
+    model_args, data_args, training_args = parse_arguments(
+        GROUPS, ["--config", recipe, "--max_steps", "9", "--output_dir", str(tmp_path)]
+    )
+    assert (model_args.preset, data_args.dataset_name) == ("tiny", "phrases")
+    assert (training_args.learning_rate, training_args.max_steps) == (1e-3, 9)
+    assert training_args.predict_with_generate
+
+
+def test_without_a_recipe_flags_are_all(tmp_path):
+    model_args, _, _ = parse_arguments(
+        GROUPS, ["--dataset_name", "phrases", "--preset", "big", "--output_dir", str(tmp_path)]
+    )
+    assert model_args.preset == "big"
+
+
+def test_local_files_replace_the_recipes_data_set(tmp_path):
+    recipe = write_recipe(tmp_path, dataset_name="some/dataset", dataset_config_name="de-en")
+    text = tmp_path / "text"
+    text.write_text("a\n")
+    flags = ["--config", recipe, "--train_source", str(text), f"--train_target={text}"]
+    _, data_args, _ = parse_arguments(GROUPS, [*flags, "--output_dir", str(tmp_path)])
+    assert data_args.dataset_name is None
+    assert data_args.dataset_config_name is None
+    assert data_args.train_source == str(text)
+
+
+def test_an_unknown_option_in_a_recipe_is_named(tmp_path):
+    recipe = write_recipe(tmp_path, learning_rat=1)
+    with pytest.raises(ValueError, match=r"recipe.yaml: unknown options learning_rat"):
+        parse_arguments(GROUPS, ["--config", recipe])
+
+
+def test_a_recipe_must_be_a_mapping(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("- a\n- b\n")
+    with pytest.raises(ValueError, match="expected a mapping from options to values"):
+        parse_arguments(GROUPS, ["--config", str(path)])
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.yaml"):
+        parse_arguments(GROUPS, ["--config", str(tmp_path / "nowhere.yaml")])
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "scripts/recipes").glob("*.yaml")), ids=str)
+def test_every_recipe_parses(path, tmp_path):
+    model_args, data_args, _ = parse_arguments(
+        GROUPS, ["--config", str(path), "--output_dir", str(tmp_path)]
+    )
+    assert data_args.dataset_name
+    assert small_config(**{**model_args.overrides(), "d_model": 24})
+
+
+def test_config_overrides_are_typed():
+    arguments = ModelArguments(config_overrides="dropout=0.2, norm_position=pre,head_dim=null")
+    assert arguments.overrides() == {"dropout": 0.2, "norm_position": "pre", "head_dim": None}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "huge"}, "preset='huge': expected one of base"),
+        ({"config_overrides": "dropuot=1"}, "config_overrides has 'dropuot': no field"),
+        ({"config_overrides": "dropout"}, "config_overrides has 'dropout': expected name=value"),
+        ({"float32_matmul_precision": "low"}, "float32_matmul_precision='low': expected highest"),
+    ],
+)
+def test_model_options_that_cannot_be_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        ModelArguments(**options)
+
+
+# ---------------------------------------------------------------- output folders
+
+
+def checkpoint_at(folder, step):
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "trainer_state.json").write_text("{}")
+    return str(path)
+
+
+def arguments_for(folder, resume=None):
+    return Seq2SeqTrainingArguments(output_dir=str(folder), resume_from_checkpoint=resume)
+
+
+def test_a_new_or_empty_folder_is_started_in(tmp_path):
+    assert find_checkpoint(arguments_for(tmp_path / "new")) is None
+    assert find_checkpoint(arguments_for(tmp_path)) is None
+    assert find_checkpoint(arguments_for(tmp_path, "auto")) is None
+
+
+def test_resuming_takes_the_newest_checkpoint(tmp_path):
+    first, newest = checkpoint_at(tmp_path, 5), checkpoint_at(tmp_path, 20)
+    assert find_checkpoint(arguments_for(tmp_path, "true")) == newest
+    assert find_checkpoint(arguments_for(tmp_path, "auto")) == newest
+    assert find_checkpoint(arguments_for(tmp_path, first)) == first
+
+
+@pytest.mark.parametrize("content", ["checkpoint-3/trainer_state.json", "config.json"])
+def test_a_folder_that_holds_a_model_is_left_alone(tmp_path, content):
+    (tmp_path / content).parent.mkdir(exist_ok=True)
+    (tmp_path / content).write_text("{}")
+    with pytest.raises(FileExistsError, match="already holds a model: choose another folder"):
+        find_checkpoint(arguments_for(tmp_path))
+
+
+def test_resuming_from_nothing_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
+        find_checkpoint(arguments_for(tmp_path, "true"))
+    with pytest.raises(FileNotFoundError, match="elsewhere: not a trainer's checkpoint"):
+        find_checkpoint(arguments_for(tmp_path, "elsewhere"))
+
+
+def test_a_file_is_no_output_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="file is a file: expected a folder"):
+        find_checkpoint(arguments_for(tmp_path / "file", "auto"))
+
+
+def test_a_checkpoint_of_another_shape_is_not_resumed(checkpoint, tokenizer):
+    overrides = (
+        "d_model=24,encoder_layers=2,decoder_layers=3,encoder_attention_heads=2,"
+        "decoder_attention_heads=4,encoder_ffn_dim=40,decoder_ffn_dim=36"
+    )
+    arguments = ModelArguments(config_overrides=overrides)
+    assert make_model(arguments, tokenizer, str(checkpoint)).config.d_model == 24
+    other = ModelArguments(config_overrides=overrides + ",norm_position=pre")
+    with pytest.raises(ValueError, match="another model: its norm_position is 'post', this run's"):
+        make_model(other, tokenizer, str(checkpoint))
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.fixture
+def splits(tokenizer):
+    pairs = [("a house", "ein Haus"), ("the lake", "der See"), ("deep", "tief")] * 4
+    rows = {
+        "input_ids": [tokenizer(source)["input_ids"] for source, _ in pairs],
+        "labels": [tokenizer(text_target=target)["input_ids"] for _, target in pairs],
+    }
+    return {
+        "train": Dataset.from_dict(rows),
+        "validation": Dataset.from_dict(rows).select(range(3)),
+    }
+
+
+def training_arguments(folder, **options):
+    defaults = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
+    return Seq2SeqTrainingArguments(output_dir=str(folder), **{**defaults, **options})
+
+
+def small_model(tokenizer, **overrides):
+    torch.manual_seed(0)
+    config = small_config(vocab_size=len(tokenizer), **{"dropout": 0.0, **overrides})
+    return VanillaTransformerForConditionalGeneration(config)
+
+
+def weights_after(trainer):
+    trainer.train()
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def test_the_trainer_learns_and_leaves_a_whole_folder(tokenizer, splits, tmp_path):
+    arguments = training_arguments(
+        tmp_path,
+        max_steps=60,
+        predict_with_generate=True,
+        eval_strategy="steps",
+        eval_steps=30,
+        generation_num_beams=2,
+    )
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    trainer.train()
+    trainer.save_model()
+    history = trainer.state.log_history
+    scores = [entry for entry in history if "eval_bleu" in entry]
+    assert len(scores) == 2
+    assert scores[-1]["eval_exact_match"] == 100
+    assert history[0]["loss"] > 3 * scores[-1]["eval_loss"]
+    saved = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path)
+    assert saved.generation_config.num_beams == 2
+    assert saved.config.use_cache
+    assert (tmp_path / "tokenizer.json").is_file()
+    assert (tmp_path / "modeling_vanilla_transformer.py").is_file()
+    assert Image.open(tmp_path / "curves.png").size[0] > 500
+
+
+def test_accumulated_steps_equal_one_large_batch(tokenizer, splits, tmp_path):
+    results = []
+    for size, accumulation in ((12, 1), (3, 4)):
+        arguments = training_arguments(
+            tmp_path,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            max_steps=3,
+            optim="sgd",
+        )
+        results.append(
+            weights_after(make_trainer(small_model(tokenizer), tokenizer, arguments, splits))
+        )
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
+
+
+def test_trainers_own_label_smoothing_equals_ours(tokenizer, splits, tmp_path):
+    results = []
+    for ours, theirs in ((0.2, 0.0), (0.0, 0.2)):
+        arguments = training_arguments(tmp_path, label_smoothing_factor=theirs, optim="sgd")
+        model = small_model(tokenizer, label_smoothing=ours)
+        results.append(weights_after(make_trainer(model, tokenizer, arguments, splits)))
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
+
+
+def test_resuming_ends_in_the_same_weights(tokenizer, splits, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    model = small_model(tokenizer, dropout=0.1)
+    whole = weights_after(
+        make_trainer(model, tokenizer, training_arguments(tmp_path / "a", **options), splits)
+    )
+    trainer = make_trainer(
+        small_model(tokenizer, dropout=0.1),
+        tokenizer,
+        training_arguments(tmp_path / "b", **options),
+        splits,
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+    resumed = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    assert torch.equal(whole, resumed)
+
+
+def test_a_stock_trainer_needs_nothing_of_ours(tokenizer, splits, tmp_path):
+    model = small_model(tokenizer)
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=training_arguments(tmp_path, gradient_checkpointing=True),
+        train_dataset=splits["train"],
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+    )
+    assert trainer.train().training_loss > 0
+
+
+def test_tensorboard_is_used_where_installed(tokenizer, splits, tmp_path):
+    pytest.importorskip("tensorboard")
+    trainer = make_trainer(small_model(tokenizer), tokenizer, training_arguments(tmp_path), splits)
+    names = {type(callback).__name__ for callback in trainer.callback_handler.callbacks}
+    assert "TensorBoardCallback" in names
+
+
+def test_the_tokenizer_is_the_checkpoints_the_named_one_or_a_new_one(checkpoint, tokenizer):
+    pairs = Dataset.from_dict({"source": ["a house"] * 9, "target": ["ein Haus"] * 9})
+    new = make_tokenizer(ModelArguments(vocab_size=290), pairs, None)
+    assert len(new) < 290
+    named = make_tokenizer(ModelArguments(tokenizer_name=str(checkpoint)), pairs, None)
+    resumed = make_tokenizer(ModelArguments(vocab_size=290), pairs, str(checkpoint))
+    assert named.get_vocab() == resumed.get_vocab() == tokenizer.get_vocab()
+
+
+def test_fine_tuning_starts_from_the_checkpoint(checkpoint, tokenizer):
+    model = make_model(ModelArguments(model_name_or_path=str(checkpoint)), tokenizer, None)
+    expected = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint)
+    assert torch.equal(model.lm_head.weight, expected.lm_head.weight)
+
+
+def test_curves_are_drawn_from_whatever_was_logged(tmp_path):
+    for number, log in enumerate(([], [{"step": 1, "loss": 2.0}, {"step": 2, "eval_bleu": 3.0}])):
+        draw_curves(log, Path(tmp_path, f"{number}.png"))
+        assert Image.open(tmp_path / f"{number}.png").format == "PNG"

@@ -1,0 +1,28 @@
+"""Lines of text files, ended by "\\n" or "\\r\\n" and nothing else.
+
+A file opened as text also breaks at a lone "\\r", `str.splitlines` even at U+2028: then the lines
+of two parallel files no longer match.
+"""
+
+import codecs
+from collections.abc import Iterable, Iterator
+
+
+def decode_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
+    """Yield a binary file's lines with their ends; a byte order mark at the start is dropped.
+
+    Raises:
+        ValueError: A line is not UTF-8; the message gives `name` and the line's number.
+    """
+    for number, line in enumerate(file, start=1):
+        content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        try:
+            yield content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name}, line {number}: not UTF-8 ({error.reason})") from error
+
+
+def read_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
+    """As `decode_lines`, without the ends of the lines."""
+    for line in decode_lines(file, name):
+        yield line[:-2] if line.endswith("\r\n") else line.removesuffix("\n")
