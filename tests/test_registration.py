@@ -43,6 +43,8 @@ LOAD_EVERYTHING = """
     results["pipeline"] = translate(["a house", ""], max_new_tokens=5)
     text2text = pipeline("text2text-generation", model=folder, **trust)
     results["text2text"] = text2text("a house", max_new_tokens=5)
+    pair = pipeline("translation_en_to_de", model=folder, **trust)
+    results["pair"] = pair("a house", max_new_tokens=5)
     model.save_pretrained(f"{resaved}/model")
     tokenizer.save_pretrained(f"{resaved}/model")
     translate.save_pretrained(f"{resaved}/pipeline")
@@ -117,6 +119,7 @@ def test_the_results_are_this_processs_own(loaded, checkpoint):
     assert loaded["with"]["generated"] == model.generate(ids, max_new_tokens=5).tolist()
     assert loaded["with"]["text"] == "ein Haus"
     assert loaded["with"]["pipeline"][1] == {"translation_text": ""}
+    assert loaded["with"]["pair"] == loaded["with"]["pipeline"][:1]
 
 
 @pytest.mark.parametrize("save", ["model", "config"])

@@ -36,6 +36,21 @@ CUSTOM_PIPELINES = {
 }
 
 
+class CustomPipelines(dict):
+    """What `pipeline()` looks a task up in by its full name, to alter in place what it finds."""
+
+    def __contains__(self, task: object) -> bool:
+        return super().__contains__(self._base(task))
+
+    def __getitem__(self, task: object) -> dict[str, Any]:
+        return copy.deepcopy(super().__getitem__(self._base(task)))
+
+    @staticmethod
+    def _base(task: object) -> object:
+        """The task that "translation_en_to_de" and the like are served by."""
+        return "translation" if str(task).startswith("translation_") else task
+
+
 def _layers(n: int) -> dict[str, Any]:
     return {"encoder_layers": n, "decoder_layers": n}
 
@@ -156,11 +171,11 @@ class VanillaTransformerConfig(PreTrainedConfig):
         # `pipeline()` demands trust for whatever it finds here, even where the code is installed.
         kwargs.pop("custom_pipelines", None)
         if __name__.startswith("transformers_modules."):
-            kwargs["custom_pipelines"] = copy.deepcopy(CUSTOM_PIPELINES)
+            kwargs["custom_pipelines"] = CustomPipelines(CUSTOM_PIPELINES)
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved: with the pipelines, whose table `pipeline()` alters in place."""
+        """What is saved, the pipelines included, for processes that lack this package."""
         return {**super().to_dict(), "custom_pipelines": copy.deepcopy(CUSTOM_PIPELINES)}
 
     @classmethod

@@ -118,6 +118,9 @@ def parse_arguments(dataclass_types: Iterable[Any], argv: Sequence[str] | None =
     parser = HfArgumentParser(dataclass_types, allow_abbrev=False)
     parser.add_argument("--config", help="YAML recipe: any option by its name; flags override it.")
     argv = sys.argv[1:] if argv is None else list(argv)
+    if not torch.accelerator.is_available():
+        # Left to themselves, several processes on CPUs would each train a model of their own.
+        parser.set_defaults(use_cpu=True)
     recipe_path = parser.parse_known_args(argv)[0].config
     if recipe_path is not None:
         recipe = yaml.safe_load(Path(recipe_path).read_text(encoding="utf-8"))
