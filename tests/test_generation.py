@@ -65,6 +65,25 @@ def test_scores_are_those_of_a_forward_pass(any_model):
     torch.testing.assert_close(torch.stack(generated.logits, 1), logits, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_transition_scores_are_the_tokens_log_probabilities(any_model, num_beams):
+    source = random_ids(2, 6)
+    any_model.generation_config.eos_token_id = None
+    generated = any_model.generate(
+        source, num_beams=num_beams, return_dict_in_generate=True, output_scores=True
+    )
+    scores = any_model.compute_transition_scores(
+        generated.sequences,
+        generated.scores,
+        generated.get("beam_indices"),
+        normalize_logits=num_beams == 1,
+    )
+    tokens = generated.sequences[:, 1:]
+    logits = any_model(input_ids=source, decoder_input_ids=generated.sequences[:, :-1]).logits
+    expected = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(scores, expected, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("source_length", [1, 30])
 def test_the_output_is_at_most_50_tokens_longer_than_the_source(source_length):
     model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None))

@@ -135,6 +135,14 @@ def test_evaluation_needs_something_to_score(folder):
     assert message in process.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_the_phrases_recipe_reaches_97_percent_exact_match(folder):
+    recipe = REPOSITORY / "scripts/recipes/phrases.yaml"
+    process = run("train.py", "--config", recipe, "--output_dir", "phrases", cwd=folder)
+    scores = json.loads(process.stdout.splitlines()[-1])
+    assert scores["exact_match"] >= 97
+
+
 @pytest.mark.parametrize("script", ["quickstart", "test"])
 def test_a_missing_python_is_said_in_one_line(script, tmp_path):
     (tmp_path / "scripts").mkdir()

@@ -7,7 +7,7 @@ from vanilla_transformer.text import read_lines
 from vanilla_transformer.translation import BATCHES_PER_WINDOW, translate
 
 LINES = ["a house", "", "the lake is deep the lake is deep", "see", "  \t ", "ein Haus am See"]
-NASTY = ["😀 🏳️‍🌈", "שלום עולם", "a\x00b\x07\x1b[0m", "</s><pad>", "a " * 2500, "\u2028"]
+NASTY = ["😀 🏳️‍🌈", "שלום עולם", "a\x00b\x07\x1b[0m", "</s><pad>", "a " * 5000, "\u2028"]
 
 
 @pytest.fixture(scope="module")

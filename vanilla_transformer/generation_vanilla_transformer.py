@@ -1,5 +1,7 @@
 """What the paper's decoding adds to transformers' `GenerationMixin`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,3 +42,23 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             inputs_tensor=inputs_tensor,
             **kwargs,
         )
+
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        with self._target_vocabulary():
+            return super()._beam_search(*args, **kwargs)
+
+    def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As transformers', for two vocabularies as well: (batch, generated_length) scores."""
+        with self._target_vocabulary():
+            return super().compute_transition_scores(*args, **kwargs)
+
+    @contextmanager
+    def _target_vocabulary(self) -> Iterator[None]:
+        """Lets `vocab_size` be the target's, for which transformers takes it: in beam search up to
+        5.17 (5.23 does not), in `compute_transition_scores` up to 5.23."""
+        source_size = self.config.vocab_size
+        self.config.vocab_size = self.config.target_vocab_size
+        try:
+            yield
+        finally:
+            self.config.vocab_size = source_size

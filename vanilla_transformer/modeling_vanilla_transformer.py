@@ -979,14 +979,16 @@ def _two_stacks(config: VanillaTransformerConfig) -> VanillaTransformerConfig:
 
 
 def _one_stack(config: VanillaTransformerConfig, stack: str) -> VanillaTransformerConfig:
-    """The configuration for a stack alone. The other's sizes follow it, because transformers'
-    `num_hidden_layers` and `num_attention_heads` are read from the encoder's."""
+    """The configuration for a stack alone. The other's sizes follow it, because transformers reads
+    `num_hidden_layers`, `num_attention_heads` and `vocab_size` from the encoder's."""
     layers, heads, ffn = (
         getattr(config, f"{stack}_{size}") for size in ("layers", "attention_heads", "ffn_dim")
     )
     return _with(
         config,
         is_encoder_decoder=False,
+        vocab_size=config.vocab_size if stack == "encoder" else config.target_vocab_size,
+        decoder_vocab_size=None,
         encoder_layers=layers,
         decoder_layers=layers,
         encoder_attention_heads=heads,
