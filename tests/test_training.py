@@ -12,8 +12,10 @@ from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTraining
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data import DataArguments
+from vanilla_transformer.evaluation import make_compute_metrics
 from vanilla_transformer.training import (
     ModelArguments,
+    TranslationTrainer,
     draw_curves,
     find_checkpoint,
     make_model,
@@ -234,6 +236,23 @@ def test_the_trainer_learns_and_leaves_a_whole_folder(tokenizer, splits, tmp_pat
     assert (tmp_path / "tokenizer.json").is_file()
     assert (tmp_path / "modeling_vanilla_transformer.py").is_file()
     assert Image.open(tmp_path / "curves.png").size[0] > 500
+
+
+@pytest.mark.parametrize(("ours", "longest"), [(False, 20), (True, 1 + 3 + 50)])
+def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_path, ours, longest):
+    """Seq2SeqTrainer leaves max_length=20 in the model: our trainer is there to undo it."""
+    model = small_model(tokenizer, eos_token_id=None)
+    trainer = (TranslationTrainer if ours else Seq2SeqTrainer)(
+        model=model,
+        args=training_arguments(tmp_path, predict_with_generate=True),
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        processing_class=tokenizer,
+        compute_metrics=make_compute_metrics(tokenizer),
+    )
+    trainer.evaluate(splits["validation"])
+    trainer.save_model()
+    saved = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path)
+    assert saved.generate(torch.tensor([[5, 6, 7]])).shape[1] == longest
 
 
 def test_accumulated_steps_equal_one_large_batch(tokenizer, splits, tmp_path):

@@ -1,5 +1,6 @@
 """Training with `Seq2SeqTrainer`: arguments, recipes, and the objects that a run is made of."""
 
+import copy
 import logging
 import sys
 from collections.abc import Iterable, Sequence
@@ -224,7 +225,7 @@ def make_trainer(
     arguments: Seq2SeqTrainingArguments,
     splits: dict[str, Any],
 ) -> Seq2SeqTrainer:
-    """A stock `Seq2SeqTrainer` over tokenised splits, with scores, curves and TensorBoard.
+    """A `Seq2SeqTrainer` over tokenised splits, with scores, curves and TensorBoard.
 
     Args:
         splits: "train" and perhaps "validation", with columns `input_ids` and `labels`.
@@ -235,7 +236,7 @@ def make_trainer(
     arguments.use_cache = not arguments.gradient_checkpointing
     model.generation_config.num_beams = arguments.generation_num_beams or 1
     metrics = make_compute_metrics(tokenizer) if arguments.predict_with_generate else None
-    return Seq2SeqTrainer(
+    return TranslationTrainer(
         model=model,
         args=arguments,
         train_dataset=splits["train"],
@@ -245,6 +246,20 @@ def make_trainer(
         compute_metrics=metrics,
         callbacks=[CurvesCallback()],
     )
+
+
+class TranslationTrainer(Seq2SeqTrainer):
+    """`Seq2SeqTrainer`, less one habit: while it evaluates, transformers (5.17 to 5.23) writes all
+    defaults into the model's generation config, and from then on, also once saved and loaded, the
+    model stops after 20 tokens."""
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple:
+        """As `Seq2SeqTrainer.prediction_step`, the generation config left as it was."""
+        generation_config = copy.deepcopy(self.model.generation_config)
+        try:
+            return super().prediction_step(*args, **kwargs)
+        finally:
+            self.model.generation_config = generation_config
 
 
 class CurvesCallback(TrainerCallback):
