@@ -95,6 +95,13 @@ def test_the_output_is_at_most_50_tokens_longer_than_the_source(source_length):
     assert model.generate(inputs_embeds=embeddings).shape[1] == 1 + source_length + 50
 
 
+def test_the_output_ends_where_learned_positions_do():
+    model = VanillaTransformerForConditionalGeneration(
+        small_config(eos_token_id=None, position_encoding="learned", max_position_embeddings=12)
+    )
+    assert model.generate(random_ids(1, 5)).shape[1] == 12
+
+
 def test_a_saved_limit_is_kept(tmp_path):
     model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None))
     model.generation_config.max_new_tokens = 5

@@ -25,6 +25,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         **kwargs: Any,
     ) -> GenerationConfig:
         """Input length + 50 where the caller set no limit; transformers' own default is 20 tokens.
+        Learned positions end where their table does.
 
         Args:
             inputs_tensor: The encoder's input, of shape (batch, source_length) or
@@ -32,7 +33,10 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """
         unlimited = has_default_max_length and generation_config.max_new_tokens is None
         if unlimited and self.config.is_encoder_decoder:
-            generation_config.max_new_tokens = inputs_tensor.shape[1] + self.extra_output_tokens
+            limit = inputs_tensor.shape[1] + self.extra_output_tokens
+            if self.config.position_encoding == "learned":
+                limit = min(limit, self.config.max_position_embeddings - input_ids_length)
+            generation_config.max_new_tokens = limit
         return super()._prepare_generated_length(
             generation_config=generation_config,
             has_default_max_length=has_default_max_length,
