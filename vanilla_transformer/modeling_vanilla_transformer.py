@@ -355,7 +355,7 @@ def scaled_dot_product_attention(
     if attention_mask is not None:
         scores = scores + attention_mask
     # Half precision can't hold the sum of many small exponentials.
-    weights = F.softmax(scores, dim=-1, dtype=_at_least_float32(scores)).to(query.dtype)
+    weights = F.softmax(scores, dim=-1, dtype=_at_least_float32(scores.dtype)).to(query.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2), weights
 
@@ -509,7 +509,7 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """(batch, length) positions to (batch, length, d_model) encodings."""
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = _at_least_float32(dtype)
         even = torch.arange(0, self.d_model, 2, dtype=wide, device=position_ids.device)
         angles = position_ids[..., None] * 10000.0 ** (-even / self.d_model)
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(dtype)
@@ -576,7 +576,7 @@ class SmoothedCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float
     ) -> torch.Tensor:
         """(rows, vocabulary) logits and (rows,) labels to a sum of -log p, at least in float32."""
-        total = logits.new_zeros((), dtype=_at_least_float32(logits))
+        total = logits.new_zeros((), dtype=_at_least_float32(logits.dtype))
         log_normalizers = []
         for scores, gold in _split_rows(logits, labels):
             scores = scores.to(total.dtype)
@@ -645,8 +645,8 @@ def label_smoothed_cross_entropy(
     return total / num_items_in_batch
 
 
-def _at_least_float32(states: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(states.dtype, torch.float32)
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 # ---------------------------------------------------------------- What transformers sees
