@@ -14,8 +14,6 @@ from transformers import (
 
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .modeling_vanilla_transformer import (
-    VanillaTransformerEncoderModel,
-    VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
     VanillaTransformerModel,
 )
@@ -23,6 +21,10 @@ from .pipeline_vanilla_transformer import (
     Text2TextGenerationPipeline,
     TranslationPipeline,
     register_translation_pipelines,
+)
+from .single_stack_vanilla_transformer import (
+    VanillaTransformerEncoderModel,
+    VanillaTransformerForCausalLM,
 )
 
 __version__ = "0.1.0"

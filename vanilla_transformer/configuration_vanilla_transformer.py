@@ -12,17 +12,19 @@ from transformers.activations import ACT2FN
 
 if TYPE_CHECKING:
     # Never executed: transformers saves a file together with the files that it imports relatively,
-    # so these lines put the whole model and the pipeline into every checkpoint folder.
+    # so these lines put every model and the pipeline into every checkpoint folder.
     from .modeling_vanilla_transformer import VanillaTransformerModel  # noqa: F401
     from .pipeline_vanilla_transformer import TranslationPipeline  # noqa: F401
+    from .single_stack_vanilla_transformer import VanillaTransformerForCausalLM  # noqa: F401
 
 _MODELING = "modeling_vanilla_transformer"
+_SINGLE_STACK = "single_stack_vanilla_transformer"
 AUTO_MAP = {
     "AutoConfig": "configuration_vanilla_transformer.VanillaTransformerConfig",
     "AutoModel": f"{_MODELING}.VanillaTransformerModel",
     "AutoModelForSeq2SeqLM": f"{_MODELING}.VanillaTransformerForConditionalGeneration",
-    "AutoModelForTextEncoding": f"{_MODELING}.VanillaTransformerEncoderModel",
-    "AutoModelForCausalLM": f"{_MODELING}.VanillaTransformerForCausalLM",
+    "AutoModelForTextEncoding": f"{_SINGLE_STACK}.VanillaTransformerEncoderModel",
+    "AutoModelForCausalLM": f"{_SINGLE_STACK}.VanillaTransformerForCausalLM",
 }
 CUSTOM_PIPELINES = {
     "translation": {
@@ -55,8 +57,8 @@ def _layers(n: int) -> dict[str, Any]:
     return {"encoder_layers": n, "decoder_layers": n}
 
 
-def _heads(n: int) -> dict[str, Any]:
-    return {"encoder_attention_heads": n, "decoder_attention_heads": n}
+def _heads(h: int, d_k: int) -> dict[str, Any]:
+    return {"encoder_attention_heads": h, "decoder_attention_heads": h, "head_dim": d_k}
 
 
 def _ffn(d_ff: int) -> dict[str, Any]:
@@ -67,10 +69,10 @@ def _ffn(d_ff: int) -> dict[str, Any]:
 # "tiny" is not the paper's: the Multi30k model of Wu et al. (2021), https://aclanthology.org/2021.acl-long.480
 PRESETS: dict[str, dict[str, Any]] = {
     "base": {},
-    "A-h1": _heads(1),
-    "A-h4": _heads(4),
-    "A-h16": _heads(16),
-    "A-h32": _heads(32),
+    "A-h1": _heads(1, 512),
+    "A-h4": _heads(4, 128),
+    "A-h16": _heads(16, 32),
+    "A-h32": _heads(32, 16),
     "B-dk16": {"head_dim": 16, "value_head_dim": 64},
     "B-dk32": {"head_dim": 32, "value_head_dim": 64},
     "C-N2": _layers(2),
@@ -85,8 +87,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "D-ls0.0": {"label_smoothing": 0.0},
     "D-ls0.2": {"label_smoothing": 0.2},
     "E-learned": {"position_encoding": "learned"},
-    "big": {"d_model": 1024, **_ffn(4096), **_heads(16), "dropout": 0.3},
-    "tiny": {"d_model": 128, **_ffn(256), **_heads(4), **_layers(4), "dropout": 0.3},
+    "big": {"d_model": 1024, **_ffn(4096), **_heads(16, 64), "dropout": 0.3},
+    "tiny": {"d_model": 128, **_ffn(256), **_heads(4, 32), **_layers(4), "dropout": 0.3},
 }
 
 
@@ -95,14 +97,15 @@ class VanillaTransformerConfig(PreTrainedConfig):
     """Hyper-parameters of the encoder-decoder Transformer; the defaults are the paper's base model.
 
     Args:
-        vocab_size: Tokens in the vocabulary, shared by source and target unless
-            `decoder_vocab_size` differs.
-        decoder_vocab_size: Tokens in a target vocabulary of its own; `None` shares `vocab_size`.
+        vocab_size: Tokens in the vocabulary that source and target share, or in the source's.
+        decoder_vocab_size: Tokens in a target vocabulary of its own (it may be of equal size);
+            `None` shares the source's.
         d_model: Width of every layer's input and output.
         encoder_layers, decoder_layers: N.
         encoder_attention_heads, decoder_attention_heads: h.
         encoder_ffn_dim, decoder_ffn_dim: d_ff.
-        head_dim: d_k, the width of a query or key in one head; `None` is d_model / h.
+        head_dim: d_k, the width of a query or key in one head; `None` becomes d_model / h, and
+            stays where encoder and decoder differ in h.
         value_head_dim: d_v, the width of a value in one head; `None` is d_k.
         attention_bias: Biases in the four projections of attention. The paper's are plain matrices.
         dropout: P_drop, on each sub-layer's output and on embedding plus position (section 5.4).
@@ -133,6 +136,22 @@ class VanillaTransformerConfig(PreTrainedConfig):
         "num_attention_heads": "encoder_attention_heads",
         "num_hidden_layers": "encoder_layers",
     }
+    # Names within a stack, or in the models around it: each class keeps what it has of them.
+    base_model_tp_plan = {
+        "shared": "embedding_rowwise",
+        "embed_tokens": "embedding_rowwise",
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.out_proj": "rowwise",
+        "layers.*.encoder_attn.q_proj": "colwise",
+        "layers.*.encoder_attn.k_proj": "colwise",
+        "layers.*.encoder_attn.v_proj": "colwise",
+        "layers.*.encoder_attn.out_proj": "rowwise",
+        "layers.*.ffn.fc1": "colwise",
+        "layers.*.ffn.fc2": "rowwise",
+    }
+    base_model_fsdp_plan = {"layers.*": "free_full_weight"}
     _auto_class = "AutoConfig"
 
     vocab_size: int = 37000
@@ -172,6 +191,10 @@ class VanillaTransformerConfig(PreTrainedConfig):
         kwargs.pop("custom_pipelines", None)
         if __name__.startswith("transformers_modules."):
             kwargs["custom_pipelines"] = CustomPipelines(CUSTOM_PIPELINES)
+        heads = self.encoder_attention_heads
+        if self.head_dim is None and heads == self.decoder_attention_heads:
+            # transformers reads the width of keys and values from here; bad sizes are named below
+            self.head_dim = self.d_model // heads if heads and self.d_model % heads == 0 else None
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,7 +224,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
     @property
     def shares_embeddings(self) -> bool:
         """Whether source and target embedding are one matrix (section 3.4)."""
-        return self.tie_word_embeddings and self.target_vocab_size == self.vocab_size
+        return self.tie_word_embeddings and self.decoder_vocab_size is None
 
     def get_text_config(
         self, decoder: bool | None = None, encoder: bool | None = None
@@ -213,6 +236,31 @@ class VanillaTransformerConfig(PreTrainedConfig):
             explicit.decoder_vocab_size = self.vocab_size
             return super(VanillaTransformerConfig, explicit).get_text_config(decoder=True)
         return super().get_text_config(decoder=decoder, encoder=encoder)
+
+    def for_both_stacks(self) -> "VanillaTransformerConfig":
+        """The same for encoder and decoder, also where it was saved from one of them alone."""
+        return self._with(is_encoder_decoder=True)
+
+    def for_one_stack(self, stack: Literal["encoder", "decoder"]) -> "VanillaTransformerConfig":
+        """The same for a stack alone. The other's sizes follow it, because transformers reads
+        `num_hidden_layers`, `num_attention_heads` and `vocab_size` from the encoder's."""
+        fields: dict[str, Any] = {
+            f"{either}_{size}": getattr(self, f"{stack}_{size}")
+            for either in ("encoder", "decoder")
+            for size in ("layers", "attention_heads", "ffn_dim")
+        }
+        fields["vocab_size"] = self.vocab_size if stack == "encoder" else self.target_vocab_size
+        fields["head_dim"] = self.head_dim or self.d_model // fields["encoder_attention_heads"]
+        return self._with(is_encoder_decoder=False, decoder_vocab_size=None, **fields)
+
+    def _with(self, **fields: Any) -> "VanillaTransformerConfig":
+        """This configuration if it has these values, or else a copy that has."""
+        if all(getattr(self, name) == value for name, value in fields.items()):
+            return self
+        config = copy.deepcopy(self)
+        for name, value in fields.items():
+            setattr(config, name, value)
+        return config
 
     def validate_sizes(self) -> None:
         """Every size is a positive integer."""
