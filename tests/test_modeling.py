@@ -198,6 +198,11 @@ def test_two_vocabularies_share_target_embedding_and_projection_only():
     assert not hasattr(model.model, "shared")
 
 
+def test_two_vocabularies_may_be_of_one_size():
+    model = VanillaTransformerModel(small_config(decoder_vocab_size=SMALL["vocab_size"]))
+    assert model.encoder.embed_tokens.weight is not model.decoder.embed_tokens.weight
+
+
 def test_untied_matrices_are_three():
     model = VanillaTransformerForConditionalGeneration(small_config(tie_word_embeddings=False))
     encoder, decoder = (
@@ -375,6 +380,30 @@ def test_the_decoder_alone_is_a_causal_language_model():
     assert_close(model(ids, logits_to_keep=2).logits, outputs.logits[:, -2:])
 
 
+def test_the_decoder_alone_takes_labels_that_are_shifted_already():
+    decoder = VanillaTransformerForCausalLM(small_config(is_encoder_decoder=False)).eval()
+    ids = random_ids(2, 6)
+    shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], dim=1)
+    expected = decoder(input_ids=ids, labels=ids).loss
+    assert torch.equal(decoder(input_ids=ids, shift_labels=shifted).loss, expected)
+    unheeded = random_ids(2, 6, seed=1)
+    assert torch.equal(decoder(input_ids=ids, shift_labels=shifted, labels=unheeded).loss, expected)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_decoder_alone_takes_sequences_packed_into_one_row(attention):
+    decoder = VanillaTransformerForCausalLM(small_config(is_encoder_decoder=False)).eval()
+    decoder.set_attn_implementation(attention)
+    rows = [random_ids(1, n, seed=n) for n in (3, 7, 5)]
+    alone = [decoder(input_ids=row, use_cache=False).logits for row in rows]
+    packed = decoder(
+        input_ids=torch.cat(rows, dim=1),
+        position_ids=torch.cat([torch.arange(row.shape[1]) for row in rows])[None],
+        use_cache=False,
+    )
+    assert_close(packed.logits, torch.cat(alone, dim=1))
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_decoder_alone_takes_padding_on_either_side(side):
     model = VanillaTransformerForCausalLM(small_config()).eval()
@@ -520,3 +549,38 @@ def test_shifting_labels_needs_a_start_token():
     model = VanillaTransformerForConditionalGeneration(small_config(decoder_start_token_id=None))
     with pytest.raises(ValueError, match="decoder_start_token_id=None: expected a token id"):
         model(input_ids=random_ids(1, 5), labels=random_ids(1, 4))
+
+
+# ---------------------------------------------------------------- several devices
+
+
+@pytest.mark.parametrize(
+    "model_class",
+    [
+        VanillaTransformerModel,
+        VanillaTransformerForConditionalGeneration,
+        VanillaTransformerEncoderModel,
+        VanillaTransformerForCausalLM,
+    ],
+)
+@pytest.mark.parametrize("fields", VARIANTS, ids=variant_name)
+def test_every_matrix_has_a_place_in_the_tensor_parallel_plan(model_class, fields):
+    model = model_class(small_config(**fields))
+    parts = {name for name, _ in model.named_modules()}
+    plan = {name.replace("*", "0"): style for name, style in model.tp_plan.items()}
+    assert plan.keys() <= parts
+    matrices = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+        and "positions" not in name
+        and not any(part.isdigit() and part != "0" for part in name.split("."))
+    }
+    assert plan.keys() == matrices
+
+
+def test_the_plan_for_sharded_data_parallelism_wraps_each_layer(model):
+    assert model._fsdp_plan == {
+        "model.encoder.layers.*": "free_full_weight",
+        "model.decoder.layers.*": "free_full_weight",
+    }
