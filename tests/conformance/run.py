@@ -1,0 +1,158 @@
+"""Runs transformers' own model tests over our classes; `scripts/conformance --help` says how.
+
+The tests come out of the source distribution of the transformers that is tested and stay in the
+build folder. That distribution lacks some modules which its tests import (generation, exporters,
+pipelines); a checkout of transformers' repository has them.
+"""
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+BUILD = REPOSITORY / "build" / "conformance"
+# What the tests need beside the package's own extras: without these they skip.
+REQUIREMENTS = ["parameterized", "pytest-timeout", "httpx", "scikit-learn"]
+EXPORTERS = ["onnx", "onnxscript", "onnxruntime", "executorch", "torchao", "optimum-quanto"]
+MARKERS = [
+    *("generate", "training_ci", "flash_attn_test", "flash_attn_3_test", "flash_attn_4_test"),
+    *("torch_export_test", "onnx_export_test", "executorch_export_test", "openvino_export_test"),
+    *("torch_compile_test", "is_training_test", "timeout"),
+]
+
+
+def main() -> int:
+    args, pytest_options = parse_arguments()
+    folder = BUILD / args.transformers
+    python = make_environment(folder / "venv", args.transformers)
+    tree = assemble(folder, args.transformers, args.checkout)
+    environment = os.environ | {
+        "CONFORMANCE_SUBJECT": args.subject,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "RUN_SLOW": str(int(args.slow)),
+        "PYTHONPATH": "",
+    }
+    command = [python, "-m", "pytest", "test_conformance.py", "-n", str(os.cpu_count())]
+    return subprocess.run([*command, *pytest_options], cwd=tree, env=environment).returncode
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="scripts/conformance",
+        description="Run transformers' own model tests over our four classes; print what passed, "
+        "what failed, and each skip with its reason; fail on a failure. "
+        "Other options go to pytest, such as -k EXPRESSION.",
+    )
+    parser.add_argument(
+        "--transformers",
+        metavar="VERSION",
+        default=version("transformers"),
+        help="the version to test with (default: the installed one, %(default)s)",
+    )
+    parser.add_argument(
+        "--subject",
+        choices=["vanilla_transformer", "marian"],
+        default="vanilla_transformer",
+        help="whose classes to test: ours, or Marian's for comparison",
+    )
+    parser.add_argument(
+        "--checkout",
+        type=Path,
+        metavar="FOLDER",
+        help="a clone of transformers' repository at that version: adds the tests of generation, "
+        "exporters and pipelines, which the source distribution lacks",
+    )
+    parser.add_argument("--slow", action="store_true", help="also run tests marked slow (exports)")
+    args, pytest_options = parser.parse_known_args()
+    if args.checkout and not (args.checkout / "tests" / "generation").is_dir():
+        parser.error(f"--checkout {args.checkout}: expected a folder that holds tests/generation")
+    return args, pytest_options
+
+
+def make_environment(folder: Path, transformers: str) -> str:
+    """A virtual environment over the current one, with that transformers and the exporters."""
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        print(f"Setting up {folder} (once) ...", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        ours = sysconfig.get_path("purelib")
+        site = subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+        )
+        Path(site.strip(), "below.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        torch = f"torch=={version('torch').split('+')[0]}"
+        for packages in ([f"transformers=={transformers}", *REQUIREMENTS], EXPORTERS):
+            subprocess.run([*install, torch, *packages], check=True)
+        (folder / "complete").touch()
+    return str(python)
+
+
+def assemble(folder: Path, transformers: str, checkout: Path | None) -> Path:
+    """A tree with transformers' tests and ours, as `test_conformance.py`."""
+    sources = folder / f"transformers-{transformers}"
+    if not sources.exists():
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        download += ["--no-binary", ":all:", "--no-build-isolation", "--dest", folder]
+        subprocess.run([*download, f"transformers=={transformers}"], check=True)
+        with tarfile.open(next(folder.glob("transformers-*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
+    tree = folder / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    if checkout:
+        shutil.copytree(checkout / "tests", tree / "tests")
+        shutil.copytree(checkout / "utils", tree / "utils")
+    shutil.copytree(sources / "tests", tree / "tests", dirs_exist_ok=True)
+    (tree / "src").symlink_to(sources / "src")
+    stand_in(tree / "tests", "distributed_testing_utils.py", HERE)
+    stand_in(tree / "tests", "utils/tiny_model_summary.json", "{}")
+    for module in ("configuration_common", "modeling_common", "pipeline_mixin"):
+        for path, names in missing_imports(tree / "tests" / f"test_{module}.py"):
+            stand_in(tree / "tests", path, "".join(map(empty, names)))
+    for package in {path.parent for path in (tree / "tests").rglob("*.py")}:
+        (package / "__init__.py").touch()
+    shutil.copy(HERE / "suite.py", tree / "test_conformance.py")
+    markers = "".join(f"\n    {name}" for name in MARKERS)
+    options = "-q -ra --timeout=1000 -p no:cacheprovider"
+    (tree / "pytest.ini").write_text(
+        f"[pytest]\naddopts = {options}\nfilterwarnings = ignore\nmarkers ={markers}\n"
+    )
+    return tree
+
+
+def stand_in(tests: Path, path: str, content: str | Path) -> None:
+    """Write a file that the tests import and the source distribution lacks, unless it is there."""
+    target = tests / path
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(
+            content if isinstance(content, str) else (content / target.name).read_text()
+        )
+
+
+def missing_imports(module: Path) -> list[tuple[str, list[str]]]:
+    """The files that a module's relative imports name, and what it takes from each."""
+    statements = ast.walk(ast.parse(module.read_text()))
+    return [
+        (statement.module.replace(".", "/") + ".py", [alias.name for alias in statement.names])
+        for statement in statements
+        if isinstance(statement, ast.ImportFrom) and statement.level == 1 and statement.module
+    ]
+
+
+def empty(name: str) -> str:
+    """A class without tests, or an empty table."""
+    return f"class {name}: pass\n" if name[0].isupper() else f"{name} = {{}}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
