@@ -14,6 +14,15 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
     # Section 6.1: "we set the maximum output length during inference to input length + 50"
     extra_output_tokens = 50
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', and for a model in FSDP's shards: FSDP gathers weights for `forward`
+        alone, unless told otherwise, but the encoder is called by itself here."""
+        if _in_shards(self) and "generate" not in vars(self):
+            torch.distributed.fsdp.register_fsdp_forward_method(self, "generate")
+            with torch.no_grad():
+                return self.generate(*args, **kwargs)
+        return super().generate(*args, **kwargs)
+
     def _prepare_generated_length(
         self,
         generation_config: GenerationConfig,
@@ -66,3 +75,11 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             yield
         finally:
             self.config.vocab_size = source_size
+
+
+def _in_shards(model: torch.nn.Module) -> bool:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule  # not in every build of torch
+
+    return isinstance(model, FSDPModule)

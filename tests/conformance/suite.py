@@ -89,8 +89,8 @@ class ModelTester:
             dropout=0.0,
             **SUBJECT["options"],
             max_position_embeddings=100,
-            pad_token_id=1,
-            bos_token_id=0,
+            pad_token_id=0,  # not 1, which the overfitting test has as its prompt
+            bos_token_id=1,
             eos_token_id=2,
             decoder_start_token_id=3,
             is_encoder_decoder=self.is_encoder_decoder,

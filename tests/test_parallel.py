@@ -1,0 +1,221 @@
+"""Two processes, sharing the weights of a model, compute what one process does."""
+
+import copy
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from conftest import random_ids, small_config
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+VARIANTS = [
+    {},
+    {"tie_word_embeddings": False, "norm_position": "pre"},
+    {"decoder_vocab_size": 60, "position_encoding": "learned"},
+]
+SHARINGS = ["fsdp_size", "tp_size"]
+
+
+def join(store, rank):
+    """Make this process one of two."""
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+
+
+@pytest.fixture(scope="module")
+def on_two_processes(tmp_path_factory):
+    """Calls a function in both processes, and raises what either raised."""
+    store = tmp_path_factory.mktemp("processes") / "store"
+    spawn = multiprocessing.get_context("spawn")
+    pools = [
+        ProcessPoolExecutor(1, mp_context=spawn, initializer=join, initargs=(store, rank))
+        for rank in range(2)
+    ]
+
+    def call(function, *arguments):
+        for future in [pool.submit(function, *arguments) for pool in pools]:
+            future.result(timeout=120)
+
+    yield call
+    call(distributed.destroy_process_group)
+    for pool in pools:
+        pool.shutdown()
+
+
+@pytest.fixture(params=VARIANTS, ids=lambda fields: ",".join(fields) or "tied")
+def saved(request, tmp_path):
+    torch.manual_seed(0)
+    config = small_config(dropout=0.0, **request.param)
+    VanillaTransformerForConditionalGeneration(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+# ---------------------------------------------------------------- in each of the two processes
+
+
+def load(folder, sharing=None):
+    config = DistributedConfig(**{sharing: 2}) if sharing else None
+    return VanillaTransformerForConditionalGeneration.from_pretrained(
+        folder, distributed_config=config
+    )
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_tied_as_configured(model):
+    """Source embedding, target embedding and projection are one parameter, two or three."""
+    modules = (model.get_encoder().embed_tokens, model.get_decoder().embed_tokens, model.lm_head)
+    config = model.config
+    expected = 1 if config.shares_embeddings else 2 if config.tie_word_embeddings else 3
+    assert len({id(module.weight) for module in modules}) == expected
+
+
+def assert_trains_as(alone, shared, rows):
+    """Two steps of both, of which this process's part has these rows of each batch: the same
+    losses, gradients and weights."""
+    assert_tied_as_configured(shared)
+    names = [name for name, _ in alone.named_parameters()]
+    assert [name for name, _ in shared.named_parameters()] == names
+    optimizers = [
+        torch.optim.SGD(model.train().parameters(), lr=0.1, momentum=0.9)
+        for model in (alone, shared)
+    ]
+    for seed in range(2):
+        batch = {"input_ids": random_ids(4, 6, seed=seed), "labels": random_ids(4, 5, seed=~seed)}
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = alone(**batch).loss
+        loss = shared(**{name: tensor[rows] for name, tensor in batch.items()}).loss
+        expected.backward()
+        loss.backward()
+        mean = loss.detach().clone()
+        distributed.all_reduce(mean)
+        torch.testing.assert_close(mean / 2, expected.detach(), atol=1e-5, rtol=1e-5)
+        for name, theirs, ours in zip(names, alone.parameters(), shared.parameters(), strict=True):
+            assert_close(whole(ours.grad), theirs.grad, f"gradient of {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, theirs, ours in zip(names, alone.parameters(), shared.parameters(), strict=True):
+            assert_close(whole(ours.detach()), theirs.detach(), name)
+    assert_tied_as_configured(shared)
+
+
+def assert_close(actual, expected, name):
+    torch.testing.assert_close(
+        actual, expected, atol=1e-5, rtol=1e-4, msg=lambda message: f"{name}: {message}"
+    )
+
+
+def own_rows():
+    return slice(distributed.get_rank(), None, 2)
+
+
+def check_fully_shard(folder):
+    """torch's own FSDP, layer by layer and then the rest."""
+    alone = load(folder)
+    shared = copy.deepcopy(alone)
+    for stack in (shared.get_encoder(), shared.get_decoder()):
+        for layer in stack.layers:
+            fully_shard(layer)
+    fully_shard(shared)
+    assert all(isinstance(parameter, DTensor) for parameter in shared.parameters())
+    assert_trains_as(alone, shared, own_rows())
+
+    gathered = get_model_state_dict(shared, options=StateDictOptions(full_state_dict=True))
+    expected = alone.state_dict()
+    assert gathered.keys() == expected.keys()
+    for name, weight in gathered.items():
+        assert_close(weight, expected[name], name)
+    shared.unshard()
+    assert_tied_as_configured(shared)
+    assert_close(shared.lm_head.weight.detach(), alone.lm_head.weight.detach(), "projection")
+
+
+def check_training(folder, sharing):
+    rows = own_rows() if sharing == "fsdp_size" else slice(None)
+    alone, shared = load(folder), load(folder, sharing)
+    assert any(isinstance(parameter, DTensor) for parameter in shared.parameters())
+    assert_trains_as(alone, shared, rows)
+    assert_predicts_as(alone.eval(), shared.eval())
+
+
+def assert_predicts_as(alone, shared):
+    inputs = {
+        "input_ids": random_ids(3, 6),
+        "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]),
+        "decoder_input_ids": random_ids(3, 4, seed=1),
+    }
+    expected = alone(**inputs).logits.detach()
+    assert_close(shared(**inputs).logits.detach(), expected, "with gradients")
+    with torch.no_grad():
+        assert_close(shared(**inputs).logits, expected, "without gradients")
+
+
+def check_saving(folder, sharing):
+    """What two processes save, one loads; also after a step of training."""
+    shared = load(folder, sharing)
+    batch = {"input_ids": random_ids(4, 6), "labels": random_ids(4, 5)}
+    shared(**batch).loss.backward()
+    torch.optim.SGD(shared.parameters(), lr=0.1).step()
+    shared.save_pretrained(folder / "again")
+    distributed.barrier()
+    loaded = load(folder / "again")
+    assert_tied_as_configured(loaded)
+    for (name, theirs), ours in zip(loaded.named_parameters(), shared.parameters(), strict=True):
+        assert_close(whole(ours.detach()), theirs.detach(), name)
+
+
+def check_generation(folder, sharing):
+    """Before anything else has been asked of the model, and once more after training."""
+    alone, shared = load(folder), load(folder, sharing)
+    source = random_ids(3, 6)
+    # without repetition, because a model that has learned nothing repeats one token
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "no_repeat_ngram_size": 1}
+    for _ in range(2):
+        for num_beams in (1, 3):
+            options["num_beams"] = num_beams
+            expected = alone.eval().generate(source, **options)
+            assert torch.equal(shared.eval().generate(source, **options), expected)
+        for model in (alone, shared):
+            model.train()(input_ids=source, labels=random_ids(3, 5)).loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+# ---------------------------------------------------------------- the tests
+
+
+def test_fully_sharded_training_is_training_on_one_device(on_two_processes, saved):
+    on_two_processes(check_fully_shard, saved)
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_a_model_in_two_parts_trains_and_predicts_as_one_device_does(
+    on_two_processes, saved, sharing
+):
+    on_two_processes(check_training, saved, sharing)
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_one_device_loads_what_two_have_saved(on_two_processes, saved, sharing):
+    on_two_processes(check_saving, saved, sharing)
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_a_model_in_two_parts_generates_what_one_device_does(on_two_processes, saved, sharing):
+    on_two_processes(check_generation, saved, sharing)
