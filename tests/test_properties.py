@@ -654,3 +654,13 @@ def test_sinusoids_have_no_table_to_get_or_resize(model_class):
         with pytest.raises(ValueError, match="position_encoding='sinusoidal': expected 'learned'"):
             ask()
     assert model.config.max_position_embeddings == 1024
+
+
+def test_frozen_positions_stay_frozen_and_there_is_at_least_one():
+    model = VanillaTransformerModel(small_config(position_encoding="learned"))
+    model.requires_grad_(False)
+    model.resize_position_embeddings(9)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(ValueError, match="new_num_position_embeddings=0: expected a positive"):
+        model.resize_position_embeddings(0)
+    assert model.config.max_position_embeddings == 9

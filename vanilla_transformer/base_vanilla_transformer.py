@@ -136,8 +136,17 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return positions if self.config.is_encoder_decoder else positions[0]
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
-        """Give every stack so many learned positions, the old ones kept as far as they go."""
+        """Give every stack so many learned positions, the old ones kept as far as they go.
+
+        Raises:
+            ValueError: The positions are sinusoids, or the number is not positive.
+        """
         self.get_position_embeddings()
+        if new_num_position_embeddings < 1:
+            raise ValueError(
+                f"new_num_position_embeddings={new_num_position_embeddings}: "
+                "expected a positive integer"
+            )
         for stack in self._stacks():
             old, config = stack.embed_positions, stack.config
             config.max_position_embeddings = new_num_position_embeddings
@@ -145,7 +154,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
             self._init_weights(new)
             kept = min(len(old.weight), len(new.weight))
             new.weight.data[:kept] = old.weight.data[:kept]
-            stack.embed_positions = new
+            stack.embed_positions = new.requires_grad_(old.weight.requires_grad)
         self.config.max_position_embeddings = new_num_position_embeddings
 
     def _stacks(self) -> list[nn.Module]:

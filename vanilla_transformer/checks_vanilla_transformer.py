@@ -45,10 +45,9 @@ def expect_mask_for_tokens(attention_mask: torch.Tensor, embeddings: torch.Tenso
 
 def expect_as_many(target: torch.Tensor, source: torch.Tensor) -> None:
     """Raises ValueError unless both have the same batch."""
-    if len(source) != len(target):
-        raise ValueError(
-            f"{len(target)} targets for {len(source)} sources: expected as many of each"
-        )
+    targets, sources = target.shape[0], source.shape[0]  # len() would make an export's batch fixed
+    if sources != targets:
+        raise ValueError(f"{targets} targets for {sources} sources: expected as many of each")
 
 
 def expect_special_tokens(**token_ids: int | None) -> None:

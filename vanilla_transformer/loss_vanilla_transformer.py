@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from .checks_vanilla_transformer import out_of_range
 
+ROWS = 256  # whose logits are worked on at a time
+
 
 class SmoothedCrossEntropy(torch.autograd.Function):
     """The sum behind `label_smoothed_cross_entropy`, over rows of logits.
@@ -19,14 +21,12 @@ class SmoothedCrossEntropy(torch.autograd.Function):
     gradient, softmax(logits) - target, is written once, and what lies between fits in a cache.
     """
 
-    ROWS = 256
-
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float
     ) -> torch.Tensor:
         """(rows, vocabulary) logits and (rows,) labels to a sum of -log p, at least in float32."""
-        total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+        total = logits.new_zeros((), dtype=at_least_float32(logits.dtype))
         log_normalizers = []
         for scores, gold in _split_rows(logits, labels):
             scores = scores.to(total.dtype)
@@ -54,7 +54,7 @@ class SmoothedCrossEntropy(torch.autograd.Function):
 
 
 def _split_rows(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*(tensor.split(SmoothedCrossEntropy.ROWS) for tensor in tensors), strict=True)
+    return zip(*(tensor.split(ROWS) for tensor in tensors), strict=True)
 
 
 def label_smoothed_cross_entropy(
@@ -93,3 +93,8 @@ def label_smoothed_cross_entropy(
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Half precision widened to float32; float64 stays."""
+    return torch.promote_types(dtype, torch.float32)

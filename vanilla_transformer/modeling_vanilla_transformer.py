@@ -1,9 +1,7 @@
 # Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
 """The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the paper's order.
 
-3.1 encoder and decoder stacks, 3.2 attention, 3.3 feed-forward networks, 3.4 embeddings,
-3.5 positional encoding; then the whole of figure 1, from tokens to the loss.
-Source: https://arxiv.org/abs/1706.03762
+Section by section, https://arxiv.org/abs/1706.03762, then figure 1 from tokens to the loss.
 """
 
 import math
@@ -39,7 +37,7 @@ from .checks_vanilla_transformer import (
 )
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .generation_vanilla_transformer import VanillaTransformerGenerationMixin
-from .loss_vanilla_transformer import label_smoothed_cross_entropy
+from .loss_vanilla_transformer import at_least_float32, label_smoothed_cross_entropy
 
 # ---------------------------------------------------------------- 3.1 Encoder and decoder stacks
 
@@ -71,12 +69,15 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         self.post_init()
 
     @property
-    def _can_record_outputs(self) -> dict[str, Any]:
+    def _can_record_outputs(self) -> dict[str, OutputRecorder]:
         attention = VanillaTransformerAttention
-        self_attention = OutputRecorder(attention, 1, "self_attn")
-        recorders = {"hidden_states": VanillaTransformerLayer, "attentions": self_attention}
-        if self.role == "decoder" and self.config.is_encoder_decoder:
+        recorders = {
+            "hidden_states": OutputRecorder(VanillaTransformerLayer),
+            "attentions": OutputRecorder(attention, 1, "self_attn"),
+        }
+        if self.role == "decoder":
             recorders["cross_attentions"] = OutputRecorder(attention, 1, "encoder_attn")
+        recorders["hidden_states"].num_hidden_layers_key = f"{self.role}_layers"
         return recorders
 
     def embed(
@@ -253,12 +254,11 @@ def scaled_dot_product_attention(
     (batch, heads, key_length, d_v) and a mask that is added to the scores, the output
     (batch, query_length, heads, d_v) and the weights (batch, heads, query_length, key_length).
     """
-    scores = query @ key.transpose(-1, -2) * scaling
+    # Half precision can't hold the sum of many small exponentials, nor a masked score.
+    scores = (query * scaling @ key.transpose(-1, -2)).to(at_least_float32(query.dtype))
     if attention_mask is not None:
         scores = scores + attention_mask
-    # Half precision can't hold the sum of many small exponentials.
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = F.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    weights = scores.softmax(dim=-1).to(query.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2), weights
 
@@ -291,7 +291,7 @@ class VanillaTransformerAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
         source: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -303,7 +303,7 @@ class VanillaTransformerAttention(nn.Module):
             weights (batch, heads, query_length, key_length).
         """
         query = _split_heads(self.q_proj(hidden_states), self.d_k)
-        key, value = self._keys_and_values(hidden_states, source, cache)
+        key, value = self._keys_and_values(hidden_states, source, past_key_values)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, scaled_dot_product_attention
         )
@@ -393,7 +393,7 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """(batch, length) positions to (batch, length, d_model) encodings."""
-        wide, device = torch.promote_types(dtype, torch.float32), position_ids.device
+        wide, device = at_least_float32(dtype), position_ids.device
         even = torch.arange(0, self.d_model, 2, dtype=wide, device=device)
         angles = position_ids[..., None] * 10000.0 ** (-even / self.d_model)
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(dtype)

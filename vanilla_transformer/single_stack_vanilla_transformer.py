@@ -117,9 +117,9 @@ class VanillaTransformerForCausalLM(
             use_cache=use_cache if shift_labels is None else False,
             **kwargs,
         )
-        return CausalLMOutputWithPast(
-            **self.predict(outputs, shift_labels, logits_to_keep, num_items_in_batch)
-        )
+        fields = self.predict(outputs, shift_labels, logits_to_keep, num_items_in_batch)
+        fields.pop("cross_attentions", None)  # empty, without an encoder
+        return CausalLMOutputWithPast(**fields)
 
 
 __all__ = ["VanillaTransformerEncoderModel", "VanillaTransformerForCausalLM"]
