@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from .checks_vanilla_transformer import out_of_range
 
@@ -57,6 +58,14 @@ def _split_rows(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(tensor.split(ROWS) for tensor in tensors), strict=True)
 
 
+def _summed(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        # Rows in pieces would be a graph for each number of pieces. A compiler fuses torch's own.
+        wide = logits.to(at_least_float32(logits.dtype))
+        return F.cross_entropy(wide, labels, label_smoothing=label_smoothing, reduction="sum")
+    return SmoothedCrossEntropy.apply(logits, labels, label_smoothing)
+
+
 def label_smoothed_cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -83,7 +92,7 @@ def label_smoothed_cross_entropy(
         )
     rows, flat = logits.flatten(0, -2), labels.to(logits.device).flatten()
     try:
-        total = SmoothedCrossEntropy.apply(rows, flat, label_smoothing)
+        total = _summed(rows, flat, label_smoothing)
     except (IndexError, RuntimeError) as error:
         if "out of bounds" not in str(error):
             raise
