@@ -119,9 +119,14 @@ def told(mask):
     return None if mask.all() else mask
 
 
-def chunks(parts):
-    ends = list(accumulate(parts))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+def assert_read_alike_in_pieces(read, ids, mask, widths, expected):
+    """`read(ids, mask, cache)` gives, piece by piece, the logits that are expected of the whole."""
+    past, ends = None, list(accumulate(widths))
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        outputs = read(ids[:, start:end], told(mask[:, :end]), past)
+        past = outputs.past_key_values
+        real = mask[:, start:end].bool()
+        assert_same(outputs.logits[real], expected[:, start:end][real])
 
 
 @EXAMPLES
@@ -141,19 +146,18 @@ def test_decoding_in_any_pieces_with_a_cache_is_decoding_at_once(
         decoder_attention_mask=mask,
     ).logits
     encoded = model.get_encoder()(source, attention_mask=source_mask)
-    past = None
-    for start, end in chunks([width, *pieces]):
-        outputs = model(
+
+    def read(ids, known, past):
+        return model(
             attention_mask=source_mask,
             encoder_outputs=encoded,
-            decoder_input_ids=target[:, start:end],
-            decoder_attention_mask=told(mask[:, :end]),
+            decoder_input_ids=ids,
+            decoder_attention_mask=known,
             past_key_values=past,
             use_cache=True,
         )
-        past = outputs.past_key_values
-        real = mask[:, start:end].bool()
-        assert_same(outputs.logits[real], expected[:, start:end][real])
+
+    assert_read_alike_in_pieces(read, target, mask, [width, *pieces], expected)
 
 
 @EXAMPLES
@@ -166,17 +170,11 @@ def test_a_language_model_reads_in_any_pieces_with_a_cache_as_at_once(
     total = width + sum(pieces)
     ids, mask = padded([tokens(n + sum(pieces)) for n in lengths], lefts, total)
     expected = model(ids, attention_mask=mask).logits
-    past = None
-    for start, end in chunks([width, *pieces]):
-        outputs = model(
-            ids[:, start:end],
-            attention_mask=told(mask[:, :end]),
-            past_key_values=past,
-            use_cache=True,
-        )
-        past = outputs.past_key_values
-        real = mask[:, start:end].bool()
-        assert_same(outputs.logits[real], expected[:, start:end][real])
+
+    def read(ids, known, past):
+        return model(ids, attention_mask=known, past_key_values=past, use_cache=True)
+
+    assert_read_alike_in_pieces(read, ids, mask, [width, *pieces], expected)
 
 
 # ---------------------------------------------------------------- padding and order

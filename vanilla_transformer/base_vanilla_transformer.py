@@ -81,15 +81,14 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     ) -> nn.Embedding:
         """The source's matrix; the target's and the projection follow if the vocabulary is one."""
         sizes = (new_num_tokens, pad_to_multiple_of, mean_resizing)
-        decoder = self.get_decoder()
-        if self.config.shares_embeddings or not self.config.is_encoder_decoder:
-            return super()._resize_token_embeddings(*sizes)
-        if self.config.decoder_vocab_size is None:
-            decoder.embed_tokens = self._get_resized_embeddings(decoder.embed_tokens, *sizes)
-            return super()._resize_token_embeddings(*sizes)
-        encoder = self.get_encoder()
-        encoder.embed_tokens = self._get_resized_embeddings(encoder.embed_tokens, *sizes)
-        return encoder.embed_tokens
+        if self.config.is_encoder_decoder and not self.config.shares_embeddings:
+            # the base class resizes the source's and the projection, never the target's
+            one_vocabulary = self.config.decoder_vocab_size is None
+            stack = self.get_decoder() if one_vocabulary else self.get_encoder()
+            stack.embed_tokens = self._get_resized_embeddings(stack.embed_tokens, *sizes)
+            if not one_vocabulary:
+                return stack.embed_tokens
+        return super()._resize_token_embeddings(*sizes)
 
     def resize_decoder_token_embeddings(
         self,
@@ -147,15 +146,14 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
                 f"new_num_position_embeddings={new_num_position_embeddings}: "
                 "expected a positive integer"
             )
+        self.config.max_position_embeddings = new_num_position_embeddings
         for stack in self._stacks():
-            old, config = stack.embed_positions, stack.config
-            config.max_position_embeddings = new_num_position_embeddings
-            new = type(old)(config).to(old.weight.device, old.weight.dtype)
+            old = stack.embed_positions
+            new = type(old)(self.config).to(old.weight.device, old.weight.dtype)
             self._init_weights(new)
             kept = min(len(old.weight), len(new.weight))
             new.weight.data[:kept] = old.weight.data[:kept]
             stack.embed_positions = new.requires_grad_(old.weight.requires_grad)
-        self.config.max_position_embeddings = new_num_position_embeddings
 
     def _stacks(self) -> list[nn.Module]:
         """Encoder and decoder, as far as they are there."""

@@ -456,8 +456,8 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         if encoder_outputs is None:
             encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         else:
-            given = isinstance(encoder_outputs, tuple)
-            encoded = BaseModelOutput(*encoder_outputs) if given else encoder_outputs
+            is_tuple = isinstance(encoder_outputs, tuple)
+            encoded = BaseModelOutput(*encoder_outputs) if is_tuple else encoder_outputs
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -502,8 +502,8 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
     ) -> dict[str, Any]:
         """The outputs, with logits and loss (label-smoothed while training) for states."""
         fields = dict(outputs)
-        last = isinstance(logits_to_keep, int)
-        keep = slice(-logits_to_keep, None) if last else logits_to_keep
+        is_count = isinstance(logits_to_keep, int)
+        keep = slice(-logits_to_keep, None) if is_count else logits_to_keep
         logits = self.lm_head(fields.pop("last_hidden_state")[:, keep])
         loss = None
         if labels is not None:

@@ -19,14 +19,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 BUILD = REPOSITORY / "build" / "conformance"
-# What the tests need beside the package's own extras: without these they skip.
+# What the tests import, and what they skip without, beside this package's own extras.
 REQUIREMENTS = ["parameterized", "pytest-timeout", "httpx", "scikit-learn"]
-EXPORTERS = ["onnx", "onnxscript", "onnxruntime", "executorch", "torchao", "optimum-quanto"]
-MARKERS = [
-    *("generate", "training_ci", "flash_attn_test", "flash_attn_3_test", "flash_attn_4_test"),
-    *("torch_export_test", "onnx_export_test", "executorch_export_test", "openvino_export_test"),
-    *("torch_compile_test", "is_training_test", "timeout"),
-]
+OPTIONAL = ["onnx", "onnxscript", "onnxruntime", "executorch", "torchao", "optimum-quanto"]
 
 
 def main() -> int:
@@ -79,7 +74,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def make_environment(folder: Path, transformers: str) -> str:
-    """A virtual environment over the current one, with that transformers and the exporters."""
+    """A virtual environment over the current one, with that transformers and what it tests."""
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         print(f"Setting up {folder} (once) ...", flush=True)
@@ -91,8 +86,8 @@ def make_environment(folder: Path, transformers: str) -> str:
         Path(site.strip(), "below.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         torch = f"torch=={version('torch').split('+')[0]}"
-        for packages in ([f"transformers=={transformers}", *REQUIREMENTS], EXPORTERS):
-            subprocess.run([*install, torch, *packages], check=True)
+        wanted = [torch, f"transformers=={transformers}", *REQUIREMENTS, *OPTIONAL]
+        subprocess.run([*install, *wanted], check=True)
         (folder / "complete").touch()
     return str(python)
 
@@ -113,33 +108,28 @@ def assemble(folder: Path, transformers: str, checkout: Path | None) -> Path:
         shutil.copytree(checkout / "utils", tree / "utils")
     shutil.copytree(sources / "tests", tree / "tests", dirs_exist_ok=True)
     (tree / "src").symlink_to(sources / "src")
-    stand_in(tree / "tests", "distributed_testing_utils.py", HERE)
-    stand_in(tree / "tests", "utils/tiny_model_summary.json", "{}")
+    processes = HERE / "distributed_testing_utils.py"
+    stand_in(tree / "tests" / processes.name, processes.read_text())
+    stand_in(tree / "tests" / "utils" / "tiny_model_summary.json", "{}")
     for module in ("configuration_common", "modeling_common", "pipeline_mixin"):
-        for path, names in missing_imports(tree / "tests" / f"test_{module}.py"):
-            stand_in(tree / "tests", path, "".join(map(empty, names)))
+        for path, names in relative_imports(tree / "tests" / f"test_{module}.py"):
+            stand_in(tree / "tests" / path, "".join(map(empty, names)))
     for package in {path.parent for path in (tree / "tests").rglob("*.py")}:
         (package / "__init__.py").touch()
     shutil.copy(HERE / "suite.py", tree / "test_conformance.py")
-    markers = "".join(f"\n    {name}" for name in MARKERS)
     options = "-q -ra --timeout=1000 -p no:cacheprovider"
-    (tree / "pytest.ini").write_text(
-        f"[pytest]\naddopts = {options}\nfilterwarnings = ignore\nmarkers ={markers}\n"
-    )
+    (tree / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\nfilterwarnings = ignore\n")
     return tree
 
 
-def stand_in(tests: Path, path: str, content: str | Path) -> None:
-    """Write a file that the tests import and the source distribution lacks, unless it is there."""
-    target = tests / path
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(
-            content if isinstance(content, str) else (content / target.name).read_text()
-        )
+def stand_in(file: Path, content: str) -> None:
+    """Write a file that the tests need and the source distribution lacks, unless it is there."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
 
 
-def missing_imports(module: Path) -> list[tuple[str, list[str]]]:
+def relative_imports(module: Path) -> list[tuple[str, list[str]]]:
     """The files that a module's relative imports name, and what it takes from each."""
     statements = ast.walk(ast.parse(module.read_text()))
     return [
