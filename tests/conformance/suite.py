@@ -31,6 +31,8 @@ from vanilla_transformer import (
 # The distributed groups run for the models of a list unless there is none.
 test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
+# Processes over gloo may outnumber the CPUs; HSDP (2 replicas of 2 shards) takes four.
+test_fsdp_mixin._get_available_fsdp_workers = lambda: 4
 
 SUBJECTS = {
     "vanilla_transformer": {
