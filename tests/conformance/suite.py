@@ -3,6 +3,7 @@
 This file works only where `assemble.py` puts it: beside transformers' tests.
 """
 
+import contextlib
 import os
 import unittest
 import unittest.mock
@@ -18,6 +19,7 @@ from tests.test_training_mixin import TrainingTesterMixin
 from transformers import MarianConfig, MarianForCausalLM, MarianModel, MarianMTModel
 from transformers.models.auto import modeling_auto
 from transformers.testing_utils import torch_device
+from transformers.utils import is_torchvision_available
 
 from tests import test_fsdp_mixin, test_tensor_parallel_mixin
 from vanilla_transformer import (
@@ -33,6 +35,14 @@ test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
 # Processes over gloo may outnumber the CPUs; HSDP (2 replicas of 2 shards) takes four.
 test_fsdp_mixin._get_available_fsdp_workers = lambda: 4
+
+# Without torchvision transformers 5.17 has no table of image processors, in which a pipeline's test
+# looks for every model.
+with contextlib.suppress(ImportError):  # only a checkout has this module
+    from tests.pipelines import test_pipelines_feature_extraction as feature_extraction
+
+    if not is_torchvision_available():
+        feature_extraction.IMAGE_PROCESSOR_MAPPING = {}
 
 SUBJECTS = {
     "vanilla_transformer": {
