@@ -524,7 +524,11 @@ def test_gradient_checkpointing_gives_the_same_gradients():
             ValueError,
             r"labels of shape \(1, 4\) for predictions of shape \(1, 3\)",
         ),
-        ({"labels": random_ids(3, 4)}, ValueError, "3 targets for 1 sources"),
+        (
+            {"input_ids": random_ids(2, 5), "labels": random_ids(3, 4)},
+            ValueError,
+            "3 targets for 2 sources: expected as many, or as many for each source",
+        ),
         (
             {"attention_mask": torch.ones(1, 4)},
             ValueError,

@@ -167,3 +167,36 @@ def test_a_missing_python_is_said_in_one_line(script, tmp_path):
         process.stderr
         == f"{script}: needs Python 3.11 or newer with venv; set PYTHON to its path\n"
     )
+
+
+# ---------------------------------------------------------------- benchmark
+
+
+def test_the_benchmark_writes_ratios_a_table_and_a_chart(folder):
+    flags = ["--quick", "--workloads", "T1", "G3", "--peers", "vanilla_transformer", "torch"]
+    process = run("benchmark.py", *flags, "--output_dir", "speed", cwd=folder)
+    results = json.loads((folder / "speed/benchmark.json").read_text())
+    assert [result["workload"] for result in results] == ["T1", "G3"]
+    ours = {"vanilla_transformer", "vanilla_transformer, best setting", "marian"}
+    assert [set(result["ratios"]) for result in results] == [ours | {"torch"}, ours]
+    for result in results:
+        assert result["ratios"]["marian"] == 1
+        assert all(len(seconds) == 3 for seconds in result["seconds"].values())
+    table = (folder / "speed/benchmark.md").read_text()
+    assert "| | T1 tiny | G3 tiny |" in table
+    assert "| marian | 1.00 | 1.00 |" in table
+    assert table.strip() in process.stdout
+    assert (folder / "speed/benchmark.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--peers", "fairseq"], "--peers fairseq: expected of vanilla_transformer, marian"),
+        (["--rounds", "0"], "--rounds 0: expected a positive number"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_is_refused(folder, flags, message):
+    process = run("benchmark.py", *flags, cwd=folder, check=False)
+    assert process.returncode != 0
+    assert message in process.stderr

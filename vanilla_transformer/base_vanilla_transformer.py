@@ -7,9 +7,10 @@ from itertools import chain
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 
+from .checks_vanilla_transformer import expect_mask_for_tokens
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 
 
@@ -158,3 +159,17 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     def _stacks(self) -> list[nn.Module]:
         """Encoder and decoder, as far as they are there."""
         return [module for module in self.modules() if hasattr(module, "embed_positions")]
+
+
+def count_positions(
+    attention_mask: torch.Tensor | None, embeddings: torch.Tensor, cache: Cache | None
+) -> torch.Tensor:
+    """Positions from 0 at each row's first token on, so that left padding shifts nothing:
+    (batch, length) of a (batch, past_length + length) mask, or (1, length) without one."""
+    length = embeddings.shape[1]
+    if attention_mask is None or attention_mask.ndim != 2:
+        past_length = 0 if cache is None else cache.get_seq_length()
+        return torch.arange(length, device=embeddings.device)[None] + past_length
+    expect_mask_for_tokens(attention_mask, embeddings)
+    positions = attention_mask.long().cumsum(-1) - 1
+    return positions.clamp(min=0)[:, -length:].to(embeddings.device)

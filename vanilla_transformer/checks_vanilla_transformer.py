@@ -44,10 +44,12 @@ def expect_mask_for_tokens(attention_mask: torch.Tensor, embeddings: torch.Tenso
 
 
 def expect_as_many(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Raises ValueError unless both have the same batch."""
+    """Raises ValueError unless there are as many targets, or as many for each source."""
     targets, sources = target.shape[0], source.shape[0]  # len() would make an export's batch fixed
-    if sources != targets:
-        raise ValueError(f"{targets} targets for {sources} sources: expected as many of each")
+    if targets % sources != 0:
+        raise ValueError(
+            f"{targets} targets for {sources} sources: expected as many, or as many for each source"
+        )
 
 
 def expect_special_tokens(**token_ids: int | None) -> None:

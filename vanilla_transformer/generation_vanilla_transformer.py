@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
+from .decoding_cache_vanilla_transformer import copying_less, is_plain
+
 
 class VanillaTransformerGenerationMixin(GenerationMixin):
     """`generate()` with the paper's default output length."""
@@ -55,6 +57,42 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             inputs_tensor=inputs_tensor,
             **kwargs,
         )
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, **inputs: Any
+    ) -> tuple[torch.LongTensor, dict[str, Any]]:
+        """A source is not repeated for each of its beams or samples: they share what is encoded."""
+        shared = {}
+        if self.config.is_encoder_decoder:
+            names = ("encoder_outputs", "attention_mask")
+            shared = {name: inputs[name] for name in names if name in inputs}
+            inputs["encoder_outputs"] = {}  # transformers expects something to repeat
+            inputs["attention_mask"] = None
+        input_ids, inputs = super()._expand_inputs_for_generation(expand_size, **inputs)
+        return input_ids, inputs | shared
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        given = model_kwargs.get("past_key_values")
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if not self.config.is_encoder_decoder or cache is None:
+            return
+        if given is None and is_plain(cache):
+            copying_less(cache)
+            return
+        # Another kind of cache is reordered with the beams, so that each needs a source of its own.
+        beams = max(generation_config.num_beams, generation_config.num_return_sequences)
+        shared = ("encoder_outputs", "attention_mask")
+        _, repeated = super()._expand_inputs_for_generation(
+            beams, is_encoder_decoder=True, **{name: model_kwargs.get(name) for name in shared}
+        )
+        model_kwargs.update(repeated)
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
         with self._target_vocabulary():

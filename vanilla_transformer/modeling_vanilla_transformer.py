@@ -6,12 +6,13 @@ Section by section, https://arxiv.org/abs/1706.03762, then figure 1 from tokens 
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,17 +28,29 @@ from transformers.utils import ModelOutput, TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .base_vanilla_transformer import VanillaTransformerPreTrainedModel
+from .base_vanilla_transformer import VanillaTransformerPreTrainedModel, count_positions
 from .checks_vanilla_transformer import (
-    expect_as_many,
-    expect_mask_for_tokens,
     expect_special_tokens,
     expect_tokens_or_embeddings,
     look_up,
 )
 from .configuration_vanilla_transformer import VanillaTransformerConfig
+from .decoding_cache_vanilla_transformer import new_cache, remember
 from .generation_vanilla_transformer import VanillaTransformerGenerationMixin
-from .loss_vanilla_transformer import at_least_float32, label_smoothed_cross_entropy
+from .loss_vanilla_transformer import (
+    at_least_float32,
+    label_smoothed_cross_entropy,
+    projected_cross_entropy,
+)
+from .outputs_vanilla_transformer import Seq2SeqTrainingOutput
+from .shortcuts_vanilla_transformer import (
+    Dropout,
+    by_length,
+    cast_once,
+    fastest,
+    fold_beams,
+    unfold_beams,
+)
 
 # ---------------------------------------------------------------- 3.1 Encoder and decoder stacks
 
@@ -59,7 +72,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         learned = config.position_encoding == "learned"
         self.embed_positions = (LearnedPositions if learned else SinusoidalPositions)(config)
         self.embed_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.layers = nn.ModuleList(
             VanillaTransformerLayer(config, self.role, index) for index in layers
         )
@@ -95,7 +108,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
             rows = len(self.embed_tokens.weight)
             inputs_embeds = look_up(self.embed_tokens, input_ids, rows, "token id")
         if position_ids is None:
-            position_ids = _position_ids(attention_mask, inputs_embeds, cache)
+            position_ids = count_positions(attention_mask, inputs_embeds, cache)
         positions = self.embed_positions(position_ids, inputs_embeds.dtype)
         return self.dropout(inputs_embeds * self.embed_scale + positions)
 
@@ -117,10 +130,19 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
     ) -> BaseModelOutput:
         """Encode (batch, source_length) token ids into (batch, source_length, d_model) states."""
         hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids)
+
+        encode = partial(self.encode, **kwargs)
+        states = by_length(encode, hidden_states, attention_mask, self.config, kwargs)
+        return BaseModelOutput(last_hidden_state=states)
+
+    def encode(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    ) -> torch.Tensor:
+        """The layers, over embedded tokens: (batch, source_length, d_model) in and out."""
         mask = create_bidirectional_mask(self.config, hidden_states, attention_mask)
         for layer in self.layers:
             hidden_states = layer(hidden_states, mask, **kwargs)
-        return BaseModelOutput(last_hidden_state=self.layer_norm(hidden_states))
+        return self.layer_norm(hidden_states)
 
 
 class VanillaTransformerDecoder(VanillaTransformerStack):
@@ -128,13 +150,6 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
     encoder's output as well, where there is an encoder."""
 
     role = "decoder"
-
-    def new_cache(self) -> Cache:
-        """An empty cache of keys and values, one for each kind of attention in a layer."""
-        cache = DynamicCache(config=self.config)
-        if not self.config.is_encoder_decoder:
-            return cache
-        return EncoderDecoderCache(cache, DynamicCache(config=self.config))
 
     @merge_with_config_defaults
     @capture_outputs
@@ -154,7 +169,7 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         with a mask (batch, past_length + target_length) of their own, the encoder's output
         (batch, source_length, d_model) and its mask (batch, source_length)."""
         if use_cache and past_key_values is None:
-            past_key_values = self.new_cache()
+            past_key_values = new_cache(self.config)
         hidden_states = self.embed(
             input_ids, inputs_embeds, attention_mask, position_ids, past_key_values
         )
@@ -163,9 +178,10 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         )
         source_mask = None
         if encoder_hidden_states is not None:
-            expect_as_many(hidden_states, encoder_hidden_states)
+            encoder_hidden_states = cast_once(encoder_hidden_states)
+            queries = fold_beams(hidden_states, encoder_hidden_states)
             source_mask = create_bidirectional_mask(
-                self.config, hidden_states, encoder_attention_mask, encoder_hidden_states
+                self.config, queries, encoder_attention_mask, encoder_hidden_states
             )
         for layer in self.layers:
             hidden_states = layer(
@@ -198,18 +214,18 @@ class VanillaTransformerLayer(GradientCheckpointingLayer):
         self.ffn = VanillaTransformerFeedForward(config, getattr(config, f"{role}_ffn_dim"))
         self.ffn_layer_norm = _layer_norm(config)
         self.pre_norm = config.norm_position == "pre"
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def residual(
         self,
         hidden_states: torch.Tensor,
         layer_norm: nn.LayerNorm,
-        sublayer: Callable[[torch.Tensor], torch.Tensor],
+        sublayer: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         """LayerNorm(x + Dropout(Sublayer(x))), or pre-norm x + Dropout(Sublayer(LayerNorm(x)))."""
         if self.pre_norm:
-            return hidden_states + self.dropout(sublayer(layer_norm(hidden_states)))
-        return layer_norm(hidden_states + self.dropout(sublayer(hidden_states)))
+            return hidden_states + self.dropout(sublayer(cast_once(layer_norm(hidden_states))))
+        return layer_norm(hidden_states + self.dropout(sublayer(cast_once(hidden_states))))
 
     def forward(
         self,
@@ -302,34 +318,24 @@ class VanillaTransformerAttention(nn.Module):
             The output (batch, query_length, d_model) and, from the eager attention only, the
             weights (batch, heads, query_length, key_length).
         """
-        query = _split_heads(self.q_proj(hidden_states), self.d_k)
-        key, value = self._keys_and_values(hidden_states, source, past_key_values)
+        states = hidden_states if source is None else source
+
+        def project() -> tuple[torch.Tensor, torch.Tensor]:
+            key = _split_heads(self.k_proj(states), self.d_k)
+            return key, _split_heads(self.v_proj(states), self.d_v)
+
+        key, value = remember(project, past_key_values, self.layer_idx, source is not None)
+        query = _split_heads(fold_beams(self.q_proj(hidden_states), key), self.d_k)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, scaled_dot_product_attention
         )
+        attend = fastest(attend, query, key)
         dropout = self.dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs
         )
+        output, weights = unfold_beams(hidden_states.shape[0], output, weights)
         return self.out_proj(output.flatten(2)), weights
-
-    def _keys_and_values(
-        self, hidden_states: torch.Tensor, source: torch.Tensor | None, cache: Cache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(batch, heads, key_length, d_k) and (batch, heads, key_length, d_v), the source's
-        projected once for a whole generation where there is a cache."""
-        if cache is not None and source is not None:
-            if cache.is_updated.get(self.layer_idx):
-                layer = cache.cross_attention_cache.layers[self.layer_idx]
-                return layer.keys, layer.values
-            cache.is_updated[self.layer_idx] = True
-            cache = cache.cross_attention_cache
-        elif isinstance(cache, EncoderDecoderCache):
-            cache = cache.self_attention_cache
-        states = hidden_states if source is None else source
-        key = _split_heads(self.k_proj(states), self.d_k)
-        value = _split_heads(self.v_proj(states), self.d_v)
-        return (key, value) if cache is None else cache.update(key, value, self.layer_idx)
 
 
 def _split_heads(states: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -347,7 +353,7 @@ class VanillaTransformerFeedForward(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(config.d_model, ffn_dim)
         self.activation = ACT2FN[config.activation_function]
-        self.dropout = nn.Dropout(config.activation_dropout)
+        self.dropout = Dropout(config.activation_dropout)
         self.fc2 = nn.Linear(ffn_dim, config.d_model)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -410,20 +416,6 @@ class LearnedPositions(nn.Embedding):
         return look_up(super().forward, position_ids, len(self.weight), "position").to(dtype)
 
 
-def _position_ids(
-    attention_mask: torch.Tensor | None, embeddings: torch.Tensor, cache: Cache | None
-) -> torch.Tensor:
-    """Positions from 0 at each row's first token on, so that left padding shifts nothing:
-    (batch, length) of a (batch, past_length + length) mask, or (1, length) without one."""
-    length = embeddings.shape[1]
-    if attention_mask is None or attention_mask.ndim != 2:
-        past_length = 0 if cache is None else cache.get_seq_length()
-        return torch.arange(length, device=embeddings.device)[None] + past_length
-    expect_mask_for_tokens(attention_mask, embeddings)
-    positions = attention_mask.long().cumsum(-1) - 1
-    return positions.clamp(min=0)[:, -length:].to(embeddings.device)
-
-
 # ---------------------------------------------------------------- Figure 1
 
 
@@ -484,6 +476,9 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
 class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
     """A model's states, projected onto the vocabulary and scored: logits and loss."""
 
+    output_class: type[ModelOutput]
+    training_output_class: type[ModelOutput]
+
     def __init__(self, model: VanillaTransformerEmbeddedStacks):
         config = model.config
         super().__init__(config)
@@ -499,17 +494,22 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
         labels: torch.LongTensor | None,
         logits_to_keep: int | torch.Tensor,
         num_items_in_batch: torch.Tensor | int | None,
-    ) -> dict[str, Any]:
+    ) -> ModelOutput:
         """The outputs, with logits and loss (label-smoothed while training) for states."""
-        fields = dict(outputs)
-        is_count = isinstance(logits_to_keep, int)
-        keep = slice(-logits_to_keep, None) if is_count else logits_to_keep
-        logits = self.lm_head(fields.pop("last_hidden_state")[:, keep])
-        loss = None
-        if labels is not None:
-            eps = self.config.label_smoothing if self.training else 0.0
-            loss = label_smoothed_cross_entropy(logits, labels, eps, num_items_in_batch)
-        return {"loss": loss, "logits": logits, **fields}
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        states = outputs.last_hidden_state[:, keep]
+        known = self.output_class.__dataclass_fields__
+        fields = {name: outputs[name] for name in outputs if name in known}
+        if labels is None:
+            return self.output_class(logits=self.lm_head(states), **fields)
+        eps = self.config.label_smoothing if self.training else 0.0
+        target = (labels, eps, num_items_in_batch)
+        if self.training and not torch.compiler.is_compiling():
+            loss = projected_cross_entropy(states, self.lm_head, *target)
+            return self.training_output_class(loss, **fields).later(lambda: self.lm_head(states))
+        logits = self.lm_head(states)
+        loss = label_smoothed_cross_entropy(logits, *target)
+        return self.output_class(loss, logits, **fields)
 
 
 class VanillaTransformerForConditionalGeneration(
@@ -543,6 +543,7 @@ class VanillaTransformerForConditionalGeneration(
     """
 
     _auto_class = "AutoModelForSeq2SeqLM"
+    output_class, training_output_class = Seq2SeqLMOutput, Seq2SeqTrainingOutput
 
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(VanillaTransformerModel(config))
@@ -583,7 +584,7 @@ class VanillaTransformerForConditionalGeneration(
             use_cache=use_cache,
             **kwargs,
         )
-        return Seq2SeqLMOutput(**self.predict(outputs, labels, logits_to_keep, num_items_in_batch))
+        return self.predict(outputs, labels, logits_to_keep, num_items_in_batch)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
         """Outputs, shifted right: (batch, target_length), `decoder_start_token_id` first, and

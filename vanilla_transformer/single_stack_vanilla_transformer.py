@@ -24,6 +24,7 @@ from .modeling_vanilla_transformer import (
     VanillaTransformerEncoder,
     VanillaTransformerWithProjection,
 )
+from .outputs_vanilla_transformer import CausalTrainingOutput
 
 
 class VanillaTransformerEncoderModel(VanillaTransformerEmbeddedStacks):
@@ -71,6 +72,7 @@ class VanillaTransformerForCausalLM(
     """A language model, the decoder alone with the projection: `AutoModelForCausalLM`."""
 
     _auto_class = "AutoModelForCausalLM"
+    output_class, training_output_class = CausalLMOutputWithPast, CausalTrainingOutput
     _keys_to_ignore_on_load_unexpected = [r"encoder\.", r"encoder_attn"]
 
     def __init__(self, config: VanillaTransformerConfig):
@@ -117,9 +119,7 @@ class VanillaTransformerForCausalLM(
             use_cache=use_cache if shift_labels is None else False,
             **kwargs,
         )
-        fields = self.predict(outputs, shift_labels, logits_to_keep, num_items_in_batch)
-        fields.pop("cross_attentions", None)  # empty, without an encoder
-        return CausalLMOutputWithPast(**fields)
+        return self.predict(outputs, shift_labels, logits_to_keep, num_items_in_batch)
 
 
 __all__ = ["VanillaTransformerEncoderModel", "VanillaTransformerForCausalLM"]

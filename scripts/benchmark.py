@@ -1,0 +1,253 @@
+"""Race our model against the same architecture in other libraries, on the same work.
+
+python scripts/benchmark.py --output_dir outputs/benchmark
+python scripts/benchmark.py --quick
+
+Five workloads: T1 a training step in float32, T2 the same under bfloat16 autocast, both with label
+smoothing 0.1 and AdamW over batches of similar lengths; G1 greedy and G2 beam search (4 beams) for
+32 sources of mixed lengths, 32 tokens each; G3 greedy for one source. Speeds are real target tokens
+a second, given as ratios to Marian's. All models take turns, round by round, each time in another
+order; the figure is the median over rounds. Writes benchmark.json, benchmark.md and benchmark.png.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from benchmark_peers import BOS, EOS, PEERS, SIZES, Size, training_loss
+from tqdm.auto import tqdm
+from transformers import HfArgumentParser
+from transformers import logging as transformers_logging
+
+REFERENCE = "marian"
+OURS = "vanilla_transformer"
+OURS_BEST = "vanilla_transformer, best setting"
+WORKLOADS = ("T1", "T2", "G1", "G2", "G3")
+# What a user may set for speed on a CPU; the README says so.
+BEST_SETTING = {
+    "T1": {"precision": "medium", "attention": "eager"},
+    "T2": {},
+    "G1": {"autocast": True},
+    "G2": {"autocast": True},
+    "G3": {},
+}
+NEW_TOKENS, SOURCES, BEAMS = 32, 32, 4
+
+
+@dataclass
+class BenchmarkArguments:
+    output_dir: str | None = field(default=None, metadata={"help": "Folder for the three files."})
+    sizes: list[str] = field(default_factory=lambda: list(SIZES))
+    workloads: list[str] = field(default_factory=lambda: list(WORKLOADS))
+    peers: list[str] = field(default_factory=lambda: list(PEERS))
+    rounds: int = field(default=5, metadata={"help": "Turns of each model."})
+    threads: int = field(default=1, metadata={"help": "Of torch, on the CPU."})
+    tokens: int = field(default=2000, metadata={"help": "Target tokens in a training batch."})
+    quick: bool = field(default=False, metadata={"help": "Tiny only, little work: a glance."})
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        allowed = {"sizes": SIZES, "workloads": WORKLOADS, "peers": PEERS}
+        for name, known in allowed.items():
+            for value in getattr(self, name):
+                if value not in known:
+                    raise ValueError(f"--{name} {value}: expected of {', '.join(known)}")
+        if self.rounds < 1:
+            raise ValueError(f"--rounds {self.rounds}: expected a positive number")
+        if REFERENCE not in self.peers:
+            self.peers.append(REFERENCE)
+        if self.quick:
+            self.sizes, self.rounds, self.tokens = ["tiny"], 3, 500
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses()
+    torch.set_num_threads(arguments.threads)
+    transformers_logging.set_verbosity_error()
+    touch_memory()
+    results = [
+        {"size": size, "workload": workload, **race(arguments, SIZES[size], workload)}
+        for size in arguments.sizes
+        for workload in arguments.workloads
+    ]
+    table = to_markdown(results)
+    print(table)
+    if arguments.output_dir is not None:
+        save(results, table, Path(arguments.output_dir))
+
+
+def touch_memory(gigabytes: float = 1.0) -> None:
+    """A first touch costs more than later ones, above all in virtual machines."""
+    torch.ones(int(gigabytes * 2**28))
+
+
+def race(arguments: BenchmarkArguments, size: Size, workload: str) -> dict[str, object]:
+    """Seconds of each model in each round, and the ratios of the medians to the reference's."""
+    runs: dict[str, Callable[[], None]] = {}
+    for name in arguments.peers:
+        if name == "torch" and workload[0] == "G":
+            continue
+        runs[name] = prepare(arguments, name, size, workload, {})
+        if name == OURS:
+            runs[OURS_BEST] = prepare(arguments, name, size, workload, BEST_SETTING[workload])
+    names, seconds = list(runs), {name: [] for name in runs}
+    # The reference is never the first of a round.
+    names.sort(key=lambda name: name == REFERENCE)
+    for turn in tqdm(range(arguments.rounds + 1), desc=workload, leave=False):
+        others = names[:-1]
+        shift = turn % max(len(others), 1)
+        order = others[shift:] + others[:shift]
+        order.insert(1 + turn % len(names[1:]) if len(names) > 1 else 0, REFERENCE)
+        for name in order:
+            start = time.perf_counter()
+            runs[name]()
+            if turn > 0:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    ratios = {name: medians[REFERENCE] / median for name, median in medians.items()}
+    return {"ratios": ratios, "seconds": seconds}
+
+
+def prepare(
+    arguments: BenchmarkArguments, name: str, size: Size, workload: str, setting: dict
+) -> Callable[[], None]:
+    """A function that does the workload once with a model of its own."""
+    torch.manual_seed(arguments.seed)
+    model = PEERS[name](size)
+    if "attention" in setting:
+        model.set_attn_implementation(setting["attention"])
+    if workload[0] == "T":
+        work = training(model, training_batches(size, arguments.tokens, arguments.seed))
+    else:
+        sources = 1 if workload == "G3" else SOURCES
+        work = generation(model, size, sources, BEAMS if workload == "G2" else 1, arguments.seed)
+    narrow = workload == "T2" or setting.get("autocast", False)
+
+    def run() -> None:
+        with matmul_precision(setting.get("precision")), bfloat16(narrow):
+            work()
+
+    return run
+
+
+@contextmanager
+def matmul_precision(precision: str | None) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision or before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def bfloat16(enabled: bool) -> AbstractContextManager[None]:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if enabled else nullcontext()
+
+
+def draw_lengths(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Sentence lengths: mean 27, standard deviation 15, 4 to 100."""
+    return (27 + 15 * torch.randn(count, generator=generator)).round().long().clamp(4, 100)
+
+
+def padded(
+    lengths: torch.Tensor, vocab_size: int, padding: int, generator: torch.Generator
+) -> torch.Tensor:
+    """(batch, longest) random token ids, each row as long as said."""
+    shape = (len(lengths), int(lengths.max()))
+    ids = torch.randint(EOS + 1, vocab_size, shape, generator=generator)
+    return ids.masked_fill(torch.arange(shape[1]) >= lengths[:, None], padding)
+
+
+def training_batches(size: Size, tokens: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Three batches of sentences of similar length, short, middling and long."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = draw_lengths(10000, generator).sort().values
+    batches = []
+    for quantile in (0.25, 0.5, 0.75):
+        start = int(quantile * len(lengths))
+        rows = max(1, tokens // int(lengths[start]))
+        target = lengths[start : start + rows]
+        source = (target + torch.randint(-3, 4, target.shape, generator=generator)).clamp(min=4)
+        ids = padded(source, size.vocab_size, 0, generator)
+        labels = padded(target, size.vocab_size, -100, generator)
+        batches.append({"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels})
+    return batches
+
+
+def training(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> Callable[[], None]:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def run() -> None:
+        for batch in batches:
+            training_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def generation(
+    model: torch.nn.Module, size: Size, sources: int, beams: int, seed: int
+) -> Callable[[], None]:
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    lengths = draw_lengths(sources, generator)
+    ids = padded(lengths, size.vocab_size, 0, generator)
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    model.generation_config.eos_token_id = None  # so that no sentence ends before the others
+
+    def run() -> None:
+        output = model.generate(
+            **inputs, num_beams=beams, do_sample=False, max_new_tokens=NEW_TOKENS
+        )
+        assert output.shape == (sources, NEW_TOKENS + 1), f"{output.shape}, expected 32 tokens each"
+        assert (output[:, 0] == BOS).all()
+
+    return run
+
+
+def to_markdown(results: list[dict]) -> str:
+    """A row for each model, a column for each workload and size."""
+    columns = [f"{result['workload']} {result['size']}" for result in results]
+    names = dict.fromkeys(name for result in results for name in result["ratios"])
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name in names:
+        ratios = (result["ratios"].get(name) for result in results)
+        cells = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def save(results: list[dict], table: str, folder: Path) -> None:
+    """benchmark.json, benchmark.md and benchmark.png in the folder."""
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "benchmark.json").write_text(json.dumps(results, indent=2) + "\n")
+    (folder / "benchmark.md").write_text(table + "\n")
+    names = list(dict.fromkeys(name for result in results for name in result["ratios"]))
+    figure, axes = plt.subplots(figsize=(1.5 + 1.2 * len(results), 4))
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        heights = [result["ratios"].get(name, 0) for result in results]
+        axes.bar(
+            [place + index * width for place in range(len(results))], heights, width, label=name
+        )
+    axes.set_xticks(
+        [place + 0.4 - width / 2 for place in range(len(results))],
+        [f"{result['workload']}\n{result['size']}" for result in results],
+    )
+    axes.set_ylabel(f"speed, {REFERENCE} = 1")
+    axes.axhline(1, color="black", linewidth=0.5)
+    axes.legend(fontsize="small")
+    figure.savefig(folder / "benchmark.png", dpi=150, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()

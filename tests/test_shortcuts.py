@@ -1,0 +1,348 @@
+"""What is done faster gives the same numbers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import random_ids, small_config
+from torch import nn
+from torch.nn import functional as F
+from transformers import EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
+
+from vanilla_transformer import (
+    VanillaTransformerForCausalLM,
+    VanillaTransformerForConditionalGeneration,
+)
+from vanilla_transformer import decoding_cache_vanilla_transformer as decoding_cache
+from vanilla_transformer import loss_vanilla_transformer as loss_module
+from vanilla_transformer import shortcuts_vanilla_transformer as shortcuts
+from vanilla_transformer.generation_vanilla_transformer import VanillaTransformerGenerationMixin
+from vanilla_transformer.loss_vanilla_transformer import projected_cross_entropy
+from vanilla_transformer.shortcuts_vanilla_transformer import Dropout, unfused_attention
+
+
+def seq2seq(**options):
+    torch.manual_seed(0)
+    return VanillaTransformerForConditionalGeneration(small_config(**options))
+
+
+def ragged(*lengths, padding_side="right"):
+    """(rows, longest) token ids and their mask."""
+    longest = max(lengths)
+    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+    if padding_side == "left":
+        mask = mask.flip(1)
+    return random_ids(len(lengths), longest) * mask, mask
+
+
+# ---------------------------------------------------------------- projection and loss in one
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("rows_at_a_time", [1, 5, 256])
+def test_the_projected_loss_and_its_gradients_are_torchs(
+    monkeypatch, label_smoothing, rows_at_a_time
+):
+    monkeypatch.setattr(loss_module, "_rows_at_a_time", lambda *_: (rows_at_a_time, 3))
+    torch.manual_seed(0)
+    states = torch.randn(3, 7, 8, dtype=torch.float64, requires_grad=True)
+    projection = nn.Linear(8, 50, bias=False, dtype=torch.float64)
+    labels = torch.randint(50, (3, 7))
+    labels[1, 2:] = -100
+    ours = projected_cross_entropy(states, projection, labels, label_smoothing, 10)
+    torchs = F.cross_entropy(
+        projection(states).flatten(0, 1),
+        labels.flatten(),
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+    torch.testing.assert_close(ours, torchs / 10)
+    wanted = (states, projection.weight)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, wanted), torch.autograd.grad(torchs / 10, wanted)
+    )
+
+
+def test_a_batch_without_labels_has_no_loss_and_no_gradient():
+    states = torch.randn(2, 3, 8, requires_grad=True)
+    labels = torch.full((2, 3), -100)
+    loss = projected_cross_entropy(states, nn.Linear(8, 50, bias=False), labels)
+    loss.backward()
+    assert loss == 0
+    assert not states.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_projected_loss_in_half_precision_is_near(dtype):
+    torch.manual_seed(0)
+    states, projection = torch.randn(4, 9, 32), nn.Linear(32, 300, bias=False)
+    labels = torch.randint(300, (4, 9))
+    results = []
+    for enabled in (False, True):
+        inputs = states.clone().requires_grad_()
+        projection.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            loss = projected_cross_entropy(inputs, projection, labels, 0.1)
+        loss.backward()
+        results.append((loss.detach(), inputs.grad, projection.weight.grad.clone()))
+    (loss, *gradients), (narrow_loss, *narrow_gradients) = results
+    torch.testing.assert_close(narrow_loss, loss, rtol=1e-3, atol=0)
+    for gradient, narrow in zip(gradients, narrow_gradients, strict=True):
+        assert narrow.dtype == torch.float32
+        assert (narrow - gradient).norm() < 2e-2 * gradient.norm()
+
+
+def test_a_label_outside_the_vocabulary_is_named():
+    projection = nn.Linear(8, 50, bias=False)
+    for label in (50, -1):
+        labels = torch.tensor([[3, label, -100]])
+        with pytest.raises(IndexError, match=f"label {label} is out of range: expected 0 <= label"):
+            projected_cross_entropy(torch.randn(1, 3, 8), projection, labels)
+
+
+def test_a_projection_that_is_more_than_a_matrix_is_called():
+    torch.manual_seed(0)
+    model = seq2seq(dropout=0.0).train()
+    inputs = {"input_ids": random_ids(2, 6), "labels": random_ids(2, 5)}
+    expected = model(**inputs).loss
+    calls = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(model(**inputs).loss, expected)
+    assert calls
+
+
+# ---------------------------------------------------------------- logits when asked for
+
+
+@pytest.mark.parametrize(
+    "cls", [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
+)
+def test_a_training_step_gives_logits_to_who_asks(cls):
+    torch.manual_seed(0)
+    model = cls(small_config(dropout=0.0))
+    inputs = {"input_ids": random_ids(2, 5), "labels": random_ids(2, 5)}
+    expected = model.eval()(**inputs).logits
+    outputs = model.train()(**inputs)
+    assert "logits" not in outputs.keys()  # noqa: SIM118 - these are no dict's keys
+    torch.testing.assert_close(outputs.logits, expected)
+    for same in (outputs["logits"], outputs[1], outputs.to_tuple()[1]):
+        assert same is outputs.logits
+    torch.testing.assert_close(model(**inputs, return_dict=False)[1], expected)
+    assert outputs.logits.requires_grad
+
+
+def test_an_output_is_copied_and_pickled_with_its_logits():
+    with torch.no_grad():
+        outputs = seq2seq().train()(input_ids=random_ids(2, 5), labels=random_ids(2, 4))
+    for twin in (copy.deepcopy(outputs), pickle.loads(pickle.dumps(outputs))):
+        torch.testing.assert_close(twin.loss, outputs.loss)
+        torch.testing.assert_close(twin.logits, outputs.logits)
+
+
+# ---------------------------------------------------------------- dropout
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dropout_drops_and_scales(p, dtype):
+    torch.manual_seed(0)
+    ones = torch.ones(501, 999, dtype=dtype, requires_grad=True)
+    dropped = Dropout(p)(ones)
+    kept = dropped != 0
+    share = kept.double().mean().item()
+    assert share == pytest.approx(1 - p, abs=4 * (p * (1 - p) / ones.numel()) ** 0.5)
+    torch.testing.assert_close(
+        dropped[kept],
+        torch.full_like(dropped[kept], 1 / (1 - p)),
+        rtol=2e-2 if dtype == torch.bfloat16 else 2e-5,
+        atol=0,
+    )
+    dropped.sum().backward()
+    assert torch.equal(ones.grad, dropped)
+
+
+def test_dropout_of_neighbours_is_independent():
+    torch.manual_seed(0)
+    kept = Dropout(0.5)(torch.ones(1000, 1000)) != 0
+    for shift in (1, 2, 3, 4, 1000):
+        both = (kept.flatten()[:-shift] & kept.flatten()[shift:]).double().mean()
+        assert both.item() == pytest.approx(0.25, abs=0.002)
+
+
+def test_dropout_at_the_ends():
+    ones = torch.ones(3, 5)
+    assert torch.equal(Dropout(0.0)(ones), ones)
+    assert torch.equal(Dropout(0.5).eval()(ones), ones)
+    assert not Dropout(1.0)(ones).any()
+    assert Dropout(0.5)(torch.ones(0, 4)).shape == (0, 4)
+
+
+def test_dropout_follows_the_seed():
+    ones = torch.ones(7, 9)
+    torch.manual_seed(3)
+    first = Dropout(0.5)(ones)
+    second = Dropout(0.5)(ones)
+    torch.manual_seed(3)
+    assert torch.equal(Dropout(0.5)(ones), first)
+    assert not torch.equal(first, second)
+
+
+# ---------------------------------------------------------------- attention in half precision
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_unfused_attention_is_the_fused_one(causal, masked):
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.is_causal = causal
+    states = [torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    mask = None
+    if masked:
+        mask = torch.rand(2, 1, 5, 5) < 0.6
+        mask[0, :, 2] = False  # a query that sees nothing
+    results = []
+    for attend in (shortcuts.sdpa_attention_forward, unfused_attention):
+        output, weights = attend(module, *states, mask, scaling=0.5)
+        assert weights is None
+        results.append((output, *torch.autograd.grad(output.square().sum(), states)))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_training_in_half_precision_does_without_the_fused_one():
+    query = torch.randn(1, 1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+    fused = shortcuts.sdpa_attention_forward
+    assert shortcuts.fastest(fused, query, query) is unfused_attention
+    assert shortcuts.fastest(fused, query.detach(), query) is fused
+    assert shortcuts.fastest(fused, query.float(), query) is fused
+    assert shortcuts.fastest(len, query, query) is len
+    long = query.expand(1, 1, 4, 8).repeat(1, 1, 256, 1)
+    assert shortcuts.fastest(fused, long, long) is fused
+
+
+# ---------------------------------------------------------------- beams that share a source
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_several_targets_for_a_source_are_as_with_the_source_repeated(attention):
+    model = seq2seq(attn_implementation=attention).eval()
+    source, mask = ragged(6, 3)
+    target = random_ids(6, 5)
+    shared = model(input_ids=source, attention_mask=mask, decoder_input_ids=target)
+    repeated = model(
+        input_ids=source.repeat_interleave(3, 0),
+        attention_mask=mask.repeat_interleave(3, 0),
+        decoder_input_ids=target,
+        output_attentions=attention == "eager",
+    )
+    torch.testing.assert_close(shared.logits, repeated.logits)
+    if attention == "eager":
+        again = model(
+            input_ids=source,
+            attention_mask=mask,
+            decoder_input_ids=target,
+            output_attentions=True,
+        )
+        torch.testing.assert_close(again.cross_attentions, repeated.cross_attentions)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"num_beams": 3, "do_sample": True},
+        {"num_return_sequences": 3, "do_sample": True},
+        {"num_beams": 3, "use_cache": False},
+        {"num_beams": 3, "cache_implementation": "static"},
+        {"num_beams": 3, "cache_implementation": "offloaded"},
+    ],
+    ids=str,
+)
+def test_generation_is_as_with_transformers_own_caches(monkeypatch, options):
+    if options.get("cache_implementation") == "offloaded" and not torch.cuda.is_available():
+        pytest.skip("transformers offloads caches from a GPU, and there is none")
+    model = seq2seq().eval()
+    source, mask = ragged(9, 2, 5)
+    wanted = {"output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 12}
+
+    def generate():
+        torch.manual_seed(0)
+        return model.generate(source, attention_mask=mask, **options, **wanted)
+
+    ours = generate()
+    monkeypatch.delattr(VanillaTransformerGenerationMixin, "_expand_inputs_for_generation")
+    monkeypatch.delattr(VanillaTransformerGenerationMixin, "_prepare_cache_for_generation")
+    theirs = generate()
+    assert torch.equal(ours.sequences, theirs.sequences)
+    torch.testing.assert_close(ours.scores, theirs.scores)
+
+
+def test_a_source_is_kept_once_for_its_beams():
+    model = seq2seq().eval()
+    source, mask = ragged(9, 5)
+    outputs = model.generate(
+        source, attention_mask=mask, num_beams=4, max_new_tokens=6, return_dict_in_generate=True
+    )
+    cache = outputs.past_key_values
+    assert isinstance(cache, EncoderDecoderCache)
+    assert cache.cross_attention_cache.layers[0].keys.shape[0] == 2
+    assert cache.self_attention_cache.layers[0].keys.shape[0] == 8
+
+
+def test_a_growing_layer_holds_what_transformers_does():
+    torch.manual_seed(0)
+    ours, theirs = decoding_cache.GrowingLayer(), DynamicLayer()
+    for step, length in enumerate((3, 1, 1, 4, 1, 1, 1, 1, 9)):
+        states = torch.randn(2, 4, 2, length, 3)
+        for layer in (ours, theirs):
+            layer.update(states[0], states[1, ..., :2])
+            if step == 3:
+                layer.reorder_cache(torch.tensor([1, 1, 0, 3]))
+            if step == 5:
+                layer.crop(-2)
+        torch.testing.assert_close(ours.keys, theirs.keys)
+        torch.testing.assert_close(ours.values, theirs.values)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+def test_a_growing_layer_copies_seldom():
+    layer, storages = decoding_cache.GrowingLayer(), set()
+    for _ in range(500):
+        layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+        storages.add(layer.keys.untyped_storage().data_ptr())
+    assert layer.keys.shape[2] == 500
+    assert len(storages) < 12
+
+
+# ---------------------------------------------------------------- sentences of similar length
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_sentences_are_encoded_alike_in_groups_and_together(monkeypatch, side):
+    encoder = seq2seq().eval().get_encoder()
+    ids, mask = ragged(17, 2, 9, 16, 1, 3, 8, padding_side=side)
+    calls = []
+    encode = type(encoder).encode
+    monkeypatch.setattr(
+        type(encoder), "encode", lambda self, *a, **k: calls.append(1) or encode(self, *a, **k)
+    )
+    with torch.no_grad():
+        grouped = encoder(ids, mask).last_hidden_state
+    assert len(calls) > 2
+    together = encoder(ids, mask).last_hidden_state  # with gradients to come
+    real = mask.bool()
+    torch.testing.assert_close(grouped[real], together[real])
+    assert grouped.shape == together.shape
+
+
+def test_states_of_each_layer_come_from_one_batch():
+    encoder = seq2seq(attn_implementation="eager").eval().get_encoder()
+    ids, mask = ragged(17, 2, 3)
+    with torch.no_grad():
+        outputs = encoder(ids, mask, output_hidden_states=True, output_attentions=True)
+    assert {states.shape[:2] for states in outputs.hidden_states} == {ids.shape}
+    assert {weights.shape for weights in outputs.attentions} == {outputs.attentions[0].shape}
+    assert len(outputs.attentions) == encoder.config.encoder_layers

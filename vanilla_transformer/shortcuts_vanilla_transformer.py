@@ -1,0 +1,154 @@
+# Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
+"""Faster ways to the same numbers: what the model does not owe to the paper but to processors."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from .checks_vanilla_transformer import expect_as_many
+
+# ---------------------------------------------------------------- Random numbers
+
+
+class Dropout(nn.Dropout):
+    """As torch's, but on the CPU the probability is rounded to a multiple of 2^-16.
+
+    torch draws 64 random bits for each element there, which takes a tenth of a small model's
+    training step; this draws 16.
+    """
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Zero each element with probability p while training, and scale up the others."""
+        dropped = round(self.p * 2**16)
+        if not self.training or dropped == 0:
+            return states
+        if states.device.type != "cpu" or torch.compiler.is_compiling() or dropped == 2**16:
+            return super().forward(states)
+        bits = torch.empty(-(-states.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        bits = bits.view(torch.int16)[: states.numel()].view(states.shape)
+        mask = torch.empty_like(states, memory_format=torch.contiguous_format)
+        torch.ge(bits, dropped - 2**15, out=mask)
+        return states * mask.mul_(2**16 / (2**16 - dropped))
+
+
+# ---------------------------------------------------------------- Half precision on a CPU
+
+
+def cast_once(states: torch.Tensor) -> torch.Tensor:
+    """What autocast would do to the same states in each of several products."""
+    kind = states.device.type
+    if states.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return states.to(torch.get_autocast_dtype(kind))
+    return states
+
+
+def fastest(attend: Callable[..., Any], query: torch.Tensor, key: torch.Tensor) -> Callable:
+    """The attention asked for; but the backward pass of torch's fused one takes four times as long
+    on a CPU in half precision, where products serve if their scores are not too many to keep."""
+    in_half_precision = query.device.type == "cpu" and query.dtype.itemsize == 2
+    if attend is not sdpa_attention_forward or not in_half_precision or not query.requires_grad:
+        return attend
+    return unfused_attention if query.shape[2] * key.shape[2] <= 512 * 512 else attend
+
+
+def unfused_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Takes and gives what `sdpa_attention_forward` does: the mask is True where a key is seen, and
+    a query that sees none gets 0; without a mask a causal module's queries see no later key."""
+    scores = query * scaling @ key.transpose(-1, -2)
+    if attention_mask is None and module.is_causal and query.shape[2] > 1:
+        attention_mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    weights = F.dropout(scores.softmax(dim=-1), p=dropout, training=module.training)
+    output = weights @ value
+    if attention_mask is not None:
+        output = output * attention_mask.any(-1, keepdim=True)
+    return output.transpose(1, 2), None
+
+
+# ---------------------------------------------------------------- Beams that share a source
+
+
+def fold_beams(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """(batch * beams, length, dim) to (batch, beams * length, dim), where beams share keys."""
+    if queries.shape[0] == keys.shape[0]:
+        return queries
+    expect_as_many(queries, keys)
+    return queries.reshape(keys.shape[0], -1, queries.shape[-1])
+
+
+def unfold_beams(
+    rows: int, output: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(batch, beams * length, heads, d_v) back to (batch * beams, length, heads, d_v), and weights
+    (batch, heads, beams * length, key_length) likewise."""
+    if output.shape[0] == rows:
+        return output, weights
+    beams = rows // output.shape[0]
+    if weights is not None:
+        weights = weights.unflatten(2, (beams, -1)).movedim(2, 1).flatten(0, 1)
+    return output.unflatten(1, (beams, -1)).flatten(0, 1), weights
+
+
+# ---------------------------------------------------------------- Sentences of similar length
+
+SHORTEST = 0.6  # sentence of a group, over its longest
+
+
+def by_length(
+    encode: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    config: PreTrainedConfig,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """`encode(states, attention_mask)`, a few rows at a time where much of a batch is padding.
+
+    Each group goes without the columns that are padding in all of it, which are 0 in what is
+    returned, (batch, length, d_model). That pays on a CPU, where no gradient is to come. Nor may
+    states of each layer be asked for (among `options` or in `config`): they want one batch.
+    """
+    names = ("output_hidden_states", "output_attentions")
+    recorded = any(options.get(name, getattr(config, name, False)) for name in names)
+    if recorded or not _is_padded(states, attention_mask):
+        return encode(states, attention_mask)
+    assert attention_mask is not None
+    encoded = torch.zeros_like(states)
+    for rows in _of_similar_length(attention_mask.count_nonzero(1)):
+        mask = attention_mask[rows]
+        columns = mask.any(0).nonzero()[:, 0]
+        place = (rows[:, None], columns)
+        encoded[place] = encode(states[place], mask[:, columns]).to(encoded.dtype)
+    return encoded
+
+
+def _is_padded(states: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+    if states.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    if attention_mask is None or attention_mask.ndim != 2 or attention_mask.shape[0] == 1:
+        return False
+    return int(attention_mask.count_nonzero()) < 0.75 * attention_mask.numel()
+
+
+def _of_similar_length(lengths: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Indices of rows, group by group, none much shorter than the longest of its group."""
+    order = lengths.argsort(descending=True)
+    descending, start = lengths[order].tolist(), 0
+    for end in range(1, len(descending) + 1):
+        if end == len(descending) or descending[end] < SHORTEST * descending[start]:
+            yield order[start:end]
+            start = end
