@@ -8,7 +8,6 @@ import torch
 from conftest import random_ids, small_config
 from torch import nn
 from torch.nn import functional as F
-from transformers import EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from vanilla_transformer import (
@@ -280,16 +279,23 @@ def test_generation_is_as_with_transformers_own_caches(monkeypatch, options):
     torch.testing.assert_close(ours.scores, theirs.scores)
 
 
-def test_a_source_is_kept_once_for_its_beams():
+def test_a_source_is_kept_once_for_its_beams_until_the_cache_is_handed_out(monkeypatch):
     model = seq2seq().eval()
     source, mask = ragged(9, 5)
+    kept, update = [], decoding_cache.SourceLayer.update
+
+    def spy(self, keys, values, *args, **kwargs):
+        kept.append(len(keys))
+        return update(self, keys, values, *args, **kwargs)
+
+    monkeypatch.setattr(decoding_cache.SourceLayer, "update", spy)
     outputs = model.generate(
         source, attention_mask=mask, num_beams=4, max_new_tokens=6, return_dict_in_generate=True
     )
+    assert kept == [2] * model.config.decoder_layers
     cache = outputs.past_key_values
-    assert isinstance(cache, EncoderDecoderCache)
-    assert cache.cross_attention_cache.layers[0].keys.shape[0] == 2
-    assert cache.self_attention_cache.layers[0].keys.shape[0] == 8
+    for part in (cache.self_attention_cache, cache.cross_attention_cache):
+        assert {len(layer.keys) for layer in part.layers} == {8}
 
 
 def test_a_growing_layer_holds_what_transformers_does():

@@ -76,16 +76,23 @@ def remember(
     return cache.cross_attention_cache.update(*project(), layer_idx)
 
 
-def copying_less(cache: Cache) -> Cache:
-    """A new, empty cache with these layers, if it is of transformers' dynamic kind."""
-    if not isinstance(cache, EncoderDecoderCache):
-        return cache
+def copy_less(cache: EncoderDecoderCache) -> None:
+    """Give an empty cache these layers."""
     for part, layer in (
         (cache.self_attention_cache, GrowingLayer),
         (cache.cross_attention_cache, SourceLayer),
     ):
         part.layers = [layer() for _ in part.layers]
-    return cache
+
+
+def give_each_beam_its_own(cache: object) -> None:
+    """Repeat what beams shared, for who is given the cache after generation."""
+    if not isinstance(cache, EncoderDecoderCache):
+        return
+    pairs = zip(cache.self_attention_cache.layers, cache.cross_attention_cache.layers, strict=True)
+    for own, source in pairs:
+        if isinstance(source, SourceLayer) and source.is_initialized:
+            source.batch_repeat_interleave(own.keys.shape[0] // source.keys.shape[0])
 
 
 def is_plain(cache: Cache) -> bool:

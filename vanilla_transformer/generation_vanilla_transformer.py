@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from .decoding_cache_vanilla_transformer import copying_less, is_plain
+from .decoding_cache_vanilla_transformer import copy_less, give_each_beam_its_own, is_plain
 
 
 class VanillaTransformerGenerationMixin(GenerationMixin):
@@ -23,7 +23,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             torch.distributed.fsdp.register_fsdp_forward_method(self, "generate")
             with torch.no_grad():
                 return self.generate(*args, **kwargs)
-        return super().generate(*args, **kwargs)
+        output = super().generate(*args, **kwargs)
+        give_each_beam_its_own(getattr(output, "past_key_values", None))
+        return output
 
     def _prepare_generated_length(
         self,
@@ -84,7 +86,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         if not self.config.is_encoder_decoder or cache is None:
             return
         if given is None and is_plain(cache):
-            copying_less(cache)
+            copy_less(cache)
             return
         # Another kind of cache is reordered with the beams, so that each needs a source of its own.
         beams = max(generation_config.num_beams, generation_config.num_return_sequences)

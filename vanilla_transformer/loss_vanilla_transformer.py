@@ -68,7 +68,7 @@ class ProjectedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that `forward` has found already."""
         found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(grad_total.to(dtype) * grad.to(dtype) for grad, dtype in found), None, None, None
+        return *(grad.to(dtype) * grad_total for grad, dtype in found), None, None, None
 
 
 def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:

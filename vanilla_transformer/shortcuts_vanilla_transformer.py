@@ -15,6 +15,21 @@ from .checks_vanilla_transformer import expect_as_many
 # ---------------------------------------------------------------- Random numbers
 
 
+class _Masked(torch.autograd.Function):
+    """States where `kept` is 1, scaled: a byte is remembered of each, where torch's product would
+    remember a float."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        ctx.scale = scale
+        return (states * kept).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Masked.apply(grad, *ctx.saved_tensors, ctx.scale), None, None
+
+
 class Dropout(nn.Dropout):
     """As torch's, but on the CPU the probability is rounded to a multiple of 2^-16.
 
@@ -31,9 +46,8 @@ class Dropout(nn.Dropout):
             return super().forward(states)
         bits = torch.empty(-(-states.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
         bits = bits.view(torch.int16)[: states.numel()].view(states.shape)
-        mask = torch.empty_like(states, memory_format=torch.contiguous_format)
-        torch.ge(bits, dropped - 2**15, out=mask)
-        return states * mask.mul_(2**16 / (2**16 - dropped))
+        kept = (bits >= dropped - 2**15).view(torch.uint8)
+        return _Masked.apply(states, kept, 2**16 / (2**16 - dropped))
 
 
 # ---------------------------------------------------------------- Half precision on a CPU
