@@ -59,8 +59,7 @@ class BenchmarkArguments:
                     raise ValueError(f"--{name} {value}: expected of {', '.join(known)}")
         if self.rounds < 1:
             raise ValueError(f"--rounds {self.rounds}: expected a positive number")
-        if REFERENCE not in self.peers:
-            self.peers.append(REFERENCE)
+        self.peers = list(dict.fromkeys([*self.peers, OURS, REFERENCE]))
         if self.quick:
             self.sizes, self.rounds, self.tokens = ["tiny"], 3, 500
 
@@ -95,14 +94,11 @@ def race(arguments: BenchmarkArguments, size: Size, workload: str) -> dict[str, 
         runs[name] = prepare(arguments, name, size, workload, {})
         if name == OURS:
             runs[OURS_BEST] = prepare(arguments, name, size, workload, BEST_SETTING[workload])
-    names, seconds = list(runs), {name: [] for name in runs}
-    # The reference is never the first of a round.
-    names.sort(key=lambda name: name == REFERENCE)
+    others = [name for name in runs if name != REFERENCE]
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in tqdm(range(arguments.rounds + 1), desc=workload, leave=False):
-        others = names[:-1]
-        shift = turn % max(len(others), 1)
-        order = others[shift:] + others[:shift]
-        order.insert(1 + turn % len(names[1:]) if len(names) > 1 else 0, REFERENCE)
+        order = others[turn % len(others) :] + others[: turn % len(others)]
+        order.insert(1 + turn % len(others), REFERENCE)  # never the first of a round
         for name in order:
             start = time.perf_counter()
             runs[name]()

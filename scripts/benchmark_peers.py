@@ -7,6 +7,8 @@ their scale are the paper's as far as its configuration goes; T5 and FSMT differ
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from transformers import (
     FSMTForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
+    PreTrainedConfig,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -37,9 +40,9 @@ class Size:
     layers: int
     vocab_size: int
 
-    def for_both_sides(self) -> dict[str, int]:
-        """As most of transformers' configurations name it."""
-        return {
+    def options(self) -> dict[str, Any]:
+        """What most of transformers' configurations call these numbers, and the rest they need."""
+        sides = {
             f"{side}_{name}": value
             for side in ("encoder", "decoder")
             for name, value in (
@@ -48,6 +51,8 @@ class Size:
                 ("ffn_dim", self.ffn_dim),
             )
         }
+        regularization = {"dropout": DROPOUT, "attention_dropout": 0.0, "activation_dropout": 0.0}
+        return {"d_model": self.d_model, **sides, **regularization, **SPECIAL}
 
 
 SIZES = {"tiny": Size(128, 256, 4, 4, 8000), "base": Size(512, 2048, 8, 6, 37000)}
@@ -57,50 +62,28 @@ SPECIAL = {
     "eos_token_id": EOS,
     "decoder_start_token_id": BOS,
 }
-REGULARIZATION = {"dropout": DROPOUT, "attention_dropout": 0.0, "activation_dropout": 0.0}
+# Of the libraries whose positions are a table; they would also end each sentence with </s>.
+WITH_TABLE = {"max_position_embeddings": MAX_POSITIONS, "forced_eos_token_id": None}
 
 
 def ours(size: Size) -> PreTrainedModel:
     return VanillaTransformerForConditionalGeneration(
         VanillaTransformerConfig(
-            vocab_size=size.vocab_size,
-            d_model=size.d_model,
-            label_smoothing=SMOOTHING,
-            **size.for_both_sides(),
-            **REGULARIZATION,
-            **SPECIAL,
+            vocab_size=size.vocab_size, label_smoothing=SMOOTHING, **size.options()
         )
     )
 
 
-def marian(size: Size) -> PreTrainedModel:
-    return MarianMTModel(
-        MarianConfig(
+def like_bart(
+    config: type[PreTrainedConfig], model: type[PreTrainedModel], size: Size
+) -> PreTrainedModel:
+    return model(
+        config(
             vocab_size=size.vocab_size,
-            d_model=size.d_model,
             activation_function="relu",
             scale_embedding=True,
-            max_position_embeddings=MAX_POSITIONS,
-            forced_eos_token_id=None,
-            **size.for_both_sides(),
-            **REGULARIZATION,
-            **SPECIAL,
-        )
-    )
-
-
-def bart(size: Size) -> PreTrainedModel:
-    return BartForConditionalGeneration(
-        BartConfig(
-            vocab_size=size.vocab_size,
-            d_model=size.d_model,
-            activation_function="relu",
-            scale_embedding=True,
-            max_position_embeddings=MAX_POSITIONS,
-            forced_eos_token_id=None,
-            **size.for_both_sides(),
-            **REGULARIZATION,
-            **SPECIAL,
+            **WITH_TABLE,
+            **size.options(),
         )
     )
 
@@ -111,13 +94,9 @@ def fsmt(size: Size) -> PreTrainedModel:
             langs=["en", "de"],
             src_vocab_size=size.vocab_size,
             tgt_vocab_size=size.vocab_size,
-            d_model=size.d_model,
-            max_position_embeddings=MAX_POSITIONS,
             tie_word_embeddings=True,
-            forced_eos_token_id=None,
-            **size.for_both_sides(),
-            **REGULARIZATION,
-            **SPECIAL,
+            **WITH_TABLE,
+            **size.options(),
         )
     )
 
@@ -183,8 +162,8 @@ class TorchTransformer(nn.Module):
 
 PEERS: dict[str, Callable[[Size], nn.Module]] = {
     "vanilla_transformer": ours,
-    "marian": marian,
-    "bart": bart,
+    "marian": partial(like_bart, MarianConfig, MarianMTModel),
+    "bart": partial(like_bart, BartConfig, BartForConditionalGeneration),
     "fsmt": fsmt,
     "t5": t5,
     "torch": TorchTransformer,

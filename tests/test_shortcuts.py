@@ -101,6 +101,21 @@ def test_a_label_outside_the_vocabulary_is_named():
             projected_cross_entropy(torch.randn(1, 3, 8), projection, labels)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_as_many_labels_in_another_shape_are_refused(training):
+    inputs = {"input_ids": random_ids(2, 4), "decoder_input_ids": random_ids(2, 3)}
+    with pytest.raises(
+        ValueError, match=r"labels of shape \(3, 2\) for predictions of shape \(2, 3\)"
+    ):
+        seq2seq().train(training)(**inputs, labels=random_ids(3, 2))
+
+
+def test_no_source_at_all_is_an_error_of_its_own():
+    states, none = torch.zeros(3, 4, 24), torch.zeros(0, 5, 24)
+    with pytest.raises(ValueError, match="3 targets for 0 sources"):
+        shortcuts.fold_beams(states, none)
+
+
 def test_a_projection_that_is_more_than_a_matrix_is_called():
     torch.manual_seed(0)
     model = seq2seq(dropout=0.0).train()
@@ -342,6 +357,19 @@ def test_sentences_are_encoded_alike_in_groups_and_together(monkeypatch, side):
     real = mask.bool()
     torch.testing.assert_close(grouped[real], together[real])
     assert grouped.shape == together.shape
+
+
+@pytest.mark.parametrize("lengths", [(9, 0, 2), (9, 8, 0), (0, 0)], ids=str)
+def test_a_row_of_padding_alone_is_zero_and_disturbs_no_other(lengths):
+    encoder = seq2seq().eval().get_encoder()
+    mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
+    ids = random_ids(len(lengths), 9)
+    with torch.no_grad():
+        grouped = encoder(ids, mask).last_hidden_state
+    together = encoder(ids, mask).last_hidden_state
+    torch.testing.assert_close(grouped[mask.bool()], together[mask.bool()])
+    if lengths != (9, 8, 0):  # which has too little padding to be taken apart
+        assert not grouped[torch.tensor(lengths) == 0].any()
 
 
 def test_states_of_each_layer_come_from_one_batch():

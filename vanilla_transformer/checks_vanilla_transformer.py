@@ -46,9 +46,18 @@ def expect_mask_for_tokens(attention_mask: torch.Tensor, embeddings: torch.Tenso
 def expect_as_many(target: torch.Tensor, source: torch.Tensor) -> None:
     """Raises ValueError unless there are as many targets, or as many for each source."""
     targets, sources = target.shape[0], source.shape[0]  # len() would make an export's batch fixed
-    if targets % sources != 0:
+    if sources == 0 or targets % sources != 0:
         raise ValueError(
             f"{targets} targets for {sources} sources: expected as many, or as many for each source"
+        )
+
+
+def expect_labels(labels: torch.Tensor, predictions: torch.Tensor) -> None:
+    """Raises ValueError unless there is a label for each prediction's last dimension."""
+    if labels.shape != predictions.shape[:-1]:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} for predictions of shape "
+            f"{tuple(predictions.shape[:-1])}: expected one label for each prediction"
         )
 
 

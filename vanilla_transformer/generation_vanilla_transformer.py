@@ -9,6 +9,8 @@ from transformers import GenerationConfig, GenerationMixin
 
 from .decoding_cache_vanilla_transformer import copy_less, give_each_beam_its_own, is_plain
 
+SHARED_BY_BEAMS = ("encoder_outputs", "attention_mask")
+
 
 class VanillaTransformerGenerationMixin(GenerationMixin):
     """`generate()` with the paper's default output length."""
@@ -66,8 +68,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """A source is not repeated for each of its beams or samples: they share what is encoded."""
         shared = {}
         if self.config.is_encoder_decoder:
-            names = ("encoder_outputs", "attention_mask")
-            shared = {name: inputs[name] for name in names if name in inputs}
+            shared = {name: inputs[name] for name in SHARED_BY_BEAMS if name in inputs}
             inputs["encoder_outputs"] = {}  # transformers expects something to repeat
             inputs["attention_mask"] = None
         input_ids, inputs = super()._expand_inputs_for_generation(expand_size, **inputs)
@@ -90,9 +91,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             return
         # Another kind of cache is reordered with the beams, so that each needs a source of its own.
         beams = max(generation_config.num_beams, generation_config.num_return_sequences)
-        shared = ("encoder_outputs", "attention_mask")
+        shared = {name: model_kwargs.get(name) for name in SHARED_BY_BEAMS}
         _, repeated = super()._expand_inputs_for_generation(
-            beams, is_encoder_decoder=True, **{name: model_kwargs.get(name) for name in shared}
+            beams, is_encoder_decoder=True, **shared
         )
         model_kwargs.update(repeated)
 

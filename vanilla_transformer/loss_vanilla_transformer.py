@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .checks_vanilla_transformer import out_of_range
+from .checks_vanilla_transformer import expect_labels, out_of_range
 
 ROWS = 256  # of logits, worked on at a time
 
@@ -145,9 +145,8 @@ def _losses(
     """-log p of the smoothed target in each row, and the logarithm of the row's normaliser."""
     log_normalizer = scores.logsumexp(-1)
     label_score = scores.gather(-1, labels[:, None])[:, 0]
-    return log_normalizer - torch.lerp(
-        label_score, scores.mean(-1), label_smoothing
-    ), log_normalizer
+    expected_score = torch.lerp(label_score, scores.mean(-1), label_smoothing)
+    return log_normalizer - expected_score, log_normalizer
 
 
 def _errors_(
@@ -178,10 +177,11 @@ def projected_cross_entropy(
 
     Only rows with a label are projected. `states` are (batch, length, d_model).
     """
-    rows, flat = states.flatten(0, -2), labels.to(states.device).flatten()
-    if flat.shape[0] != rows.shape[0] or not _is_plain_matrix(projection):
+    expect_labels(labels, states)
+    if not _is_plain_matrix(projection):
         logits = projection(states)
         return label_smoothed_cross_entropy(logits, labels, label_smoothing, num_items_in_batch)
+    rows, flat = states.flatten(0, -2), labels.to(states.device).flatten()
     labelled = (flat != -100).nonzero()[:, 0]
     if len(labelled) < len(flat):
         rows, flat = rows[labelled], flat[labelled]
@@ -221,11 +221,7 @@ def label_smoothed_cross_entropy(
         ValueError: `labels` and `logits` differ in batch or length.
         IndexError: A label is neither -100 nor in the vocabulary (on the CPU).
     """
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)} for predictions of shape "
-            f"{tuple(logits.shape[:-1])}: expected one label for each prediction"
-        )
+    expect_labels(labels, logits)
     rows, flat = logits.flatten(0, -2), labels.to(logits.device).flatten()
     with _naming_bad_labels(flat, logits.shape[-1]):
         total = _summed(rows, flat, label_smoothing)

@@ -132,9 +132,10 @@ def by_length(
 ) -> torch.Tensor:
     """`encode(states, attention_mask)`, a few rows at a time where much of a batch is padding.
 
-    Each group goes without the columns that are padding in all of it, which are 0 in what is
-    returned, (batch, length, d_model). That pays on a CPU, where no gradient is to come. Nor may
-    states of each layer be asked for (among `options` or in `config`): they want one batch.
+    Each group goes without the columns that are padding in all of it. What is padding there is 0
+    in what is returned, (batch, length, d_model), as are rows of nothing else. That pays on a CPU,
+    where no gradient is to come. Nor may states of each layer be asked for (among `options` or in
+    `config`): they want one batch.
     """
     names = ("output_hidden_states", "output_attentions")
     recorded = any(options.get(name, getattr(config, name, False)) for name in names)
@@ -159,8 +160,9 @@ def _is_padded(states: torch.Tensor, attention_mask: torch.Tensor | None) -> boo
 
 
 def _of_similar_length(lengths: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Indices of rows, group by group, none much shorter than the longest of its group."""
-    order = lengths.argsort(descending=True)
+    """Indices of rows that are not empty, group by group, none much shorter than the longest of
+    its group."""
+    order = lengths.argsort(descending=True)[: int(lengths.count_nonzero())]
     descending, start = lengths[order].tolist(), 0
     for end in range(1, len(descending) + 1):
         if end == len(descending) or descending[end] < SHORTEST * descending[start]:

@@ -121,6 +121,7 @@ def assemble(folder: Path, transformers: str, checkout: Path | None) -> Path:
     for package in {path.parent for path in (tree / "tests").rglob("*.py")}:
         (package / "__init__.py").touch()
     shutil.copy(HERE / "suite.py", tree / "test_conformance.py")
+    shutil.copy(HERE / "tiny_models.py", tree)
     options = "-q -ra --timeout=1000 -p no:cacheprovider"
     (tree / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\nfilterwarnings = ignore\n")
     return tree

@@ -16,6 +16,7 @@ from tests.test_modeling_common import ModelTesterMixin, ids_tensor
 from tests.test_pipeline_mixin import PipelineTesterMixin
 from tests.test_tensor_parallel_mixin import TensorParallelTesterMixin
 from tests.test_training_mixin import TrainingTesterMixin
+from tiny_models import SIZES
 from transformers import MarianConfig, MarianForCausalLM, MarianModel, MarianMTModel
 from transformers.models.auto import modeling_auto
 from transformers.testing_utils import torch_device
@@ -87,17 +88,12 @@ class ModelTester:
     causal_lm_class = SUBJECT["causal"]
 
     def get_config(self):
-        sides = {
-            f"{side}_{name}": value
-            for side in ("encoder", "decoder")
-            for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
-        }
         # Training is compared between processes and with greedy output: nothing random, no
         # smoothing.
         return self.config_class(
             vocab_size=99,
             d_model=self.hidden_size,
-            **sides,
+            **SIZES,
             dropout=0.0,
             **SUBJECT["options"],
             max_position_embeddings=100,
