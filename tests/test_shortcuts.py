@@ -8,6 +8,7 @@ import torch
 from conftest import random_ids, small_config
 from torch import nn
 from torch.nn import functional as F
+from transformers import GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
 from vanilla_transformer import (
@@ -19,7 +20,11 @@ from vanilla_transformer import loss_vanilla_transformer as loss_module
 from vanilla_transformer import shortcuts_vanilla_transformer as shortcuts
 from vanilla_transformer.generation_vanilla_transformer import VanillaTransformerGenerationMixin
 from vanilla_transformer.loss_vanilla_transformer import projected_cross_entropy
-from vanilla_transformer.shortcuts_vanilla_transformer import Dropout, unfused_attention
+from vanilla_transformer.shortcuts_vanilla_transformer import (
+    Dropout,
+    fused_attention,
+    unfused_attention,
+)
 
 
 def seq2seq(**options):
@@ -228,12 +233,90 @@ def test_unfused_attention_is_the_fused_one(causal, masked):
 def test_training_in_half_precision_does_without_the_fused_one():
     query = torch.randn(1, 1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     fused = shortcuts.sdpa_attention_forward
-    assert shortcuts.fastest(fused, query, query) is unfused_attention
-    assert shortcuts.fastest(fused, query.detach(), query) is fused
-    assert shortcuts.fastest(fused, query.float(), query) is fused
-    assert shortcuts.fastest(len, query, query) is len
+    assert shortcuts.fastest(fused, query, query, {}) is unfused_attention
+    assert shortcuts.fastest(fused, query.detach(), query, {}) is fused_attention
+    assert shortcuts.fastest(fused, query.float(), query, {}) is fused_attention
+    assert shortcuts.fastest(len, query, query, {}) is len
+    assert shortcuts.fastest(fused, query, query, {"is_causal": False}) is fused
     long = query.expand(1, 1, 4, 8).repeat(1, 1, 256, 1)
-    assert shortcuts.fastest(fused, long, long) is fused
+    assert shortcuts.fastest(fused, long, long, {}) is fused
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_fused_attention_is_transformers(causal, queries, masked):
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.is_causal = causal
+    query, key, value = torch.randn(2, 3, queries, 4), *torch.randn(2, 2, 3, 5, 4)
+    mask = torch.rand(2, 1, 1, 5) < 0.6 if masked else None
+    ours, _ = fused_attention(module, query, key, value, mask, scaling=0.5)
+    theirs, _ = shortcuts.sdpa_attention_forward(module, query, key, value, mask, scaling=0.5)
+    assert torch.equal(ours, theirs)
+
+
+# ---------------------------------------------------------------- masks of padding
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_mask_of_padding_is_a_vector_for_each_sentence(attention, with_gradients):
+    config = small_config(attn_implementation=attention)
+    _, mask = ragged(7, 4)
+    states = torch.zeros(2, 7, 24)
+    with torch.set_grad_enabled(with_gradients):
+        vector = shortcuts.padding_mask(config, states, mask, states)
+    assert vector.shape == (2, 1, 1, 7)
+    seen = vector if vector.dtype == torch.bool else vector == 0
+    assert torch.equal(seen[:, 0, 0], mask.bool())
+
+
+def test_without_padding_there_is_no_mask():
+    states = torch.zeros(2, 7, 24)
+    config = small_config(attn_implementation="sdpa")
+    assert shortcuts.padding_mask(config, states, torch.ones(2, 7), states) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_a_generation_makes_the_mask_of_its_source_once(monkeypatch, options):
+    calls, make = [], decoding_cache.padding_mask
+    spy = lambda *args: calls.append(args) or make(*args)  # noqa: E731
+    monkeypatch.setattr(decoding_cache, "padding_mask", spy)
+    source, mask = ragged(9, 2, 5)
+    seq2seq().eval().generate(source, attention_mask=mask, max_new_tokens=6, **options)
+    assert len(calls) == 1
+
+
+def test_a_step_takes_the_inputs_that_transformers_would_prepare(monkeypatch):
+    model, prepared = seq2seq().eval(), []
+
+    def both(self, input_ids, **kwargs):
+        ours = prepare(self, input_ids, **kwargs)
+        theirs = GenerationMixin.prepare_inputs_for_generation(self, input_ids, **kwargs)
+        prepared.append((ours, theirs))
+        return ours
+
+    prepare = VanillaTransformerGenerationMixin.prepare_inputs_for_generation
+    monkeypatch.setattr(VanillaTransformerGenerationMixin, "prepare_inputs_for_generation", both)
+    source, mask = ragged(9, 2, 5)
+    start = torch.tensor([[1, 5], [1, 6], [0, 1]])
+    for options in (
+        {},
+        {"decoder_attention_mask": (start > 0).long()},
+        {"output_attentions": True},
+    ):
+        model.generate(
+            source, attention_mask=mask, decoder_input_ids=start, max_new_tokens=3, **options
+        )
+    assert len(prepared) == 9
+    for ours, theirs in prepared:
+        ours = {name: value for name, value in ours.items() if value is not None}
+        theirs = {name: value for name, value in theirs.items() if value is not None}
+        assert ours.keys() == theirs.keys()
+        assert torch.equal(ours.pop("decoder_input_ids"), theirs.pop("decoder_input_ids"))
+        for name in ours:
+            assert ours[name] is theirs[name] or torch.equal(ours[name], theirs[name])
 
 
 # ---------------------------------------------------------------- beams that share a source
@@ -315,7 +398,7 @@ def test_a_source_is_kept_once_for_its_beams_until_the_cache_is_handed_out(monke
 
 def test_a_growing_layer_holds_what_transformers_does():
     torch.manual_seed(0)
-    ours, theirs = decoding_cache.GrowingLayer(), DynamicLayer()
+    ours, theirs = decoding_cache.GrowingLayer([]), DynamicLayer()
     for step, length in enumerate((3, 1, 1, 4, 1, 1, 1, 1, 9)):
         states = torch.randn(2, 4, 2, length, 3)
         for layer in (ours, theirs):
@@ -330,12 +413,28 @@ def test_a_growing_layer_holds_what_transformers_does():
 
 
 def test_a_growing_layer_copies_seldom():
-    layer, storages = decoding_cache.GrowingLayer(), set()
+    layer, storages = decoding_cache.GrowingLayer([]), set()
     for _ in range(500):
         layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
         storages.add(layer.keys.untyped_storage().data_ptr())
     assert layer.keys.shape[2] == 500
     assert len(storages) < 12
+
+
+def test_beams_of_all_layers_change_places_through_one_spare_buffer():
+    spare = []
+    layers = [decoding_cache.GrowingLayer(spare) for _ in range(3)]
+    for layer in layers:
+        layer.update(torch.zeros(4, 1, 20, 2), torch.zeros(4, 1, 20, 2))
+    storages = set()
+    for _ in range(5):
+        for layer in layers:
+            layer.reorder_cache(torch.tensor([1, 0, 0, 3]))
+            layer.update(torch.zeros(4, 1, 1, 2), torch.zeros(4, 1, 1, 2))
+            storages |= {
+                states.untyped_storage().data_ptr() for states in (layer.keys, layer.values)
+            }
+    assert len(storages) == 7
 
 
 # ---------------------------------------------------------------- sentences of similar length

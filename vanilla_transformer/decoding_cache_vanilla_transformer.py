@@ -6,16 +6,29 @@ from collections.abc import Callable
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import create_causal_mask
+
+from .shortcuts_vanilla_transformer import (
+    cast_once,
+    fold_beams,
+    padding_mask,
+    queries_see_alike,
+)
 
 
 class GrowingLayer(DynamicLayer):
     """Keys and values of earlier target positions, (batch, heads, length, head_dim) each.
 
     They are the filled part of buffers which double when they are full: n steps copy some 2 n
-    positions in all, where concatenation copies n^2 / 2.
+    positions in all, where concatenation copies n^2 / 2. Beams change places on the way into a
+    spare buffer, which all layers share.
     """
 
-    _buffers: tuple[torch.Tensor, ...] = ()
+    def __init__(self, spare: list[torch.Tensor]):
+        super().__init__()
+        self._spare = spare
+        self._buffers: tuple[torch.Tensor, ...] = ()
+        self._filled: torch.Tensor | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -24,25 +37,45 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-        length = self.keys.shape[2]
-        new_length = length + key_states.shape[2]
-        if not self._fits(new_length):
-            self._buffers = tuple(_longer(old, 2 * new_length) for old in (self.keys, self.values))
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, length:new_length] = states
-        self.keys, self.values = (buffer[:, :, :new_length] for buffer in self._buffers)
+        length, new_length = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        if not self._in_buffers() or self._buffers[0].shape[2] < new_length:
+            self._buffers = _longer(self.keys, 2 * new_length), _longer(self.values, 2 * new_length)
+        keys, values = self._buffers
+        keys[:, :, length:new_length] = key_states
+        values[:, :, length:new_length] = value_states
+        return self._fill(new_length)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row i becomes what row beam_idx[i] was."""
+        if not self._in_buffers():
+            super().reorder_cache(beam_idx)
+            return
+        self._buffers = tuple(self._reordered(buffer, beam_idx) for buffer in self._buffers)
+        self._fill(self.keys.shape[2])
+
+    def _reordered(self, buffer: torch.Tensor, beam_idx: torch.LongTensor) -> torch.Tensor:
+        other = self._spare.pop() if self._spare else buffer.new_empty(0)
+        shape = (len(beam_idx), *buffer.shape[1:])
+        if other.shape != shape or other.dtype != buffer.dtype or other.device != buffer.device:
+            other = buffer.new_empty(shape)
+        self._spare.append(buffer)
+        return torch.index_select(buffer, 0, beam_idx.to(buffer.device), out=other)
+
+    def _fill(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+        self._filled = self.keys
         return self.keys, self.values
 
-    def _fits(self, length: int) -> bool:
-        """Whether the buffers have room, and have not been left by a reordering or the like."""
-        if not self._buffers or self._buffers[0].shape[2] < length:
-            return False
-        return _storage(self.keys) == _storage(self._buffers[0])
+    def _in_buffers(self) -> bool:
+        """Whether they hold the keys still: some of transformers' methods replace those."""
+        return self._filled is not None and self.keys is self._filled
 
 
 class SourceLayer(DynamicLayer):
     """Keys and values of the source, once for each sentence: its beams share them, and change
-    places only among themselves."""
+    places only among themselves. With them goes the mask of its padding, once that is known."""
+
+    known_mask: tuple[torch.Tensor | None] | None = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Nothing moves."""
@@ -76,13 +109,56 @@ def remember(
     return cache.cross_attention_cache.update(*project(), layer_idx)
 
 
+def remember_source(
+    config: PreTrainedConfig,
+    states: torch.Tensor,
+    source: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Cache | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The source (batch, source_length, d_model) as attention wants it, and the mask of its
+    padding; both are made once for a whole generation."""
+    layer = _shared_source(cache)
+    if layer is not None and layer.known_mask is not None:
+        return source, *layer.known_mask
+    mask = padding_mask(config, fold_beams(states, source), attention_mask, source)
+    if layer is not None and queries_see_alike(config):
+        layer.known_mask = (mask,)
+    return cast_once(source), mask
+
+
+def causal_mask(
+    config: PreTrainedConfig,
+    states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Cache | None,
+    position_ids: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """transformers' mask for the decoder's own positions. In a step of generation there is none:
+    the one new token may see all."""
+    if attention_mask is None and states.shape[1] == 1 and copies_less(cache):
+        return None
+    return create_causal_mask(config, states, attention_mask, cache, position_ids=position_ids)
+
+
+def copies_less(cache: Cache | None) -> bool:
+    """Whether `copy_less` had this cache."""
+    return _shared_source(cache) is not None
+
+
+def _shared_source(cache: Cache | None) -> SourceLayer | None:
+    if not isinstance(cache, EncoderDecoderCache):
+        return None
+    first = next(iter(cache.cross_attention_cache.layers), None)
+    return first if isinstance(first, SourceLayer) else None
+
+
 def copy_less(cache: EncoderDecoderCache) -> None:
     """Give an empty cache these layers."""
-    for part, layer in (
-        (cache.self_attention_cache, GrowingLayer),
-        (cache.cross_attention_cache, SourceLayer),
-    ):
-        part.layers = [layer() for _ in part.layers]
+    own, of_source = cache.self_attention_cache, cache.cross_attention_cache
+    spare: list[torch.Tensor] = []
+    own.layers = [GrowingLayer(spare) for _ in own.layers]
+    of_source.layers = [SourceLayer() for _ in of_source.layers]
 
 
 def give_each_beam_its_own(cache: object) -> None:
@@ -92,6 +168,7 @@ def give_each_beam_its_own(cache: object) -> None:
     pairs = zip(cache.self_attention_cache.layers, cache.cross_attention_cache.layers, strict=True)
     for own, source in pairs:
         if isinstance(source, SourceLayer) and source.is_initialized:
+            source.known_mask = None
             source.batch_repeat_interleave(own.keys.shape[0] // source.keys.shape[0])
 
 
@@ -113,7 +190,3 @@ def _longer(states: torch.Tensor, length: int) -> torch.Tensor:
     buffer = states.new_empty(batch, heads, length, dim)
     buffer[:, :, :filled] = states
     return buffer
-
-
-def _storage(states: torch.Tensor) -> int:
-    return states.untyped_storage().data_ptr()

@@ -5,10 +5,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import Cache, GenerationConfig, GenerationMixin
 
-from .decoding_cache_vanilla_transformer import copy_less, give_each_beam_its_own, is_plain
+from .decoding_cache_vanilla_transformer import (
+    copies_less,
+    copy_less,
+    give_each_beam_its_own,
+    is_plain,
+)
 
+NOT_FOR_A_STEP = {"decoder_position_ids", "labels"}
 SHARED_BY_BEAMS = ("encoder_outputs", "attention_mask")
 
 
@@ -96,6 +102,29 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             beams, is_encoder_decoder=True, **shared
         )
         model_kwargs.update(repeated)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.LongTensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As transformers', which looks in each step for whatever any model might take."""
+        given = {"past_key_values": past_key_values, "attention_mask": attention_mask, **kwargs}
+        in_a_step = next_sequence_length == 1 and not is_first_iteration
+        if in_a_step and copies_less(past_key_values) and not NOT_FOR_A_STEP & given.keys():
+            return {**given, "decoder_input_ids": input_ids[:, -1:]}
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **given,
+        )
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
         with self._target_vocabulary():

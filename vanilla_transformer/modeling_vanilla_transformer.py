@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Cache
 from transformers.activations import ACT2FN
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -35,7 +34,7 @@ from .checks_vanilla_transformer import (
     look_up,
 )
 from .configuration_vanilla_transformer import VanillaTransformerConfig
-from .decoding_cache_vanilla_transformer import new_cache, remember
+from .decoding_cache_vanilla_transformer import causal_mask, new_cache, remember, remember_source
 from .generation_vanilla_transformer import VanillaTransformerGenerationMixin
 from .loss_vanilla_transformer import (
     at_least_float32,
@@ -45,10 +44,12 @@ from .loss_vanilla_transformer import (
 from .outputs_vanilla_transformer import Seq2SeqTrainingOutput
 from .shortcuts_vanilla_transformer import (
     Dropout,
+    ReLU,
     by_length,
     cast_once,
     fastest,
     fold_beams,
+    padding_mask,
     unfold_beams,
 )
 
@@ -139,7 +140,7 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
     ) -> torch.Tensor:
         """The layers, over embedded tokens: (batch, source_length, d_model) in and out."""
-        mask = create_bidirectional_mask(self.config, hidden_states, attention_mask)
+        mask = padding_mask(self.config, hidden_states, attention_mask, hidden_states)
         for layer in self.layers:
             hidden_states = layer(hidden_states, mask, **kwargs)
         return self.layer_norm(hidden_states)
@@ -173,21 +174,19 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         hidden_states = self.embed(
             input_ids, inputs_embeds, attention_mask, position_ids, past_key_values
         )
-        mask = create_causal_mask(
-            self.config, hidden_states, attention_mask, past_key_values, position_ids=position_ids
+        mask = causal_mask(
+            self.config, hidden_states, attention_mask, past_key_values, position_ids
         )
-        source_mask = None
-        if encoder_hidden_states is not None:
-            encoder_hidden_states = cast_once(encoder_hidden_states)
-            queries = fold_beams(hidden_states, encoder_hidden_states)
-            source_mask = create_bidirectional_mask(
-                self.config, queries, encoder_attention_mask, encoder_hidden_states
+        source, source_mask = encoder_hidden_states, None
+        if source is not None:
+            source, source_mask = remember_source(
+                self.config, hidden_states, source, encoder_attention_mask, past_key_values
             )
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
                 mask,
-                encoder_hidden_states,
+                source,
                 source_mask,
                 past_key_values=past_key_values,  # by name: gradient checkpointing looks for it
                 **kwargs,
@@ -223,9 +222,9 @@ class VanillaTransformerLayer(GradientCheckpointingLayer):
         sublayer: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         """LayerNorm(x + Dropout(Sublayer(x))), or pre-norm x + Dropout(Sublayer(LayerNorm(x)))."""
-        if self.pre_norm:
-            return hidden_states + self.dropout(sublayer(cast_once(layer_norm(hidden_states))))
-        return layer_norm(hidden_states + self.dropout(sublayer(cast_once(hidden_states))))
+        states = sublayer(cast_once(layer_norm(hidden_states) if self.pre_norm else hidden_states))
+        states = hidden_states + (self.dropout(states) if self.training else states)
+        return states if self.pre_norm else layer_norm(states)
 
     def forward(
         self,
@@ -329,7 +328,7 @@ class VanillaTransformerAttention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, scaled_dot_product_attention
         )
-        attend = fastest(attend, query, key)
+        attend = fastest(attend, query, key, kwargs)
         dropout = self.dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs
@@ -340,7 +339,7 @@ class VanillaTransformerAttention(nn.Module):
 
 def _split_heads(states: torch.Tensor, head_dim: int) -> torch.Tensor:
     """(batch, length, heads * head_dim) to (batch, heads, length, head_dim)."""
-    return states.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    return states.view(*states.shape[:2], -1, head_dim).transpose(1, 2)
 
 
 # ---------------------------------------------------------------- 3.3 Feed-forward networks
@@ -352,7 +351,8 @@ class VanillaTransformerFeedForward(nn.Module):
     def __init__(self, config: VanillaTransformerConfig, ffn_dim: int):
         super().__init__()
         self.fc1 = nn.Linear(config.d_model, ffn_dim)
-        self.activation = ACT2FN[config.activation_function]
+        name = config.activation_function
+        self.activation = ReLU() if name == "relu" else ACT2FN[name]
         self.dropout = Dropout(config.activation_dropout)
         self.fc2 = nn.Linear(ffn_dim, config.d_model)
 
@@ -499,7 +499,7 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         states = outputs.last_hidden_state[:, keep]
         known = self.output_class.__dataclass_fields__
-        fields = {name: outputs[name] for name in outputs if name in known}
+        fields = {name: value for name, value in outputs.items() if name in known}
         if labels is None:
             return self.output_class(logits=self.lm_head(states), **fields)
         eps = self.config.label_smoothing if self.training else 0.0

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_bidirectional_mask
 
 from .checks_vanilla_transformer import expect_as_many
 
@@ -61,13 +62,36 @@ def cast_once(states: torch.Tensor) -> torch.Tensor:
     return states
 
 
-def fastest(attend: Callable[..., Any], query: torch.Tensor, key: torch.Tensor) -> Callable:
-    """The attention asked for; but the backward pass of torch's fused one takes four times as long
-    on a CPU in half precision, where products serve if their scores are not too many to keep."""
-    in_half_precision = query.device.type == "cpu" and query.dtype.itemsize == 2
-    if attend is not sdpa_attention_forward or not in_half_precision or not query.requires_grad:
+def fastest(
+    attend: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]
+) -> Callable[..., Any]:
+    """The attention asked for, unless a CPU has a faster one of the same result.
+
+    The backward pass of torch's fused attention takes four times as long there in half precision,
+    where products serve if their scores are not too many to keep.
+    """
+    if attend is not sdpa_attention_forward or query.device.type != "cpu" or options:
         return attend
-    return unfused_attention if query.shape[2] * key.shape[2] <= 512 * 512 else attend
+    if query.requires_grad and query.dtype.itemsize == 2:
+        return unfused_attention if query.shape[2] * key.shape[2] <= 512 * 512 else attend
+    return attend if torch.compiler.is_compiling() else fused_attention
+
+
+def fused_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+) -> tuple[torch.Tensor, None]:
+    """`sdpa_attention_forward` without its look at other models' options and other devices."""
+    causal = attention_mask is None and module.is_causal and query.shape[2] > 1
+    output = F.scaled_dot_product_attention(
+        query, key, value, attention_mask, dropout, is_causal=causal, scale=scaling
+    )
+    return output.transpose(1, 2), None
 
 
 def unfused_attention(
@@ -92,6 +116,38 @@ def unfused_attention(
     if attention_mask is not None:
         output = output * attention_mask.any(-1, keepdim=True)
     return output.transpose(1, 2), None
+
+
+# ---------------------------------------------------------------- Less to write
+
+
+class ReLU(nn.ReLU):
+    """Takes the place of its input where no gradient is to come: no one else looks at that."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """max(0, x) of each element."""
+        return F.relu(states, inplace=not torch.is_grad_enabled())
+
+
+def queries_see_alike(config: PreTrainedConfig) -> bool:
+    """Whether this attention takes a mask (batch, 1, 1, key_length) for all queries."""
+    return config._attn_implementation in ("eager", "sdpa")
+
+
+def padding_mask(
+    config: PreTrainedConfig,
+    queries: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    keys: torch.Tensor,
+) -> torch.Tensor | None:
+    """transformers' mask of keys that are padding, not of query x key where a vector does. Without
+    a gradient to come, it is to be added to scores: torch would make that of it in each layer."""
+    if queries_see_alike(config):
+        queries = queries[:, :1]
+    mask = create_bidirectional_mask(config, queries, attention_mask, keys)
+    if config._attn_implementation != "sdpa" or mask is None or torch.is_grad_enabled():
+        return mask
+    return torch.zeros_like(mask, dtype=keys.dtype).masked_fill_(~mask, -torch.inf)
 
 
 # ---------------------------------------------------------------- Beams that share a source
