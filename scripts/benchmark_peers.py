@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.modeling_vanilla_transformer import SinusoidalPositions
 
 PAD, BOS, EOS = 0, 1, 2
 SMOOTHING, DROPOUT, MAX_POSITIONS = 0.1, 0.1, 1024
@@ -86,6 +87,28 @@ def like_bart(
             **size.options(),
         )
     )
+
+
+def as_marian(model: PreTrainedModel) -> PreTrainedModel:
+    """A MarianMTModel with the weights, and so the predictions, of ours with one vocabulary."""
+    config = model.config
+    size = Size(
+        config.d_model,
+        config.encoder_ffn_dim,
+        config.encoder_attention_heads,
+        config.encoder_layers,
+        config.vocab_size,
+    )
+    marian = like_bart(MarianConfig, MarianMTModel, size).eval()
+    renamed = {
+        name.replace(".ffn.fc", ".fc").replace(".ffn_layer_norm.", ".final_layer_norm."): weight
+        for name, weight in model.state_dict().items()
+    }
+    marian.load_state_dict(renamed, strict=False)  # biases that ours lacks stay 0
+    positions = SinusoidalPositions(config)(torch.arange(MAX_POSITIONS), torch.float32)
+    for stack in (marian.model.encoder, marian.model.decoder):
+        stack.embed_positions.weight.data = positions
+    return marian
 
 
 def fsmt(size: Size) -> PreTrainedModel:

@@ -189,6 +189,21 @@ def test_the_benchmark_writes_ratios_a_table_and_a_chart(folder):
     assert (folder / "speed/benchmark.png").stat().st_size > 0
 
 
+def test_the_benchmark_of_programs_finds_shares_and_ratios(folder):
+    sources = [f"a man in a red shirt sees dog number {count}" for count in range(20)]
+    for split in ("train", "val", "test_2016_flickr"):
+        for suffix in ("en", "de"):
+            (folder / f"{split}.{suffix}").write_text("\n".join(sources) + "\n")
+    flags = ["--programs", "train", "translate", "--max_steps", "2", "--rounds", "1"]
+    run("benchmark_programs.py", "--data", ".", "--output_dir", "programs", *flags, cwd=folder)
+    results = json.loads((folder / "programs/programs.json").read_text())
+    assert set(results) == {"train", "translate"}
+    shares = results["train"]
+    assert 0 < shares["forward, backward, optimizer, of all steps"] <= 1
+    assert sum(share for name, share in shares.items() if name.endswith(", of all")) <= 1
+    assert results["translate"]["same"] > 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -1,0 +1,245 @@
+"""Whole programs: how soon they start, how training spends its time, how fast a file is translated.
+
+python scripts/benchmark_programs.py --data ../shared/data/multi30k --output_dir outputs/programs
+
+start: `import vanilla_transformer`, and a base model from its checkpoint, against Marian's. train:
+shares of the wall time of `scripts/train.py` with the Multi30k recipe. translate: the test set by
+`vanilla_transformer.translation`, as `scripts/translate.py` does, against a plain loop of
+`generate()` over MarianMTModel with the same weights, at the same batch size. Writes programs.json.
+"""
+
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import train as training_script
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from benchmark_peers import PEERS, SIZES, as_marian
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+)
+from transformers import logging as transformers_logging
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.translation import translate
+
+PROGRAMS = ("start", "train", "translate")
+RECIPE = Path(__file__).with_name("recipes") / "multi30k_tiny.yaml"
+IMPORTS = {
+    "vanilla_transformer": "import vanilla_transformer",
+    "Auto classes": "from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer",
+    "Marian": "from transformers import AutoTokenizer, MarianMTModel",
+}
+# What is timed of `scripts/train.py`, and under which name.
+PARTS = (
+    (VanillaTransformerForConditionalGeneration, "forward", "forward"),
+    (Accelerator, "backward", "backward"),
+    (Accelerator, "clip_grad_norm_", "optimizer"),
+    (AcceleratedOptimizer, "step", "optimizer"),
+    (AcceleratedOptimizer, "zero_grad", "optimizer"),
+    (training_script, "load_parallel_dataset", "data"),
+    (training_script, "make_tokenizer", "tokenizer"),
+    (training_script, "tokenize_dataset", "data"),
+    (Trainer, "log", "logging"),
+    (Trainer, "_save_checkpoint", "saving"),
+    (Trainer, "save_model", "saving"),
+    (training_script, "evaluate", "evaluation"),
+)
+
+
+@dataclass
+class ProgramArguments:
+    data: str = field(
+        metadata={"help": "Folder with train, val and test_2016_flickr, .en and .de."}
+    )
+    output_dir: str = field(metadata={"help": "Folder for programs.json and the trained model."})
+    programs: list[str] = field(default_factory=lambda: list(PROGRAMS))
+    model: str | None = field(default=None, metadata={"help": "Translates; default: the trained."})
+    max_steps: int = field(default=300, metadata={"help": "Of training."})
+    batch_size: int = field(default=32, metadata={"help": "Lines translated together."})
+    num_beams: int = field(default=5, metadata={"help": "Of translation."})
+    rounds: int = field(default=3, metadata={"help": "Turns of each side; the median counts."})
+    threads: int = field(default=1, metadata={"help": "Of torch, on the CPU."})
+
+    def __post_init__(self) -> None:
+        for program in self.programs:
+            if program not in PROGRAMS:
+                raise ValueError(f"--programs {program}: expected of {', '.join(PROGRAMS)}")
+        if not Path(self.data, "test_2016_flickr.en").is_file():
+            raise FileNotFoundError(f"--data {self.data}: expected a folder with Multi30k's files")
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(ProgramArguments).parse_args_into_dataclasses()
+    torch.set_num_threads(arguments.threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    run = {"start": start, "train": train, "translate": translate_test_set}
+    results = {program: run[program](arguments) for program in arguments.programs}
+    print(json.dumps(results, indent=2))
+    folder = Path(arguments.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "programs.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+def medians(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Seconds of each side, by turns, the first turn left out."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, side in sides.items():
+            begin = time.perf_counter()
+            side()
+            if turn > 0:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+# ---------------------------------------------------------------- start
+
+
+def start(arguments: ProgramArguments) -> dict[str, float]:
+    """How many times as long ours takes."""
+
+    def in_a_fresh_process(statement: str) -> None:
+        subprocess.run([sys.executable, "-c", statement], check=True)
+
+    imports = {
+        name: functools.partial(in_a_fresh_process, statement)
+        for name, statement in IMPORTS.items()
+    }
+    importing = medians(imports, arguments.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        loads = {}
+        for name in ("vanilla_transformer", "marian"):
+            PEERS[name](SIZES["base"]).save_pretrained(Path(folder, name))
+            loads[name] = functools.partial(
+                AutoModelForSeq2SeqLM.from_pretrained, Path(folder, name)
+            )
+        loading = medians(loads, arguments.rounds)
+    ours = importing["vanilla_transformer"]
+    return {
+        "import, Auto classes = 1": ours / importing["Auto classes"],
+        "import, Marian = 1": ours / importing["Marian"],
+        "base from its checkpoint, Marian = 1": loading["vanilla_transformer"] / loading["marian"],
+    }
+
+
+# ---------------------------------------------------------------- train
+
+
+def train(arguments: ProgramArguments) -> dict[str, float]:
+    """Shares of the time from the first step to the last, and of what goes on around."""
+    data, folder = Path(arguments.data), Path(arguments.output_dir, "model")
+    flags: dict[str, Any] = {
+        "--config": RECIPE,
+        "--output_dir": folder,
+        "--train_source": data / "train.en",
+        "--train_target": data / "train.de",
+        "--validation_source": data / "val.en",
+        "--validation_target": data / "val.de",
+        "--max_steps": arguments.max_steps,
+        "--eval_strategy": "no",
+        "--save_strategy": "no",
+        "--load_best_model_at_end": False,
+        "--disable_tqdm": True,
+    }
+    words = [str(word) for pair in flags.items() for word in pair]
+    seconds: Counter[str] = Counter()
+    with mock.patch.object(sys, "argv", ["train.py", *words]), timed(seconds):
+        begin = time.perf_counter()
+        training_script.main()
+        total = time.perf_counter() - begin
+    steps = seconds.pop("steps")
+    work = sum(seconds[name] for name in ("forward", "backward", "optimizer"))
+    shares = {f"{name}, of all": seconds[name] / total for name in seconds}
+    return {"forward, backward, optimizer, of all steps": work / steps, **shares}
+
+
+@contextmanager
+def timed(seconds: Counter[str]) -> Iterator[None]:
+    """Adds up the time in each of `PARTS`, but none within another, and in all steps together."""
+    with ExitStack() as patches:
+        inside: list[str] = []
+        for owner, attribute, name in PARTS:
+            watched = stopwatch(getattr(owner, attribute), name, seconds, inside)
+            patches.enter_context(mock.patch.object(owner, attribute, watched))
+        steps = stopwatch(Trainer.train, "steps", seconds, [])
+        patches.enter_context(mock.patch.object(Trainer, "train", steps))
+        yield
+
+
+def stopwatch(function: Callable, name: str, seconds: Counter[str], inside: list[str]) -> Callable:
+    @functools.wraps(function)  # Trainer reads the signature of `forward`
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        outermost = not inside
+        inside.append(name)
+        begin = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            inside.pop()
+            if outermost:
+                seconds[name] += time.perf_counter() - begin
+
+    return measured
+
+
+# ---------------------------------------------------------------- translate
+
+
+def translate_test_set(arguments: ProgramArguments) -> dict[str, float]:
+    """How many times as fast ours is; the translations are the same."""
+    folder = arguments.model or Path(arguments.output_dir, "model")
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lines = Path(arguments.data, "test_2016_flickr.en").read_text().splitlines()
+    marian, found = as_marian(model), {}
+    options = {"batch_size": arguments.batch_size, "num_beams": arguments.num_beams}
+
+    def ours() -> None:
+        found["ours"] = list(translate(lines, model, tokenizer, **options))
+
+    def plain() -> None:
+        found["plain"] = plain_loop(lines, marian, tokenizer, **options)
+
+    seconds = medians({"ours": ours, "plain": plain}, arguments.rounds)
+    same = sum(line == other for line, other in zip(found["ours"], found["plain"], strict=True))
+    return {"speed, plain loop over Marian = 1": seconds["plain"] / seconds["ours"], "same": same}
+
+
+def plain_loop(
+    lines: list[str],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    num_beams: int,
+) -> list[str]:
+    translations = []
+    for first in range(0, len(lines), batch_size):
+        batch = tokenizer(lines[first : first + batch_size], padding=True, return_tensors="pt")
+        limit = batch["input_ids"].shape[1] + 50
+        generated = model.generate(**batch, num_beams=num_beams, max_new_tokens=limit)
+        translations += tokenizer.batch_decode(generated, skip_special_tokens=True)
+    return translations
+
+
+if __name__ == "__main__":
+    main()
