@@ -7,19 +7,21 @@ Five workloads: T1 a training step in float32, T2 the same under bfloat16 autoca
 smoothing 0.1 and AdamW over batches of similar lengths; G1 greedy and G2 beam search (4 beams) for
 32 sources of mixed lengths, 32 tokens each; G3 greedy for one source. Speeds are real target tokens
 a second, given as ratios to Marian's. All models take turns, round by round, each time in another
-order; the figure is the median over rounds. Writes benchmark.json, benchmark.md and benchmark.png.
+order; the figure is the median over rounds. `torch.nn.Transformer` has no cache, so it only trains;
+CTranslate2 only decodes, where it is installed. Writes benchmark.json, benchmark.md, benchmark.png.
 """
 
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import benchmark_ctranslate2 as compiled
 import torch
-from benchmark_peers import BOS, EOS, PEERS, SIZES, Size, training_loss
+from benchmark_peers import BOS, EOS, PAD, PEERS, SIZES, Size, training_loss
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 from transformers import logging as transformers_logging
@@ -32,11 +34,12 @@ WORKLOADS = ("T1", "T2", "G1", "G2", "G3")
 BEST_SETTING = {
     "T1": {"precision": "medium", "attention": "eager"},
     "T2": {},
-    "G1": {"autocast": True},
-    "G2": {"autocast": True},
+    "G1": {"dtype": torch.bfloat16},
+    "G2": {"dtype": torch.bfloat16},
     "G3": {},
 }
 NEW_TOKENS, SOURCES, BEAMS = 32, 32, 4
+ALL_PEERS = (*PEERS, *compiled.COMPUTE_TYPES)
 
 
 @dataclass
@@ -44,7 +47,9 @@ class BenchmarkArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the three files."})
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
     workloads: list[str] = field(default_factory=lambda: list(WORKLOADS))
-    peers: list[str] = field(default_factory=lambda: list(PEERS))
+    peers: list[str] = field(
+        default_factory=lambda: list(ALL_PEERS if compiled.INSTALLED else PEERS)
+    )
     rounds: int = field(default=5, metadata={"help": "Turns of each model."})
     threads: int = field(default=1, metadata={"help": "Of torch, on the CPU."})
     tokens: int = field(default=2000, metadata={"help": "Target tokens in a training batch."})
@@ -52,7 +57,7 @@ class BenchmarkArguments:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        allowed = {"sizes": SIZES, "workloads": WORKLOADS, "peers": PEERS}
+        allowed = {"sizes": SIZES, "workloads": WORKLOADS, "peers": ALL_PEERS}
         for name, known in allowed.items():
             for value in getattr(self, name):
                 if value not in known:
@@ -89,7 +94,8 @@ def race(arguments: BenchmarkArguments, size: Size, workload: str) -> dict[str, 
     """Seconds of each model in each round, and the ratios of the medians to the reference's."""
     runs: dict[str, Callable[[], None]] = {}
     for name in arguments.peers:
-        if name == "torch" and workload[0] == "G":
+        cannot = ["torch"] if workload[0] == "G" else compiled.COMPUTE_TYPES
+        if name in cannot:
             continue
         runs[name] = prepare(arguments, name, size, workload, {})
         if name == OURS:
@@ -114,18 +120,22 @@ def prepare(
 ) -> Callable[[], None]:
     """A function that does the workload once with a model of its own."""
     torch.manual_seed(arguments.seed)
+    beams = BEAMS if workload == "G2" else 1
+    ids = sources(size, 1 if workload == "G3" else SOURCES, arguments.seed)
+    if name in compiled.COMPUTE_TYPES:
+        translator = compiled.make_translator(size, name, arguments.threads)
+        return compiled.generation(translator, ids, beams, NEW_TOKENS)
     model = PEERS[name](size)
     if "attention" in setting:
         model.set_attn_implementation(setting["attention"])
     if workload[0] == "T":
-        work = training(model, training_batches(size, arguments.tokens, arguments.seed))
+        batches = training_batches(size, arguments.tokens, arguments.seed)
+        work = training(model, batches, narrow=workload == "T2")
     else:
-        sources = 1 if workload == "G3" else SOURCES
-        work = generation(model, size, sources, BEAMS if workload == "G2" else 1, arguments.seed)
-    narrow = workload == "T2" or setting.get("autocast", False)
+        work = generation(model.to(setting.get("dtype")), ids, beams)
 
     def run() -> None:
-        with matmul_precision(setting.get("precision")), bfloat16(narrow):
+        with matmul_precision(setting.get("precision")):
             work()
 
     return run
@@ -139,10 +149,6 @@ def matmul_precision(precision: str | None) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def bfloat16(enabled: bool) -> AbstractContextManager[None]:
-    return torch.autocast("cpu", dtype=torch.bfloat16) if enabled else nullcontext()
 
 
 def draw_lengths(count: int, generator: torch.Generator) -> torch.Tensor:
@@ -169,40 +175,46 @@ def training_batches(size: Size, tokens: int, seed: int) -> list[dict[str, torch
         rows = max(1, tokens // int(lengths[start]))
         target = lengths[start : start + rows]
         source = (target + torch.randint(-3, 4, target.shape, generator=generator)).clamp(min=4)
-        ids = padded(source, size.vocab_size, 0, generator)
+        ids = padded(source, size.vocab_size, PAD, generator)
         labels = padded(target, size.vocab_size, -100, generator)
-        batches.append({"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels})
+        batches.append({"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": labels})
     return batches
 
 
-def training(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> Callable[[], None]:
+def training(
+    model: torch.nn.Module, batches: list[dict[str, torch.Tensor]], narrow: bool
+) -> Callable[[], None]:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def run() -> None:
         for batch in batches:
-            training_loss(model, batch).backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
+                loss = training_loss(model, batch)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
     return run
 
 
-def generation(
-    model: torch.nn.Module, size: Size, sources: int, beams: int, seed: int
-) -> Callable[[], None]:
-    model.eval()
+def sources(size: Size, count: int, seed: int) -> torch.Tensor:
+    """(count, longest) padded ids of sentences of mixed lengths."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = draw_lengths(sources, generator)
-    ids = padded(lengths, size.vocab_size, 0, generator)
-    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
-    model.generation_config.eos_token_id = None  # so that no sentence ends before the others
+    return padded(draw_lengths(count, generator), size.vocab_size, PAD, generator)
+
+
+def generation(model: torch.nn.Module, ids: torch.Tensor, beams: int) -> Callable[[], None]:
+    inputs = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    model.eval().generation_config.eos_token_id = None  # no sentence ends before the others
 
     def run() -> None:
         output = model.generate(
             **inputs, num_beams=beams, do_sample=False, max_new_tokens=NEW_TOKENS
         )
-        assert output.shape == (sources, NEW_TOKENS + 1), f"{output.shape}, expected 32 tokens each"
+        assert output.shape == (len(ids), NEW_TOKENS + 1), (
+            f"{output.shape}, expected 32 tokens each"
+        )
         assert (output[:, 0] == BOS).all()
 
     return run

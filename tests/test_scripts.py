@@ -189,6 +189,25 @@ def test_the_benchmark_writes_ratios_a_table_and_a_chart(folder):
     assert (folder / "speed/benchmark.png").stat().st_size > 0
 
 
+def test_the_benchmark_of_lengths_writes_tables_and_a_plot(folder):
+    flags = ["--longest", "32", "--largest", "2", "--runs", "1", "--output_dir", "lengths"]
+    process = run("benchmark_lengths.py", *flags, cwd=folder)
+    series = json.loads((folder / "lengths/lengths.json").read_text())
+    assert [(entry["workload"], entry["axis"]) for entry in series] == [
+        (workload, axis) for workload in ("train", "generate") for axis in ("length", "batch")
+    ]
+    for entry in series:
+        (point,) = entry["points"]
+        assert (point["length"], point["batch"]) == (32, 2)
+        assert point["seconds"] > 0
+        assert point["mebibytes"] > 0
+    table = (folder / "lengths/lengths.md").read_text()
+    assert "| tokens | 32 |" in table
+    assert "| generate, memory | 1.00 |" in table
+    assert table.strip() in process.stdout
+    assert (folder / "lengths/lengths.png").stat().st_size > 0
+
+
 def test_the_benchmark_of_programs_finds_shares_and_ratios(folder):
     sources = [f"a man in a red shirt sees dog number {count}" for count in range(20)]
     for split in ("train", "val", "test_2016_flickr"):
@@ -209,6 +228,7 @@ def test_the_benchmark_of_programs_finds_shares_and_ratios(folder):
     [
         (["--peers", "fairseq"], "--peers fairseq: expected of vanilla_transformer, marian"),
         (["--rounds", "0"], "--rounds 0: expected a positive number"),
+        (["--sizes", "huge"], "--sizes huge: expected of tiny, base"),
     ],
 )
 def test_a_benchmark_that_cannot_be_is_refused(folder, flags, message):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from vanilla_transformer import loss_vanilla_transformer as loss_module
 from vanilla_transformer import shortcuts_vanilla_transformer as shortcuts
 from vanilla_transformer.generation_vanilla_transformer import VanillaTransformerGenerationMixin
 from vanilla_transformer.loss_vanilla_transformer import projected_cross_entropy
+from vanilla_transformer.modeling_vanilla_transformer import scaled_dot_product_attention
 from vanilla_transformer.shortcuts_vanilla_transformer import (
     Dropout,
     fused_attention,
@@ -223,7 +225,8 @@ def test_unfused_attention_is_the_fused_one(causal, masked):
         mask = torch.rand(2, 1, 5, 5) < 0.6
         mask[0, :, 2] = False  # a query that sees nothing
     results = []
-    for attend in (shortcuts.sdpa_attention_forward, unfused_attention):
+    unfused = partial(unfused_attention, scaled_dot_product_attention)
+    for attend in (shortcuts.sdpa_attention_forward, unfused):
         output, weights = attend(module, *states, mask, scaling=0.5)
         assert weights is None
         results.append((output, *torch.autograd.grad(output.square().sum(), states)))
@@ -232,14 +235,29 @@ def test_unfused_attention_is_the_fused_one(causal, masked):
 
 def test_training_in_half_precision_does_without_the_fused_one():
     query = torch.randn(1, 1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
-    fused = shortcuts.sdpa_attention_forward
-    assert shortcuts.fastest(fused, query, query, {}) is unfused_attention
-    assert shortcuts.fastest(fused, query.detach(), query, {}) is fused_attention
-    assert shortcuts.fastest(fused, query.float(), query, {}) is fused_attention
-    assert shortcuts.fastest(len, query, query, {}) is len
-    assert shortcuts.fastest(fused, query, query, {"is_causal": False}) is fused
-    long = query.expand(1, 1, 4, 8).repeat(1, 1, 256, 1)
-    assert shortcuts.fastest(fused, long, long, {}) is fused
+    asked = shortcuts.sdpa_attention_forward
+
+    def chosen(query, options=None, attend=asked):
+        choice = shortcuts.fastest(attend, len, query, query, options or {})
+        return choice.func if isinstance(choice, partial) else choice
+
+    assert chosen(query) is unfused_attention
+    assert chosen(query, {"use_cache": True}) is unfused_attention
+    assert chosen(query.detach()) is fused_attention
+    assert chosen(query.float()) is fused_attention
+    assert chosen(query, {"is_causal": False}) is asked
+    assert chosen(query, attend=max) is max
+    assert chosen(query.repeat(1, 1, 256, 1)) is asked
+
+
+def test_no_attention_of_a_training_step_in_half_precision_is_fused(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("fused attention")
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", refuse)
+    model = seq2seq().train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(input_ids=random_ids(2, 4), labels=random_ids(2, 3)).loss.backward()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -81,7 +81,7 @@ def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:
         rows = max(1, 2**27 // vocab_size)
         return rows, rows
     rows = min(ROWS if states.dtype.itemsize > 2 else 2 * ROWS, max(1, 2**24 // vocab_size))
-    return rows, max(1, 2**16 // vocab_size)
+    return rows, max(1, 2**17 // vocab_size)
 
 
 def _softmax_less_label_(scores: torch.Tensor, labels: torch.Tensor, weight: float) -> torch.Tensor:

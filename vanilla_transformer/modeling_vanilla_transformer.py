@@ -270,10 +270,11 @@ def scaled_dot_product_attention(
     (batch, query_length, heads, d_v) and the weights (batch, heads, query_length, key_length).
     """
     # Half precision can't hold the sum of many small exponentials, nor a masked score.
-    scores = (query * scaling @ key.transpose(-1, -2)).to(at_least_float32(query.dtype))
+    wide = at_least_float32(query.dtype)
+    scores = query * scaling @ key.transpose(-1, -2)
     if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = scores.softmax(dim=-1).to(query.dtype)
+        scores = scores + attention_mask.to(wide)
+    weights = scores.softmax(dim=-1, dtype=wide).to(query.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2), weights
 
@@ -325,10 +326,9 @@ class VanillaTransformerAttention(nn.Module):
 
         key, value = remember(project, past_key_values, self.layer_idx, source is not None)
         query = _split_heads(fold_beams(self.q_proj(hidden_states), key), self.d_k)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, scaled_dot_product_attention
-        )
-        attend = fastest(attend, query, key, kwargs)
+        name, eager = self.config._attn_implementation, scaled_dot_product_attention
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+        attend = fastest(attend, eager, query, key, kwargs)
         dropout = self.dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs

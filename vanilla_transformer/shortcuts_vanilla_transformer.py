@@ -2,6 +2,7 @@
 """Faster ways to the same numbers: what the model does not owe to the paper but to processors."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,18 +63,27 @@ def cast_once(states: torch.Tensor) -> torch.Tensor:
     return states
 
 
+OF_NO_ACCOUNT = {"use_cache", "output_hidden_states"}  # to attention itself
+
+
 def fastest(
-    attend: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]
+    attend: Callable[..., Any],
+    products: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    options: dict[str, Any],
 ) -> Callable[..., Any]:
     """The attention asked for, unless a CPU has a faster one of the same result.
 
     The backward pass of torch's fused attention takes four times as long there in half precision,
-    where products serve if their scores are not too many to keep.
+    where `products`, the equation written out, serve if their scores are not too many to keep.
     """
-    if attend is not sdpa_attention_forward or query.device.type != "cpu" or options:
+    foreign = attend is not sdpa_attention_forward or options.keys() - OF_NO_ACCOUNT
+    if foreign or query.device.type != "cpu":
         return attend
     if query.requires_grad and query.dtype.itemsize == 2:
-        return unfused_attention if query.shape[2] * key.shape[2] <= 512 * 512 else attend
+        few = query.shape[2] * key.shape[2] <= 512 * 512
+        return partial(unfused_attention, products) if few else attend
     return attend if torch.compiler.is_compiling() else fused_attention
 
 
@@ -85,6 +95,7 @@ def fused_attention(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """`sdpa_attention_forward` without its look at other models' options and other devices."""
     causal = attention_mask is None and module.is_causal and query.shape[2] > 1
@@ -95,27 +106,25 @@ def fused_attention(
 
 
 def unfused_attention(
+    products: Callable[..., Any],
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Takes and gives what `sdpa_attention_forward` does: the mask is True where a key is seen, and
-    a query that sees none gets 0; without a mask a causal module's queries see no later key."""
-    scores = query * scaling @ key.transpose(-1, -2)
+    """`products`, with the mask of `sdpa_attention_forward`: True where a key is seen, and a query
+    that sees none gets 0; without a mask a causal module's queries see no later key."""
     if attention_mask is None and module.is_causal and query.shape[2] > 1:
-        attention_mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    weights = F.dropout(scores.softmax(dim=-1), p=dropout, training=module.training)
-    output = weights @ value
-    if attention_mask is not None:
-        output = output * attention_mask.any(-1, keepdim=True)
-    return output.transpose(1, 2), None
+        seen = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
+        attention_mask = seen.tril()
+    if attention_mask is None:
+        return products(module, query, key, value, None, **kwargs)[0], None
+    added = torch.where(attention_mask, 0.0, torch.finfo(torch.float32).min)
+    output, _ = products(module, query, key, value, added, **kwargs)
+    sees_any = attention_mask.any(-1)  # (..., query_length)
+    return output if sees_any.all() else output * sees_any.transpose(-1, -2)[..., None], None
 
 
 # ---------------------------------------------------------------- Less to write
