@@ -32,7 +32,7 @@ OURS_BEST = "vanilla_transformer, best setting"
 WORKLOADS = ("T1", "T2", "G1", "G2", "G3")
 # What a user may set for speed on a CPU; the README says so.
 BEST_SETTING = {
-    "T1": {"precision": "medium", "attention": "eager"},
+    "T1": {"precision": "medium"},
     "T2": {},
     "G1": {"dtype": torch.bfloat16},
     "G2": {"dtype": torch.bfloat16},
@@ -126,8 +126,6 @@ def prepare(
         translator = compiled.make_translator(size, name, arguments.threads)
         return compiled.generation(translator, ids, beams, NEW_TOKENS)
     model = PEERS[name](size)
-    if "attention" in setting:
-        model.set_attn_implementation(setting["attention"])
     if workload[0] == "T":
         batches = training_batches(size, arguments.tokens, arguments.seed)
         work = training(model, batches, narrow=workload == "T2")

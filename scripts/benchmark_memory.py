@@ -5,10 +5,13 @@ python scripts/benchmark_memory.py --peers vanilla_transformer marian --size tin
 
 train: a step (forward, backward, AdamW) in float32 with 4,000 target tokens. beam: 4 beams over 32
 sources of 100 tokens, 32 tokens each. Every figure comes from a process of its own: the highest
-resident memory, less what was resident before the model was built. Writes memory.json, memory.md.
+resident memory, less what was resident before the model was built. Freed memory goes back at once
+there, so that it is memory in use; `--keep_freed` lets glibc keep it, as it does by itself, in
+pieces that fit the next tensors or not. Writes memory.json, memory.md.
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -31,6 +34,7 @@ class MemoryArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
     size: str = field(default="base", metadata={"help": f"One of {', '.join(SIZES)}."})
     peers: list[str] = field(default_factory=lambda: list(PEERS))
+    keep_freed: bool = field(default=False, metadata={"help": "Count what malloc keeps, too."})
     only: str | None = field(
         default=None, metadata={"help": "Measure this workload of the first peer here, and print."}
     )
@@ -56,7 +60,7 @@ def main() -> None:
     results = []
     for workload in WORKLOADS:
         peaks = {
-            name: in_its_own_process(name, arguments.size, workload)
+            name: in_its_own_process(name, workload, arguments)
             for name in arguments.peers
             if (name, workload) != ("torch", "beam")  # it has no cache to search with
         }
@@ -73,9 +77,12 @@ def main() -> None:
         (folder / "memory.md").write_text(table + "\n")
 
 
-def in_its_own_process(name: str, size: str, workload: str) -> float:
-    flags = ["--peers", name, "--size", size, "--only", workload]
-    output = subprocess.check_output([sys.executable, __file__, *flags], text=True)
+def in_its_own_process(name: str, workload: str, arguments: MemoryArguments) -> float:
+    flags = ["--peers", name, "--size", arguments.size, "--only", workload]
+    at_once = {} if arguments.keep_freed else {"MALLOC_MMAP_THRESHOLD_": "65536"}  # bytes
+    output = subprocess.check_output(
+        [sys.executable, __file__, *flags], text=True, env=os.environ | at_once
+    )
     return float(output.split()[-1])
 
 

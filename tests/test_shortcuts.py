@@ -48,8 +48,9 @@ def ragged(*lengths, padding_side="right"):
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("rows_at_a_time", [1, 5, 256])
+@pytest.mark.parametrize("weight", [1.0, 3.0])
 def test_the_projected_loss_and_its_gradients_are_torchs(
-    monkeypatch, label_smoothing, rows_at_a_time
+    monkeypatch, label_smoothing, rows_at_a_time, weight
 ):
     monkeypatch.setattr(loss_module, "_rows_at_a_time", lambda *_: (rows_at_a_time, 3))
     torch.manual_seed(0)
@@ -67,8 +68,10 @@ def test_the_projected_loss_and_its_gradients_are_torchs(
     torch.testing.assert_close(ours, torchs / 10)
     wanted = (states, projection.weight)
     torch.testing.assert_close(
-        torch.autograd.grad(ours, wanted), torch.autograd.grad(torchs / 10, wanted)
+        torch.autograd.grad(weight * ours, wanted, retain_graph=True),
+        torch.autograd.grad(weight * torchs / 10, wanted),
     )
+    torch.autograd.grad(ours, wanted)  # the same graph once more
 
 
 def test_a_batch_without_labels_has_no_loss_and_no_gradient():
@@ -245,6 +248,10 @@ def test_training_in_half_precision_does_without_the_fused_one():
     assert chosen(query, {"use_cache": True}) is unfused_attention
     assert chosen(query.detach()) is fused_attention
     assert chosen(query.float()) is fused_attention
+    torch.set_float32_matmul_precision("medium")
+    assert chosen(query.float()) is unfused_attention
+    assert chosen(query.float().detach()) is fused_attention
+    torch.set_float32_matmul_precision("highest")
     assert chosen(query, {"is_causal": False}) is asked
     assert chosen(query, attend=max) is max
     assert chosen(query.repeat(1, 1, 256, 1)) is asked
@@ -416,7 +423,7 @@ def test_a_source_is_kept_once_for_its_beams_until_the_cache_is_handed_out(monke
 
 def test_a_growing_layer_holds_what_transformers_does():
     torch.manual_seed(0)
-    ours, theirs = decoding_cache.GrowingLayer([]), DynamicLayer()
+    ours, theirs = decoding_cache.GrowingLayer([], 12), DynamicLayer()
     for step, length in enumerate((3, 1, 1, 4, 1, 1, 1, 1, 9)):
         states = torch.randn(2, 4, 2, length, 3)
         for layer in (ours, theirs):
@@ -431,17 +438,19 @@ def test_a_growing_layer_holds_what_transformers_does():
 
 
 def test_a_growing_layer_copies_seldom():
-    layer, storages = decoding_cache.GrowingLayer([]), set()
+    layer, storages = decoding_cache.GrowingLayer([], 300), set()
     for _ in range(500):
         layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
         storages.add(layer.keys.untyped_storage().data_ptr())
+        room = layer.keys.untyped_storage().nbytes() // (2 * layer.keys.element_size())
+        assert room <= max(300, 2 * layer.keys.shape[2])
     assert layer.keys.shape[2] == 500
     assert len(storages) < 12
 
 
 def test_beams_of_all_layers_change_places_through_one_spare_buffer():
     spare = []
-    layers = [decoding_cache.GrowingLayer(spare) for _ in range(3)]
+    layers = [decoding_cache.GrowingLayer(spare, 40) for _ in range(3)]
     for layer in layers:
         layer.update(torch.zeros(4, 1, 20, 2), torch.zeros(4, 1, 20, 2))
     storages = set()

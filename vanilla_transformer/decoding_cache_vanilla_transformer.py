@@ -19,14 +19,15 @@ from .shortcuts_vanilla_transformer import (
 class GrowingLayer(DynamicLayer):
     """Keys and values of earlier target positions, (batch, heads, length, head_dim) each.
 
-    They are the filled part of buffers which double when they are full: n steps copy some 2 n
-    positions in all, where concatenation copies n^2 / 2. Beams change places on the way into a
-    spare buffer, which all layers share.
+    They are the filled part of buffers which double when they are full, up to the most positions
+    that are expected: n steps copy some 2 n positions in all, where concatenation copies n^2 / 2.
+    Beams change places on the way into a spare buffer, which all layers share.
     """
 
-    def __init__(self, spare: list[torch.Tensor]):
+    def __init__(self, spare: list[torch.Tensor], max_length: int):
         super().__init__()
         self._spare = spare
+        self._max_length = max_length
         self._buffers: tuple[torch.Tensor, ...] = ()
         self._filled: torch.Tensor | None = None
 
@@ -39,7 +40,9 @@ class GrowingLayer(DynamicLayer):
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         length, new_length = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
         if not self._in_buffers() or self._buffers[0].shape[2] < new_length:
-            self._buffers = _longer(self.keys, 2 * new_length), _longer(self.values, 2 * new_length)
+            fits = new_length <= self._max_length
+            room = min(2 * new_length, self._max_length) if fits else 2 * new_length
+            self._buffers = _longer(self.keys, room), _longer(self.values, room)
         keys, values = self._buffers
         keys[:, :, length:new_length] = key_states
         values[:, :, length:new_length] = value_states
@@ -153,11 +156,11 @@ def _shared_source(cache: Cache | None) -> SourceLayer | None:
     return first if isinstance(first, SourceLayer) else None
 
 
-def copy_less(cache: EncoderDecoderCache) -> None:
-    """Give an empty cache these layers."""
+def copy_less(cache: EncoderDecoderCache, max_length: int) -> None:
+    """Give an empty cache these layers, for so many target positions."""
     own, of_source = cache.self_attention_cache, cache.cross_attention_cache
     spare: list[torch.Tensor] = []
-    own.layers = [GrowingLayer(spare) for _ in own.layers]
+    own.layers = [GrowingLayer(spare, max_length) for _ in own.layers]
     of_source.layers = [SourceLayer() for _ in of_source.layers]
 
 

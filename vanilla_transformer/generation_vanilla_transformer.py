@@ -93,7 +93,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         if not self.config.is_encoder_decoder or cache is None:
             return
         if given is None and is_plain(cache):
-            copy_less(cache)
+            copy_less(cache, generation_config.max_length)
             return
         # Another kind of cache is reordered with the beams, so that each needs a source of its own.
         beams = max(generation_config.num_beams, generation_config.num_return_sequences)

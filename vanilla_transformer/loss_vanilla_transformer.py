@@ -18,7 +18,7 @@ ROWS = 256  # of logits, worked on at a time
 
 
 class ProjectedCrossEntropy(torch.autograd.Function):
-    """The sum behind `projected_cross_entropy`: from states to loss and gradients, a few rows at a
+    """What is behind `projected_cross_entropy`: from states to loss and gradients, a few rows at a
     time. Neither logits nor probabilities of all rows ever exist.
 
     With p = softmax(states projection^T), the gradient at the logits is p less (1 - eps) on the
@@ -34,9 +34,10 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         label_smoothing: float,
         dtype: torch.dtype,
+        items: torch.Tensor | int,
     ) -> torch.Tensor:
         """(rows, d_model) states and a (vocabulary, d_model) matrix, which are multiplied in
-        `dtype`, to a sum of -log p."""
+        `dtype`, to a sum of -log p over so many items."""
         eps, wide = label_smoothing, at_least_float32(dtype)
         ctx.dtypes = states.dtype, projection.dtype
         mean_row = projection.mean(0).to(wide)
@@ -60,15 +61,21 @@ class ProjectedCrossEntropy(torch.autograd.Function):
                     grad += narrow
         grad_states -= (eps * mean_row).to(states.dtype)
         grad_projection -= eps / len(projection) * states.sum(0, dtype=wide)
-        ctx.save_for_backward(grad_states, grad_projection)
-        return total
+        ctx.items = items
+        ctx.save_for_backward(grad_states, grad_projection.div_(items))
+        return total / items
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients that `forward` has found already."""
-        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(grad.to(dtype) * grad_total for grad, dtype in found), None, None, None
+        """The gradients that `forward` has found already. The projection's is large: on a CPU it is
+        not written again to multiply it by 1. That of states may be too narrow for 1 / items."""
+        grad_states, grad_projection = ctx.saved_tensors
+        grad_states = grad_states.to(ctx.dtypes[0]) * (grad_total / ctx.items)
+        grad_projection = grad_projection.to(ctx.dtypes[1])
+        if grad_total.device.type != "cpu" or grad_total != 1:
+            grad_projection = grad_projection * grad_total
+        return grad_states, grad_projection, None, None, None, None
 
 
 def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:
@@ -189,8 +196,8 @@ def projected_cross_entropy(
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else matrix.dtype
     with torch.autocast(kind, enabled=False), _naming_bad_labels(flat, len(matrix)):
-        total = ProjectedCrossEntropy.apply(rows, matrix, flat, label_smoothing, dtype)
-    return _per_item(total, labels, num_items_in_batch)
+        items = _count_items(labels, num_items_in_batch, rows.device)
+        return ProjectedCrossEntropy.apply(rows, matrix, flat, label_smoothing, dtype, items)
 
 
 def _is_plain_matrix(projection: nn.Module) -> bool:
@@ -225,7 +232,7 @@ def label_smoothed_cross_entropy(
     rows, flat = logits.flatten(0, -2), labels.to(logits.device).flatten()
     with _naming_bad_labels(flat, logits.shape[-1]):
         total = _summed(rows, flat, label_smoothing)
-    return _per_item(total, labels, num_items_in_batch)
+    return total / _count_items(labels, num_items_in_batch, total.device)
 
 
 @contextmanager
@@ -238,14 +245,15 @@ def _naming_bad_labels(labels: torch.Tensor, vocab_size: int) -> Iterator[None]:
         raise out_of_range(labels[labels != -100], vocab_size, "label") from None
 
 
-def _per_item(
-    total: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
-) -> torch.Tensor:
+def _count_items(
+    labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None, device: torch.device
+) -> torch.Tensor | int:
+    """What a sum of losses is divided by."""
     if num_items_in_batch is None:
-        return total / (labels != -100).sum().clamp(min=1)
+        return (labels != -100).sum().clamp(min=1).to(device)
     if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+        return num_items_in_batch.to(device)
+    return num_items_in_batch
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -52,7 +52,7 @@ class Dropout(nn.Dropout):
         return _Masked.apply(states, kept, 2**16 / (2**16 - dropped))
 
 
-# ---------------------------------------------------------------- Half precision on a CPU
+# ---------------------------------------------------------------- Lower precision on a CPU
 
 
 def cast_once(states: torch.Tensor) -> torch.Tensor:
@@ -75,16 +75,22 @@ def fastest(
 ) -> Callable[..., Any]:
     """The attention asked for, unless a CPU has a faster one of the same result.
 
-    The backward pass of torch's fused attention takes four times as long there in half precision,
-    where `products`, the equation written out, serve if their scores are not too many to keep.
+    In half precision, or where float32 is multiplied with less precision, torch's fused attention
+    takes several times as long to train. There `products`, the equation written out, serve if their
+    scores are not too many to keep.
     """
     foreign = attend is not sdpa_attention_forward or options.keys() - OF_NO_ACCOUNT
     if foreign or query.device.type != "cpu":
         return attend
-    if query.requires_grad and query.dtype.itemsize == 2:
+    if query.requires_grad and _narrow(query.dtype):
         few = query.shape[2] * key.shape[2] <= 512 * 512
         return partial(unfused_attention, products) if few else attend
     return attend if torch.compiler.is_compiling() else fused_attention
+
+
+def _narrow(dtype: torch.dtype) -> bool:
+    imprecise = torch.get_float32_matmul_precision() != "highest"
+    return dtype.itemsize == 2 or (dtype == torch.float32 and imprecise)
 
 
 def fused_attention(
