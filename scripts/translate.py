@@ -1,7 +1,7 @@
 """Translate a file or standard input, a line at a time, into a file or standard output.
 
     python scripts/translate.py --model outputs/phrases --input in.txt --output out.txt
-    echo "The meeting is on March 5, 2024." | python scripts/translate.py --model outputs/phrases
+    echo "The train leaves at 3:30 PM." | python scripts/translate.py --model outputs/phrases
 
 Lines come out in the order in which they went in; a blank line stays blank.
 """

@@ -2,6 +2,7 @@
 """Keys and values while `generate()` runs: transformers' caches, with layers that copy less."""
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
@@ -14,6 +15,11 @@ from .shortcuts_vanilla_transformer import (
     padding_mask,
     queries_see_alike,
 )
+
+# Of each growing layer: buffers of keys and of values, and the keys handed out last. They are not
+# among its attributes, which transformers' exporters take for inputs of a graph.
+_BUFFERS: WeakKeyDictionary["GrowingLayer", tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+_BUFFERS = WeakKeyDictionary()
 
 
 class GrowingLayer(DynamicLayer):
@@ -28,33 +34,34 @@ class GrowingLayer(DynamicLayer):
         super().__init__()
         self._spare = spare
         self._max_length = max_length
-        self._buffers: tuple[torch.Tensor, ...] = ()
-        self._filled: torch.Tensor | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append (batch, heads, new_length, head_dim) states and return all so far."""
+        if torch.compiler.is_compiling():  # a graph would hold as many steps as there is room for
+            return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         length, new_length = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
-        if not self._in_buffers() or self._buffers[0].shape[2] < new_length:
+        buffers = self._buffers()
+        if buffers is None or buffers[0].shape[2] < new_length:
             fits = new_length <= self._max_length
             room = min(2 * new_length, self._max_length) if fits else 2 * new_length
-            self._buffers = _longer(self.keys, room), _longer(self.values, room)
-        keys, values = self._buffers
-        keys[:, :, length:new_length] = key_states
-        values[:, :, length:new_length] = value_states
-        return self._fill(new_length)
+            buffers = _longer(self.keys, room), _longer(self.values, room)
+        for buffer, states in zip(buffers, (key_states, value_states), strict=True):
+            buffer[:, :, length:new_length] = states
+        return self._fill(buffers, new_length)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
-        if not self._in_buffers():
+        buffers = self._buffers()
+        if buffers is None:
             super().reorder_cache(beam_idx)
             return
-        self._buffers = tuple(self._reordered(buffer, beam_idx) for buffer in self._buffers)
-        self._fill(self.keys.shape[2])
+        keys, values = (self._reordered(buffer, beam_idx) for buffer in buffers)
+        self._fill((keys, values), self.keys.shape[2])
 
     def _reordered(self, buffer: torch.Tensor, beam_idx: torch.LongTensor) -> torch.Tensor:
         other = self._spare.pop() if self._spare else buffer.new_empty(0)
@@ -64,14 +71,17 @@ class GrowingLayer(DynamicLayer):
         self._spare.append(buffer)
         return torch.index_select(buffer, 0, beam_idx.to(buffer.device), out=other)
 
-    def _fill(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
-        self._filled = self.keys
+    def _fill(
+        self, buffers: tuple[torch.Tensor, torch.Tensor], length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values = (buffer[:, :, :length] for buffer in buffers)
+        _BUFFERS[self] = *buffers, self.keys
         return self.keys, self.values
 
-    def _in_buffers(self) -> bool:
-        """Whether they hold the keys still: some of transformers' methods replace those."""
-        return self._filled is not None and self.keys is self._filled
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """None if they hold the keys no more: some of transformers' methods replace those."""
+        found = _BUFFERS.get(self)
+        return found[:2] if found is not None and found[2] is self.keys else None
 
 
 class SourceLayer(DynamicLayer):

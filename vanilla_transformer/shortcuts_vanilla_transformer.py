@@ -89,8 +89,9 @@ def fastest(
 
 
 def _narrow(dtype: torch.dtype) -> bool:
-    imprecise = torch.get_float32_matmul_precision() != "highest"
-    return dtype.itemsize == 2 or (dtype == torch.float32 and imprecise)
+    if torch.compiler.is_compiling() or dtype != torch.float32:  # a compiler can't ask for more
+        return dtype.itemsize == 2
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 def fused_attention(
