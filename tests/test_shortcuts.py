@@ -297,6 +297,21 @@ def test_a_mask_of_padding_is_a_vector_for_each_sentence(attention, with_gradien
     assert torch.equal(seen[:, 0, 0], mask.bool())
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_mask_of_four_dimensions_is_the_callers(added, with_gradients, narrow):
+    seen = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    seen[0, :, :, 3:] = False  # as if these were padding
+    own = torch.where(seen, 0.0, torch.finfo(torch.float32).min) if added else seen
+    encoder, ids = seq2seq().eval().get_encoder(), random_ids(2, 5)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow)
+    with torch.set_grad_enabled(with_gradients), autocast:
+        states, expected = (encoder(ids, mask)[0] for mask in (own, seen[:, 0, 0].long()))
+    torch.testing.assert_close(states[0, :3], expected[0, :3])
+    torch.testing.assert_close(states[1], expected[1])
+
+
 def test_without_padding_there_is_no_mask():
     states = torch.zeros(2, 7, 24)
     config = small_config(attn_implementation="sdpa")
@@ -342,6 +357,21 @@ def test_a_step_takes_the_inputs_that_transformers_would_prepare(monkeypatch):
         assert torch.equal(ours.pop("decoder_input_ids"), theirs.pop("decoder_input_ids"))
         for name in ours:
             assert ours[name] is theirs[name] or torch.equal(ours[name], theirs[name])
+
+
+def test_inputs_on_another_device_than_the_model_are_left_to_transformers(monkeypatch):
+    def theirs(self, input_ids, **kwargs):
+        return "theirs"
+
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", theirs)
+    model = seq2seq().eval()
+    cache = decoding_cache.new_cache(model.config)
+    cache.cross_attention_cache.layers = [DynamicLayer()]
+    decoding_cache.copy_less(cache, 4)
+    here = torch.ones(2, 3, dtype=torch.long)
+    assert model.prepare_inputs_for_generation(here.to("meta"), 1, cache) == "theirs"
+    ours = model.prepare_inputs_for_generation(here, 1, cache)
+    assert ours["decoder_input_ids"].shape == (2, 1)
 
 
 # ---------------------------------------------------------------- beams that share a source

@@ -18,8 +18,7 @@ from .shortcuts_vanilla_transformer import (
 
 # Of each growing layer: buffers of keys and of values, and the keys handed out last. They are not
 # among its attributes, which transformers' exporters take for inputs of a graph.
-_BUFFERS: WeakKeyDictionary["GrowingLayer", tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-_BUFFERS = WeakKeyDictionary()
+_BUFFERS: WeakKeyDictionary["GrowingLayer", tuple[torch.Tensor, ...]] = WeakKeyDictionary()
 
 
 class GrowingLayer(DynamicLayer):
@@ -60,8 +59,8 @@ class GrowingLayer(DynamicLayer):
         if buffers is None:
             super().reorder_cache(beam_idx)
             return
-        keys, values = (self._reordered(buffer, beam_idx) for buffer in buffers)
-        self._fill((keys, values), self.keys.shape[2])
+        reordered = tuple(self._reordered(buffer, beam_idx) for buffer in buffers)
+        self._fill(reordered, self.keys.shape[2])
 
     def _reordered(self, buffer: torch.Tensor, beam_idx: torch.LongTensor) -> torch.Tensor:
         other = self._spare.pop() if self._spare else buffer.new_empty(0)
@@ -72,13 +71,13 @@ class GrowingLayer(DynamicLayer):
         return torch.index_select(buffer, 0, beam_idx.to(buffer.device), out=other)
 
     def _fill(
-        self, buffers: tuple[torch.Tensor, torch.Tensor], length: int
+        self, buffers: tuple[torch.Tensor, ...], length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.keys, self.values = (buffer[:, :, :length] for buffer in buffers)
         _BUFFERS[self] = *buffers, self.keys
         return self.keys, self.values
 
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _buffers(self) -> tuple[torch.Tensor, ...] | None:
         """None if they hold the keys no more: some of transformers' methods replace those."""
         found = _BUFFERS.get(self)
         return found[:2] if found is not None and found[2] is self.keys else None

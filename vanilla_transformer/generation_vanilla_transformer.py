@@ -116,7 +116,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """As transformers', which looks in each step for whatever any model might take."""
         given = {"past_key_values": past_key_values, "attention_mask": attention_mask, **kwargs}
         in_a_step = next_sequence_length == 1 and not is_first_iteration
-        if in_a_step and copies_less(past_key_values) and not NOT_FOR_A_STEP & given.keys():
+        as_they_are = not NOT_FOR_A_STEP & given.keys() and input_ids.device == self.device
+        if in_a_step and copies_less(past_key_values) and as_they_are:
             return {**given, "decoder_input_ids": input_ids[:, -1:]}
         return super().prepare_inputs_for_generation(
             input_ids,

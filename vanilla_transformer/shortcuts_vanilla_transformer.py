@@ -121,13 +121,14 @@ def unfused_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`products`, with the mask of `sdpa_attention_forward`: True where a key is seen, and a query
-    that sees none gets 0; without a mask a causal module's queries see no later key."""
+    """`products`, with the masks of `sdpa_attention_forward`: one is added to scores, or is True
+    where a key is seen, and a query that sees none gets 0; without one a causal module's queries
+    see no later key."""
     if attention_mask is None and module.is_causal and query.shape[2] > 1:
         seen = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
         attention_mask = seen.tril()
-    if attention_mask is None:
-        return products(module, query, key, value, None, **kwargs)[0], None
+    if attention_mask is None or attention_mask.dtype != torch.bool:
+        return products(module, query, key, value, attention_mask, **kwargs)[0], None
     added = torch.where(attention_mask, 0.0, torch.finfo(torch.float32).min)
     output, _ = products(module, query, key, value, added, **kwargs)
     sees_any = attention_mask.any(-1)  # (..., query_length)
@@ -156,12 +157,14 @@ def padding_mask(
     attention_mask: torch.Tensor | None,
     keys: torch.Tensor,
 ) -> torch.Tensor | None:
-    """transformers' mask of keys that are padding, not of query x key where a vector does. Without
-    a gradient to come, it is to be added to scores: torch would make that of it in each layer."""
+    """transformers' mask of keys that are padding, not of query x key where a vector does, or the
+    caller's own of four dimensions. Without a gradient to come, fused attention is given one to be
+    added to scores: torch would make that of a boolean one in each layer."""
     if queries_see_alike(config):
         queries = queries[:, :1]
     mask = create_bidirectional_mask(config, queries, attention_mask, keys)
-    if config._attn_implementation != "sdpa" or mask is None or torch.is_grad_enabled():
+    is_boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+    if config._attn_implementation != "sdpa" or not is_boolean or torch.is_grad_enabled():
         return mask
     return torch.zeros_like(mask, dtype=keys.dtype).masked_fill_(~mask, -torch.inf)
 
