@@ -6,14 +6,12 @@ python scripts/benchmark.py --quick
 Five workloads: T1 a training step in float32, T2 the same under bfloat16 autocast, both with label
 smoothing 0.1 and AdamW over batches of similar lengths; G1 greedy and G2 beam search (4 beams) for
 32 sources of mixed lengths, 32 tokens each; G3 greedy for one source. Speeds are real target tokens
-a second, given as ratios to Marian's. All models take turns, round by round, each time in another
-order; the figure is the median over rounds. `torch.nn.Transformer` has no cache, so it only trains;
-CTranslate2 only decodes, where it is installed. Writes benchmark.json, benchmark.md, benchmark.png.
+a second, given as ratios to Marian's. Each model has a process of its own, and all take turns,
+round by round, each time in another order; the figure is the median over rounds.
+`torch.nn.Transformer` has no cache, so it only trains; CTranslate2 only decodes, where it is
+installed. Writes benchmark.json, benchmark.md, benchmark.png.
 """
 
-import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,20 +20,20 @@ from pathlib import Path
 import benchmark_ctranslate2 as compiled
 import torch
 from benchmark_peers import BOS, EOS, PAD, PEERS, SIZES, Size, training_loss
-from tqdm.auto import tqdm
+from benchmark_turns import Runner, expect_known, speeds, take_turns, write
 from transformers import HfArgumentParser
-from transformers import logging as transformers_logging
 
 REFERENCE = "marian"
 OURS = "vanilla_transformer"
 OURS_BEST = "vanilla_transformer, best setting"
 WORKLOADS = ("T1", "T2", "G1", "G2", "G3")
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # others take 50 times as long
 # What a user may set for speed on a CPU; the README says so.
 BEST_SETTING = {
     "T1": {"precision": "medium"},
     "T2": {},
-    "G1": {"dtype": torch.bfloat16},
-    "G2": {"dtype": torch.bfloat16},
+    "G1": {"dtype": torch.bfloat16} if HAS_BFLOAT16 else {},
+    "G2": {"dtype": torch.bfloat16} if HAS_BFLOAT16 else {},
     "G3": {},
 }
 NEW_TOKENS, SOURCES, BEAMS = 32, 32, 4
@@ -46,7 +44,10 @@ ALL_PEERS = (*PEERS, *compiled.COMPUTE_TYPES)
 class BenchmarkArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the three files."})
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
-    workloads: list[str] = field(default_factory=lambda: list(WORKLOADS))
+    workloads: list[str] = field(
+        default_factory=lambda: [name for name in WORKLOADS if HAS_BFLOAT16 or name != "T2"],
+        metadata={"help": "Default: all, but for T2 on a CPU without bfloat16 products."},
+    )
     peers: list[str] = field(
         default_factory=lambda: list(ALL_PEERS if compiled.INSTALLED else PEERS)
     )
@@ -57,75 +58,60 @@ class BenchmarkArguments:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        allowed = {"sizes": SIZES, "workloads": WORKLOADS, "peers": ALL_PEERS}
-        for name, known in allowed.items():
-            for value in getattr(self, name):
-                if value not in known:
-                    raise ValueError(f"--{name} {value}: expected of {', '.join(known)}")
+        expect_known("sizes", self.sizes, SIZES)
+        expect_known("workloads", self.workloads, WORKLOADS)
+        expect_known("peers", self.peers, ALL_PEERS)
         if self.rounds < 1:
             raise ValueError(f"--rounds {self.rounds}: expected a positive number")
         self.peers = list(dict.fromkeys([*self.peers, OURS, REFERENCE]))
         if self.quick:
-            self.sizes, self.rounds, self.tokens = ["tiny"], 3, 500
+            self.sizes, self.rounds, self.tokens = ["tiny"], 2, 250
 
 
 def main() -> None:
     (arguments,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses()
-    torch.set_num_threads(arguments.threads)
-    transformers_logging.set_verbosity_error()
-    touch_memory()
+    names = [*arguments.peers, OURS_BEST]
+    runners = {name: Runner(arguments.threads, arguments.seed) for name in names}
     results = [
-        {"size": size, "workload": workload, **race(arguments, SIZES[size], workload)}
+        {"size": size, "workload": workload, **race(arguments, runners, size, workload)}
         for size in arguments.sizes
         for workload in arguments.workloads
     ]
-    table = to_markdown(results)
-    print(table)
+    for runner in runners.values():
+        runner.stop()
+    write(arguments.output_dir, "benchmark", results, to_markdown(results))
     if arguments.output_dir is not None:
-        save(results, table, Path(arguments.output_dir))
+        draw(results, Path(arguments.output_dir, "benchmark.png"))
 
 
-def touch_memory(gigabytes: float = 1.0) -> None:
-    """A first touch costs more than later ones, above all in virtual machines."""
-    torch.ones(int(gigabytes * 2**28))
-
-
-def race(arguments: BenchmarkArguments, size: Size, workload: str) -> dict[str, object]:
-    """Seconds of each model in each round, and the ratios of the medians to the reference's."""
-    runs: dict[str, Callable[[], None]] = {}
-    for name in arguments.peers:
-        cannot = ["torch"] if workload[0] == "G" else compiled.COMPUTE_TYPES
-        if name in cannot:
-            continue
-        runs[name] = prepare(arguments, name, size, workload, {})
-        if name == OURS:
-            runs[OURS_BEST] = prepare(arguments, name, size, workload, BEST_SETTING[workload])
-    others = [name for name in runs if name != REFERENCE]
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in tqdm(range(arguments.rounds + 1), desc=workload, leave=False):
-        order = others[turn % len(others) :] + others[: turn % len(others)]
-        order.insert(1 + turn % len(others), REFERENCE)  # never the first of a round
-        for name in order:
-            start = time.perf_counter()
-            runs[name]()
-            if turn > 0:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    ratios = {name: medians[REFERENCE] / median for name, median in medians.items()}
-    return {"ratios": ratios, "seconds": seconds}
+def race(
+    arguments: BenchmarkArguments, runners: dict[str, Runner], size: str, workload: str
+) -> dict[str, object]:
+    """Seconds of each model in each round, and its speed."""
+    cannot = ["torch"] if workload[0] == "G" else compiled.COMPUTE_TYPES
+    able = {name: runner for name, runner in runners.items() if name not in cannot}
+    begun = [
+        runner.prepare(prepare, arguments, name, SIZES[size], workload)
+        for name, runner in able.items()
+    ]
+    for preparation in begun:
+        preparation.result()
+    runs = {name: runner.run for name, runner in able.items()}
+    seconds = take_turns(runs, arguments.rounds, REFERENCE, f"{workload} {size}")
+    return {"ratios": speeds(seconds, REFERENCE), "seconds": seconds}
 
 
 def prepare(
-    arguments: BenchmarkArguments, name: str, size: Size, workload: str, setting: dict
+    arguments: BenchmarkArguments, name: str, size: Size, workload: str
 ) -> Callable[[], None]:
     """A function that does the workload once with a model of its own."""
-    torch.manual_seed(arguments.seed)
     beams = BEAMS if workload == "G2" else 1
     ids = sources(size, 1 if workload == "G3" else SOURCES, arguments.seed)
     if name in compiled.COMPUTE_TYPES:
         translator = compiled.make_translator(size, name, arguments.threads)
         return compiled.generation(translator, ids, beams, NEW_TOKENS)
-    model = PEERS[name](size)
+    setting = BEST_SETTING[workload] if name == OURS_BEST else {}
+    model = PEERS[OURS if name == OURS_BEST else name](size)
     if workload[0] == "T":
         batches = training_batches(size, arguments.tokens, arguments.seed)
         work = training(model, batches, narrow=workload == "T2")
@@ -202,17 +188,18 @@ def sources(size: Size, count: int, seed: int) -> torch.Tensor:
     return padded(draw_lengths(count, generator), size.vocab_size, PAD, generator)
 
 
-def generation(model: torch.nn.Module, ids: torch.Tensor, beams: int) -> Callable[[], None]:
+def generation(
+    model: torch.nn.Module, ids: torch.Tensor, beams: int, new_tokens: int = NEW_TOKENS
+) -> Callable[[], None]:
+    """A function that decodes so many tokens for each row of padded ids."""
     inputs = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
     model.eval().generation_config.eos_token_id = None  # no sentence ends before the others
 
     def run() -> None:
         output = model.generate(
-            **inputs, num_beams=beams, do_sample=False, max_new_tokens=NEW_TOKENS
+            **inputs, num_beams=beams, do_sample=False, max_new_tokens=new_tokens
         )
-        assert output.shape == (len(ids), NEW_TOKENS + 1), (
-            f"{output.shape}, expected 32 tokens each"
-        )
+        assert output.shape == (len(ids), new_tokens + 1)
         assert (output[:, 0] == BOS).all()
 
     return run
@@ -230,13 +217,10 @@ def to_markdown(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def save(results: list[dict], table: str, folder: Path) -> None:
-    """benchmark.json, benchmark.md and benchmark.png in the folder."""
+def draw(results: list[dict], path: Path) -> None:
+    """A group of bars for each workload and size."""
     import matplotlib.pyplot as plt
 
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "benchmark.json").write_text(json.dumps(results, indent=2) + "\n")
-    (folder / "benchmark.md").write_text(table + "\n")
     names = list(dict.fromkeys(name for result in results for name in result["ratios"]))
     figure, axes = plt.subplots(figsize=(1.5 + 1.2 * len(results), 4))
     width = 0.8 / len(names)
@@ -252,7 +236,7 @@ def save(results: list[dict], table: str, folder: Path) -> None:
     axes.set_ylabel(f"speed, {REFERENCE} = 1")
     axes.axhline(1, color="black", linewidth=0.5)
     axes.legend(fontsize="small")
-    figure.savefig(folder / "benchmark.png", dpi=150, bbox_inches="tight")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 if __name__ == "__main__":

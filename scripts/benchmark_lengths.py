@@ -9,23 +9,25 @@ growth of time; linear growth of memory is as much as the first row grows. Each 
 of several runs in a process of its own. Writes lengths.json, lengths.md and lengths.png.
 """
 
-import json
-import resource
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import torch
-from benchmark import padded
-from benchmark_peers import BOS, PAD, PEERS, SIZES, Size, training_loss
+from benchmark import generation, padded
+from benchmark_peers import PAD, PEERS, SIZES, Size, training_loss
+from benchmark_turns import (
+    expect_known,
+    in_own_process,
+    peak_memory,
+    resident_memory,
+    settle,
+    timed,
+    write,
+)
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
-from transformers import logging as transformers_logging
 
 WORKLOADS = ("train", "generate")
 SHORTEST = 32  # tokens
@@ -40,15 +42,10 @@ class LengthArguments:
     longest: int = field(default=8192, metadata={"help": "Tokens."})
     largest: int = field(default=512, metadata={"help": "Batch, of sentences of 32 tokens."})
     runs: int = field(default=3, metadata={"help": "Of which the median counts."})
-    only: list[str] | None = field(
-        default=None, metadata={"help": "Measure this workload, length and batch here, and print."}
-    )
 
     def __post_init__(self) -> None:
-        for name, known in (("size", SIZES), ("peer", PEERS)):
-            if getattr(self, name) not in known:
-                value = getattr(self, name)
-                raise ValueError(f"--{name} {value}: expected of {', '.join(known)}")
+        expect_known("size", [self.size], SIZES)
+        expect_known("peer", [self.peer], PEERS)
         if self.longest < SHORTEST or self.largest < 2:
             raise ValueError(
                 f"--longest {self.longest} --largest {self.largest}: expected at least 32 and 2"
@@ -57,10 +54,6 @@ class LengthArguments:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(LengthArguments).parse_args_into_dataclasses()
-    if arguments.only is not None:
-        workload, length, batch = arguments.only
-        print(json.dumps(measure(arguments, workload, int(length), int(batch))))
-        return
     series = [
         {"workload": workload, "axis": axis, "points": measure_all(arguments, workload, places)}
         for workload in WORKLOADS
@@ -70,9 +63,9 @@ def main() -> None:
         )
     ]
     table = "\n\n".join(to_markdown(series, axis) for axis in ("length", "batch"))
-    print(table)
+    write(arguments.output_dir, "lengths", series, table)
     if arguments.output_dir is not None:
-        save(series, table, Path(arguments.output_dir))
+        draw(series, Path(arguments.output_dir, "lengths.png"))
 
 
 def doubling(first: int, last: int) -> list[int]:
@@ -89,66 +82,44 @@ def measure_all(
 ) -> list[dict[str, float]]:
     points = []
     for length, batch in tqdm(places, desc=workload, leave=False):
-        flags = ["--size", arguments.size, "--peer", arguments.peer, "--runs", arguments.runs]
-        flags += ["--only", workload, length, batch]
-        command = [sys.executable, __file__, *map(str, flags)]
-        found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+        found = in_own_process(measure, arguments, workload, length, batch)
         points.append({"length": length, "batch": batch, **found})
     return points
 
 
 def measure(arguments: LengthArguments, workload: str, length: int, batch: int) -> dict[str, float]:
     """Seconds for each token, and mebibytes at the highest above those of the model at rest."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    transformers_logging.set_verbosity_error()
+    settle()
     size = SIZES[arguments.size]
     model = PEERS[arguments.peer](size)
-    prepare = training if workload == "train" else generation
-    before = psutil.Process().memory_info().rss / 2**20
-    run = prepare(model, size, length, batch)
+    before = resident_memory()
+    ids = sources(size, length, batch)
+    run = training(model, ids) if workload == "train" else generation(model, ids, 1, length)
     warm_up = timed(run)
     seconds = [warm_up] if warm_up > ENOUGH else [timed(run) for _ in range(arguments.runs)]
     return {
         "seconds": statistics.median(seconds) / (length * batch),
-        "mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 - before,
+        "mebibytes": peak_memory() - before,
     }
 
 
-def timed(run: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
-
-
-def sources(size: Size, length: int, batch: int) -> dict[str, torch.Tensor]:
-    """Every other sentence is half as long."""
+def sources(size: Size, length: int, batch: int) -> torch.Tensor:
+    """(batch, length) padded ids: every other sentence is half as long."""
     lengths = torch.full((batch,), length)
     lengths[1::2] //= 2
-    ids = padded(lengths, size.vocab_size, PAD, torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    return padded(lengths, size.vocab_size, PAD, torch.Generator().manual_seed(0))
 
 
-def training(model: torch.nn.Module, size: Size, length: int, batch: int) -> Callable[[], None]:
-    inputs = sources(size, length, batch)
-    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+def training(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
+    """A function that finds the gradient of a loss; without an optimizer, whose work is the same
+    for any length."""
+    inputs = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    inputs["labels"] = ids.masked_fill(ids == PAD, -100)
     model.train()
 
     def run() -> None:
         training_loss(model, inputs).backward()
         model.zero_grad()
-
-    return run
-
-
-def generation(model: torch.nn.Module, size: Size, length: int, batch: int) -> Callable[[], None]:
-    inputs = sources(size, length, batch)
-    model.eval().generation_config.eos_token_id = None
-
-    def run() -> None:
-        output = model.generate(**inputs, do_sample=False, max_new_tokens=length)
-        assert output.shape == (batch, length + 1)
-        assert (output[:, 0] == BOS).all()
 
     return run
 
@@ -168,13 +139,10 @@ def to_markdown(series: list[dict], axis: str) -> str:
     return "\n".join(lines)
 
 
-def save(series: list[dict], table: str, folder: Path) -> None:
-    """lengths.json, lengths.md and lengths.png in the folder."""
+def draw(series: list[dict], path: Path) -> None:
+    """Time above memory, for growing sentences and for growing batches."""
     from matplotlib.figure import Figure
 
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "lengths.json").write_text(json.dumps(series, indent=2) + "\n")
-    (folder / "lengths.md").write_text(table + "\n")
     figure = Figure(figsize=(10, 8), layout="constrained")
     panels = figure.subplots(2, 2)
     for column, axis in enumerate(("length", "batch")):
@@ -191,7 +159,7 @@ def save(series: list[dict], table: str, folder: Path) -> None:
             axes.set(xlabel=axis, ylabel=f"{label}, first = 1")
             axes.grid(alpha=0.3)
             axes.legend()
-    figure.savefig(folder / "lengths.png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,21 @@ there, so that it is memory in use; `--keep_freed` lets glibc keep it, as it doe
 pieces that fit the next tensors or not. Writes memory.json, memory.md.
 """
 
-import json
 import os
-import resource
-import subprocess
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import psutil
 import torch
-from benchmark import BEAMS, NEW_TOKENS, REFERENCE, SOURCES, padded, to_markdown
-from benchmark_peers import PEERS, SIZES, Size, training_loss
+from benchmark import BEAMS, REFERENCE, SOURCES, generation, padded, to_markdown, training
+from benchmark_peers import PAD, PEERS, SIZES
+from benchmark_turns import (
+    expect_known,
+    in_own_process,
+    peak_memory,
+    resident_memory,
+    settle,
+    write,
+)
 from transformers import HfArgumentParser
-from transformers import logging as transformers_logging
 
 WORKLOADS = ("train", "beam")
 TOKENS, LENGTH, SOURCE_LENGTH = 4000, 40, 100
@@ -35,32 +36,22 @@ class MemoryArguments:
     size: str = field(default="base", metadata={"help": f"One of {', '.join(SIZES)}."})
     peers: list[str] = field(default_factory=lambda: list(PEERS))
     keep_freed: bool = field(default=False, metadata={"help": "Count what malloc keeps, too."})
-    only: str | None = field(
-        default=None, metadata={"help": "Measure this workload of the first peer here, and print."}
-    )
 
     def __post_init__(self) -> None:
-        for name, values, known in (
-            ("size", [self.size], SIZES),
-            ("peers", self.peers, PEERS),
-            ("only", [self.only or "train"], WORKLOADS),
-        ):
-            for value in values:
-                if value not in known:
-                    raise ValueError(f"--{name} {value}: expected of {', '.join(known)}")
-        if self.only is None and REFERENCE not in self.peers:
+        expect_known("size", [self.size], SIZES)
+        expect_known("peers", self.peers, PEERS)
+        if REFERENCE not in self.peers:
             self.peers.append(REFERENCE)
 
 
 def main() -> None:
     (arguments,) = HfArgumentParser(MemoryArguments).parse_args_into_dataclasses()
-    if arguments.only is not None:
-        print(measure(arguments.peers[0], SIZES[arguments.size], arguments.only))
-        return
+    if not arguments.keep_freed:  # for the processes that are to come
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # bytes
     results = []
     for workload in WORKLOADS:
         peaks = {
-            name: in_its_own_process(name, workload, arguments)
+            name: in_own_process(measure, name, arguments.size, workload)
             for name in arguments.peers
             if (name, workload) != ("torch", "beam")  # it has no cache to search with
         }
@@ -68,57 +59,24 @@ def main() -> None:
         results.append(
             {"size": arguments.size, "workload": workload, "ratios": ratios, "mebibytes": peaks}
         )
-    table = to_markdown(results)
-    print(table)
-    if arguments.output_dir is not None:
-        folder = Path(arguments.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "memory.json").write_text(json.dumps(results, indent=2) + "\n")
-        (folder / "memory.md").write_text(table + "\n")
+    write(arguments.output_dir, "memory", results, to_markdown(results))
 
 
-def in_its_own_process(name: str, workload: str, arguments: MemoryArguments) -> float:
-    flags = ["--peers", name, "--size", arguments.size, "--only", workload]
-    at_once = {} if arguments.keep_freed else {"MALLOC_MMAP_THRESHOLD_": "65536"}  # bytes
-    output = subprocess.check_output(
-        [sys.executable, __file__, *flags], text=True, env=os.environ | at_once
-    )
-    return float(output.split()[-1])
-
-
-def measure(name: str, size: Size, workload: str) -> float:
+def measure(name: str, size: str, workload: str) -> float:
     """Mebibytes at the highest, above what was there before the model."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    transformers_logging.set_verbosity_error()
-    before = psutil.Process().memory_info().rss / 2**20
-    model = PEERS[name](size)
-    if workload == "train":
-        train(model, size)
-    else:
-        search(model, size)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 - before
-
-
-def train(model: torch.nn.Module, size: Size) -> None:
+    settle()
+    before = resident_memory()
+    model = PEERS[name](SIZES[size])
+    count, length = (TOKENS // LENGTH, LENGTH) if workload == "train" else (SOURCES, SOURCE_LENGTH)
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.full((TOKENS // LENGTH,), LENGTH)
-    ids = padded(lengths, size.vocab_size, 0, generator)
-    labels = padded(lengths, size.vocab_size, -100, generator)
-    optimizer = torch.optim.AdamW(model.train().parameters())
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-    for _ in range(2):  # the optimizer's state comes with the first step
-        training_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def search(model: torch.nn.Module, size: Size) -> None:
-    lengths = torch.full((SOURCES,), SOURCE_LENGTH)
-    ids = padded(lengths, size.vocab_size, 0, torch.Generator().manual_seed(0))
-    model.eval().generation_config.eos_token_id = None
-    options = {"num_beams": BEAMS, "do_sample": False, "max_new_tokens": NEW_TOKENS}
-    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+    ids = padded(torch.full((count,), length), SIZES[size].vocab_size, PAD, generator)
+    if workload == "train":
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        # the optimizer's state comes with the first step
+        training(model, [batch, batch], narrow=False)()
+    else:
+        generation(model, ids, BEAMS)()
+    return peak_memory() - before
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ shares of the wall time of `scripts/train.py` with the Multi30k recipe. translat
 """
 
 import functools
-import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,11 +21,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import train as training_script
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from benchmark_peers import PEERS, SIZES, as_marian
+from benchmark_turns import expect_known, settle, speeds, take_turns, timed, write
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -36,15 +34,15 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
 )
-from transformers import logging as transformers_logging
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.translation import translate
 
 PROGRAMS = ("start", "train", "translate")
 RECIPE = Path(__file__).with_name("recipes") / "multi30k_tiny.yaml"
+OURS = "vanilla_transformer"
 IMPORTS = {
-    "vanilla_transformer": "import vanilla_transformer",
+    OURS: "import vanilla_transformer",
     "Auto classes": "from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer",
     "Marian": "from transformers import AutoTokenizer, MarianMTModel",
 }
@@ -80,36 +78,17 @@ class ProgramArguments:
     threads: int = field(default=1, metadata={"help": "Of torch, on the CPU."})
 
     def __post_init__(self) -> None:
-        for program in self.programs:
-            if program not in PROGRAMS:
-                raise ValueError(f"--programs {program}: expected of {', '.join(PROGRAMS)}")
+        expect_known("programs", self.programs, PROGRAMS)
         if not Path(self.data, "test_2016_flickr.en").is_file():
             raise FileNotFoundError(f"--data {self.data}: expected a folder with Multi30k's files")
 
 
 def main() -> None:
     (arguments,) = HfArgumentParser(ProgramArguments).parse_args_into_dataclasses()
-    torch.set_num_threads(arguments.threads)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    settle(arguments.threads)
     run = {"start": start, "train": train, "translate": translate_test_set}
     results = {program: run[program](arguments) for program in arguments.programs}
-    print(json.dumps(results, indent=2))
-    folder = Path(arguments.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "programs.json").write_text(json.dumps(results, indent=2) + "\n")
-
-
-def medians(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Seconds of each side, by turns, the first turn left out."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds + 1):
-        for name, side in sides.items():
-            begin = time.perf_counter()
-            side()
-            if turn > 0:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    write(arguments.output_dir, "programs", results)
 
 
 # ---------------------------------------------------------------- start
@@ -118,27 +97,25 @@ def medians(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float
 def start(arguments: ProgramArguments) -> dict[str, float]:
     """How many times as long ours takes."""
 
-    def in_a_fresh_process(statement: str) -> None:
+    def process(statement: str) -> None:
         subprocess.run([sys.executable, "-c", statement], check=True)
 
     imports = {
-        name: functools.partial(in_a_fresh_process, statement)
+        name: functools.partial(timed, functools.partial(process, statement))
         for name, statement in IMPORTS.items()
     }
-    importing = medians(imports, arguments.rounds)
+    importing = speeds(take_turns(imports, arguments.rounds, "Marian"), OURS)
     with tempfile.TemporaryDirectory() as folder:
         loads = {}
-        for name in ("vanilla_transformer", "marian"):
+        for name in (OURS, "marian"):
             PEERS[name](SIZES["base"]).save_pretrained(Path(folder, name))
-            loads[name] = functools.partial(
-                AutoModelForSeq2SeqLM.from_pretrained, Path(folder, name)
-            )
-        loading = medians(loads, arguments.rounds)
-    ours = importing["vanilla_transformer"]
+            load = functools.partial(AutoModelForSeq2SeqLM.from_pretrained, Path(folder, name))
+            loads[name] = functools.partial(timed, load)
+        loading = speeds(take_turns(loads, arguments.rounds, "marian"), OURS)
     return {
-        "import, Auto classes = 1": ours / importing["Auto classes"],
-        "import, Marian = 1": ours / importing["Marian"],
-        "base from its checkpoint, Marian = 1": loading["vanilla_transformer"] / loading["marian"],
+        "import, Auto classes = 1": importing["Auto classes"],
+        "import, Marian = 1": importing["Marian"],
+        "base from its checkpoint, Marian = 1": loading["marian"],
     }
 
 
@@ -163,7 +140,7 @@ def train(arguments: ProgramArguments) -> dict[str, float]:
     }
     words = [str(word) for pair in flags.items() for word in pair]
     seconds: Counter[str] = Counter()
-    with mock.patch.object(sys, "argv", ["train.py", *words]), timed(seconds):
+    with mock.patch.object(sys, "argv", ["train.py", *words]), watched(seconds):
         begin = time.perf_counter()
         training_script.main()
         total = time.perf_counter() - begin
@@ -174,13 +151,13 @@ def train(arguments: ProgramArguments) -> dict[str, float]:
 
 
 @contextmanager
-def timed(seconds: Counter[str]) -> Iterator[None]:
+def watched(seconds: Counter[str]) -> Iterator[None]:
     """Adds up the time in each of `PARTS`, but none within another, and in all steps together."""
     with ExitStack() as patches:
         inside: list[str] = []
         for owner, attribute, name in PARTS:
-            watched = stopwatch(getattr(owner, attribute), name, seconds, inside)
-            patches.enter_context(mock.patch.object(owner, attribute, watched))
+            part = stopwatch(getattr(owner, attribute), name, seconds, inside)
+            patches.enter_context(mock.patch.object(owner, attribute, part))
         steps = stopwatch(Trainer.train, "steps", seconds, [])
         patches.enter_context(mock.patch.object(Trainer, "train", steps))
         yield
@@ -220,9 +197,10 @@ def translate_test_set(arguments: ProgramArguments) -> dict[str, float]:
     def plain() -> None:
         found["plain"] = plain_loop(lines, marian, tokenizer, **options)
 
-    seconds = medians({"ours": ours, "plain": plain}, arguments.rounds)
+    sides = {"ours": functools.partial(timed, ours), "plain": functools.partial(timed, plain)}
+    speed = speeds(take_turns(sides, arguments.rounds, "plain"), "plain")["ours"]
     same = sum(line == other for line, other in zip(found["ours"], found["plain"], strict=True))
-    return {"speed, plain loop over Marian = 1": seconds["plain"] / seconds["ours"], "same": same}
+    return {"speed, plain loop over Marian = 1": speed, "same": same}
 
 
 def plain_loop(

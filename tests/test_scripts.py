@@ -181,12 +181,32 @@ def test_the_benchmark_writes_ratios_a_table_and_a_chart(folder):
     assert [set(result["ratios"]) for result in results] == [ours | {"torch"}, ours]
     for result in results:
         assert result["ratios"]["marian"] == 1
-        assert all(len(seconds) == 3 for seconds in result["seconds"].values())
+        assert all(len(seconds) == 2 for seconds in result["seconds"].values())
     table = (folder / "speed/benchmark.md").read_text()
     assert "| | T1 tiny | G3 tiny |" in table
     assert "| marian | 1.00 | 1.00 |" in table
     assert table.strip() in process.stdout
     assert (folder / "speed/benchmark.png").stat().st_size > 0
+
+
+def test_the_benchmark_races_ctranslate2_where_it_is_installed(folder):
+    pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
+    flags = ["--quick", "--workloads", "G2", "--peers", "ctranslate2", "ctranslate2, int8"]
+    run("benchmark.py", *flags, "--output_dir", "compiled", cwd=folder)
+    (result,) = json.loads((folder / "compiled/benchmark.json").read_text())
+    assert {"ctranslate2", "ctranslate2, int8"} < set(result["ratios"])
+    assert min(result["ratios"].values()) > 0
+
+
+def test_the_benchmark_of_memory_compares_peaks(folder):
+    flags = ["--size", "tiny", "--peers", "vanilla_transformer", "--output_dir", "memory"]
+    process = run("benchmark_memory.py", *flags, cwd=folder)
+    results = json.loads((folder / "memory/memory.json").read_text())
+    assert [result["workload"] for result in results] == ["train", "beam"]
+    for result in results:
+        assert set(result["ratios"]) == {"vanilla_transformer", "marian"}
+        assert 0 < result["ratios"]["vanilla_transformer"] < result["ratios"]["marian"] == 1
+    assert (folder / "memory/memory.md").read_text().strip() in process.stdout
 
 
 def test_the_benchmark_of_lengths_writes_tables_and_a_plot(folder):

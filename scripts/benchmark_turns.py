@@ -1,0 +1,133 @@
+"""What the benchmarks share: processes, turns, clocks, memory, files and checks of arguments."""
+
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tqdm.auto import tqdm
+from transformers import logging as transformers_logging
+
+
+def expect_known(flag: str, values: Collection[str], known: Collection[str]) -> None:
+    for value in values:
+        if value not in known:
+            raise ValueError(f"--{flag} {value}: expected of {', '.join(known)}")
+
+
+def settle(threads: int = 1, seed: int = 0) -> None:
+    """What every process that measures begins with."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+# ---------------------------------------------------------------- Turns
+
+
+def in_own_process(function: Callable[..., Any], *args: object) -> Any:
+    """What the function returns, called in a process that ends with it."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(function, *args).result()
+
+
+class Runner:
+    """A process of its own for one model: no other has been at its memory."""
+
+    _work: Callable[[], object]  # in the process
+
+    def __init__(self, threads: int, seed: int):
+        start = (threads, seed)
+        self._process = ProcessPoolExecutor(1, get_context("spawn"), Runner._start, start)
+
+    def prepare(self, make: Callable[..., Callable[[], object]], *args: object) -> Future[None]:
+        """Begin to get `make(*args)`, the work, ready."""
+        return self._process.submit(Runner._keep, make, args)
+
+    def run(self) -> float:
+        """Seconds of the work, done once."""
+        return self._process.submit(Runner._timed).result()
+
+    def stop(self) -> None:
+        self._process.shutdown()
+
+    @staticmethod
+    def _start(threads: int, seed: int) -> None:
+        settle(threads, seed)
+        touch_memory()
+
+    @staticmethod
+    def _keep(make: Callable[..., Callable[[], object]], args: tuple[object, ...]) -> None:
+        Runner._work = make(*args)
+
+    @staticmethod
+    def _timed() -> float:
+        return timed(Runner._work)
+
+
+def touch_memory(gigabytes: float = 1.0) -> None:
+    """A first touch costs more than later ones, above all in virtual machines."""
+    torch.ones(int(gigabytes * 2**28))
+
+
+def timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def take_turns(
+    runs: dict[str, Callable[[], float]], rounds: int, reference: str, title: str = "rounds"
+) -> dict[str, list[float]]:
+    """Seconds of each run in each round. The order turns from round to round, and the reference is
+    never the first. What the first round finds is left out: it warms up."""
+    others = [name for name in runs if name != reference]
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in tqdm(range(rounds + 1), desc=title, leave=False):
+        order = others[turn % len(others) :] + others[: turn % len(others)]
+        order.insert(1 + turn % len(others), reference)
+        for name in order:
+            took = runs[name]()
+            if turn > 0:
+                seconds[name].append(took)
+    return seconds
+
+
+def speeds(seconds: dict[str, list[float]], reference: str) -> dict[str, float]:
+    """How many times as fast as the reference each is, by medians."""
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    return {name: medians[reference] / median for name, median in medians.items()}
+
+
+# ---------------------------------------------------------------- Memory, in mebibytes
+
+
+def resident_memory() -> float:
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def peak_memory() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+# ---------------------------------------------------------------- Files
+
+
+def write(folder: str | None, name: str, results: Any, table: str | None = None) -> None:
+    """Print the table, or else the results; both into NAME.json and NAME.md of a folder."""
+    text = json.dumps(results, indent=2) + "\n"
+    print(table or text)
+    if folder is None:
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, f"{name}.json").write_text(text)
+    if table is not None:
+        Path(folder, f"{name}.md").write_text(table + "\n")
