@@ -198,6 +198,7 @@ def test_the_benchmark_races_ctranslate2_where_it_is_installed(folder):
     assert min(result["ratios"].values()) > 0
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_memory_compares_peaks(folder):
     flags = ["--size", "tiny", "--peers", "vanilla_transformer", "--output_dir", "memory"]
     process = run("benchmark_memory.py", *flags, cwd=folder)

@@ -42,6 +42,7 @@ from .loss_vanilla_transformer import (
     projected_cross_entropy,
 )
 from .outputs_vanilla_transformer import Seq2SeqTrainingOutput
+from .packing_vanilla_transformer import packed, until_last_label
 from .shortcuts_vanilla_transformer import (
     Dropout,
     ReLU,
@@ -49,7 +50,6 @@ from .shortcuts_vanilla_transformer import (
     cast_once,
     fastest,
     fold_beams,
-    padding_mask,
     unfold_beams,
 )
 
@@ -113,6 +113,14 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         positions = self.embed_positions(position_ids, inputs_embeds.dtype)
         return self.dropout(inputs_embeds * self.embed_scale + positions)
 
+    def through_layers(
+        self, hidden_states: torch.Tensor, *sources_and_masks: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """The N layers, over embedded tokens: (batch, length, d_model) in and out."""
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, *sources_and_masks, **kwargs)
+        return self.layer_norm(hidden_states)
+
 
 class VanillaTransformerEncoder(VanillaTransformerStack):
     """Section 3.1: N layers of self-attention and feed-forward network, every position in sight."""
@@ -132,18 +140,11 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
         """Encode (batch, source_length) token ids into (batch, source_length, d_model) states."""
         hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids)
 
-        encode = partial(self.encode, **kwargs)
-        states = by_length(encode, hidden_states, attention_mask, self.config, kwargs)
+        layers = partial(self.through_layers, **kwargs)
+        states = packed(layers, self.config, kwargs, (hidden_states, attention_mask))
+        if states is None:
+            states = by_length(layers, self.config, kwargs, hidden_states, attention_mask)
         return BaseModelOutput(last_hidden_state=states)
-
-    def encode(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
-    ) -> torch.Tensor:
-        """The layers, over embedded tokens: (batch, source_length, d_model) in and out."""
-        mask = padding_mask(self.config, hidden_states, attention_mask, hidden_states)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, mask, **kwargs)
-        return self.layer_norm(hidden_states)
 
 
 class VanillaTransformerDecoder(VanillaTransformerStack):
@@ -174,25 +175,18 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         hidden_states = self.embed(
             input_ids, inputs_embeds, attention_mask, position_ids, past_key_values
         )
-        mask = causal_mask(
-            self.config, hidden_states, attention_mask, past_key_values, position_ids
-        )
-        source, source_mask = encoder_hidden_states, None
-        if source is not None:
-            source, source_mask = remember_source(
-                self.config, hidden_states, source, encoder_attention_mask, past_key_values
-            )
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                mask,
-                source,
-                source_mask,
-                past_key_values=past_key_values,  # by name: gradient checkpointing looks for it
-                **kwargs,
-            )
+        target = (hidden_states, attention_mask)
+        source = (encoder_hidden_states, encoder_attention_mask)
+        layers: Callable = partial(self.through_layers, past_key_values=past_key_values, **kwargs)
+        packing = (self.config, kwargs, target, source, past_key_values)
+        states = packed(layers, *packing, is_causal=True)
+        if states is None:
+            mask = causal_mask(self.config, *target, past_key_values, position_ids)
+            if encoder_hidden_states is not None:
+                source = remember_source(self.config, hidden_states, *source, past_key_values)
+            states = layers(hidden_states, mask, *source)
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=self.layer_norm(hidden_states),
+            last_hidden_state=states,
             past_key_values=past_key_values if use_cache else None,
         )
 
@@ -328,7 +322,7 @@ class VanillaTransformerAttention(nn.Module):
         query = _split_heads(fold_beams(self.q_proj(hidden_states), key), self.d_k)
         name, eager = self.config._attn_implementation, scaled_dot_product_attention
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-        attend = fastest(attend, eager, query, key, kwargs)
+        attend = fastest(attend, eager, query, key, mask, kwargs)
         dropout = self.dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs
@@ -571,6 +565,10 @@ class VanillaTransformerForConditionalGeneration(
             use_cache = False
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            if decoder_attention_mask is None and self.training:
+                decoder_attention_mask = until_last_label(
+                    self.config, kwargs, labels, decoder_input_ids
+                )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

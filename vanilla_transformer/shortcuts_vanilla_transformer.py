@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask
 
 from .checks_vanilla_transformer import expect_as_many
+from .packing_vanilla_transformer import are_recorded, attend_to_row, is_flash
 
 # ---------------------------------------------------------------- Random numbers
 
@@ -71,14 +73,20 @@ def fastest(
     products: Callable[..., Any],
     query: torch.Tensor,
     key: torch.Tensor,
+    mask: Any,
     options: dict[str, Any],
 ) -> Callable[..., Any]:
-    """The attention asked for, unless a CPU has a faster one of the same result.
+    """The attention asked for, unless a CPU has a faster one of the same result, or flash attention
+    is given a mask of four dimensions, which it does not know.
 
     In half precision, or where float32 is multiplied with less precision, torch's fused attention
     takes several times as long to train. There `products`, the equation written out, serve if their
     scores are not too many to keep.
     """
+    if isinstance(mask, dict):
+        return partial(attend_to_row, attend)
+    if attend is flash_attention_forward and mask is not None and mask.ndim == 4:
+        return sdpa_attention_forward
     foreign = attend is not sdpa_attention_forward or options.keys() - OF_NO_ACCOUNT
     if foreign or query.device.type != "cpu":
         return attend
@@ -148,7 +156,7 @@ class ReLU(nn.ReLU):
 
 def queries_see_alike(config: PreTrainedConfig) -> bool:
     """Whether this attention takes a mask (batch, 1, 1, key_length) for all queries."""
-    return config._attn_implementation in ("eager", "sdpa")
+    return config._attn_implementation in ("eager", "sdpa") or is_flash(config)
 
 
 def padding_mask(
@@ -159,7 +167,11 @@ def padding_mask(
 ) -> torch.Tensor | None:
     """transformers' mask of keys that are padding, not of query x key where a vector does, or the
     caller's own of four dimensions. Without a gradient to come, fused attention is given one to be
-    added to scores: torch would make that of a boolean one in each layer."""
+    added to scores: torch would make that of a boolean one in each layer. transformers' flash
+    attention would take the mask of keys for that of queries where these are others."""
+    if is_flash(config) and queries is not keys and attention_mask is not None:
+        is_vector = attention_mask.ndim == 2
+        return attention_mask[:, None, None].bool() if is_vector else attention_mask
     if queries_see_alike(config):
         queries = queries[:, :1]
     mask = create_bidirectional_mask(config, queries, attention_mask, keys)
@@ -199,30 +211,30 @@ SHORTEST = 0.6  # sentence of a group, over its longest
 
 
 def by_length(
-    encode: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
-    states: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    layers: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     config: PreTrainedConfig,
     options: dict[str, Any],
+    states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`encode(states, attention_mask)`, a few rows at a time where much of a batch is padding.
+    """`layers(states, mask)`, a few rows at a time where much of a batch is padding.
 
     Each group goes without the columns that are padding in all of it. What is padding there is 0
     in what is returned, (batch, length, d_model), as are rows of nothing else. That pays on a CPU,
     where no gradient is to come. Nor may states of each layer be asked for (among `options` or in
     `config`): they want one batch.
     """
-    names = ("output_hidden_states", "output_attentions")
-    recorded = any(options.get(name, getattr(config, name, False)) for name in names)
-    if recorded or not _is_padded(states, attention_mask):
-        return encode(states, attention_mask)
+    if are_recorded(config, options) or not _is_padded(states, attention_mask):
+        return layers(states, padding_mask(config, states, attention_mask, states))
     assert attention_mask is not None
     encoded = torch.zeros_like(states)
     for rows in _of_similar_length(attention_mask.count_nonzero(1)):
         mask = attention_mask[rows]
         columns = mask.any(0).nonzero()[:, 0]
         place = (rows[:, None], columns)
-        encoded[place] = encode(states[place], mask[:, columns]).to(encoded.dtype)
+        group = states[place]
+        mask = padding_mask(config, group, mask[:, columns], group)
+        encoded[place] = layers(group, mask).to(encoded.dtype)
     return encoded
 
 
