@@ -494,6 +494,53 @@ def test_beams_of_all_layers_change_places_through_one_spare_buffer():
     assert len(storages) == 7
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
+def test_what_was_generated_may_be_trained_on(options):
+    model = seq2seq()
+    ids = random_ids(2, 5)
+    generated = model.eval().generate(ids, max_new_tokens=4, **options)
+    model.train()(input_ids=generated, labels=generated).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_generation_leaves_autograd_out_where_only_tokens_are_left(num_beams):
+    model = seq2seq().eval()
+    modes = []
+    model.model.decoder.register_forward_pre_hook(
+        lambda module, inputs: modes.append(torch.is_inference_mode_enabled())
+    )
+
+    def modes_of(**options):
+        modes.clear()
+        model.generate(random_ids(2, 5), max_new_tokens=2, num_beams=num_beams, **options)
+        return set(modes)
+
+    assert modes_of() == {True}
+    assert modes_of(return_dict_in_generate=True) == {False}
+    assert modes_of(use_cache=False) == {False}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert modes_of() == {False}
+    model.forward = model.forward  # as compilers and accelerate do
+    assert modes_of() == {False}
+
+
+def test_a_constant_is_kept_unless_an_exporter_looks_on():
+    made = []
+
+    def make(size):
+        made.append(size)
+        return torch.zeros(size)
+
+    assert shortcuts.made_once(make, torch.ones(1), 3) is shortcuts.made_once(
+        make, torch.ones(1), 3
+    )
+    assert made == [3]
+    with torch._subclasses.FakeTensorMode():
+        shortcuts.made_once(make, torch.ones(1), 3)
+    assert made == [3, 3]
+
+
 # ---------------------------------------------------------------- sentences of similar length
 
 

@@ -42,7 +42,7 @@ from .loss_vanilla_transformer import (
     projected_cross_entropy,
 )
 from .outputs_vanilla_transformer import Seq2SeqTrainingOutput
-from .packing_vanilla_transformer import packed, until_last_label
+from .packing_vanilla_transformer import labelled, packed
 from .shortcuts_vanilla_transformer import (
     Dropout,
     ReLU,
@@ -50,6 +50,7 @@ from .shortcuts_vanilla_transformer import (
     cast_once,
     fastest,
     fold_beams,
+    made_once,
     unfold_beams,
 )
 
@@ -139,7 +140,6 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
     ) -> BaseModelOutput:
         """Encode (batch, source_length) token ids into (batch, source_length, d_model) states."""
         hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids)
-
         layers = partial(self.through_layers, **kwargs)
         states = packed(layers, self.config, kwargs, (hidden_states, attention_mask))
         if states is None:
@@ -178,8 +178,7 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         target = (hidden_states, attention_mask)
         source = (encoder_hidden_states, encoder_attention_mask)
         layers: Callable = partial(self.through_layers, past_key_values=past_key_values, **kwargs)
-        packing = (self.config, kwargs, target, source, past_key_values)
-        states = packed(layers, *packing, is_causal=True)
+        states = packed(layers, self.config, kwargs, target, source, past_key_values)
         if states is None:
             mask = causal_mask(self.config, *target, past_key_values, position_ids)
             if encoder_hidden_states is not None:
@@ -394,9 +393,14 @@ class SinusoidalPositions(nn.Module):
     def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """(batch, length) positions to (batch, length, d_model) encodings."""
         wide, device = at_least_float32(dtype), position_ids.device
-        even = torch.arange(0, self.d_model, 2, dtype=wide, device=device)
-        angles = position_ids[..., None] * 10000.0 ** (-even / self.d_model)
+        frequencies = made_once(_frequencies, position_ids, self.d_model, wide, device)
+        angles = position_ids[..., None] * frequencies
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(dtype)
+
+
+def _frequencies(d_model: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """1 / 10000^(2i / d_model) for each i, (d_model / 2)."""
+    return 10000.0 ** (-torch.arange(0, d_model, 2, dtype=dtype, device=device) / d_model)
 
 
 class LearnedPositions(nn.Embedding):
@@ -566,9 +570,7 @@ class VanillaTransformerForConditionalGeneration(
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             if decoder_attention_mask is None and self.training:
-                decoder_attention_mask = until_last_label(
-                    self.config, kwargs, labels, decoder_input_ids
-                )
+                decoder_attention_mask = labelled(self.config, kwargs, labels, decoder_input_ids)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

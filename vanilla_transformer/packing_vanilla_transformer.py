@@ -56,14 +56,14 @@ def are_recorded(config: PreTrainedConfig, options: dict[str, Any]) -> bool:
     return any(options.get(name, getattr(config, name, False)) for name in names)
 
 
-def until_last_label(
+def labelled(
     config: PreTrainedConfig,
     options: dict[str, Any],
     labels: torch.Tensor,
     decoder_input_ids: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """A mask (batch, target_length) without what follows a row's last label, which no loss depends
-    on; None where a mask saves nothing, or states of each layer are asked for."""
+    """A mask (batch, target_length) of all up to a row's last label: no loss depends on what
+    follows. None where a mask saves nothing, or states of each layer are asked for."""
     if not keeps_rows_apart(config) or are_recorded(config, options):
         return None
     if decoder_input_ids is None or decoder_input_ids.shape != labels.shape:
@@ -76,22 +76,24 @@ def packed(
     config: PreTrainedConfig,
     options: dict[str, Any],
     target: tuple[torch.Tensor, torch.Tensor | None],
-    source: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    source: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
     cache: Cache | None = None,
-    is_causal: bool = False,
 ) -> torch.Tensor | None:
     """`layers(states, mask)`, or `layers(states, mask, source, source_mask)`, over packed rows of
-    states and attention masks: (batch, length, d_model), 0 where there is padding.
+    states and attention masks: (batch, length, d_model), 0 where there is padding. A decoder, which
+    is causal, gives a `source`, if only one of None.
 
     None where that saves nothing, or can't be: states are kept in a cache, or those of each layer
     asked for, or a mask is of another kind.
     """
     if cache is not None or not keeps_rows_apart(config) or torch.compiler.is_compiling():
         return None
-    rows = [(states, mask) for states, mask in (target, source) if states is not None]
+    both = (target, source or (None, None))
+    rows = [(states, mask) for states, mask in both if states is not None]
     if are_recorded(config, options) or not _can_be_packed(rows):
         return None
     queries, *sources = (PackedRows(states, _tokens(states, mask)) for states, mask in rows)
+    is_causal = source is not None
     arguments = [queries.states, _mask_between(config, queries, queries, is_causal)]
     for keys in sources:
         arguments += [keys.states, _mask_between(config, queries, keys)]

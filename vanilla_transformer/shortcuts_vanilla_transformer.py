@@ -2,7 +2,7 @@
 """Faster ways to the same numbers: what the model does not owe to the paper but to processors."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -152,6 +152,18 @@ class ReLU(nn.ReLU):
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """max(0, x) of each element."""
         return F.relu(states, inplace=not torch.is_grad_enabled())
+
+
+@lru_cache(maxsize=32)
+def _kept(make: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    return make(*args)
+
+
+def made_once(make: Callable[..., torch.Tensor], beside: torch.Tensor, *args: Any) -> torch.Tensor:
+    """`make(*args)`, a constant, kept for the next time: unless a compiler or an exporter looks on,
+    whose tensors, as that `beside` it, must not be met again."""
+    plain = type(beside) is torch.Tensor and not torch.compiler.is_compiling()
+    return _kept(make, *args) if plain else make(*args)
 
 
 def queries_see_alike(config: PreTrainedConfig) -> bool:
