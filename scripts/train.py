@@ -13,7 +13,7 @@ import json
 import logging
 from typing import Any
 
-from transformers import Seq2SeqTrainingArguments, set_seed
+from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 from vanilla_transformer.data import DataArguments, load_parallel_dataset, tokenize_dataset
@@ -21,6 +21,7 @@ from vanilla_transformer.evaluation import score_translations
 from vanilla_transformer.model_card import write_model_card
 from vanilla_transformer.training import (
     ModelArguments,
+    TranslationTrainingArguments,
     find_checkpoint,
     make_model,
     make_tokenizer,
@@ -34,8 +35,9 @@ logger = logging.getLogger("train")
 
 def main() -> None:
     model_args, data_args, training_args = parse_arguments(
-        (ModelArguments, DataArguments, Seq2SeqTrainingArguments)
+        (ModelArguments, DataArguments, TranslationTrainingArguments)
     )
+    training_args.limit(data_args)
     logging.basicConfig(
         format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO
     )

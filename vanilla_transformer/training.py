@@ -27,8 +27,9 @@ from transformers import (
 from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import get_last_checkpoint
 
+from .batching import TokenBudgetArguments, TokenBudgetTrainer
 from .configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
-from .data import SPLITS, iter_texts
+from .data import SPLITS, DataArguments, iter_texts
 from .evaluation import make_compute_metrics
 from .modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from .tokenization import train_tokenizer
@@ -100,6 +101,18 @@ class ModelArguments:
             if name:
                 fields[name] = yaml.safe_load(value)
         return fields
+
+
+@dataclass
+class TranslationTrainingArguments(TokenBudgetArguments, Seq2SeqTrainingArguments):
+    """transformers' arguments, and those of the paper's training that it has none for."""
+
+    def limit(self, data: DataArguments) -> None:
+        """Let tokenisation cut what the budget can't take, if that is wished."""
+        if self.oversized != "cut" or self.max_tokens is None:
+            return
+        for name in ("max_source_length", "max_target_length"):
+            setattr(data, name, min(getattr(data, name) or self.max_tokens, self.max_tokens))
 
 
 def parse_arguments(dataclass_types: Iterable[Any], argv: Sequence[str] | None = None) -> tuple:
@@ -248,10 +261,10 @@ def make_trainer(
     )
 
 
-class TranslationTrainer(Seq2SeqTrainer):
-    """`Seq2SeqTrainer`, less one habit: while it evaluates, transformers (5.17 to 5.23) writes all
-    defaults into the model's generation config, and from then on, also once saved and loaded, the
-    model stops after 20 tokens."""
+class TranslationTrainer(TokenBudgetTrainer, Seq2SeqTrainer):
+    """`Seq2SeqTrainer` with token budgets, and less one habit: while it evaluates, transformers
+    (5.17 to 5.23) writes all defaults into the model's generation config, and from then on, also
+    once saved and loaded, the model stops after 20 tokens."""
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple:
         """As `Seq2SeqTrainer.prediction_step`, the generation config left as it was."""
