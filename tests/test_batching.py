@@ -1,6 +1,9 @@
 """Batches of so many tokens: the budget holds, no pair is lost, and a run can be taken up again."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, random_ids, small_config
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -322,3 +326,71 @@ def test_without_a_budget_batches_are_transformers_own(make_trainer, data):
 def test_budgets_that_cannot_be_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         Arguments(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+# ---------------------------------------------------------------- several processes
+
+PROGRAM = """
+import sys
+import numpy, torch
+from safetensors.torch import load_file, save_file
+from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq
+from conftest import small_config
+from test_batching import Arguments, Recorder, examples
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.tokenization import train_tokenizer
+
+folder, accumulation = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+torch.manual_seed(0)
+data = Dataset.from_list(examples(61))
+model = VanillaTransformerForConditionalGeneration(small_config(dropout=0.0))
+tokenizer = train_tokenizer(["a b", "c d"], 300, show_progress=False)
+trainer = Recorder(
+    model=model,
+    args=Arguments(
+        output_dir=folder,
+        max_tokens=int(sys.argv[3]),
+        eval_max_tokens=150,
+        gradient_accumulation_steps=accumulation,
+        num_train_epochs=2,
+        learning_rate=1e-2,
+        max_grad_norm=0.0,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=1,
+        use_cpu=True,
+    ),
+    train_dataset=data,
+    data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+)
+trainer.train()
+output = trainer.predict(data)
+for row, labels in zip(output.label_ids, data["labels"], strict=True):
+    assert [id for id in row if id != -100] == labels
+if trainer.is_world_process_zero():
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    tensors = {name: weight.detach() for name, weight in model.named_parameters()}
+    save_file({"losses": torch.tensor(losses), **tensors}, folder + "/trained.safetensors")
+torch.save(trainer.seen, f"{folder}/seen-{trainer.args.process_index}.pt")
+"""
+
+
+@pytest.mark.parametrize("max_tokens", [100, 120])
+def test_two_processes_learn_what_one_does_that_accumulates(tmp_path, max_tokens):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests"), "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    trained, seen = [], []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        command = [*launch, f"--nproc_per_node={processes}", str(tmp_path / "program.py")]
+        options = [str(folder), str(3 - processes), str(max_tokens)]
+        subprocess.run([*command, *options], env=environment, check=True, timeout=100)
+        trained.append(load_file(folder / "trained.safetensors"))
+        seen.append([torch.load(folder / f"seen-{rank}.pt") for rank in range(processes)])
+    alone, pair = seen[0][0], [batch for both in zip(*seen[1], strict=True) for batch in both]
+    assert pair == alone
+    torch.testing.assert_close(trained[1], trained[0], atol=1e-4, rtol=1e-3)
