@@ -22,6 +22,7 @@ from vanilla_transformer.model_card import write_model_card
 from vanilla_transformer.training import (
     ModelArguments,
     TranslationTrainingArguments,
+    average_last,
     find_checkpoint,
     make_model,
     make_tokenizer,
@@ -54,6 +55,7 @@ def main() -> None:
 
     trainer = make_trainer(model, tokenizer, training_args, splits)
     trainer.train(resume_from_checkpoint=checkpoint)
+    average_last(trainer)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():

@@ -3,6 +3,7 @@
 import copy
 import logging
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,9 @@ from transformers import (
     TrainerState,
 )
 from transformers.integrations import is_tensorboard_available
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from .averaging import average_checkpoints, find_checkpoints
 from .batching import TokenBudgetArguments, TokenBudgetTrainer
 from .configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from .data import SPLITS, DataArguments, iter_texts
@@ -105,7 +107,36 @@ class ModelArguments:
 
 @dataclass
 class TranslationTrainingArguments(TokenBudgetArguments, Seq2SeqTrainingArguments):
-    """transformers' arguments, and those of the paper's training that it has none for."""
+    """transformers' arguments, and those of the paper's training that it has none for.
+
+    Raises:
+        ValueError: Checkpoints are to be averaged that would not be there, or not be used.
+    """
+
+    average_checkpoints: int | None = field(
+        default=None,
+        metadata={
+            "help": "At the end of training, let the mean of the last so many checkpoints be the "
+            "model. The paper: 5, and 20 for the big model."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted, limit = self.average_checkpoints, self.save_total_limit
+        if wanted is None:
+            return
+        if wanted < 1:
+            raise ValueError(f"average_checkpoints={wanted}: expected a positive number")
+        if limit is not None and limit < wanted:
+            raise ValueError(
+                f"average_checkpoints={wanted}: save_total_limit={limit} keeps fewer, expected as "
+                "many at least"
+            )
+        if self.load_best_model_at_end:
+            raise ValueError("average_checkpoints and load_best_model_at_end: choose one")
+        if self.save_strategy == "no":
+            raise ValueError(f"average_checkpoints={wanted}: save_strategy='no' keeps none")
 
     def limit(self, data: DataArguments) -> None:
         """Let tokenisation cut what the budget can't take, if that is wished."""
@@ -273,6 +304,20 @@ class TranslationTrainer(TokenBudgetTrainer, Seq2SeqTrainer):
             return super().prediction_step(*args, **kwargs)
         finally:
             self.model.generation_config = generation_config
+
+
+def average_last(trainer: Seq2SeqTrainer) -> None:
+    """Let the trainer's model be the mean of its last `average_checkpoints`, if that is wished; of
+    all there are, where training was too short for so many."""
+    wanted, folder = trainer.args.average_checkpoints, trainer.args.output_dir
+    if wanted is None:
+        return
+    there = len(list(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
+    if there < wanted:
+        logger.warning("averaging %d checkpoints: there are not %d", there, wanted)
+    with tempfile.TemporaryDirectory() as averaged:
+        average_checkpoints(find_checkpoints(folder, min(there, wanted)), averaged)
+        trainer._load_from_checkpoint(averaged)
 
 
 class CurvesCallback(TrainerCallback):
