@@ -8,7 +8,12 @@ import yaml
 from conftest import REPOSITORY, small_config
 from datasets import Dataset
 from PIL import Image
-from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+)
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data import DataArguments
@@ -16,6 +21,8 @@ from vanilla_transformer.evaluation import make_compute_metrics
 from vanilla_transformer.training import (
     ModelArguments,
     TranslationTrainer,
+    TranslationTrainingArguments,
+    average_last,
     draw_curves,
     find_checkpoint,
     make_model,
@@ -24,7 +31,7 @@ from vanilla_transformer.training import (
     parse_arguments,
 )
 
-GROUPS = (ModelArguments, DataArguments, Seq2SeqTrainingArguments)
+GROUPS = (ModelArguments, DataArguments, TranslationTrainingArguments)
 
 
 def write_recipe(folder, **options):
@@ -199,7 +206,7 @@ def training_arguments(folder, **options):
         "report_to": "none",
         "save_strategy": "no",
     }
-    return Seq2SeqTrainingArguments(output_dir=str(folder), **{**defaults, **options})
+    return TranslationTrainingArguments(output_dir=str(folder), **{**defaults, **options})
 
 
 def small_model(tokenizer, **overrides):
@@ -306,6 +313,61 @@ def test_a_stock_trainer_needs_nothing_of_ours(tokenizer, splits, tmp_path):
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
     )
     assert trainer.train().training_loss > 0
+
+
+# ---------------------------------------------------------------- averaged checkpoints
+
+
+@pytest.mark.parametrize("wanted", [2, 9])
+def test_the_mean_of_the_last_checkpoints_becomes_the_model(tokenizer, splits, tmp_path, wanted):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+    arguments = training_arguments(tmp_path, average_checkpoints=wanted, **options)
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    trainer.train()
+    average_last(trainer)
+    saved = [
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / f"checkpoint-{step}").state_dict()
+        for step in (2, 4, 6)
+    ][-wanted:]
+    for name, weight in trainer.model.state_dict().items():
+        expected = torch.stack([weights[name] for weights in saved]).mean(0)
+        torch.testing.assert_close(weight, expected, atol=1e-6, rtol=1e-5)
+    assert trainer.model.lm_head.weight is trainer.model.model.shared.weight
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"average_checkpoints": 0}, "average_checkpoints=0: expected a positive number"),
+        (
+            {"average_checkpoints": 5, "save_total_limit": 2, "save_strategy": "steps"},
+            "average_checkpoints=5: save_total_limit=2 keeps fewer",
+        ),
+        ({"average_checkpoints": 5, "save_strategy": "no"}, "save_strategy='no' keeps none"),
+        (
+            {
+                "average_checkpoints": 5,
+                "load_best_model_at_end": True,
+                "save_strategy": "steps",
+                "eval_strategy": "steps",
+            },
+            "average_checkpoints and load_best_model_at_end: choose one",
+        ),
+    ],
+)
+def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+def test_cutting_to_the_budget_limits_both_sides(tmp_path):
+    data = DataArguments(dataset_name="phrases", max_target_length=20)
+    arguments = training_arguments(tmp_path, max_tokens=50)
+    arguments.limit(data)
+    assert (data.max_source_length, data.max_target_length) == (None, 20)
+    arguments.oversized = "cut"
+    arguments.limit(data)
+    assert (data.max_source_length, data.max_target_length) == (50, 20)
 
 
 def test_tensorboard_is_used_where_installed(tokenizer, splits, tmp_path):

@@ -315,14 +315,14 @@ class TokenBudgetTrainer(Trainer):
     """Batches of so many tokens, for any trainer: `class Mine(TokenBudgetTrainer, Seq2SeqTrainer)`.
 
     Its arguments are to have `max_tokens`, for training, `eval_max_tokens`, for evaluation and
-    prediction, and `oversized`, as those of `TokenBudgetArguments`. Where a budget is None, batches
-    are transformers' own. Predictions come in the order of the data set.
+    prediction, and `oversized`, as those of `TokenBudgetArguments`. Without a budget batches are
+    transformers' own. Predictions come in the order of the data set.
     """
 
     def get_train_dataloader(self) -> DataLoader:
         """As the trainer's, with batches of `max_tokens` source and as many target tokens."""
         args = self.args
-        if args.max_tokens is None:
+        if getattr(args, "max_tokens", None) is None:
             return super().get_train_dataloader()
         oversized = "alone" if args.oversized == "cut" else args.oversized
         options = {"oversized": oversized, "seed": args.data_seed or args.seed}
@@ -333,13 +333,13 @@ class TokenBudgetTrainer(Trainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        if self.args.eval_max_tokens is None or not has_length(dataset):
+        if getattr(self.args, "eval_max_tokens", None) is None or not has_length(dataset):
             return super().get_eval_dataloader(eval_dataset)
         return self._load_in_order(dataset, "Evaluation")
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As the trainer's, with batches of `eval_max_tokens`."""
-        if self.args.eval_max_tokens is None or not has_length(test_dataset):
+        if getattr(self.args, "eval_max_tokens", None) is None or not has_length(test_dataset):
             return super().get_test_dataloader(test_dataset)
         return self._load_in_order(test_dataset, "Prediction")
 
