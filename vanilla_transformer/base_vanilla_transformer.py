@@ -29,6 +29,12 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config)
+        if self.can_generate():
+            # One that counts as made from a configuration loses `length_penalty_type` on loading.
+            self.generation_config._from_model_config = False
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Start a module's weights as tensor2tensor does; the paper does not say.

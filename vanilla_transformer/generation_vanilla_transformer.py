@@ -1,5 +1,6 @@
 """What the paper's decoding adds to transformers' `GenerationMixin`."""
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,12 +15,26 @@ from .decoding_cache_vanilla_transformer import (
     is_plain,
 )
 
+LENGTH_PENALTY_TYPES = ("power", "gnmt")
 NOT_FOR_A_STEP = {"decoder_position_ids", "labels"}
 SHARED_BY_BEAMS = ("encoder_outputs", "attention_mask")
 
 
+class GNMTLengthPenalty(float):
+    """The exponent alpha of ((5 + length) / 6)^alpha, for code that writes length ** alpha: eq. 14
+    of Wu et al. (2016), https://arxiv.org/abs/1609.08144, which section 6.1 refers to."""
+
+    def __rpow__(self, length: Any, modulo: None = None) -> Any:
+        return ((5 + length) / 6) ** float(self)
+
+
 class VanillaTransformerGenerationMixin(GenerationMixin):
-    """`generate()` with the paper's default output length."""
+    """`generate()` with the paper's default output length, and the paper's length penalty where the
+    generation config, or a call, has `length_penalty_type="gnmt"`: hypotheses are ranked by their
+    log-probability over ((5 + length) / 6)^`length_penalty`, not over length^`length_penalty`.
+
+    The best is sure to be found with `early_stopping="never"`; else transformers stops by a guess.
+    """
 
     # Section 6.1: "we set the maximum output length during inference to input length + 50"
     extra_output_tokens = 50
@@ -34,6 +49,29 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         output = super().generate(*args, **kwargs)
         give_each_beam_its_own(getattr(output, "past_key_values", None))
         return output
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """As transformers', which knows no `length_penalty_type`.
+
+        Raises:
+            ValueError: It is none of its choices, or GNMT's alpha is negative or no number.
+        """
+        given = {name: kwargs.pop(name) for name in ("length_penalty_type",) if name in kwargs}
+        config, kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        kind = given.get("length_penalty_type", getattr(config, "length_penalty_type", "power"))
+        if kind not in LENGTH_PENALTY_TYPES:
+            choices = ", ".join(LENGTH_PENALTY_TYPES)
+            raise ValueError(f"length_penalty_type={kind!r}: expected one of {choices}")
+        alpha = config.length_penalty
+        if kind == "gnmt" and not (alpha is None or 0 <= alpha < math.inf):
+            raise ValueError(
+                f"length_penalty={alpha} with length_penalty_type='gnmt': expected a number from 0"
+            )
+        if kind == "gnmt":
+            config.length_penalty = GNMTLengthPenalty(1.0 if alpha is None else alpha)
+        return config, kwargs
 
     def _prepare_generated_length(
         self,
