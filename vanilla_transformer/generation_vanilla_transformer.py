@@ -180,10 +180,13 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         in training: only where token ids are all that is left of a generation."""
         if options["generation_config"].return_dict_in_generate or options.get("synced_gpus"):
             return nullcontext()
-        is_wrapped = "forward" in vars(self)  # compiled, or by accelerate, which moves weights
-        autocast = torch.is_autocast_enabled(self.device.type)  # keeps weights that it has cast
-        is_plain = copies_less(options.get("past_key_values")) and not is_wrapped and not autocast
-        return torch.inference_mode() if is_plain else nullcontext()
+        kind = self.device.type
+        if "forward" in vars(self) or kind == "meta":  # compiled, or weights come and go
+            return nullcontext()
+        keeps_weights = torch.is_autocast_enabled(kind)  # those that autocast has cast
+        if keeps_weights or not copies_less(options.get("past_key_values")):
+            return nullcontext()
+        return torch.inference_mode()
 
     def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As transformers', for two vocabularies as well: (batch, generated_length) scores."""
