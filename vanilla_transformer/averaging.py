@@ -27,20 +27,26 @@ OF_THE_TRAINER = {
 IMMATERIAL = {"transformers_version", "dtype", "_name_or_path"}  # in a configuration
 
 
-def find_checkpoints(
-    folder: str | Path, last: int | None = None, steps: Sequence[int] | None = None
-) -> list[Path]:
-    """A trainer's checkpoints in its output folder, by step: the last so many, or those of `steps`.
-
-    Raises:
-        FileNotFoundError: There are fewer, or none of such a step; those there are are named.
-    """
+def checkpoints_in(folder: str | Path) -> dict[int, Path]:
+    """A trainer's checkpoints in its output folder, those that hold weights, by growing step."""
     found = {}
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
         if number.isdecimal() and _weight_files(path):
             found[int(number)] = path
-    there = f"{folder}: there are checkpoints of the steps {sorted(found) or 'none'}"
+    return dict(sorted(found.items()))
+
+
+def find_checkpoints(
+    folder: str | Path, last: int | None = None, steps: Sequence[int] | None = None
+) -> list[Path]:
+    """Of `checkpoints_in` a folder the last so many, or those of `steps`.
+
+    Raises:
+        FileNotFoundError: There are fewer, or none of such a step; those there are are named.
+    """
+    found = checkpoints_in(folder)
+    there = f"{folder}: there are checkpoints of the steps {list(found) or 'none'}"
     if steps is not None:
         missing = [step for step in steps if step not in found]
         if missing:
@@ -48,7 +54,7 @@ def find_checkpoints(
         return [found[step] for step in steps]
     if last is None or last > len(found):
         raise FileNotFoundError(f"{there}, expected {last or 'some'}")
-    return [found[step] for step in sorted(found)[-last:]]
+    return list(found.values())[-last:]
 
 
 def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -> Path:

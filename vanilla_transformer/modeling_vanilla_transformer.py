@@ -115,11 +115,11 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         return self.dropout(inputs_embeds * self.embed_scale + positions)
 
     def through_layers(
-        self, hidden_states: torch.Tensor, *sources_and_masks: Any, **kwargs: Any
+        self, hidden_states: torch.Tensor, *mask_and_source: Any, **kwargs: Any
     ) -> torch.Tensor:
         """The N layers, over embedded tokens: (batch, length, d_model) in and out."""
         for layer in self.layers:
-            hidden_states = layer(hidden_states, *sources_and_masks, **kwargs)
+            hidden_states = layer(hidden_states, *mask_and_source, **kwargs)
         return self.layer_norm(hidden_states)
 
 

@@ -181,9 +181,9 @@ def padding_mask(
     caller's own of four dimensions. Without a gradient to come, fused attention is given one to be
     added to scores: torch would make that of a boolean one in each layer. transformers' flash
     attention would take the mask of keys for that of queries where these are others."""
-    if is_flash(config) and queries is not keys and attention_mask is not None:
-        is_vector = attention_mask.ndim == 2
-        return attention_mask[:, None, None].bool() if is_vector else attention_mask
+    of_others = queries is not keys and is_flash(config)
+    if of_others and attention_mask is not None and attention_mask.ndim == 2:
+        return attention_mask[:, None, None].bool()
     if queries_see_alike(config):
         queries = queries[:, :1]
     mask = create_bidirectional_mask(config, queries, attention_mask, keys)

@@ -26,9 +26,9 @@ from transformers import (
     TrainerState,
 )
 from transformers.integrations import is_tensorboard_available
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint
 
-from .averaging import average_checkpoints, find_checkpoints
+from .averaging import average_checkpoints, checkpoints_in
 from .batching import TokenBudgetArguments, TokenBudgetTrainer
 from .configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from .data import SPLITS, DataArguments, iter_texts
@@ -309,14 +309,14 @@ class TranslationTrainer(TokenBudgetTrainer, Seq2SeqTrainer):
 def average_last(trainer: Seq2SeqTrainer) -> None:
     """Let the trainer's model be the mean of its last `average_checkpoints`, if that is wished; of
     all there are, where training was too short for so many."""
-    wanted, folder = trainer.args.average_checkpoints, trainer.args.output_dir
+    wanted = trainer.args.average_checkpoints
     if wanted is None:
         return
-    there = len(list(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
-    if there < wanted:
-        logger.warning("averaging %d checkpoints: there are not %d", there, wanted)
+    last = list(checkpoints_in(trainer.args.output_dir).values())[-wanted:]
+    if len(last) < wanted:
+        logger.warning("averaging %d checkpoints: there are not %d", len(last), wanted)
     with tempfile.TemporaryDirectory() as averaged:
-        average_checkpoints(find_checkpoints(folder, min(there, wanted)), averaged)
+        average_checkpoints(last, averaged)
         trainer._load_from_checkpoint(averaged)
 
 
