@@ -292,6 +292,25 @@ def test_a_run_taken_up_in_mid_epoch_goes_on_with_the_very_batch(
         assert torch.equal(weight, other), name
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_loading_processes_share_a_stream_and_lose_nothing(make_trainer, data, shards):
+    stream = data.to_iterable_dataset(num_shards=shards)
+    seen = []
+    for workers in (0, 2):
+        trainer = make_trainer(stream, max_steps=12, dataloader_num_workers=workers)
+        trainer.train()
+        seen.append(trainer.seen)
+    assert seen[0] == seen[1]
+
+
+def test_a_data_seed_of_its_own_decides_the_order(make_trainer, data):
+    orders = []
+    for seeds in ({"seed": 5, "data_seed": 0}, {"seed": 6, "data_seed": 0}, {"seed": 6}):
+        loader = make_trainer(data, **seeds).get_train_dataloader()
+        orders.append([batch["labels"].tolist() for batch in loader])
+    assert orders[0] == orders[1] != orders[2]
+
+
 def test_predictions_come_in_the_order_of_the_data(make_trainer, data):
     trainer = make_trainer(data, eval_max_tokens=150)
     trainer.model.eval()

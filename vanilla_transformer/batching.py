@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow.compute
 from accelerate.data_loader import DataLoaderShard
-from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, has_length
@@ -236,7 +236,7 @@ class TokenBudgetStream(IterableDataset):
         if hasattr(self.examples, "set_epoch"):
             self.examples.set_epoch(epoch)
         part = None
-        for part, buffer in enumerate(_chunks(self.examples, self.buffer_size)):
+        for part, buffer in enumerate(_chunks(read_whole(self.examples), self.buffer_size)):
             source, target = count_tokens(buffer)
             sampler = TokenBudgetSampler(source, target, self.max_tokens, **self.options)
             sampler.set_epoch(epoch + 2**32 * part)
@@ -244,6 +244,19 @@ class TokenBudgetStream(IterableDataset):
                 yield [buffer[place] for place in batch]
         if part is None:
             raise ValueError(f"the stream holds no sentence pair in epoch {epoch}")
+
+
+def read_whole(stream: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """All examples of a stream, also in one of several loading processes, where a stream of
+    `datasets` gives only those of the process's shards. What wraps such a stream has `whole()`."""
+    if hasattr(stream, "whole"):
+        yield from stream.whole()
+    elif isinstance(stream, datasets.IterableDataset):
+        for batch in stream.iter(1000):
+            for values in zip(*batch.values(), strict=True):
+                yield dict(zip(batch, values, strict=True))
+    else:
+        yield from stream
 
 
 def _chunks(examples: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -260,8 +273,9 @@ def _chunks(examples: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 def count_tokens(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of each source (`input_ids`) and target (`labels`) of a data set; where there are no
-    targets, a source's length stands for its target's."""
-    if isinstance(dataset, Dataset):
+    targets, a source's length stands for its target's. BPE-dropout has no part in it."""
+    dataset = getattr(dataset, "tokenized", dataset)
+    if isinstance(dataset, datasets.Dataset):
         columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
         parts: list[list[np.ndarray]] = [[] for _ in columns]
         for table in dataset.select_columns(columns).with_format("arrow").iter(10_000):
@@ -325,7 +339,8 @@ class TokenBudgetTrainer(Trainer):
         if getattr(args, "max_tokens", None) is None:
             return super().get_train_dataloader()
         oversized = "alone" if args.oversized == "cut" else args.oversized
-        options = {"oversized": oversized, "seed": args.data_seed or args.seed}
+        seed = args.seed if args.data_seed is None else args.data_seed
+        options = {"oversized": oversized, "seed": seed}
         return self._load(self.train_dataset, "Training", args.max_tokens, **options)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
