@@ -16,6 +16,7 @@ from typing import Any
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
+from vanilla_transformer.bpe_dropout import BPEDropout, with_bpe_dropout
 from vanilla_transformer.data import DataArguments, load_parallel_dataset, tokenize_dataset
 from vanilla_transformer.evaluation import score_translations
 from vanilla_transformer.model_card import write_model_card
@@ -50,7 +51,11 @@ def main() -> None:
     tokenizer = make_tokenizer(model_args, pairs["train"], checkpoint)
     model = make_model(model_args, tokenizer, checkpoint)
     with training_args.main_process_first(desc="tokenising"):
-        splits = tokenize_dataset(pairs, tokenizer, data_args)
+        splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
+    if data_args.bpe_dropout:
+        encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
+        limits = (data_args.max_source_length, data_args.max_target_length)
+        splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
     logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
 
     trainer = make_trainer(model, tokenizer, training_args, splits)

@@ -1,5 +1,6 @@
 """Recipes, output folders, and a `Seq2SeqTrainer` over our model."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -336,6 +337,59 @@ def test_the_mean_of_the_last_checkpoints_becomes_the_model(tokenizer, splits, t
 
 
 @pytest.mark.parametrize(
+    ("metric", "scores", "chosen"),
+    [
+        ("bleu", {2: 9.0, 4: 1.0, 6: 8.0, 8: 7.0}, (2, 6)),
+        ("loss", {2: 9.0, 4: 1.0, 6: 2.0}, (4, 6)),
+    ],
+)
+def test_the_mean_can_be_that_of_the_best(tokenizer, splits, tmp_path, metric, scores, chosen):
+    """The checkpoint of step 8 is without a score in one case, and takes no part."""
+    arguments = training_arguments(
+        tmp_path,
+        average_checkpoints=2,
+        load_best_model_at_end=True,
+        metric_for_best_model=metric,
+        predict_with_generate=True,
+        max_steps=8,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    trainer.train()
+    trainer.state.log_history = [
+        {"step": step, f"eval_{metric}": score} for step, score in scores.items()
+    ]
+    average_last(trainer)
+    saved = [
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / f"checkpoint-{step}").state_dict()
+        for step in chosen
+    ]
+    for name, weight in trainer.model.state_dict().items():
+        expected = torch.stack([weights[name] for weights in saved]).mean(0)
+        torch.testing.assert_close(weight, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_models_generation_config_holds_what_a_recipe_wishes(tokenizer, splits, tmp_path):
+    wished = {"length_penalty": 0.6, "length_penalty_type": "gnmt", "early_stopping": "never"}
+    for given in (wished, json.dumps(wished)):
+        arguments = training_arguments(tmp_path, generation_num_beams=4, generation_kwargs=given)
+        trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+        trainer.save_model()
+        saved = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).generation_config
+        assert {name: getattr(saved, name) for name in wished} == wished
+        assert saved.num_beams == 4
+
+
+def test_a_field_that_no_generation_config_has_is_named(tmp_path):
+    message = "generation_kwargs has 'lenght_penalty': no field of GenerationConfig"
+    with pytest.raises(ValueError, match=message):
+        training_arguments(tmp_path, generation_kwargs={"lenght_penalty": 0.6})
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"average_checkpoints": 0}, "average_checkpoints=0: expected a positive number"),
@@ -344,15 +398,6 @@ def test_the_mean_of_the_last_checkpoints_becomes_the_model(tokenizer, splits, t
             "average_checkpoints=5: save_total_limit=2 keeps fewer",
         ),
         ({"average_checkpoints": 5, "save_strategy": "no"}, "save_strategy='no' keeps none"),
-        (
-            {
-                "average_checkpoints": 5,
-                "load_best_model_at_end": True,
-                "save_strategy": "steps",
-                "eval_strategy": "steps",
-            },
-            "average_checkpoints and load_best_model_at_end: choose one",
-        ),
     ],
 )
 def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):

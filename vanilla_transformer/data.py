@@ -91,6 +91,11 @@ class DataArguments:
     max_target_length: int | None = _option(
         "Cut longer targets to this many tokens, the final </s> included. Default: no limit."
     )
+    bpe_dropout: float = _option(
+        "Cut training texts into other tokens in each epoch: the probability of leaving out a "
+        "merge, 0.1 in its paper. max_tokens counts tokens as they are without.",
+        0.0,
+    )
     max_train_samples: int | None = _option("Use only the first pairs of the training data.")
     max_validation_samples: int | None = _option("Use only the first pairs of the validation data.")
     max_test_samples: int | None = _option("Use only the first pairs of the test data.")
@@ -168,6 +173,8 @@ class DataArguments:
             least = 1 if option.default is None else 0
             if value < least:
                 raise ValueError(f"{option.name}={value} must be at least {least}")
+        if not 0 <= self.bpe_dropout <= 1:
+            raise ValueError(f"bpe_dropout={self.bpe_dropout}: expected a probability")
 
 
 def load_parallel_dataset(arguments: DataArguments) -> DatasetDict | IterableDatasetDict:

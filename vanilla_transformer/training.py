@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
+    GenerationConfig,
     HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,10 +31,12 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from .averaging import average_checkpoints, checkpoints_in
 from .batching import TokenBudgetArguments, TokenBudgetTrainer
+from .bpe_dropout import BPEDropoutDataset
 from .configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from .data import SPLITS, DataArguments, iter_texts
 from .evaluation import make_compute_metrics
 from .modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from .r_drop import r_drop_loss
 from .tokenization import train_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -110,19 +113,46 @@ class TranslationTrainingArguments(TokenBudgetArguments, Seq2SeqTrainingArgument
     """transformers' arguments, and those of the paper's training that it has none for.
 
     Raises:
-        ValueError: Checkpoints are to be averaged that would not be there, or not be used.
+        ValueError: Checkpoints are to be averaged that would not be there; alpha is negative; the
+            generation config has no such field.
     """
+
+    _VALID_DICT_FIELDS = [*Seq2SeqTrainingArguments._VALID_DICT_FIELDS, "generation_kwargs"]
 
     average_checkpoints: int | None = field(
         default=None,
         metadata={
             "help": "At the end of training, let the mean of the last so many checkpoints be the "
-            "model. The paper: 5, and 20 for the big model."
+            "model (the paper: 5, and 20 for the big model); with load_best_model_at_end of the "
+            "best by metric_for_best_model."
+        },
+    )
+    r_drop_alpha: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of R-Drop's divergence between two passes with other dropout, 5 in "
+            "its paper for translation; 0: one pass. Each batch is then worked on twice at a time."
+        },
+    )
+    generation_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "What the model's generation config is to hold besides generation_num_beams, "
+            'e.g. {"length_penalty": 0.6, "length_penalty_type": "gnmt"}.'
         },
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.r_drop_alpha < 0:
+            raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected a number from 0")
+        known = GenerationConfig().to_dict().keys() | {"length_penalty_type"}
+        for name in self.generation_kwargs or {}:
+            if name not in known:
+                raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
+        self._check_averages()
+
+    def _check_averages(self) -> None:
         wanted, limit = self.average_checkpoints, self.save_total_limit
         if wanted is None:
             return
@@ -133,8 +163,6 @@ class TranslationTrainingArguments(TokenBudgetArguments, Seq2SeqTrainingArgument
                 f"average_checkpoints={wanted}: save_total_limit={limit} keeps fewer, expected as "
                 "many at least"
             )
-        if self.load_best_model_at_end:
-            raise ValueError("average_checkpoints and load_best_model_at_end: choose one")
         if self.save_strategy == "no":
             raise ValueError(f"average_checkpoints={wanted}: save_strategy='no' keeps none")
 
@@ -279,6 +307,8 @@ def make_trainer(
     # Trainer writes this into the model's configuration, where it would outlive the training.
     arguments.use_cache = not arguments.gradient_checkpointing
     model.generation_config.num_beams = arguments.generation_num_beams or 1
+    for name, value in (arguments.generation_kwargs or {}).items():
+        setattr(model.generation_config, name, value)
     metrics = make_compute_metrics(tokenizer) if arguments.predict_with_generate else None
     return TranslationTrainer(
         model=model,
@@ -288,14 +318,35 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         compute_metrics=metrics,
-        callbacks=[CurvesCallback()],
+        callbacks=[CurvesCallback(), EpochCallback()],
     )
 
 
 class TranslationTrainer(TokenBudgetTrainer, Seq2SeqTrainer):
-    """`Seq2SeqTrainer` with token budgets, and less one habit: while it evaluates, transformers
-    (5.17 to 5.23) writes all defaults into the model's generation config, and from then on, also
-    once saved and loaded, the model stops after 20 tokens."""
+    """`Seq2SeqTrainer` with token budgets and R-Drop, and less one habit: while it evaluates,
+    transformers (5.17 to 5.23) writes all defaults into the model's generation config, and from
+    then on, also once saved and loaded, the model stops after 20 tokens."""
+
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """As `Trainer.compute_loss`; with `r_drop_alpha` that of two passes while training."""
+        alpha = getattr(self.args, "r_drop_alpha", 0.0)
+        if not alpha or not model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        # Without labels, of which there is one for both passes, models give all logits.
+        twice: dict[str, Any] = {
+            name: torch.cat([value, value]) for name, value in inputs.items() if name != "labels"
+        }
+        eps = self.args.label_smoothing_factor or getattr(self.model.config, "label_smoothing", 0.0)
+        self.compute_loss_func = lambda outputs, labels, num_items_in_batch: r_drop_loss(
+            outputs.logits, labels, alpha, eps, num_items_in_batch
+        )
+        try:
+            inputs = {**twice, "labels": inputs["labels"], "use_cache": False}
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self.compute_loss_func = None  # type: ignore[assignment]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple:
         """As `Seq2SeqTrainer.prediction_step`, the generation config left as it was."""
@@ -307,17 +358,43 @@ class TranslationTrainer(TokenBudgetTrainer, Seq2SeqTrainer):
 
 
 def average_last(trainer: Seq2SeqTrainer) -> None:
-    """Let the trainer's model be the mean of its last `average_checkpoints`, if that is wished; of
-    all there are, where training was too short for so many."""
-    wanted = trainer.args.average_checkpoints
-    if wanted is None:
+    """Let the trainer's model be the mean of its last `average_checkpoints`, or of its best ones,
+    if that is wished; of all there are, where training was too short for so many."""
+    args = trainer.args
+    if args.average_checkpoints is None:
         return
-    last = list(checkpoints_in(trainer.args.output_dir).values())[-wanted:]
-    if len(last) < wanted:
-        logger.warning("averaging %d checkpoints: there are not %d", len(last), wanted)
+    checkpoints = checkpoints_in(args.output_dir)
+    steps = list(checkpoints)
+    if args.load_best_model_at_end:
+        metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+        scores = {log["step"]: log[metric] for log in trainer.state.log_history if metric in log}
+        sign = 1 if args.greater_is_better else -1
+        steps = sorted(checkpoints.keys() & scores.keys(), key=lambda step: sign * scores[step])
+    chosen = sorted(steps[-args.average_checkpoints :])
+    if len(chosen) < args.average_checkpoints:
+        logger.warning("there are not %d checkpoints to average", args.average_checkpoints)
+    logger.info("The model is the mean of the checkpoints of the steps %s", chosen)
     with tempfile.TemporaryDirectory() as averaged:
-        average_checkpoints(last, averaged)
+        average_checkpoints([checkpoints[step] for step in chosen], averaged)
         trainer._load_from_checkpoint(averaged)
+
+
+class EpochCallback(TrainerCallback):
+    """Tells a data set that differs from epoch to epoch which it is. accelerate does, but not once
+    it skips the batches before a checkpoint; `TokenBudgetStream` sees to itself."""
+
+    def on_epoch_begin(
+        self,
+        args: Seq2SeqTrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Before the epoch's first batch is made."""
+        dataset = getattr(train_dataloader, "dataset", None)
+        if isinstance(dataset, BPEDropoutDataset):
+            dataset.set_epoch(int(state.epoch or 0))
 
 
 class CurvesCallback(TrainerCallback):
