@@ -112,6 +112,14 @@ def test_files_and_streams_are_translated_alike(trained, folder):
     assert run("translate.py", *flags, cwd=folder, stdin=lines).stdout == written
 
 
+def test_the_best_hypotheses_come_with_scores(trained, folder):
+    options = ("--model", "model", "--num_beams", 3, "--n_best", 2, "--max_new_tokens", 5)
+    lines = run("translate.py", *options, cwd=folder, stdin="one\n\ntwo\n").stdout.splitlines()
+    fields = [line.split(" ||| ") for line in lines]
+    assert [number for number, _, _ in fields] == ["0", "0", "1", "2", "2"]
+    assert float(fields[0][2]) >= float(fields[1][2])
+
+
 def test_models_and_translations_are_scored(trained, folder):
     (folder / "source").write_text("three hundred\nfour\n")
     (folder / "target").write_text("dreihundert\nvier\n")

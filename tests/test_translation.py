@@ -4,7 +4,7 @@ import pytest
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.text import read_lines
-from vanilla_transformer.translation import BATCHES_PER_WINDOW, translate
+from vanilla_transformer.translation import BATCHES_PER_WINDOW, translate, translate_n_best
 
 LINES = ["a house", "", "the lake is deep the lake is deep", "see", "  \t ", "ein Haus am See"]
 NASTY = ["😀 🏳️‍🌈", "שלום עולם", "a\x00b\x07\x1b[0m", "</s><pad>", "a " * 5000, "\u2028"]
@@ -63,6 +63,42 @@ def test_any_text_is_taken(model, tokenizer, line):
 def test_generation_options_reach_the_model(model, tokenizer):
     with pytest.raises(ValueError, match="no_such_option"):
         list(translate(["see"], model, tokenizer, no_such_option=1))
+
+
+def test_n_best_lists_are_ranked_by_the_scores_of_the_beam(model, tokenizer):
+    options = {"num_beams": 4, "max_new_tokens": 6, "length_penalty": 0.0}
+    lists = list(translate_n_best(LINES, model, tokenizer, 3, batch_size=2, **options))
+    assert len(lists) == len(LINES)
+    assert [hypotheses[0].text for hypotheses in lists] == list(
+        translate(LINES, model, tokenizer, **options)
+    )
+    for line, hypotheses in zip(LINES, lists, strict=True):
+        scores = [hypothesis.score for hypothesis in hypotheses]
+        assert scores == sorted(scores, reverse=True)
+        if not line.strip():
+            assert hypotheses == [("", 0.0)]
+            continue
+        inputs = tokenizer(line, return_tensors="pt")
+        outputs = model.generate(
+            **inputs, num_return_sequences=3, return_dict_in_generate=True, **options
+        )
+        log_probabilities = [log_probability(model, inputs, row) for row in outputs.sequences]
+        assert scores == pytest.approx(log_probabilities, abs=1e-4)
+
+
+def log_probability(model, inputs, row):
+    """Of a whole output, the token that starts it aside, padding at its end aside."""
+    labels = row[1:][None]
+    logits = model(**inputs, decoder_input_ids=row[:-1][None]).logits.log_softmax(-1)
+    chosen = logits.gather(-1, labels[..., None])[..., 0]
+    return chosen[labels != model.config.pad_token_id].sum().item()
+
+
+@pytest.mark.parametrize(("n_best", "beams"), [(0, 4), (5, 4), (1, 1), (2, None)])
+def test_n_best_lists_need_as_many_beams(model, tokenizer, n_best, beams):
+    message = f"n_best={n_best} with num_beams={beams or 1}: expected"
+    with pytest.raises(ValueError, match=message):
+        list(translate_n_best(["see"], model, tokenizer, n_best, num_beams=beams))
 
 
 def test_a_batch_size_that_cannot_be_is_named(model, tokenizer):

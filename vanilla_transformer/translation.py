@@ -1,15 +1,26 @@
 """Translate any number of lines: in batches of similar length, in bounded memory, order kept."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import ModelOutput
 
 # Lines are sorted by length within so many batches: long enough to waste little on padding.
 BATCHES_PER_WINDOW = 64
+
+T = TypeVar("T")
+
+
+class Hypothesis(NamedTuple):
+    """A translation, and what beam search ranks it by: its log-probability, natural and with the
+    end of the sentence, over the length penalty."""
+
+    text: str
+    score: float
 
 
 def translate(
@@ -34,20 +45,75 @@ def translate(
     Raises:
         ValueError: `batch_size` is not positive.
     """
+
+    def work(inputs: dict[str, torch.Tensor]) -> list[str]:
+        generated = model.generate(**inputs, **generate_kwargs)
+        return tokenizer.batch_decode(generated, skip_special_tokens=True)
+
+    yield from _in_batches(lines, model, tokenizer, batch_size, show_progress, work, "")
+
+
+def translate_n_best(
+    lines: Iterable[str],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    n_best: int,
+    *,
+    batch_size: int = 32,
+    show_progress: bool = False,
+    **generate_kwargs: Any,
+) -> Iterator[list[Hypothesis]]:
+    """As `translate`, but each line's `n_best` best hypotheses, the best first; a blank line has
+    one, which is empty.
+
+    Raises:
+        ValueError: There is no beam search, or one of fewer beams; see also `translate`.
+    """
+    beams = generate_kwargs.get("num_beams") or model.generation_config.num_beams or 1
+    if not 1 <= n_best <= beams or beams < 2:
+        raise ValueError(
+            f"n_best={n_best} with num_beams={beams}: expected a positive number, 2 beams or more, "
+            "and as many beams as hypotheses"
+        )
+    options = {**generate_kwargs, "num_return_sequences": n_best, "output_scores": True}
+
+    def work(inputs: dict[str, torch.Tensor]) -> list[list[Hypothesis]]:
+        output: ModelOutput = model.generate(**inputs, **options, return_dict_in_generate=True)
+        texts = tokenizer.batch_decode(output.sequences, skip_special_tokens=True)
+        ranked = list(map(Hypothesis, texts, output.sequences_scores.tolist()))
+        return [ranked[start : start + n_best] for start in range(0, len(ranked), n_best)]
+
+    blank = [Hypothesis("", 0.0)]
+    yield from _in_batches(lines, model, tokenizer, batch_size, show_progress, work, blank)
+
+
+def _in_batches(
+    lines: Iterable[str],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    show_progress: bool,
+    work: Callable[[dict[str, torch.Tensor]], list[T]],
+    blank: T,
+) -> Iterator[T]:
+    """What `work` makes of each line, or `blank`, in the order of the lines."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected a positive integer")
     model.eval()
     remaining = iter(lines)
     with tqdm(desc="Translating", unit="line", disable=not show_progress) as progress:
         while window := list(islice(remaining, batch_size * BATCHES_PER_WINDOW)):
-            translations = [""] * len(window)
+            results = [blank] * len(window)
             for batch in _batches(window, tokenizer, batch_size):
-                texts = _translate_batch(list(batch.values()), model, tokenizer, generate_kwargs)
-                for index, text in zip(batch, texts, strict=True):
-                    translations[index] = text
+                ids = {"input_ids": list(batch.values())}
+                inputs = tokenizer.pad(ids, return_tensors="pt").to(model.device)
+                with torch.inference_mode():
+                    made = work(inputs)
+                for index, result in zip(batch, made, strict=True):
+                    results[index] = result
                 progress.update(len(batch))
             progress.update(sum(not line.strip() for line in window))
-            yield from translations
+            yield from results
 
 
 def _batches(
@@ -61,15 +127,3 @@ def _batches(
     ordered = sorted(zip(indices, token_ids, strict=True), key=lambda row: -len(row[1]))
     for start in range(0, len(ordered), batch_size):
         yield dict(ordered[start : start + batch_size])
-
-
-def _translate_batch(
-    token_ids: list[list[int]],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    generate_kwargs: dict[str, Any],
-) -> list[str]:
-    inputs = tokenizer.pad({"input_ids": token_ids}, return_tensors="pt").to(model.device)
-    with torch.inference_mode():
-        generated = model.generate(**inputs, **generate_kwargs)
-    return tokenizer.batch_decode(generated, skip_special_tokens=True)
