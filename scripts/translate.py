@@ -4,8 +4,8 @@
     echo "The train leaves at 3:30 PM." | python scripts/translate.py --model outputs/phrases
 
 Lines come out in the order in which they went in; a blank line stays blank. With --n_best each line
-becomes several, the best first, as "number ||| translation ||| score": lines are counted from 0, and
-the score is the translation's log-probability over the length penalty.
+becomes several, the best first, as "number ||| translation ||| score": lines count from 0, and the
+score is the translation's log-probability over the length penalty.
 """
 
 import sys
