@@ -16,19 +16,21 @@ from typing import Any
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
+from vanilla_transformer.arguments import (
+    ModelArguments,
+    TranslationTrainingArguments,
+    parse_arguments,
+)
 from vanilla_transformer.bpe_dropout import BPEDropout, with_bpe_dropout
 from vanilla_transformer.data import DataArguments, load_parallel_dataset, tokenize_dataset
 from vanilla_transformer.evaluation import score_translations
 from vanilla_transformer.model_card import write_model_card
 from vanilla_transformer.training import (
-    ModelArguments,
-    TranslationTrainingArguments,
     average_last,
     find_checkpoint,
     make_model,
     make_tokenizer,
     make_trainer,
-    parse_arguments,
 )
 from vanilla_transformer.translation import translate
 

@@ -14,10 +14,11 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.arguments import TranslationTrainingArguments
 from vanilla_transformer.batching import count_tokens
 from vanilla_transformer.bpe_dropout import BPEDropout, with_bpe_dropout
 from vanilla_transformer.data import DataArguments, tokenize_dataset
-from vanilla_transformer.training import TranslationTrainingArguments, make_trainer
+from vanilla_transformer.training import make_trainer
 
 TEXTS = ["a house by the lake", "ein Haus am See", "the lake is deep", "der See ist tief"]
 

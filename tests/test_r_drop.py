@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from transformers import MarianConfig, MarianMTModel
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.arguments import TranslationTrainingArguments
 from vanilla_transformer.r_drop import r_drop_loss
-from vanilla_transformer.training import TranslationTrainingArguments, make_trainer
+from vanilla_transformer.training import make_trainer
 
 BATCH, LENGTH, VOCABULARY = 3, 5, 11
 

@@ -14,12 +14,12 @@ from transformers import AutoModelForSeq2SeqLM, get_scheduler
 from transformers.utils import logging as transformers_logging
 
 from vanilla_transformer import VanillaTransformerConfig
-from vanilla_transformer.data import DataArguments
-from vanilla_transformer.training import (
+from vanilla_transformer.arguments import (
     ModelArguments,
     TranslationTrainingArguments,
     parse_arguments,
 )
+from vanilla_transformer.data import DataArguments
 
 GROUPS = (ModelArguments, DataArguments, TranslationTrainingArguments)
 RECIPES = sorted((REPOSITORY / "scripts/recipes").glob("*.yaml"))

@@ -252,6 +252,26 @@ def test_the_benchmark_of_programs_finds_shares_and_ratios(folder):
     assert results["translate"]["same"] > 0
 
 
+def test_ablations_are_trained_once_and_tabled(folder):
+    flags = ["--output_dir", "ablations", "--steps", 2, "--train_size", 40, "--test_size", 4]
+    flags += ["--seeds", 1, 2, "--rows", "h = 1", "averaged"]
+    table = run("ablations.py", *flags, cwd=folder).stdout
+    assert table.count("±") == 4
+    results = folder / "ablations/results.json"
+    runs = json.loads(results.read_text())["runs"]
+    assert {(run["row"], run["seed"]) for run in runs} == {
+        (row, seed)
+        for row in ("h = 1, d_k = d_v = 128", "last 5 checkpoints averaged")
+        for seed in (1, 2)
+    }
+    assert runs[0]["parameters"] > 100_000
+    written = results.stat().st_mtime_ns
+    assert run("ablations.py", *flags, cwd=folder).stdout == table
+    assert results.stat().st_mtime_ns == written
+    refused = run("ablations.py", *flags, "--steps", 3, cwd=folder, check=False)
+    assert "results.json is of --steps 2, not 3: choose another --output_dir" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -17,19 +17,21 @@ from transformers import (
 )
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.arguments import (
+    ModelArguments,
+    TranslationTrainingArguments,
+    parse_arguments,
+)
 from vanilla_transformer.data import DataArguments
 from vanilla_transformer.evaluation import make_compute_metrics
 from vanilla_transformer.training import (
-    ModelArguments,
     TranslationTrainer,
-    TranslationTrainingArguments,
     average_last,
     draw_curves,
     find_checkpoint,
     make_model,
     make_tokenizer,
     make_trainer,
-    parse_arguments,
 )
 
 GROUPS = (ModelArguments, DataArguments, TranslationTrainingArguments)

@@ -11,8 +11,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments
 
+from .arguments import ModelArguments
 from .data import DataArguments
-from .training import ModelArguments
 
 TEMPLATE = """---
 {{ card_data }}

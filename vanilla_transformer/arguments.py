@@ -1,0 +1,181 @@
+"""What a training run is told: options, and recipes that give them."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import GenerationConfig, HfArgumentParser, Seq2SeqTrainingArguments
+
+from .batching import TokenBudgetArguments
+from .configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
+from .data import SPLITS, DataArguments
+
+# Local files on the command line replace the data set that a recipe names.
+LOCAL_DATA_FLAGS = {
+    f"--{split}_{side}" for split in SPLITS for side in ("source", "target", "file")
+}
+REMOTE_DATA_OPTIONS = {"dataset_name", "dataset_config_name"}
+
+
+@dataclass
+class ModelArguments:
+    """Which model to train, and with which tokenizer.
+
+    Raises:
+        ValueError: An option is not among its choices, or `config_overrides` can't be read.
+    """
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Fine-tune this checkpoint. Default: train from scratch."}
+    )
+    preset: str = field(
+        default="base", metadata={"help": f"Shape of a new model: {', '.join(PRESETS)}."}
+    )
+    config_overrides: str | None = field(
+        default=None,
+        metadata={"help": "Fields unlike the preset's, e.g. dropout=0.2,norm_position=pre."},
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Tokenizer to use; by default, one is trained on the data."}
+    )
+    vocab_size: int = field(
+        default=8000, metadata={"help": "Size of the tokenizer trained on the data."}
+    )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "eager, sdpa, flex_attention, flash_attention_2, ..."}
+    )
+    float32_matmul_precision: str | None = field(
+        default=None,
+        metadata={
+            "help": "torch.set_float32_matmul_precision: highest, high or medium, which on CPUs "
+            "with AVX-512 or AMX trains up to twice as fast at next to no loss of precision."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ValueError(f"preset={self.preset!r}: expected one of {', '.join(PRESETS)}")
+        precisions = (None, "highest", "high", "medium")
+        if self.float32_matmul_precision not in precisions:
+            raise ValueError(
+                f"float32_matmul_precision={self.float32_matmul_precision!r}: "
+                "expected highest, high or medium"
+            )
+        self.overrides()
+
+    def overrides(self) -> dict[str, Any]:
+        """`config_overrides` as fields and values."""
+        fields: dict[str, Any] = {}
+        for item in (self.config_overrides or "").split(","):
+            name, equals, value = (part.strip() for part in item.partition("="))
+            if name and not equals:
+                raise ValueError(f"config_overrides has {item!r}: expected name=value")
+            if name and name not in VanillaTransformerConfig.__dataclass_fields__:
+                raise ValueError(f"config_overrides has {name!r}: no field of the configuration")
+            if name:
+                fields[name] = yaml.safe_load(value)
+        return fields
+
+
+@dataclass
+class TranslationTrainingArguments(TokenBudgetArguments, Seq2SeqTrainingArguments):
+    """transformers' arguments, and those of the paper's training that it has none for.
+
+    Raises:
+        ValueError: Checkpoints are to be averaged that would not be there; alpha is negative; the
+            generation config has no such field.
+    """
+
+    _VALID_DICT_FIELDS = [*Seq2SeqTrainingArguments._VALID_DICT_FIELDS, "generation_kwargs"]
+
+    average_checkpoints: int | None = field(
+        default=None,
+        metadata={
+            "help": "At the end of training, let the mean of the last so many checkpoints be the "
+            "model (the paper: 5, and 20 for the big model); with load_best_model_at_end of the "
+            "best by metric_for_best_model."
+        },
+    )
+    r_drop_alpha: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of R-Drop's divergence between two passes with other dropout, 5 in "
+            "its paper for translation; 0: one pass. Each batch is then worked on twice at a time."
+        },
+    )
+    generation_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "What the model's generation config is to hold besides generation_num_beams, "
+            'e.g. {"length_penalty": 0.6, "length_penalty_type": "gnmt"}.'
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.r_drop_alpha < 0:
+            raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected a number from 0")
+        known = GenerationConfig().to_dict().keys() | {"length_penalty_type"}
+        for name in self.generation_kwargs or {}:
+            if name not in known:
+                raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
+        self._check_averages()
+
+    def _check_averages(self) -> None:
+        wanted, limit = self.average_checkpoints, self.save_total_limit
+        if wanted is None:
+            return
+        if wanted < 1:
+            raise ValueError(f"average_checkpoints={wanted}: expected a positive number")
+        if limit is not None and limit < wanted:
+            raise ValueError(
+                f"average_checkpoints={wanted}: save_total_limit={limit} keeps fewer, expected as "
+                "many at least"
+            )
+        if self.save_strategy == "no":
+            raise ValueError(f"average_checkpoints={wanted}: save_strategy='no' keeps none")
+
+    def limit(self, data: DataArguments) -> None:
+        """Let tokenisation cut what the budget can't take, if that is wished."""
+        if self.oversized != "cut" or self.max_tokens is None:
+            return
+        for name in ("max_source_length", "max_target_length"):
+            setattr(data, name, min(getattr(data, name) or self.max_tokens, self.max_tokens))
+
+
+def parse_arguments(dataclass_types: Iterable[Any], argv: Sequence[str] | None = None) -> tuple:
+    """Parse a command line in which `--config recipe.yaml` gives defaults and flags override them.
+
+    Args:
+        dataclass_types: As for `HfArgumentParser`.
+        argv: The command line without the program's name; `sys.argv`'s by default.
+
+    Returns:
+        One instance of each dataclass.
+
+    Raises:
+        ValueError: The recipe is not a mapping, or a name in it is not an option.
+        FileNotFoundError: There is no such recipe.
+    """
+    parser = HfArgumentParser(dataclass_types, allow_abbrev=False)
+    parser.add_argument("--config", help="YAML recipe: any option by its name; flags override it.")
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not torch.accelerator.is_available():
+        # Left to themselves, several processes on CPUs would each train a model of their own.
+        parser.set_defaults(use_cpu=True)
+    recipe_path = parser.parse_known_args(argv)[0].config
+    if recipe_path is not None:
+        recipe = yaml.safe_load(Path(recipe_path).read_text(encoding="utf-8"))
+        if not isinstance(recipe, dict):
+            raise ValueError(f"{recipe_path}: expected a mapping from options to values")
+        unknown = sorted(set(map(str, recipe)) - {action.dest for action in parser._actions})
+        if unknown:
+            raise ValueError(f"{recipe_path}: unknown options {', '.join(unknown)}")
+        if any(flag.partition("=")[0] in LOCAL_DATA_FLAGS for flag in argv):
+            recipe = {name: recipe[name] for name in recipe.keys() - REMOTE_DATA_OPTIONS}
+        parser.set_defaults(**recipe)
+    return parser.parse_args_into_dataclasses(argv)[: len(parser.dataclass_types)]
