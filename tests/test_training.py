@@ -1,7 +1,6 @@
 """Recipes, output folders, and a `Seq2SeqTrainer` over our model."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from vanilla_transformer.evaluation import make_compute_metrics
 from vanilla_transformer.training import (
     TranslationTrainer,
     average_last,
-    draw_curves,
     find_checkpoint,
     make_model,
     make_tokenizer,
@@ -437,9 +435,3 @@ def test_fine_tuning_starts_from_the_checkpoint(checkpoint, tokenizer):
     model = make_model(ModelArguments(model_name_or_path=str(checkpoint)), tokenizer, None)
     expected = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint)
     assert torch.equal(model.lm_head.weight, expected.lm_head.weight)
-
-
-def test_curves_are_drawn_from_whatever_was_logged(tmp_path):
-    for number, log in enumerate(([], [{"step": 1, "loss": 2.0}, {"step": 2, "eval_bleu": 3.0}])):
-        draw_curves(log, Path(tmp_path, f"{number}.png"))
-        assert Image.open(tmp_path / f"{number}.png").format == "PNG"

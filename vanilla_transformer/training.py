@@ -248,31 +248,7 @@ class CurvesCallback(TrainerCallback):
     ) -> None:
         """Draw, on the main process alone."""
         if state.is_world_process_zero:
-            draw_curves(state.log_history, Path(args.output_dir, "curves.png"))
+            from .plotting import plot_curves, save  # matplotlib takes long to import
 
-
-def draw_curves(log_history: list[dict[str, float]], path: Path) -> None:
-    """Draw a trainer's log: training and validation loss on the left, BLEU and chrF on the right.
-
-    Args:
-        log_history: `TrainerState.log_history`.
-        path: The picture; its suffix names the format.
-    """
-    from matplotlib.figure import Figure  # drawing is rare, matplotlib's import slow
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = figure.subplots(1, 2)
-    curves = [
-        (panels[0], {"loss": "training", "eval_loss": "validation"}, "loss"),
-        (panels[1], {"eval_bleu": "BLEU", "eval_chrf": "chrF"}, "score on the validation set"),
-    ]
-    for axes, names, label in curves:
-        for name, legend in names.items():
-            points = [(entry["step"], entry[name]) for entry in log_history if name in entry]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=legend)
-        axes.set(xlabel="step", ylabel=label)
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    figure.savefig(path, dpi=120)
+            folder = Path(args.output_dir).resolve()
+            save(plot_curves({folder.name: state.log_history}), folder / "curves.png")

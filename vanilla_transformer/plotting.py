@@ -1,0 +1,503 @@
+"""Pictures of training and of what a model does: learning curves, the learning rate, positional
+encodings and attention.
+
+Each `plot_` function takes numbers and returns a figure; the others find the numbers.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import matplotlib
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, get_scheduler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+# Okabe and Ito's colours, which the colour-blind tell apart too, without yellow, pale on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+GREY = "#666666"
+DASHES = ("solid", "dashed", "dashdot", "dotted")
+
+# Dates would make each picture another file.
+METADATA: dict[str, dict[str, Any]] = {
+    ".png": {},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None},
+}
+LONGEST_SIDE = 8000  # of a picture, in pixels
+
+# ---------------------------------------------------------------- Files
+
+
+def picture_paths(path: str | Path) -> list[Path]:
+    """The files that `save` writes: `path` itself, or, if it has no suffix, a PNG and an SVG.
+
+    Raises:
+        ValueError: The suffix is not of a known format, or there is no name.
+    """
+    path = Path(path)
+    if path.suffix in METADATA:
+        return [path]
+    if path.suffix or not path.name:
+        raise ValueError(
+            f"{path}: expected a name that ends in {', '.join(METADATA)}, or one without a suffix "
+            "for .png and .svg"
+        )
+    return [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+
+
+def save(figure: Figure, path: str | Path) -> list[Path]:
+    """Write a figure to `picture_paths(path)`, in folders made for them: the same figure gives the
+    same bytes each time. From then on its layout is fixed.
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: As `picture_paths`.
+    """
+    paths = picture_paths(path)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # each drawing would shift the panels by a little
+    dpi = min(200.0, LONGEST_SIDE / max(figure.get_size_inches()))
+    with matplotlib.rc_context({"svg.hashsalt": "vanilla_transformer"}):
+        for file in paths:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            metadata = METADATA[file.suffix]
+            figure.savefig(file, dpi=dpi, metadata=metadata, bbox_inches="tight")
+    return paths
+
+
+# ---------------------------------------------------------------- Learning curves
+
+TRAINER_STATE = "trainer_state.json"
+Log = Sequence[Mapping[str, float]]
+LOSSES = {"loss": "training", "eval_loss": "validation"}
+SCORES = {"eval_bleu": "BLEU"}  # each has a panel of its own, where a run has it
+
+
+def read_log(folder: str | Path) -> Log:
+    """What a trainer has logged into an output folder, `TrainerState.log_history`: of the newest
+    state there is, in the folder itself or in one of its checkpoints.
+
+    Raises:
+        FileNotFoundError: There is no trainer's state.
+        ValueError: A state can't be read, or nothing in it is part of a learning curve.
+    """
+    inside = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE}")
+    paths = [path for path in (Path(folder, TRAINER_STATE), *inside) if path.is_file()]
+    if not paths:
+        raise FileNotFoundError(
+            f"{folder}: expected a training's output folder, with {TRAINER_STATE} in it or in "
+            f"a {PREFIX_CHECKPOINT_DIR}"
+        )
+    log = max(map(_read_state, paths), key=lambda state: state.global_step).log_history
+    wanted = LOSSES | SCORES
+    if not any(name in entry for entry in log for name in wanted):
+        raise ValueError(f"{folder}: its log has none of {', '.join(wanted)}")
+    return log
+
+
+def _read_state(path: Path) -> TrainerState:
+    try:
+        return TrainerState.load_from_json(str(path))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: expected a trainer's state ({error})") from error
+
+
+def read_runs(folders: Iterable[str | Path]) -> dict[str, Log]:
+    """`read_log` of each folder, by the folder's name; by its path where two have the same name.
+
+    Raises:
+        FileNotFoundError, ValueError: As `read_log`, or a folder is given twice.
+    """
+    paths = [Path(folder) for folder in folders]
+    names = [path.resolve().name for path in paths]
+    runs: dict[str, Log] = {}
+    for path, name in zip(paths, names, strict=True):
+        label = name if names.count(name) == 1 else str(path)
+        if label in runs:
+            raise ValueError(f"{path} is given twice")
+        runs[label] = read_log(path)
+    return runs
+
+
+def plot_curves(runs: Mapping[str, Log]) -> Figure:
+    """Learning curves of several runs over each other: losses, and scores beside them.
+
+    Lines of the loss are labelled "name, training" and "name, validation", those of a score with
+    the run's name alone.
+
+    Args:
+        runs: `TrainerState.log_history` by the name of a run. A run may lack any of the metrics.
+
+    Raises:
+        ValueError: There is no run.
+    """
+    if not runs:
+        raise ValueError("there is no run: expected one at least")
+    scores = [
+        name for name in SCORES if any(name in entry for log in runs.values() for entry in log)
+    ]
+    panels = 1 + len(scores)
+    figure = Figure(figsize=(1.6 + 4.8 * panels, 4.4), layout="constrained")
+    loss, *others = figure.subplots(1, panels, sharex=True, squeeze=False)[0]
+    for index, (run, log) in enumerate(runs.items()):
+        style = _style(index)
+        _plot_metric(loss, log, "loss", f"{run}, training", **style, linewidth=0.8, alpha=0.45)
+        _plot_metric(loss, log, "eval_loss", f"{run}, validation", **style)
+        for axes, name in zip(others, scores, strict=True):
+            _plot_metric(axes, log, name, run, **style)
+    _finish(loss, "Loss", xlabel="step", ylabel="loss (nats per token)")
+    for axes, name in zip(others, scores, strict=True):
+        _finish(axes, f"{SCORES[name]} on the validation set", xlabel="step", ylabel=SCORES[name])
+    loss.set_xlim(left=0)
+    loss.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _add_legend_of_runs(figure, list(runs))
+    return figure
+
+
+def _plot_metric(axes: Axes, log: Log, name: str, label: str, **style: Any) -> None:
+    points = [(entry["step"], entry[name]) for entry in log if name in entry]
+    if points:
+        steps, values = zip(*points, strict=True)
+        # A lone point has no line, and a few are seen better as what they are.
+        few = len(points) == 1 or (name != "loss" and len(points) <= 40)
+        axes.plot(steps, values, label=label, marker="o" if few else None, markersize=3, **style)
+
+
+def _add_legend_of_runs(figure: Figure, runs: list[str]) -> None:
+    """Under the panels: a colour for each run, then how a training loss is told from the others."""
+    handles = [Line2D([], [], **_style(index)) for index in range(len(runs))]
+    handles.append(Line2D([], [], color=GREY, linewidth=0.8, alpha=0.45))
+    handles.append(Line2D([], [], color=GREY, marker="o", markersize=3))
+    labels = [*runs, *LOSSES.values()]
+    letters = int(11 * figure.get_figwidth())
+    columns = max(1, min(len(labels), letters // (max(map(len, labels)) + 6)))
+    legend = figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+# ---------------------------------------------------------------- Learning rate
+
+
+def learning_rates(d_model: int, warmup_steps: int, steps: int) -> list[float]:
+    """Section 5.3's learning rate after 0, 1, ..., `steps` steps, as training has it: of
+    transformers' "inverse_sqrt" scheduler with a peak of (d_model * warmup_steps)^-0.5.
+
+    The scheduler counts steps that are done, the paper the one that is being done: the first step
+    is made with the rate after 0 steps, which is 0.
+
+    Raises:
+        ValueError: One of the numbers is not positive.
+    """
+    numbers = {"d_model": d_model, "warmup_steps": warmup_steps, "steps": steps}
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}: expected a positive number")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=(d_model * warmup_steps) ** -0.5)
+    scheduler = get_scheduler("inverse_sqrt", optimizer, num_warmup_steps=warmup_steps)
+    rates = scheduler.get_last_lr()
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+        rates += scheduler.get_last_lr()
+    return rates
+
+
+def plot_schedule(settings: Iterable[tuple[int, int]], steps: int = 20_000) -> Figure:
+    """The learning rate of section 5.3 over steps, a line for each setting, with a dot at its peak.
+
+    Args:
+        settings: d_model and the steps of warmup.
+        steps: The last step.
+
+    Raises:
+        ValueError: One of the numbers is not positive, or there is no setting.
+    """
+    rates = {setting: learning_rates(*setting, steps) for setting in settings}
+    if not rates:
+        raise ValueError("there is no setting: expected a d_model and warmup steps at least")
+    figure = Figure(figsize=(7.5, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for index, ((d_model, warmup_steps), values) in enumerate(rates.items()):
+        label = f"$d_\\mathrm{{model}}$ = {d_model:,}, warmup = {warmup_steps:,} steps"
+        peak = [warmup_steps] if warmup_steps <= steps else []
+        # Lines of the same d_model meet after their warmups: dashes let the other be seen.
+        style = {**_style(index), "linestyle": DASHES[index % len(DASHES)]}
+        axes.plot(values, label=label, marker="o", markersize=5, markevery=peak, **style)
+    formula = (
+        r"$d_\mathrm{model}^{-0.5} \cdot \min(\mathrm{step}^{-0.5},\ "
+        r"\mathrm{step} \cdot \mathrm{warmup}^{-1.5})$"
+    )
+    _finish(axes, f"Learning rate: {formula}", xlabel="step", ylabel="learning rate")
+    axes.set(xlim=(0, steps), ylim=(0, None))
+    axes.legend(frameon=False)
+    return figure
+
+
+# ---------------------------------------------------------------- Positions
+
+
+def position_encodings(positions: nn.Module, length: int) -> torch.Tensor:
+    """The first encodings, (length, d_model), of a stack's `embed_positions`: sinusoids or learned
+    vectors.
+
+    Raises:
+        ValueError: `length` is not positive, or more than there are learned positions.
+    """
+    limit = getattr(positions, "num_embeddings", None)
+    if length < 1 or (limit is not None and length > limit):
+        expected = "a positive number" if limit is None else f"1 to {limit}"
+        raise ValueError(f"length={length}: expected {expected}")
+    with torch.inference_mode():
+        return positions(torch.arange(length)[None], torch.float32)[0]
+
+
+def plot_positions(
+    encodings: torch.Tensor,
+    *,
+    dimensions: Collection[int] | None = None,
+    kind: Literal["sinusoidal", "learned"] = "sinusoidal",
+) -> Figure:
+    """Positional encodings (section 3.5): all of them as a heat map, dimension over position, and
+    below it some dimensions as lines, the even ones (sines) apart from the odd ones (cosines).
+
+    Args:
+        encodings: (length, d_model).
+        dimensions: Those drawn as lines; by default, of four frequencies sine and cosine.
+        kind: Of the encodings: only sinusoids have sines and cosines.
+
+    Raises:
+        ValueError: A dimension does not exist.
+    """
+    d_model = encodings.shape[1]
+    if dimensions is None:
+        pairs = sorted({2 * (d_model * eighth // 16) for eighth in range(1, 5)})
+        dimensions = [dimension for even in pairs for dimension in (even, even + 1)]
+    for dimension in dimensions:
+        if not 0 <= dimension < d_model:
+            raise ValueError(f"dimension {dimension}: expected 0 to {d_model - 1}")
+    height = min(max(4.2, d_model / 64), 9)  # inches, in which 512 rows can be told apart
+    figure = Figure(figsize=(8, height + 3.8), layout="constrained")
+    heat_map, *panels = figure.subplots(3, 1, sharex=True, height_ratios=[height, 1.4, 1.4])
+    extreme = 1.0 if kind == "sinusoidal" else encodings.abs().max().item()
+    image = heat_map.imshow(
+        encodings.T.numpy(), cmap="RdBu_r", vmin=-extreme, vmax=extreme, aspect="auto"
+    )
+    heat_map.set(title=f"{kind.capitalize()} positional encoding", ylabel="dimension")
+    figure.colorbar(image, cax=heat_map.inset_axes((1.02, 0, 0.03, 1)), label="value")
+    functions = ("sine", "cosine") if kind == "sinusoidal" else (None, None)
+    for axes, parity, function, family in zip(
+        panels, ("Even", "Odd"), functions, ("Blues_r", "Oranges_r"), strict=True
+    ):
+        drawn = [dimension for dimension in dimensions if dimension % 2 == (parity == "Odd")]
+        shades = matplotlib.colormaps[family]
+        for index, dimension in enumerate(drawn):
+            colour = shades(0.05 + 0.55 * index / max(1, len(drawn) - 1))
+            axes.plot(encodings[:, dimension].numpy(), color=colour, label=f"{dimension}")
+        title = f"{parity} dimensions" + (f": {function}" if function else "")
+        _finish(axes, title, ylabel="value")
+        if drawn:
+            axes.legend(
+                title="dimension", loc="center left", bbox_to_anchor=(1, 0.5), frameon=False
+            )
+    panels[-1].set_xlabel("position")
+    return figure
+
+
+# ---------------------------------------------------------------- Attention
+
+Kind = Literal["encoder", "decoder", "cross"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# What is seen, what a row is and what a column is.
+DESCRIPTIONS: dict[Kind, tuple[str, str, str]] = {
+    "encoder": ("Self-attention of the encoder", "source token", "source token"),
+    "decoder": ("Self-attention of the decoder", "target token read", "target token read"),
+    "cross": ("Attention from decoder to encoder", "target token predicted", "source token"),
+}
+LONGEST_PANEL = 6.8  # inches: with more than 40 tokens, cells and letters shrink
+
+
+class AttentionMaps(NamedTuple):
+    """Attention weights (layers, heads, query_length, key_length) of one pair of sentences, and the
+    tokens that queries and keys stand for."""
+
+    weights: torch.Tensor
+    queries: list[str]
+    keys: list[str]
+    kind: Kind
+
+
+def attention_maps(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    target: str | None = None,
+    kind: Kind = "cross",
+) -> AttentionMaps:
+    """The attention of each layer and head over a pair of sentences.
+
+    Tokens are those that a position has read, but for the queries of "cross": those are the tokens
+    that a position predicts, for it is to find these that it looks at the source.
+
+    Args:
+        model: Any sequence-to-sequence model of transformers, with eager attention, the only one
+            that gives its weights.
+        tokenizer: Its tokenizer.
+        source: What the encoder reads.
+        target: What the decoder reads and predicts; the model's own translation by default.
+        kind: Over the "encoder"'s own tokens, over the "decoder"'s, or from these to those.
+
+    Raises:
+        ValueError: A sentence is empty, `kind` is none of the three, or attention is not eager.
+    """
+    expect_sentences(source=source, target=target)
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
+    implementation = model.config._attn_implementation
+    if implementation != "eager":
+        raise ValueError(f"attn_implementation={implementation!r}: expected 'eager'")
+    model.eval()
+    inputs = tokenizer(source, return_tensors="pt").to(model.device)
+    with torch.inference_mode():
+        if target is None:
+            generated = model.generate(**inputs)[:1]
+            read, predicted = generated[:, :-1], generated[:, 1:]
+        else:
+            predicted = tokenizer(text_target=target, return_tensors="pt")["input_ids"]
+            predicted = predicted.to(model.device)
+            read = model.prepare_decoder_input_ids_from_labels(predicted)
+        outputs = model(**inputs, decoder_input_ids=read, output_attentions=True)
+    queries, keys = {
+        "encoder": (inputs["input_ids"], inputs["input_ids"]),
+        "decoder": (read, read),
+        "cross": (predicted, inputs["input_ids"]),
+    }[kind]
+    return AttentionMaps(
+        torch.cat(outputs[f"{kind}_attentions"]).float().cpu(),
+        _readable(queries[0].tolist(), tokenizer),
+        _readable(keys[0].tolist(), tokenizer),
+        kind,
+    )
+
+
+def expect_sentences(**sentences: str | None) -> None:
+    """Raises ValueError if one of those given is blank."""
+    for name, sentence in sentences.items():
+        if sentence is not None and not sentence.strip():
+            raise ValueError(f"{name}={sentence!r}: expected a sentence")
+
+
+def expect_numbers(name: str, wanted: Iterable[int], count: int) -> None:
+    """Raises ValueError unless all that is wanted is among 1, 2, ..., `count`."""
+    for number in wanted:
+        if not 1 <= number <= count:
+            raise ValueError(f"{name} {number}: expected 1 to {count}")
+
+
+def _readable(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Tokens as they look in a text, white space made visible; as in the vocabulary where they are
+    part of a character."""
+    readable = []
+    for token_id, token in zip(token_ids, tokenizer.convert_ids_to_tokens(token_ids), strict=True):
+        text = tokenizer.decode([token_id]).strip()
+        whole = text and "\N{REPLACEMENT CHARACTER}" not in text
+        blank = repr(token)[1:-1].replace(" ", "\N{OPEN BOX}")
+        readable.append(text if whole else token if token.strip() else blank)
+    return readable
+
+
+def plot_attention(
+    maps: AttentionMaps,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> Figure:
+    """Attention as heat maps, a row for each query and a column for each key: of one layer as many
+    as there are heads, of several layers a row of them for each layer.
+
+    Args:
+        maps: Weights (layers, heads, query_length, key_length) and their tokens.
+        layers: Those to draw, counted from 1; by default all.
+        heads: Likewise.
+
+    Raises:
+        ValueError: A layer or a head does not exist.
+    """
+    layers = layers or range(1, maps.weights.shape[0] + 1)
+    heads = heads or range(1, maps.weights.shape[1] + 1)
+    expect_numbers("layer", layers, maps.weights.shape[0])
+    expect_numbers("head", heads, maps.weights.shape[1])
+    # Heads of one layer fill rows as long as there are rows, or a little longer.
+    square = math.isqrt(len(heads) - 1) + 1
+    even = next(width for width in range(square, len(heads) + 1) if len(heads) % width == 0)
+    columns = len(heads) if len(layers) > 1 else even
+    places = [(layer, head) for layer in layers for head in heads]
+    scale = PowerNorm(0.5, vmin=0, vmax=1)  # the same in all pictures, and small weights show
+    figure, panels = _panels(maps, len(places) // columns, columns)
+    for axes, (layer, head) in zip(panels.flat, places, strict=True):
+        weights = maps.weights[layer - 1, head - 1].numpy()
+        image = axes.imshow(weights, cmap="Blues", norm=scale)
+        title = f"head {head}" if len(layers) == 1 else f"layer {layer}, head {head}"
+        axes.set_title(title, fontsize=9)
+    title, query, key = DESCRIPTIONS[maps.kind]
+    if len(layers) == 1:
+        title += f", layer {layers[0]}"
+    figure.suptitle(title)
+    figure.supylabel(query)
+    figure.supxlabel(key)
+    figure.colorbar(image, ax=panels, label="attention weight", aspect=40, shrink=0.6, pad=0.02)
+    return figure
+
+
+def _panels(maps: AttentionMaps, rows: int, columns: int) -> tuple[Figure, Any]:
+    """A figure with rows x columns panels, tokens beside the first of a row and under the last of
+    a column, each of them legible."""
+    cell = min(0.17, LONGEST_PANEL / max(len(maps.keys), len(maps.queries)))  # inches
+    fontsize = 44 * cell  # points
+    letter = 0.6 * fontsize / 72  # inches
+    width, height = (
+        columns * (cell * len(keys) + 0.2) + letter * max(map(len, queries)) + 1.2
+        for columns, keys, queries in (
+            (columns, maps.keys, maps.queries),
+            (rows, maps.queries, maps.keys),
+        )
+    )
+    figure = Figure(figsize=(max(width, 4.0), max(height, 3.0)), layout="compressed")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for axes in panels.flat:
+        axes.set(xticks=[], yticks=[])
+        axes.tick_params(length=0, labelsize=fontsize)
+        axes.tick_params(axis="x", rotation=90)
+    for axes in panels[-1]:
+        axes.set_xticks(range(len(maps.keys)), maps.keys, parse_math=False)
+    for axes in panels[:, 0]:
+        axes.set_yticks(range(len(maps.queries)), maps.queries, parse_math=False)
+    return figure, panels
+
+
+# ---------------------------------------------------------------- All pictures
+
+
+def _style(index: int) -> dict[str, Any]:
+    """The line of a run: a colour, and dashes once there are no more colours."""
+    dashes = DASHES[index // len(COLOURS) % len(DASHES)]
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": dashes}
+
+
+def _finish(axes: Axes, title: str, *, ylabel: str, xlabel: str | None = None) -> None:
+    """Title, labels of the axes, and no more lines than reading off a value needs."""
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
