@@ -218,6 +218,7 @@ def test_the_benchmark_of_memory_compares_peaks(folder):
     assert (folder / "memory/memory.md").read_text().strip() in process.stdout
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_lengths_writes_tables_and_a_plot(folder):
     flags = ["--longest", "32", "--largest", "2", "--runs", "1", "--output_dir", "lengths"]
     process = run("benchmark_lengths.py", *flags, cwd=folder)
