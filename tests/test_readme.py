@@ -29,5 +29,5 @@ def test_the_tree_names_every_file():
 
 
 def test_links_lead_somewhere():
-    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
+    for link in re.findall(r"(?:\]\(|src=\")(?!https?:)([^)\"]+)", README):
         assert (REPOSITORY / link).exists()
