@@ -168,14 +168,19 @@ class TranslationTrainer(TokenBudgetTrainer, Seq2SeqTrainer):
             name: torch.cat([value, value]) for name, value in inputs.items() if name != "labels"
         }
         eps = self.args.label_smoothing_factor or getattr(self.model.config, "label_smoothing", 0.0)
-        self.compute_loss_func = lambda outputs, labels, num_items_in_batch: r_drop_loss(
-            outputs.logits, labels, alpha, eps, num_items_in_batch
-        )
+
+        def r_drop(
+            outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
+            return r_drop_loss(outputs.logits, labels, alpha, eps, num_items_in_batch)
+
+        before = self.compute_loss_func  # type: ignore[has-type]  # a stock one, if any
+        self.compute_loss_func = r_drop
         try:
             inputs = {**twice, "labels": inputs["labels"], "use_cache": False}
             return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
-            self.compute_loss_func = None  # type: ignore[assignment]
+            self.compute_loss_func = before
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple:
         """As `Seq2SeqTrainer.prediction_step`, the generation config left as it was."""
