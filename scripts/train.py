@@ -27,6 +27,7 @@ from vanilla_transformer.evaluation import score_translations
 from vanilla_transformer.model_card import write_model_card
 from vanilla_transformer.training import (
     average_last,
+    exit_if_interrupted,
     find_checkpoint,
     make_model,
     make_tokenizer,
@@ -62,6 +63,7 @@ def main() -> None:
 
     trainer = make_trainer(model, tokenizer, training_args, splits)
     trainer.train(resume_from_checkpoint=checkpoint)
+    exit_if_interrupted(trainer)
     average_last(trainer)
     trainer.save_model()
     trainer.save_state()

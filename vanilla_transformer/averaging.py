@@ -11,8 +11,9 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from tqdm.auto import tqdm
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from .checkpoints import CHECKSUMS, checkpoints_in
 
 # What a trainer's checkpoint holds besides a model; none of it fits averaged weights.
 OF_THE_TRAINER = {
@@ -22,30 +23,22 @@ OF_THE_TRAINER = {
     "scheduler.pt",
     "scaler.pt",
     "rng_state.pth",
+    CHECKSUMS,
     SAFE_WEIGHTS_INDEX_NAME,
 }
 IMMATERIAL = {"transformers_version", "dtype", "_name_or_path"}  # in a configuration
 
 
-def checkpoints_in(folder: str | Path) -> dict[int, Path]:
-    """A trainer's checkpoints in its output folder, those that hold weights, by growing step."""
-    found = {}
-    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if number.isdecimal() and _weight_files(path):
-            found[int(number)] = path
-    return dict(sorted(found.items()))
-
-
 def find_checkpoints(
     folder: str | Path, last: int | None = None, steps: Sequence[int] | None = None
 ) -> list[Path]:
-    """Of `checkpoints_in` a folder the last so many, or those of `steps`.
+    """Of a trainer's checkpoints in its output folder the last so many, or those of `steps`.
 
     Raises:
         FileNotFoundError: There are fewer, or none of such a step; those there are are named.
     """
-    found = checkpoints_in(folder)
+    checkpoints = checkpoints_in(folder)
+    found = {step: path for step, path in checkpoints.items() if _weight_files(path)}
     there = f"{folder}: there are checkpoints of the steps {list(found) or 'none'}"
     if steps is not None:
         missing = [step for step in steps if step not in found]

@@ -21,15 +21,21 @@ from transformers import (
     TrainerState,
 )
 from transformers.integrations import is_tensorboard_available
-from transformers.trainer_utils import get_last_checkpoint
 
 from .arguments import ModelArguments
-from .averaging import average_checkpoints, checkpoints_in
+from .averaging import average_checkpoints
 from .batching import TokenBudgetTrainer
 from .bpe_dropout import BPEDropoutDataset
+from .checkpoints import (
+    WholeCheckpointTrainer,
+    checkpoints_in,
+    defect_of,
+    newest_whole_checkpoint,
+)
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .data import iter_texts
 from .evaluation import make_compute_metrics
+from .interruption import InterruptionCallback
 from .modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from .r_drop import r_drop_loss
 from .tokenization import train_tokenizer
@@ -40,28 +46,32 @@ logger = logging.getLogger(__name__)
 def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
     """Where to resume from; `None` to start anew.
 
-    `resume_from_checkpoint` is a checkpoint's folder, or "true" for the newest in `output_dir`, or
-    "auto" for the same where there is one.
+    `resume_from_checkpoint` is a checkpoint's folder, or "true" for the newest whole one in
+    `output_dir`, or "auto" for the same where there is one.
 
     Raises:
         FileNotFoundError: The checkpoint does not exist.
+        ValueError: It is damaged; the message names the file.
         FileExistsError: `output_dir` is a file, or holds a model that would be overwritten.
     """
     output_dir, wanted = Path(arguments.output_dir), arguments.resume_from_checkpoint
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"output_dir={output_dir} is a file: expected a folder")
-    newest = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
     mode = str(wanted).lower()
     if mode in ("auto", "true"):
+        newest = newest_whole_checkpoint(output_dir)
         if newest is None and mode == "true":
             raise FileNotFoundError(f"{output_dir}: no checkpoint to resume from")
         if newest is not None:
-            return newest
+            return str(newest)
     elif wanted is not None:
         if not Path(wanted, "trainer_state.json").is_file():
             raise FileNotFoundError(f"resume_from_checkpoint={wanted}: not a trainer's checkpoint")
+        defect = defect_of(wanted)
+        if defect is not None:
+            raise ValueError(f"resume_from_checkpoint={wanted}: {defect}")
         return str(wanted)
-    if newest is not None or (output_dir / "config.json").exists():
+    if checkpoints_in(output_dir) or (output_dir / "config.json").exists():
         raise FileExistsError(
             f"output_dir={output_dir} already holds a model: choose another folder, or go on "
             "training it with --resume_from_checkpoint true"
@@ -147,14 +157,14 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         compute_metrics=metrics,
-        callbacks=[CurvesCallback(), EpochCallback()],
+        callbacks=[CurvesCallback(), EpochCallback(), InterruptionCallback()],
     )
 
 
-class TranslationTrainer(TokenBudgetTrainer, Seq2SeqTrainer):
-    """`Seq2SeqTrainer` with token budgets and R-Drop, and less one habit: while it evaluates,
-    transformers (5.17 to 5.23) writes all defaults into the model's generation config, and from
-    then on, also once saved and loaded, the model stops after 20 tokens."""
+class TranslationTrainer(WholeCheckpointTrainer, TokenBudgetTrainer, Seq2SeqTrainer):
+    """`Seq2SeqTrainer` with whole checkpoints, token budgets and R-Drop, and less one habit: while
+    it evaluates, transformers (5.17 to 5.23) writes all defaults into the model's generation
+    config, and from then on, also once saved and loaded, the model stops after 20 tokens."""
 
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -189,6 +199,18 @@ class TranslationTrainer(TokenBudgetTrainer, Seq2SeqTrainer):
             return super().prediction_step(*args, **kwargs)
         finally:
             self.model.generation_config = generation_config
+
+
+def exit_if_interrupted(trainer: Seq2SeqTrainer) -> None:
+    """End the program, with the exit code of a signal, where one has ended the training."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, InterruptionCallback) and callback.received is not None:
+            logger.warning(
+                "Stopped by %s at step %d; --resume_from_checkpoint true goes on from there",
+                callback.received.name,
+                trainer.state.global_step,
+            )
+            raise SystemExit(128 + callback.received)
 
 
 def average_last(trainer: Seq2SeqTrainer) -> None:
