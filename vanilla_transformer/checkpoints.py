@@ -147,6 +147,7 @@ def defect_of(checkpoint: str | Path) -> str | None:
         contents: dict[str, list[int]] = json.loads((folder / CHECKSUMS).read_text())
         for name, (size, checksum) in contents.items():
             path = folder / name
+            path.resolve().relative_to(folder.resolve())  # a name may not lead out of the folder
             if not path.is_file():
                 return f"{path} is missing"
             if path.stat().st_size != size:

@@ -1,0 +1,178 @@
+"""Nothing that is read is ever run: payloads planted in every file stay asleep."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import REPOSITORY, small_config
+from datasets import Dataset
+from safetensors.torch import save_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.arguments import TranslationTrainingArguments
+from vanilla_transformer.averaging import average_checkpoints
+from vanilla_transformer.checkpoints import CHECKSUMS, defect_of
+from vanilla_transformer.data import DataArguments, load_parallel_dataset
+from vanilla_transformer.training import make_trainer
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """The trace that a payload leaves; a test in which there is one fails."""
+    trace = tmp_path / "mark"
+    yield trace
+    assert not trace.exists(), "a payload was executed"
+
+
+def plant(path, mark):
+    path.write_bytes(pickle.dumps(Payload(mark)))
+
+
+def plant_as_torch_does(path, mark):
+    torch.save({"state": Payload(mark)}, path)
+
+
+PLANTERS = pytest.mark.parametrize("planter", [plant, plant_as_torch_does])
+
+
+@PLANTERS
+def test_the_payload_does_wake_where_pickles_are_trusted(tmp_path, planter):
+    planter(tmp_path / "file.bin", tmp_path / "trace")
+    if planter is plant:
+        pickle.loads((tmp_path / "file.bin").read_bytes())
+    else:
+        torch.load(tmp_path / "file.bin", weights_only=False)
+    assert (tmp_path / "trace").exists()
+
+
+@PLANTERS
+def test_weights_in_a_pickle(checkpoint, tmp_path, mark, planter):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    (folder / "model.safetensors").unlink()
+    planter(folder / "pytorch_model.bin", mark)
+    with pytest.raises(Exception, match=r"(?i)weights_only|unpickl|unsafe|pickle"):
+        AutoModelForSeq2SeqLM.from_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        average_checkpoints([folder], tmp_path / "mean")
+
+
+def trainer_in(folder, tokenizer, **options):
+    torch.manual_seed(0)
+    model = VanillaTransformerForConditionalGeneration(small_config(vocab_size=len(tokenizer)))
+    arguments = TranslationTrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        save_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    rows = [{"input_ids": [5, 2], "labels": [8, 2]}] * 4
+    return make_trainer(model, tokenizer, arguments, {"train": Dataset.from_list(rows)})
+
+
+@PLANTERS
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_the_state_of_a_training(tokenizer, tmp_path, mark, planter, file):
+    trainer_in(tmp_path, tokenizer).train()
+    checkpoint = tmp_path / "checkpoint-1"
+    (checkpoint / CHECKSUMS).unlink()
+    planter(checkpoint / file, mark)
+    with pytest.raises(Exception, match=r"(?i)weights_only|unpickl|unsafe|pickle"):
+        trainer_in(tmp_path, tokenizer).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_the_arguments_of_a_training_are_never_read(tokenizer, tmp_path, mark):
+    trainer_in(tmp_path, tokenizer).train()
+    checkpoint = tmp_path / "checkpoint-1"
+    (checkpoint / CHECKSUMS).unlink()
+    plant(checkpoint / "training_args.bin", mark)
+    trainer = trainer_in(tmp_path, tokenizer)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("name", ["train.pkl", "train.pickle", "train.pt", "train.npy"])
+def test_data_in_a_pickle(tmp_path, mark, name, monkeypatch):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    plant(folder / name, mark)
+    with pytest.raises(ValueError, match="must end in one of"):
+        DataArguments(train_file=str(folder / name))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(Exception, match=r"(?i)no .*data files|supported|couldn't find"):
+        load_parallel_dataset(DataArguments(dataset_name=str(folder)))
+
+
+def test_code_beside_a_model_is_run_only_on_request(checkpoint, tmp_path, mark):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    for path in folder.glob("*.py"):
+        path.write_text(f"import os\nos.mkdir({str(mark)!r})\n{path.read_text()}")
+    (tmp_path / "text").write_text("see\n")
+    text = ["--source", "text", "--target", "text"]
+    commands = [
+        ["translate.py", "--model", "model", "--input", "text", "--max_new_tokens", "2"],
+        ["evaluate.py", "--model", "model", *text],
+        ["score.py", "--model", "model", *text],
+        ["plot.py", "attention", "--model", "model", "--source", "see", "--output", "maps.png"],
+    ]
+    program = (
+        "import runpy, sys\n"
+        f"for sys.argv in {commands!r}:\n"
+        f"    path = {str(REPOSITORY / 'scripts')!r} + '/' + sys.argv[0]\n"
+        "    runpy.run_path(path, run_name='__main__')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "maps.png").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "{folder}/secret.safetensors"])
+def test_an_index_of_weights_leads_nowhere_else(checkpoint, tmp_path, name):
+    """The secret is what a hostile index would have averaged into a model to be handed on."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    save_file({"secret": torch.ones(2)}, tmp_path / "secret.safetensors")
+    folder = tmp_path / "model"
+    model.save_pretrained(folder, max_shard_size="20KB")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["secret"] = name.format(folder=tmp_path)
+    index.write_text(json.dumps(content))
+    with pytest.raises(FileNotFoundError, match=r"secret\.safetensors"):
+        average_checkpoints([folder], tmp_path / "mean")
+
+
+@pytest.mark.parametrize("name", ["../secret", "{folder}/secret"])
+def test_checksums_lead_nowhere_else(tmp_path, name):
+    (tmp_path / "secret").write_text("secret")
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    contents = {name.format(folder=tmp_path): [6, 0]}
+    (folder / CHECKSUMS).write_text(json.dumps(contents))
+    assert defect_of(folder) == f"{folder / CHECKSUMS} can't be read"
+
+
+def test_a_tokenizers_file_is_data(checkpoint, tmp_path, mark):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    plant(folder / "tokenizer.json", mark)
+    with pytest.raises(Exception, match=r"(?i)utf-8|tokenizer|expected"):
+        AutoTokenizer.from_pretrained(folder)
