@@ -273,6 +273,16 @@ def test_ablations_are_trained_once_and_tabled(folder):
     assert "results.json is of --steps 2, not 3: choose another --output_dir" in refused.stderr
 
 
+@pytest.mark.slow
+def test_broken_trainings_lose_nothing(folder):
+    run("faults.py", "--times", 10, "--output_dir", "faults", cwd=folder)
+    results = json.loads((folder / "faults/faults.json").read_text())
+    assert set(results) == {
+        "kill", "terminate", "interrupt", "truncated", "flipped", "missing", "full", "removed",
+    }  # fmt: skip
+    assert all(result["tried"] >= 2 and result["lost"] == 0 for result in results.values())
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
