@@ -1,23 +1,30 @@
-"""Translate a file or standard input, a line at a time, into a file or standard output.
+r"""Translate a file or standard input, a line at a time, into a file or standard output.
 
     python scripts/translate.py --model outputs/phrases --input in.txt --output out.txt
+    accelerate launch --num_processes 8 scripts/translate.py --model outputs/phrases \
+        --input in.txt --output out.txt
     echo "The train leaves at 3:30 PM." | python scripts/translate.py --model outputs/phrases
 
-Lines come out in the order in which they went in; a blank line stays blank. With --n_best each line
-becomes several, the best first, as "number ||| translation ||| score": lines count from 0, and the
-score is the translation's log-probability over the length penalty.
+Lines come out in the order in which they went in; a blank line stays blank. From file to file any
+number of processes may work, and the same command after a stop goes on from what is done. With
+--n_best each line becomes several, the best first, as "number ||| translation ||| score": lines
+count from 0, and the score is the translation's log-probability over the length penalty.
 """
 
+import dataclasses
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
 
 import vanilla_transformer  # noqa: F401 - registers the model
+from vanilla_transformer.bulk import transform_file
 from vanilla_transformer.text import read_lines
 from vanilla_transformer.translation import translate, translate_n_best
 
@@ -42,34 +49,49 @@ class TranslateArguments:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(TranslateArguments).parse_args_into_dataclasses()
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    state = PartialState(cpu=arguments.device == "cpu" or not torch.accelerator.is_available())
     options = {"trust_remote_code": arguments.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, **options)
     model = AutoModelForSeq2SeqLM.from_pretrained(
         arguments.model, attn_implementation=arguments.attn_implementation, **options
-    ).to(device)
+    ).to(arguments.device or state.device)
     generation = {"num_beams": arguments.num_beams, "max_new_tokens": arguments.max_new_tokens}
     how: dict[str, Any] = {
         "batch_size": arguments.batch_size,
-        "show_progress": sys.stderr.isatty(),
         **{name: value for name, value in generation.items() if value is not None},
     }
-    with ExitStack() as files:
-        source = sys.stdin.buffer
-        if arguments.input is not None:
-            source = files.enter_context(Path(arguments.input).open("rb"))
-        target = sys.stdout
-        if arguments.output is not None:
-            target = files.enter_context(Path(arguments.output).open("w", encoding="utf-8"))
-        lines = read_lines(source, arguments.input or "standard input")
+
+    def work(lines: Iterable[str], first: int = 0) -> Iterator[str]:
         if arguments.n_best is None:
-            for translation in translate(lines, model, tokenizer, **how):
-                target.write(one_line(translation) + "\n")
+            yield from map(one_line, translate(lines, model, tokenizer, **how))
             return
         lists = translate_n_best(lines, model, tokenizer, arguments.n_best, **how)
-        for number, hypotheses in enumerate(lists):
+        for number, hypotheses in enumerate(lists, first):
             for text, score in hypotheses:
-                target.write(f"{number} ||| {one_line(text)} ||| {score:.6f}\n")
+                yield f"{number} ||| {one_line(text)} ||| {score:.6f}"
+
+    if arguments.input is not None and arguments.output is not None:
+        transform_file(
+            work,
+            arguments.input,
+            arguments.output,
+            settings=dataclasses.asdict(arguments),
+            process_index=state.process_index,
+            num_processes=state.num_processes,
+            wait_for_everyone=state.wait_for_everyone,
+            show_progress=state.is_main_process and sys.stderr.isatty(),
+        )
+        return
+    if state.num_processes > 1:
+        raise ValueError(f"{state.num_processes} processes: expected both --input and --output")
+    with ExitStack() as files:
+        source, target = sys.stdin.buffer, sys.stdout
+        if arguments.input is not None:
+            source = files.enter_context(Path(arguments.input).open("rb"))
+        if arguments.output is not None:
+            target = files.enter_context(Path(arguments.output).open("w", encoding="utf-8"))
+        for line in work(read_lines(source, arguments.input or "standard input")):
+            target.write(line + "\n")
 
 
 def one_line(text: str) -> str:

@@ -1,0 +1,116 @@
+"""A file, line by line, through any number of processes and as many attempts as it takes.
+
+Chunks of lines are dealt out to processes. A chunk's result is a file of its own in a folder beside
+the output, with its name only once it is whole; the output is made of them when there are all.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from .text import read_lines
+
+LINES_PER_CHUNK = 2048
+JOB = "job.json"
+
+
+def transform_file(
+    transform: Callable[[list[str], int], Iterable[str]],
+    source: str | Path,
+    output: str | Path,
+    settings: dict[str, Any],
+    *,
+    process_index: int = 0,
+    num_processes: int = 1,
+    wait_for_everyone: Callable[[], None] = lambda: None,
+    lines_per_chunk: int = LINES_PER_CHUNK,
+    show_progress: bool = False,
+) -> None:
+    """Write into `output` what `transform` makes of each chunk of the lines of `source`, in order.
+
+    What an earlier attempt has finished is kept. All processes must see the same files.
+
+    Args:
+        transform: From the lines of a chunk, and the number of the first from 0, to lines.
+        source: UTF-8 text.
+        output: A file; it is replaced when all is done.
+        settings: What the result depends on besides the source, for JSON.
+        process_index: Which of the processes this is.
+        num_processes: How many take part.
+        wait_for_everyone: Returns when all processes have called it.
+        lines_per_chunk: Lines that are lost at most where an attempt is stopped.
+        show_progress: Whether to show a bar.
+
+    Raises:
+        ValueError: An earlier attempt had another source or settings; the source is not UTF-8.
+    """
+    parts = Path(f"{output}.parts")
+    stat = Path(source).stat()
+    job = {
+        **settings,
+        "source": str(Path(source).resolve()),
+        "bytes": stat.st_size,
+        "modified": stat.st_mtime_ns,
+        "lines_per_chunk": lines_per_chunk,
+    }
+    if process_index == 0 and not (parts / JOB).exists():
+        parts.mkdir(exist_ok=True)
+        _write(parts / JOB, [json.dumps(job)])
+    wait_for_everyone()
+    _expect_same_job(parts, job)
+    chunks = 0
+    with tqdm(desc="Lines", unit="line", disable=not show_progress) as progress:
+        for number, lines in zip(count(), _chunks(source, lines_per_chunk)):
+            part = parts / str(number)
+            if number % num_processes == process_index and not part.exists():
+                _write(part, transform(lines, number * lines_per_chunk))
+            progress.update(len(lines))
+            chunks += 1
+    wait_for_everyone()
+    if process_index == 0:
+        _merge([parts / str(number) for number in range(chunks)], Path(output))
+        shutil.rmtree(parts)
+    wait_for_everyone()
+
+
+def _chunks(source: str | Path, size: int) -> Iterator[list[str]]:
+    with Path(source).open("rb") as file:
+        lines = read_lines(file, str(source))
+        while chunk := list(islice(lines, size)):
+            yield chunk
+
+
+def _expect_same_job(parts: Path, job: dict[str, Any]) -> None:
+    before = json.loads((parts / JOB).read_text())
+    for name in before.keys() | job.keys():
+        if before.get(name) != job.get(name):
+            raise ValueError(
+                f"{parts} is of another attempt: its {name} was {before.get(name)!r}, not "
+                f"{job.get(name)!r}; remove it to start anew"
+            )
+
+
+def _write(path: Path, lines: Iterable[str]) -> None:
+    aside = path.with_name(f"{path.name}.incomplete")
+    with aside.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(f"{line}\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+
+
+def _merge(parts: list[Path], output: Path) -> None:
+    aside = output.with_name(f"{output.name}.incomplete")
+    with aside.open("wb") as file:
+        for part in parts:
+            with part.open("rb") as content:
+                shutil.copyfileobj(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(output)
