@@ -72,9 +72,9 @@ def flash(monkeypatch):
         flash_utils._unpad_input,
     )
     options = flash_utils._lazy_define_process_function(attend_to_rows)
-    monkeypatch.setattr(
-        flash_utils, "lazy_import_flash_attention", lambda name: (kernels, (options, None))
-    )
+    if hasattr(flash_utils, "_process_with_kvcache_kwargs_fn"):  # not yet in transformers 5.17
+        options = (options, None)
+    monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lambda name: (kernels, options))
 
 
 @pytest.fixture
