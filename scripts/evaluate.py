@@ -7,14 +7,13 @@ python scripts/evaluate.py --predictions out.de --target test.de --tokenize none
 import json
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
 
 import vanilla_transformer  # noqa: F401 - registers the model
 from vanilla_transformer.evaluation import score_translations
-from vanilla_transformer.text import read_lines
+from vanilla_transformer.text import expect_parallel, read_file
 from vanilla_transformer.translation import translate
 
 
@@ -37,36 +36,25 @@ class EvaluateArguments:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(EvaluateArguments).parse_args_into_dataclasses()
-    references = read_file(arguments.target)
+    references = list(read_file(arguments.target))
     if arguments.predictions is not None:
-        predictions = read_file(arguments.predictions)
+        predictions = list(read_file(arguments.predictions))
     else:
-        sources = read_file(arguments.source)
-        if len(sources) != len(references):
-            raise ValueError(
-                f"{arguments.source} has {len(sources)} lines, {arguments.target} "
-                f"{len(references)}: expected as many"
-            )
-        predictions = translate_with(arguments, sources)
+        expect_parallel(arguments.source, arguments.target)
+        predictions = translate_with(arguments)
     scores = score_translations(
         predictions, references, tokenize=arguments.tokenize, lowercase=arguments.lowercase
     )
     print(json.dumps(scores))
 
 
-def read_file(path: str) -> list[str]:
-    """A file's lines."""
-    with Path(path).open("rb") as file:
-        return list(read_lines(file, path))
-
-
-def translate_with(arguments: EvaluateArguments, sources: list[str]) -> list[str]:
+def translate_with(arguments: EvaluateArguments) -> list[str]:
     """The model's translations of the sources."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     generation = {} if arguments.num_beams is None else {"num_beams": arguments.num_beams}
     return list(
         translate(
-            sources,
+            read_file(arguments.source),
             AutoModelForSeq2SeqLM.from_pretrained(arguments.model).to(device),
             AutoTokenizer.from_pretrained(arguments.model),
             batch_size=arguments.batch_size,

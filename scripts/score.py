@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
 
 import vanilla_transformer  # noqa: F401 - registers the model
 from vanilla_transformer.scoring import score_pairs
-from vanilla_transformer.text import read_lines
+from vanilla_transformer.text import expect_parallel, read_file
 
 
 @dataclass
@@ -31,15 +31,7 @@ class ScoreArguments:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"--max_tokens {self.max_tokens}: expected a positive number")
-        lines = {}
-        for path in (self.source, self.target):
-            with Path(path).open("rb") as file:
-                lines[path] = sum(1 for _ in read_lines(file, path))
-        if lines[self.source] != lines[self.target]:
-            raise ValueError(
-                f"{self.source} has {lines[self.source]} lines and {self.target} "
-                f"{lines[self.target]}: expected as many"
-            )
+        expect_parallel(self.source, self.target)
 
 
 def main() -> None:
@@ -48,16 +40,13 @@ def main() -> None:
     options = {"trust_remote_code": arguments.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, **options)
     model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model, **options).to(device)
+    pairs = zip(read_file(arguments.source), read_file(arguments.target), strict=True)
     with ExitStack() as files:
-        sides = [
-            read_lines(files.enter_context(Path(path).open("rb")), path)
-            for path in (arguments.source, arguments.target)
-        ]
         output = sys.stdout
         if arguments.output is not None:
             output = files.enter_context(Path(arguments.output).open("w", encoding="utf-8"))
         scores = score_pairs(
-            zip(*sides, strict=True),
+            pairs,
             model,
             tokenizer,
             max_tokens=arguments.max_tokens,

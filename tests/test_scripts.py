@@ -134,7 +134,7 @@ def test_models_and_translations_are_scored(trained, folder):
     assert json.loads(process.stdout)["exact_match"] == 100
     (folder / "target").write_text("dreihundert\n")
     process = run("evaluate.py", "--model", trained[0], *flags, cwd=folder, check=False)
-    assert "source has 2 lines, target 1: expected as many" in process.stderr.splitlines()[-1]
+    assert "source has 2 lines and target 1: expected as many" in process.stderr.splitlines()[-1]
 
 
 def test_evaluation_needs_something_to_score(folder):

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from .text import read_lines
+from .text import read_file
 
 LINES_PER_CHUNK = 2048
 JOB = "job.json"
@@ -80,10 +80,9 @@ def transform_file(
 
 
 def _chunks(source: str | Path, size: int) -> Iterator[list[str]]:
-    with Path(source).open("rb") as file:
-        lines = read_lines(file, str(source))
-        while chunk := list(islice(lines, size)):
-            yield chunk
+    lines = read_file(source)
+    while chunk := list(islice(lines, size)):
+        yield chunk
 
 
 def _expect_same_job(parts: Path, job: dict[str, Any]) -> None:

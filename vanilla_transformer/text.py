@@ -6,6 +6,7 @@ of two parallel files no longer match.
 
 import codecs
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 
 def decode_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
@@ -26,3 +27,16 @@ def read_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
     """As `decode_lines`, without the ends of the lines."""
     for line in decode_lines(file, name):
         yield line[:-2] if line.endswith("\r\n") else line.removesuffix("\n")
+
+
+def read_file(path: str | Path) -> Iterator[str]:
+    """`read_lines` of a file."""
+    with Path(path).open("rb") as file:
+        yield from read_lines(file, str(path))
+
+
+def expect_parallel(source: str | Path, target: str | Path) -> None:
+    """Raises ValueError if two files differ in the number of their lines."""
+    lines = [sum(1 for _ in read_file(path)) for path in (source, target)]
+    if lines[0] != lines[1]:
+        raise ValueError(f"{source} has {lines[0]} lines and {target} {lines[1]}: expected as many")
