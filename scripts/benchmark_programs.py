@@ -134,8 +134,9 @@ def train(arguments: ProgramArguments) -> dict[str, float]:
         "--validation_target": data / "val.de",
         "--max_steps": arguments.max_steps,
         "--eval_strategy": "no",
-        "--save_strategy": "no",
-        "--load_best_model_at_end": False,
+        "--save_strategy": "steps",
+        "--save_steps": arguments.max_steps,
+        "--average_checkpoints": 1,
         "--disable_tqdm": True,
     }
     words = [str(word) for pair in flags.items() for word in pair]
