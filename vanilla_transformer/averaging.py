@@ -29,16 +29,21 @@ OF_THE_TRAINER = {
 IMMATERIAL = {"transformers_version", "dtype", "_name_or_path"}  # in a configuration
 
 
+def with_weights(folder: str | Path) -> dict[int, Path]:
+    """Of a trainer's checkpoints in its output folder those that hold weights, by growing step."""
+    checkpoints = checkpoints_in(folder)
+    return {step: path for step, path in checkpoints.items() if _weight_files(path)}
+
+
 def find_checkpoints(
     folder: str | Path, last: int | None = None, steps: Sequence[int] | None = None
 ) -> list[Path]:
-    """Of a trainer's checkpoints in its output folder the last so many, or those of `steps`.
+    """Of the checkpoints `with_weights` in a folder the last so many, or those of `steps`.
 
     Raises:
         FileNotFoundError: There are fewer, or none of such a step; those there are are named.
     """
-    checkpoints = checkpoints_in(folder)
-    found = {step: path for step, path in checkpoints.items() if _weight_files(path)}
+    found = with_weights(folder)
     there = f"{folder}: there are checkpoints of the steps {list(found) or 'none'}"
     if steps is not None:
         missing = [step for step in steps if step not in found]

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.integrations import is_tensorboard_available
 
 from .arguments import ModelArguments
-from .averaging import average_checkpoints
+from .averaging import average_checkpoints, with_weights
 from .batching import TokenBudgetTrainer
 from .bpe_dropout import BPEDropoutDataset
 from .checkpoints import (
@@ -219,7 +219,7 @@ def average_last(trainer: Seq2SeqTrainer) -> None:
     args = trainer.args
     if args.average_checkpoints is None:
         return
-    checkpoints = checkpoints_in(args.output_dir)
+    checkpoints = with_weights(args.output_dir)
     steps = list(checkpoints)
     if args.load_best_model_at_end:
         metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
