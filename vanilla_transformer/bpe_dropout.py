@@ -108,9 +108,8 @@ class _EncodedAnew:
     ):
         self.pairs, self.encoder = pairs, encoder
         self.max_lengths = max_source_length, max_target_length
-        self._epoch = torch.zeros(
-            (), dtype=torch.int64
-        ).share_memory_()  # seen by workers that live
+        # Loading processes that outlive an epoch share it.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of this epoch."""

@@ -8,9 +8,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tqdm.auto import tqdm
 
@@ -96,20 +97,23 @@ def _expect_same_job(parts: Path, job: dict[str, Any]) -> None:
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
-    aside = path.with_name(f"{path.name}.incomplete")
-    with aside.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(f"{line}\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    with _whole(path) as file:
+        file.writelines(f"{line}\n".encode() for line in lines)
 
 
 def _merge(parts: list[Path], output: Path) -> None:
-    aside = output.with_name(f"{output.name}.incomplete")
-    with aside.open("wb") as file:
+    with _whole(output) as file:
         for part in parts:
             with part.open("rb") as content:
                 shutil.copyfileobj(content, file)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that has its name only once all of it is on the disk."""
+    aside = path.with_name(f"{path.name}.incomplete")
+    with aside.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    aside.rename(output)
+    aside.rename(path)

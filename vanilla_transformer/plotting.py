@@ -18,7 +18,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, get_scheduler
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .checkpoints import checkpoints_in
 
 # Okabe and Ito's colours, which the colour-blind tell apart too, without yellow, pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -77,7 +80,6 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
 
 # ---------------------------------------------------------------- Learning curves
 
-TRAINER_STATE = "trainer_state.json"
 Log = Sequence[Mapping[str, float]]
 LOSSES = {"loss": "training", "eval_loss": "validation"}
 SCORES = {"eval_bleu": "BLEU"}  # each has a panel of its own, where a run has it
@@ -91,11 +93,11 @@ def read_log(folder: str | Path) -> Log:
         FileNotFoundError: There is no trainer's state.
         ValueError: A state can't be read, or nothing in it is part of a learning curve.
     """
-    inside = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE}")
-    paths = [path for path in (Path(folder, TRAINER_STATE), *inside) if path.is_file()]
+    folders = [Path(folder), *checkpoints_in(folder).values()]
+    paths = [path for place in folders if (path := place / TRAINER_STATE_NAME).is_file()]
     if not paths:
         raise FileNotFoundError(
-            f"{folder}: expected a training's output folder, with {TRAINER_STATE} in it or in "
+            f"{folder}: expected a training's output folder, with {TRAINER_STATE_NAME} in it or in "
             f"a {PREFIX_CHECKPOINT_DIR}"
         )
     log = max(map(_read_state, paths), key=lambda state: state.global_step).log_history
