@@ -57,12 +57,10 @@ class WholeCheckpointTrainer(Trainer):
         self.accelerator.wait_for_everyone()  # all of them have written
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         aside, final = folder / ASIDE / name, folder / name
-        is_best = self.state.best_model_checkpoint == str(aside)
-        if is_best:
+        if self.state.best_model_checkpoint == str(aside):
             self.state.best_model_checkpoint = str(final)
         if self.args.should_save:
-            if is_best:
-                self.state.save_to_json(str(aside / TRAINER_STATE_NAME))
+            self.state.save_to_json(str(aside / TRAINER_STATE_NAME))
             _write_checksums(aside)
             _put_in_place(aside, final)
             self._remove_oldest(folder)
