@@ -1,5 +1,6 @@
 """The shared vocabulary: its ids, its pieces, that any text survives it, that it needs no code."""
 
+import ast
 import json
 import logging
 import pickle
@@ -295,3 +296,20 @@ def test_multi30k_takes_about_one_piece_a_word():
         held_out = texts(f"val.{language}")
         pieces = sum(len(ids) - 1 for ids in tokenizer(held_out)["input_ids"])
         assert pieces / sum(len(text.split()) for text in held_out) < most
+
+
+def test_the_same_text_gives_the_same_tokenizer_in_each_process():
+    """Where more characters are equally rare than fit, chance has no say in which are kept."""
+    program = (
+        "from vanilla_transformer.tokenization import train_tokenizer\n"
+        "texts = [chr(0x4E00 + n) * 2 + ' ' + 'common ' * 3 for n in range(400)]\n"
+        "print(train_tokenizer(texts, 400, show_progress=False).get_vocab())\n"
+    )
+    vocabularies = [
+        ast.literal_eval(subprocess.check_output([sys.executable, "-c", program], text=True))
+        for _ in range(3)
+    ]
+    assert vocabularies[0] == vocabularies[1] == vocabularies[2]
+    kept = [token for token in vocabularies[0] if "\u4e00" <= token <= "\u5000"]
+    assert min(kept) == "\u4e00"
+    assert max(kept) == chr(0x4E00 + len(kept) - 1)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
+from reprlib import repr
 from typing import Any
 
 from datasets import (
@@ -32,7 +33,7 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from .text import decode_lines, read_lines
+from .text import decode_lines, expect_unicode, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +328,7 @@ def _table_to_pairs(
         batched=True,
         remove_columns=sorted(used),
         features=PAIR_FEATURES,
-        fn_kwargs={"columns": (source, target), "drop_blank": split == "train"},
+        fn_kwargs={"columns": (source, target), "drop_blank": split == "train", "name": name},
     )
     if isinstance(pairs, Dataset):
         _report_blank(table.num_rows - pairs.num_rows, pairs.num_rows, split, name)
@@ -335,11 +336,11 @@ def _table_to_pairs(
 
 
 def _clean_batch(
-    batch: dict[str, list[Any]], columns: tuple[str, str], drop_blank: bool
+    batch: dict[str, list[Any]], columns: tuple[str, str], drop_blank: bool, name: str
 ) -> dict[str, list[str]]:
     names = list(batch)
     rows = (_flat(dict(zip(names, row, strict=True))) for row in zip(*batch.values(), strict=True))
-    pairs = list(_clean(rows, columns, drop_blank))
+    pairs = list(_clean(rows, columns, drop_blank, name))
     return {side: [pair[side] for pair in pairs] for side in PAIR_FEATURES}
 
 
@@ -381,7 +382,7 @@ def _rows_to_pairs(
 def _read_pairs(
     paths: tuple[str, ...], columns: tuple[str, str], drop_blank: bool, stamp: Any = None
 ) -> Iterator[dict[str, str]]:
-    return _clean(_read_rows(paths), columns, drop_blank)
+    return _clean(_read_rows(paths), columns, drop_blank, " and ".join(paths))
 
 
 def _read_rows(paths: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -441,6 +442,8 @@ def _read_json(path: str) -> Iterator[dict[str, Any]]:
         except json.JSONDecodeError as error:
             line = number + error.lineno - 1
             raise ValueError(f"{path}, line {line}: not valid JSON ({error.msg})") from error
+        except (ValueError, RecursionError) as error:  # too long a number, too deep
+            raise ValueError(f"{path}, line {number}: not readable JSON ({error})") from error
         for row in value if isinstance(value, list) else [value]:
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: {type(row).__name__} is not an object")
@@ -506,15 +509,16 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clean(
-    rows: Iterable[dict[str, Any]], columns: tuple[str, str], drop_blank: bool
+    rows: Iterable[dict[str, Any]], columns: tuple[str, str], drop_blank: bool, name: str
 ) -> Iterator[dict[str, str]]:
     for row in rows:
         pair = {}
         for side, column in zip(PAIR_FEATURES, columns, strict=True):
             text = row.get(column)
             if text is not None and not isinstance(text, str):
-                raise ValueError(f"column {column!r} must hold text, not {text!r}")
+                raise ValueError(f"{name}: column {column!r} must hold text, not {repr(text)}")
             pair[side] = text or ""
+            expect_unicode(pair[side], f"{name}: column {column!r}")
         if not (drop_blank and _is_blank(pair)):
             yield pair
 

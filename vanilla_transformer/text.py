@@ -35,6 +35,17 @@ def read_file(path: str | Path) -> Iterator[str]:
         yield from read_lines(file, str(path))
 
 
+def expect_unicode(text: str, name: str) -> None:
+    """Raises ValueError if a text holds half a surrogate pair, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} holds {text[error.start]!r} in place {error.start}: expected Unicode, in "
+            "which surrogates are no characters"
+        ) from None
+
+
 def expect_parallel(source: str | Path, target: str | Path) -> None:
     """Raises ValueError if two files differ in the number of their lines."""
     lines = [sum(1 for _ in read_file(path)) for path in (source, target)]

@@ -6,7 +6,11 @@ What `train_tokenizer` returns is a plain `PreTrainedTokenizerFast`: once saved,
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from tempfile import TemporaryFile
+from typing import IO
+from unicodedata import normalize
 
 from tokenizers import (
     Regex,
@@ -19,6 +23,8 @@ from tokenizers import (
     trainers,
 )
 from transformers import PreTrainedTokenizerFast
+
+from .text import expect_unicode
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +62,8 @@ def train_tokenizer(
         show_progress: whether to print progress bars.
 
     Raises:
-        ValueError: `vocab_size` has no room beyond special tokens and bytes, or there is no text.
+        ValueError: `vocab_size` has no room beyond special tokens and bytes; there is no text, or
+            one that is not Unicode.
         TypeError: `texts` is one string, or one of the texts is not a string.
     """
     reserved = len(SPECIAL_TOKENS) + len(BYTE_TOKENS)
@@ -68,24 +75,38 @@ def train_tokenizer(
     if isinstance(texts, str | bytes):
         raise TypeError("texts must be an iterable of strings, got a single string")
 
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        show_progress=show_progress,
-        # The trainer gives these the first ids; in the finished tokenizer bytes are not special.
-        special_tokens=[*SPECIAL_TOKENS, *BYTE_TOKENS],
-        # A script of thousands of characters must leave room for merges; the rarest become bytes.
-        limit_alphabet=(vocab_size - reserved) // 2,
-    )
     learner = _pipeline(models.BPE())
-    learner.train_from_iterator(_checked(texts), trainer)
+    with TemporaryFile("w+", encoding="utf-8") as spool:
+        # A script of thousands of characters must leave room for merges; the rarest become bytes.
+        alphabet = _spool(_checked(texts), spool, limit=(vocab_size - reserved) // 2)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=min_frequency,
+            show_progress=show_progress,
+            # The trainer gives these the first ids; in the finished tokenizer bytes are not special.
+            special_tokens=[*SPECIAL_TOKENS, *BYTE_TOKENS],
+            # Of itself it leaves out rare characters by chance where some are as rare as others.
+            initial_alphabet=alphabet,
+            limit_alphabet=len(alphabet),
+        )
+        learner.train_from_iterator(map(json.loads, spool), trainer)
     model = json.loads(learner.to_str())["model"]
-    size = len(model["vocab"])
-    if size == reserved:
-        raise ValueError("there is no text to train a tokenizer on")
-    if size < vocab_size:
-        logger.info("The corpus gives %d tokens of %d", size, vocab_size)
+    if len(model["vocab"]) < vocab_size:
+        logger.info("The corpus gives %d tokens of %d", len(model["vocab"]), vocab_size)
     return _finish(model["vocab"], model["merges"], model_max_length)
+
+
+def _spool(texts: Iterable[str], spool: IO[str], limit: int) -> list[str]:
+    """The most frequent characters of texts, which go into a file to be read once more."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(normalize("NFC", text))
+        spool.write(json.dumps(text) + "\n")
+    if not counts:
+        raise ValueError("there is no text to train a tokenizer on")
+    spool.seek(0)
+    counts[" "] += 1  # each text is given one
+    return sorted(counts, key=lambda character: (-counts[character], character))[:limit]
 
 
 def _finish(
@@ -139,4 +160,5 @@ def _checked(texts: Iterable[str]) -> Iterator[str]:
     for number, text in enumerate(texts, start=1):
         if not isinstance(text, str):
             raise TypeError(f"text {number} is not a string but {type(text).__name__}")
+        expect_unicode(text, f"text {number}")
         yield text
