@@ -4,16 +4,21 @@ python scripts/faults.py --output_dir outputs/faults
 python scripts/faults.py --faults kill --times 20
 
 A small model is trained to the end once, undisturbed. Then the same training is broken and goes on,
-each time in a new process. A fault is survived if the end is, bit for bit, that of the undisturbed
+each time in new processes. A fault is survived if the end is, bit for bit, that of the undisturbed
 training. Writes faults.json and faults.md.
 
 kill: SIGKILL at random instants, in steps, evaluations and while checkpoints are written.
 terminate, interrupt: SIGTERM and SIGINT likewise, which must end in a checkpoint and an exit code.
 truncated, flipped, missing: a file of the newest checkpoint, between two processes.
 full: files can't grow beyond some bytes, as on a full disk. removed: the output folder disappears.
+nan: a step's loss is NaN, which must stop training. poisoned: likewise where a step may be left
+out; training must then end by itself, with finite weights.
+worker: SIGKILL for the process that loads the data. Of two processes that train together,
+rank_killed: SIGKILL for one of them. rank_stalled: SIGSTOP for it; the other gives up in time.
 """
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -27,8 +32,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file
+from torch.distributed.elastic.utils.distributed import get_free_port
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
@@ -38,7 +45,7 @@ from vanilla_transformer.arguments import TranslationTrainingArguments
 from vanilla_transformer.checkpoints import ASIDE, checkpoints_in
 from vanilla_transformer.phrases import load_phrases
 from vanilla_transformer.tokenization import train_tokenizer
-from vanilla_transformer.training import exit_if_interrupted, find_checkpoint, make_trainer
+from vanilla_transformer.training import find_checkpoint, make_trainer
 
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 # Exit codes. Before training has begun, signals do as they always do.
@@ -48,7 +55,9 @@ ENDS = {
     "interrupt": {128 + signal.SIGINT, 1},
 }
 DAMAGES = ("truncated", "flipped", "missing")
-FAULTS = (*SIGNALS, *DAMAGES, "full", "removed")
+OF_ONE_OF_TWO = {"rank_killed": signal.SIGKILL, "rank_stalled": signal.SIGSTOP}
+FAULTS = (*SIGNALS, *DAMAGES, "full", "removed", "nan", "poisoned", "worker", *OF_ONE_OF_TWO)
+TIMEOUT = 20  # seconds that a process waits for another
 FILES = (
     "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
     "config.json", "tokenizer.json",
@@ -107,12 +116,29 @@ class PhaseCallback(TrainerCallback):
         self.phase.value = PHASES.index("checkpoint")
 
 
+class PoisonCallback(TrainerCallback):
+    """Makes the gradient of one step what a loss that is NaN makes it."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step:
+            embedding = model.get_encoder().embed_tokens
+            self.hook = embedding.register_forward_hook(lambda *args: args[-1] * math.nan)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.hook.remove()
+
+
 class Harness:
     """One training, again and again."""
 
     def __init__(self, scratch: Path, arguments: FaultArguments):
         self.scratch, self.arguments = scratch, arguments
         self.random = random.Random(arguments.seed)
+        self.log = scratch / "errors.log"
         self.phase = multiprocessing.Value("i", 0)
         pairs = load_phrases(200, target_language="de")
         texts = [*pairs["source"], *pairs["target"]]
@@ -121,40 +147,71 @@ class Harness:
             lambda pair: self.tokenizer(pair["source"], text_target=pair["target"]),
             remove_columns=pairs.column_names,
         )
-        undisturbed = scratch / "undisturbed"
-        began = time.monotonic()
-        assert self.go_on(undisturbed) == 0, "the undisturbed training failed"
-        self.duration = time.monotonic() - began
-        self.expected = load_file(undisturbed / "model.safetensors")
+        self.expected, self.duration = {}, {}  # by processes
+        for processes in {len(ranks_for(fault)) for fault in arguments.faults}:
+            folder = scratch / f"undisturbed-{processes}"
+            began = time.monotonic()
+            if self.go_on(folder, ranks=range(processes)) != 0:
+                raise RuntimeError(f"the undisturbed training failed: {self.log.read_text()}")
+            self.duration[processes] = time.monotonic() - began
+            self.expected[processes] = load_file(folder / "model.safetensors")
 
-    def go_on(self, folder: Path, fault: str | None = None) -> int:
+    def go_on(self, folder: Path, fault: str | None = None, ranks: range = range(1)) -> int:
         """Let the training begin or go on until its end, or until the fault; the exit code."""
-        limit = 50_000 if fault == "full" else resource.RLIM_INFINITY
         self.phase.value = PHASES.index("setting up")
-        process = multiprocessing.get_context("fork").Process(
-            target=self.train, args=(folder, limit)
-        )
-        process.start()
-        if fault in SIGNALS or fault == "removed":
-            process.join(self.random.uniform(0.1, 0.7) * self.duration)
-        if fault in SIGNALS and process.is_alive():
-            os.kill(process.pid, SIGNALS[fault])
+        poisoned = self.random.randint(1, self.arguments.steps)
+        fork = multiprocessing.get_context("fork")
+        port = get_free_port()
+        processes = [
+            fork.Process(target=self.train, args=(folder, fault, poisoned, rank, len(ranks), port))
+            for rank in ranks
+        ]
+        for process in processes:
+            process.start()
+        self.disturb(folder, fault, processes)
+        processes[0].join()
+        for process in processes[1:]:  # torchrun does the same
+            process.kill()
+            process.join()
+        return processes[0].exitcode
+
+    def disturb(self, folder: Path, fault: str | None, processes: list[Any]) -> None:
+        """What is done to the training from outside, at a random instant."""
+        if fault not in (*SIGNALS, "removed", "worker", *OF_ONE_OF_TWO):
+            return
+        processes[0].join(self.random.uniform(0.1, 0.7) * self.duration[len(processes)])
         if fault == "removed":
             shutil.rmtree(folder, ignore_errors=True)
-        process.join()
-        return process.exitcode
+        elif fault in SIGNALS:
+            send(processes[0], SIGNALS[fault])
+        elif fault in OF_ONE_OF_TWO:
+            send(processes[1], OF_ONE_OF_TWO[fault])
+        while fault == "worker" and processes[0].is_alive():
+            for child in psutil.Process(processes[0].pid).children():
+                child.kill()
+                return
+            time.sleep(0.01)
 
-    def train(self, folder: Path, limit: int) -> None:
+    def train(
+        self, folder: Path, fault: str | None, poisoned: int, rank: int, processes: int, port: int
+    ) -> None:
         """What a process does."""
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        with self.log.open("w") as log:
+            os.dup2(log.fileno(), 2)
+        if fault == "full":
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        if processes > 1:
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes}
+            address |= {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
+            os.environ.update({name: str(value) for name, value in address.items()})
         arguments = TranslationTrainingArguments(
             output_dir=str(folder), resume_from_checkpoint="auto", max_steps=self.arguments.steps,
             max_tokens=128, learning_rate=1e-3, eval_strategy="steps", eval_steps=10,
-            save_strategy="steps", save_steps=10, save_total_limit=2, per_device_eval_batch_size=50,
-            report_to="none", disable_tqdm=True, use_cpu=True,
+            save_strategy="steps", save_steps=10, save_total_limit=2, per_device_eval_batch_size=10,
+            report_to="none", disable_tqdm=True, use_cpu=True, ddp_timeout=TIMEOUT,
+            ddp_backend="gloo" if processes > 1 else None,
+            dataloader_num_workers=int(fault == "worker"), max_skipped_steps=int(fault == "poisoned"),
         )  # fmt: skip
         checkpoint = find_checkpoint(arguments)
         set_seed(1)
@@ -164,8 +221,10 @@ class Harness:
         trainer = make_trainer(model, self.tokenizer, arguments, splits)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(PhaseCallback(self.phase))
+        if fault in ("nan", "poisoned"):
+            trainer.add_callback(PoisonCallback(poisoned))
         trainer.train(resume_from_checkpoint=checkpoint)
-        exit_if_interrupted(trainer)
+        trainer.exit_if_interrupted()
         trainer.save_model()
 
     def break_by(self, fault: str) -> dict[str, Any]:
@@ -177,7 +236,9 @@ class Harness:
             while result["tried"] < times:
                 folder = Path(tempfile.mkdtemp(dir=self.scratch))
                 tried, in_order = self.break_one(fault, folder, result)
-                ended = in_order and self.go_on(folder) == 0 and self.ends_as_expected(folder)
+                ranks = ranks_for(fault)
+                ended = in_order and self.go_on(folder, ranks=ranks) == 0
+                ended = ended and self.ends_as_expected(folder, fault)
                 result["tried"] += tried
                 result["survived"] += tried * ended
                 progress.update(tried)
@@ -193,6 +254,11 @@ class Harness:
                 codes.append(code)
                 result["phases"][PHASES[self.phase.value]] += 1
             return len(codes), set(codes) <= ENDS[fault]
+        if fault in ("nan", "worker", *OF_ONE_OF_TWO):
+            # By chance an end may come first: then nothing was tried.
+            return int(self.go_on(folder, fault, ranks_for(fault)) != 0), True
+        if fault == "poisoned":
+            return 1, self.go_on(folder, fault) == 0
         while self.go_on(folder, "terminate") == 0 or not checkpoints_in(folder):
             shutil.rmtree(folder)
         if fault in DAMAGES:
@@ -205,11 +271,26 @@ class Harness:
             return 1, code != 0 and len(checkpoints_in(folder)) == before
         return 1, True
 
-    def ends_as_expected(self, folder: Path) -> bool:
+    def ends_as_expected(self, folder: Path, fault: str) -> bool:
         """Whether the weights are those of the undisturbed training, and nothing is left over."""
         weights = load_file(folder / "model.safetensors")
-        same = all(torch.equal(weights[name], self.expected[name]) for name in self.expected)
-        return same and not list((folder / ASIDE).iterdir())
+        expected = self.expected[len(ranks_for(fault))]
+        if fault == "poisoned":
+            right = all(torch.isfinite(weight).all() for weight in weights.values())
+        else:
+            right = all(torch.equal(weights[name], expected[name]) for name in expected)
+        return right and not list((folder / ASIDE).iterdir())
+
+
+def ranks_for(fault: str) -> range:
+    """The processes of a training."""
+    return range(2 if fault in OF_ONE_OF_TWO else 1)
+
+
+def send(process: Any, number: signal.Signals) -> None:
+    """Send a signal to a process, if it is still there."""
+    if process.is_alive():
+        os.kill(process.pid, number)
 
 
 def spoil(kind: str, path: Path) -> None:

@@ -5,6 +5,8 @@ r"""Train a translation model from scratch, or fine-tune one.
     torchrun --nproc_per_node 2 scripts/train.py --config scripts/recipes/multi30k_tiny.yaml \
         --train_source train.en --train_target train.de \
         --validation_source valid.en --validation_target valid.de --output_dir outputs/mine
+    torchrun --nproc_per_node 2 scripts/train.py --tp_size 2 ...  # a large model, split up
+    accelerate launch --config_file scripts/accelerate/fsdp2.yaml scripts/train.py ...
 
 Every option of `Seq2SeqTrainingArguments` is one of this script's; `--help` lists them all.
 """
@@ -25,9 +27,9 @@ from vanilla_transformer.bpe_dropout import BPEDropout, with_bpe_dropout
 from vanilla_transformer.data import DataArguments, load_parallel_dataset, tokenize_dataset
 from vanilla_transformer.evaluation import score_translations
 from vanilla_transformer.model_card import write_model_card
+from vanilla_transformer.sharding import load_whole, tensor_parallel
 from vanilla_transformer.training import (
     average_last,
-    exit_if_interrupted,
     find_checkpoint,
     make_model,
     make_tokenizer,
@@ -53,6 +55,9 @@ def main() -> None:
     pairs = load_parallel_dataset(data_args)
     tokenizer = make_tokenizer(model_args, pairs["train"], checkpoint)
     model = make_model(model_args, tokenizer, checkpoint)
+    if training_args.tp_size > 1:
+        sizes = training_args.tp_size, training_args.data_parallel_size
+        model = tensor_parallel(model, *sizes)
     with training_args.main_process_first(desc="tokenising"):
         splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
     if data_args.bpe_dropout:
@@ -63,11 +68,12 @@ def main() -> None:
 
     trainer = make_trainer(model, tokenizer, training_args, splits)
     trainer.train(resume_from_checkpoint=checkpoint)
-    exit_if_interrupted(trainer)
+    trainer.exit_if_interrupted()
     average_last(trainer)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
+        model = load_whole(model, training_args.output_dir).to(training_args.device)
         scores = {
             split: evaluate(model, tokenizer, pairs[split], training_args)
             for split in ("validation", "test")

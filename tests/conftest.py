@@ -37,6 +37,38 @@ def random_ids(rows, length, vocab_size=SMALL["vocab_size"], seed=0):
     return torch.randint(4, vocab_size, (rows, length), generator=generator)
 
 
+# Sentence pairs for a trainer: 6 batches of 2 make an epoch.
+PAIRS = [{"input_ids": [5, 6, 7, 2], "labels": [8, 9, 2]}, {"input_ids": [9, 2], "labels": [2]}] * 6
+
+
+def small_trainer(folder, tokenizer, *callbacks, config=None, **options):
+    """A trainer of 8 quiet steps with a checkpoint after every other one, over `PAIRS`."""
+    from datasets import Dataset
+
+    from vanilla_transformer.arguments import TranslationTrainingArguments
+    from vanilla_transformer.training import make_trainer
+
+    torch.manual_seed(0)
+    config = small_config(vocab_size=len(tokenizer), **(config or {}))
+    defaults = {
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    arguments = TranslationTrainingArguments(str(folder), **{**defaults, **options})
+    data = Dataset.from_list(PAIRS)
+    model = VanillaTransformerForConditionalGeneration(config)
+    trainer = make_trainer(model, tokenizer, arguments, {"train": data, "validation": data})
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    return trainer
+
+
 @pytest.fixture
 def model():
     torch.manual_seed(0)

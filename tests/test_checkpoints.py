@@ -2,56 +2,30 @@
 
 import json
 import logging
-import os
-import signal
+import shutil
 
 import pytest
 import torch
-from conftest import small_config
-from datasets import Dataset
-from transformers import TrainerCallback, TrainerState
+from conftest import small_trainer
+from transformers import TrainerState
 
-from vanilla_transformer import VanillaTransformerForConditionalGeneration, checkpoints
+from vanilla_transformer import checkpoints
 from vanilla_transformer.arguments import TranslationTrainingArguments
 from vanilla_transformer.checkpoints import (
     ASIDE,
     CHECKSUMS,
+    WholeCheckpointTrainer,
     checkpoints_in,
     defect_of,
     newest_whole_checkpoint,
 )
-from vanilla_transformer.training import exit_if_interrupted, find_checkpoint, make_trainer
-
-ROWS = [{"input_ids": [5, 6, 7, 2], "labels": [8, 9, 2]}, {"input_ids": [9, 2], "labels": [2]}] * 6
-
-
-def trainer_in(folder, tokenizer, *callbacks, **options):
-    torch.manual_seed(0)
-    model = VanillaTransformerForConditionalGeneration(small_config(vocab_size=len(tokenizer)))
-    defaults = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
-    arguments = TranslationTrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        **{**defaults, **options},
-    )
-    data = Dataset.from_list(ROWS)
-    trainer = make_trainer(model, tokenizer, arguments, {"train": data, "validation": data})
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    return trainer
+from vanilla_transformer.training import find_checkpoint
 
 
 @pytest.fixture
 def run(tmp_path, tokenizer):
-    trainer_in(tmp_path, tokenizer).train()
+    small_trainer(tmp_path, tokenizer).train()
     return tmp_path
-
-
-def weights_of(trainer):
-    return torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
 
 
 # ---------------------------------------------------------------- writing
@@ -82,7 +56,7 @@ def test_what_is_being_written_has_no_name_yet(tokenizer, tmp_path, monkeypatch,
     }[file]
     write = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args: stop(args) or write(*args))
-    trainer = trainer_in(tmp_path, tokenizer)
+    trainer = small_trainer(tmp_path, tokenizer)
     with pytest.raises(OSError, match="No space left"):
         trainer.train()
     assert list(checkpoints_in(tmp_path)) == [2, 4]
@@ -90,16 +64,63 @@ def test_what_is_being_written_has_no_name_yet(tokenizer, tmp_path, monkeypatch,
     assert (tmp_path / ASIDE / "checkpoint-6").is_dir()
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+@pytest.mark.parametrize("leave_folder", [False, True])
+def test_a_folder_removed_while_it_is_written_is_written_again(
+    tokenizer, tmp_path, monkeypatch, caplog, file, leave_folder
+):
+    """Of what was written before the folder disappeared nothing may lack in the end."""
+    disturbed = []
+
+    def remove(args):
+        if disturbed or not any("checkpoint-6" in str(arg) for arg in args):
+            return
+        disturbed.append(file)
+        aside = tmp_path / ASIDE / "checkpoint-6"
+        shutil.rmtree(tmp_path)
+        if leave_folder:
+            aside.mkdir(parents=True)
+
+    owner, name = {
+        "model.safetensors": (WholeCheckpointTrainer, "_save"),
+        "optimizer.pt": (torch, "save"),
+        "trainer_state.json": (TrainerState, "save_to_json"),
+    }[file]
+    write = getattr(owner, name)
+    monkeypatch.setattr(
+        owner,
+        name,
+        lambda *args, **kwargs: remove([*args, *kwargs.values()]) or write(*args, **kwargs),
+    )
+    small_trainer(tmp_path, tokenizer).train()
+    assert disturbed
+    assert "was removed while it was written: once more" in caplog.text
+    assert list(checkpoints_in(tmp_path)) == [6, 8]
+    files = {path.name for path in (tmp_path / "checkpoint-8").iterdir()}
+    assert {path.name for path in (tmp_path / "checkpoint-6").iterdir()} == files
+    assert defect_of(tmp_path / "checkpoint-6") is None
+
+
+def test_one_that_was_whole_but_had_no_name_yet_gets_it(run):
+    """As when the power went between the two renames that replace a checkpoint of the same step."""
+    (run / ASIDE).mkdir(exist_ok=True)
+    (run / "checkpoint-8").rename(run / ASIDE / "checkpoint-8")
+    assert newest_whole_checkpoint(run) == run / "checkpoint-8"
+    (run / "checkpoint-8").rename(run / ASIDE / "checkpoint-8")
+    (run / ASIDE / "checkpoint-8/optimizer.pt").unlink()
+    assert newest_whole_checkpoint(run) == run / "checkpoint-6"
+
+
 def test_what_an_earlier_run_left_half_written_is_removed(tokenizer, tmp_path):
     (tmp_path / ASIDE / "checkpoint-2").mkdir(parents=True)
     (tmp_path / ASIDE / "checkpoint-2/nonsense").touch()
-    trainer_in(tmp_path, tokenizer, max_steps=2).train()
+    small_trainer(tmp_path, tokenizer, max_steps=2).train()
     assert not (tmp_path / "checkpoint-2/nonsense").exists()
     assert defect_of(tmp_path / "checkpoint-2") is None
 
 
 def test_so_many_are_kept_and_the_best_among_them(tokenizer, tmp_path):
-    trainer = trainer_in(
+    trainer = small_trainer(
         tmp_path,
         tokenizer,
         save_total_limit=2,
@@ -118,7 +139,7 @@ def test_so_many_are_kept_and_the_best_among_them(tokenizer, tmp_path):
 
 
 def test_a_step_that_is_saved_again_replaces_its_checkpoint(run, tokenizer):
-    trainer = trainer_in(run, tokenizer)
+    trainer = small_trainer(run, tokenizer)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
     assert list(checkpoints_in(run)) == [2, 4, 6, 8]
     assert all(defect_of(path) is None for path in checkpoints_in(run).values())
@@ -191,45 +212,3 @@ def test_other_trainers_checkpoints_are_looked_at_too(run):
 def test_checksums_that_are_none_are_a_defect(run):
     (run / "checkpoint-8" / CHECKSUMS).write_text("[1]")
     assert defect_of(run / "checkpoint-8").endswith("can't be read")
-
-
-# ---------------------------------------------------------------- signals
-
-
-class Signal(TrainerCallback):
-    """Sends this process a signal in the midst of a step."""
-
-    def __init__(self, number, step, times=1):
-        self.number, self.step, self.times = number, step, times
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == self.step - 1:
-            for _ in range(self.times):
-                os.kill(os.getpid(), self.number)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_a_checkpoint_and_its_exit_code(run, tokenizer, tmp_path, number):
-    whole = trainer_in(tmp_path / "whole", tokenizer)
-    whole.train()
-    before = signal.getsignal(number)
-    trainer = trainer_in(tmp_path / "stopped", tokenizer, Signal(number, 5), save_strategy="no")
-    trainer.train()
-    assert signal.getsignal(number) == before
-    with pytest.raises(SystemExit) as stopped:
-        exit_if_interrupted(trainer)
-    assert stopped.value.code == 128 + number
-    assert list(checkpoints_in(tmp_path / "stopped")) == [5]
-    again = trainer_in(tmp_path / "stopped", tokenizer)
-    again.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-5"))
-    exit_if_interrupted(again)
-    assert torch.equal(weights_of(again), weights_of(whole))
-
-
-def test_the_same_signal_twice_stops_at_once(tokenizer, tmp_path):
-    before = signal.getsignal(signal.SIGINT)
-    trainer = trainer_in(tmp_path, tokenizer, Signal(signal.SIGINT, 5, times=2))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert signal.getsignal(signal.SIGINT) == before
-    assert list(checkpoints_in(tmp_path)) == [2, 4]

@@ -1,6 +1,7 @@
 """Recipes, output folders, and a `Seq2SeqTrainer` over our model."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from transformers import (
     DataCollatorForSeq2Seq,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
+    TrainerCallback,
 )
+from transformers.integrations import TensorBoardCallback
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.arguments import (
@@ -416,11 +419,32 @@ def test_cutting_to_the_budget_limits_both_sides(tmp_path):
     assert (data.max_source_length, data.max_target_length) == (50, 20)
 
 
-def test_tensorboard_is_used_where_installed(tokenizer, splits, tmp_path):
+def test_tensorboard_is_used_where_installed_unless_it_is_not_wished(tokenizer, splits, tmp_path):
     pytest.importorskip("tensorboard")
-    trainer = make_trainer(small_model(tokenizer), tokenizer, training_arguments(tmp_path), splits)
-    names = {type(callback).__name__ for callback in trainer.callback_handler.callbacks}
-    assert "TensorBoardCallback" in names
+    for options, expected in (({}, True), ({"report_to": "none"}, False)):
+        arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **options)
+        trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+        callbacks = trainer.callback_handler.callbacks
+        assert any(isinstance(one, TensorBoardCallback) for one in callbacks) == expected
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_training_outlives_its_tensorboard_events(tokenizer, splits, tmp_path):
+    """The folder goes at step 2; its writer notices in the midst of training, or at the end."""
+    pytest.importorskip("tensorboard")
+
+    class Remove(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                shutil.rmtree(tmp_path)
+
+    arguments = training_arguments(
+        tmp_path, max_steps=6, logging_steps=1, report_to="tensorboard", disable_tqdm=True
+    )
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    trainer.add_callback(Remove())
+    trainer.train()
+    assert trainer.state.global_step == 6
 
 
 def test_the_tokenizer_is_the_checkpoints_the_named_one_or_a_new_one(checkpoint, tokenizer):

@@ -1,5 +1,6 @@
 """What a training run is told: options, and recipes that give them."""
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +10,13 @@ from typing import Any
 import torch
 import yaml
 from transformers import GenerationConfig, HfArgumentParser, Seq2SeqTrainingArguments
+from transformers.integrations import is_tensorboard_available
 
 from .batching import TokenBudgetArguments
 from .configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from .data import SPLITS, DataArguments
+from .finite_gradients import FiniteGradientArguments
+from .sharding import join_on_cpus, shard_on_cpus, writes_shards
 
 # Local files on the command line replace the data set that a recipe names.
 LOCAL_DATA_FLAGS = {
@@ -37,7 +41,10 @@ class ModelArguments:
     )
     config_overrides: str | None = field(
         default=None,
-        metadata={"help": "Fields unlike the preset's, e.g. dropout=0.2,norm_position=pre."},
+        metadata={
+            "help": "Fields unlike the preset's, or unlike those of the checkpoint to fine-tune, "
+            "e.g. dropout=0.2,norm_position=pre."
+        },
     )
     tokenizer_name: str | None = field(
         default=None, metadata={"help": "Tokenizer to use; by default, one is trained on the data."}
@@ -82,12 +89,14 @@ class ModelArguments:
 
 
 @dataclass
-class TranslationTrainingArguments(TokenBudgetArguments, Seq2SeqTrainingArguments):
+class TranslationTrainingArguments(
+    TokenBudgetArguments, FiniteGradientArguments, Seq2SeqTrainingArguments
+):
     """transformers' arguments, and those of the paper's training that it has none for.
 
     Raises:
         ValueError: Checkpoints are to be averaged that would not be there; alpha is negative; the
-            generation config has no such field.
+            generation config has no such field; so many processes can't share the work so.
     """
 
     _VALID_DICT_FIELDS = [*Seq2SeqTrainingArguments._VALID_DICT_FIELDS, "generation_kwargs"]
@@ -107,6 +116,27 @@ class TranslationTrainingArguments(TokenBudgetArguments, Seq2SeqTrainingArgument
             "its paper for translation; 0: one pass. Each batch is then worked on twice at a time."
         },
     )
+    report_to: None | str | list[str] = field(
+        default_factory=lambda: "tensorboard" if is_tensorboard_available() else "none",
+        metadata={"help": "Where to log besides: tensorboard (default if installed), none, ..."},
+    )
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Look for weights without gradient: here all have one."}
+    )
+    batches_per_update: int | None = field(
+        default=None,
+        metadata={
+            "help": "Batches of each update on all devices together: gradient_accumulation_steps "
+            "follows, so that the training is the same on any number of devices."
+        },
+    )
+    tp_size: int = field(
+        default=1,
+        metadata={
+            "help": "Split each matrix up among so many processes (tensor parallelism); of more "
+            "processes, groups of so many share the data, and the weights once more (FSDP2)."
+        },
+    )
     generation_kwargs: dict | str | None = field(
         default=None,
         metadata={
@@ -116,7 +146,10 @@ class TranslationTrainingArguments(TokenBudgetArguments, Seq2SeqTrainingArgument
     )
 
     def __post_init__(self) -> None:
+        self._share_out()
+        join_on_cpus(self)
         super().__post_init__()
+        shard_on_cpus(self)
         if self.r_drop_alpha < 0:
             raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected a number from 0")
         known = GenerationConfig().to_dict().keys() | {"length_penalty_type"}
@@ -124,6 +157,25 @@ class TranslationTrainingArguments(TokenBudgetArguments, Seq2SeqTrainingArgument
             if name not in known:
                 raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
         self._check_averages()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many batches are worked on at a time."""
+        return int(os.environ.get("WORLD_SIZE", "1")) // self.tp_size
+
+    def _share_out(self) -> None:
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.tp_size < 1 or processes % self.tp_size:
+            raise ValueError(f"tp_size={self.tp_size}: expected a divisor of {processes} processes")
+        wanted, at_a_time = self.batches_per_update, self.data_parallel_size
+        if wanted is None:
+            return
+        if wanted < 1 or wanted % at_a_time:
+            raise ValueError(
+                f"batches_per_update={wanted}: expected a multiple of {at_a_time}, as many as are "
+                "worked on at a time"
+            )
+        self.gradient_accumulation_steps = wanted // at_a_time
 
     def _check_averages(self) -> None:
         wanted, limit = self.average_checkpoints, self.save_total_limit
@@ -135,6 +187,11 @@ class TranslationTrainingArguments(TokenBudgetArguments, Seq2SeqTrainingArgument
             raise ValueError(
                 f"average_checkpoints={wanted}: save_total_limit={limit} keeps fewer, expected as "
                 "many at least"
+            )
+        if writes_shards():
+            raise ValueError(
+                f"average_checkpoints={wanted}: expected FSDP with FULL_STATE_DICT, which unlike "
+                "SHARDED_STATE_DICT leaves whole checkpoints"
             )
         if self.save_strategy == "no":
             raise ValueError(f"average_checkpoints={wanted}: save_strategy='no' keeps none")

@@ -8,6 +8,7 @@ The budget holds for source and target each, and counts padding, as memory does.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
@@ -16,7 +17,9 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow.compute
+import torch
 from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, has_length
@@ -34,7 +37,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
     Pairs are sorted by length and cut into batches once. Each epoch deals out anew which of the
     pairs of equal length go where, and shuffles the batches; the same seed and epoch give the same
     batches in the same order. All processes get equally many, with no pair twice and none left out:
-    for that, the largest batches are halved as needed.
+    for that, the largest batches are halved as needed. They are the same batches for any number of
+    processes that `multiple_of` is a multiple of.
 
     Args:
         source_lengths: Tokens of each pair's source.
@@ -48,6 +52,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         seed: Of the shuffling.
         num_replicas: Processes that share the batches.
         rank: Which of them this is.
+        multiple_of: Batches are a multiple of so many, as they are of `num_replicas`.
 
     Raises:
         ValueError: There are no pairs, or fewer than processes; a side is empty; lengths are not as
@@ -68,6 +73,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         seed: int = 0,
         num_replicas: int = 1,
         rank: int = 0,
+        multiple_of: int = 1,
     ):
         if oversized not in OVERSIZED:
             raise ValueError(f"oversized={oversized!r}: expected one of {', '.join(OVERSIZED)}")
@@ -80,10 +86,11 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self.oversized = int((~fits).sum())
         self.dropped = self.oversized if oversized == "drop" else 0
         self._kept = fits.nonzero()[0] if self.dropped else np.arange(len(fits))
-        if len(self._kept) < num_replicas:
+        divisor = math.lcm(num_replicas, multiple_of)
+        if len(self._kept) < divisor:
             raise ValueError(
-                f"{len(self._kept)} sentence pairs for {num_replicas} processes: "
-                "expected one for each at least"
+                f"{len(self._kept)} sentence pairs for {num_replicas} processes, in multiples of "
+                f"{divisor} batches: expected one for each at least"
             )
         self.order = self._kept[_by_length(self._lengths_of(self._kept))]
         if even_rows:
@@ -91,7 +98,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             self._cuts = _cut(self._lengths_of(self.order), max_tokens, num_replicas)
         else:
             cuts = _cut(self._lengths_of(self.order), max_tokens)
-            self._cuts = _make_divisible(cuts, len(self.order), num_replicas)
+            self._cuts = _make_divisible(cuts, len(self.order), divisor)
 
     def __len__(self) -> int:
         """Batches of an epoch, for this process."""
@@ -217,7 +224,7 @@ class TokenBudgetStream(IterableDataset):
         self.repeat = repeat
         self.options = options
         self.epoch = 0
-        one_each = [1] * options.get("num_replicas", 1)
+        one_each = [1] * options.get("num_replicas", 1) * options.get("multiple_of", 1)
         TokenBudgetSampler(one_each, one_each, max_tokens, **options)  # raises now what it would
 
     def set_epoch(self, epoch: int) -> None:
@@ -341,6 +348,7 @@ class TokenBudgetTrainer(Trainer):
         oversized = "alone" if args.oversized == "cut" else args.oversized
         seed = args.seed if args.data_seed is None else args.data_seed
         options = {"oversized": oversized, "seed": seed}
+        options["multiple_of"] = getattr(args, "batches_per_update", None) or 1
         return self._load(self.train_dataset, "Training", args.max_tokens, **options)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -360,14 +368,39 @@ class TokenBudgetTrainer(Trainer):
 
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the trainer's, and back in the order of the data set."""
-        output = super().evaluation_loop(dataloader, *args, **kwargs)
         if not isinstance(dataloader.batch_sampler, TokenBudgetSampler):
-            return output
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        before = self.gather_function  # type: ignore[has-type]
+        if self._processes_of_a_batch() > 1:
+            self.gather_function = self._gather_once
+        try:
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            self.gather_function = before
         places = np.argsort(dataloader.batch_sampler.order[: output.num_samples])
         return output._replace(
             predictions=_in_order(output.predictions, places),
             label_ids=_in_order(output.label_ids, places),
         )
+
+    def _processes_of_a_batch(self) -> int:
+        """How many work on the same batch, each with its part of the model."""
+        return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+
+    def _gather_once(self, values: Any) -> Any:
+        """One of the copies that the processes of a batch have; the last batch without what it has
+        been filled up with."""
+        copies, state = self._processes_of_a_batch(), self.accelerator.gradient_state
+        rest = None
+        if state.end_of_dataloader:
+            sampler = state.active_dataloader.batch_sampler
+            rest = len(sampler.lengths[0]) % sampler.num_processes or None
+
+        def once(gathered: torch.Tensor) -> torch.Tensor:
+            parts = gathered.unflatten(0, (self.args.world_size, -1))
+            return parts[::copies].flatten(0, 1)[:rest]
+
+        return recursively_apply(once, self.accelerator.gather(values))
 
     def _load_in_order(self, dataset: Any, description: str) -> DataLoader:
         options = {"shuffle": False, "even_rows": True}
@@ -375,7 +408,8 @@ class TokenBudgetTrainer(Trainer):
 
     def _load(self, dataset: Any, description: str, max_tokens: int, **options: Any) -> DataLoader:
         args = self.args
-        options |= {"num_replicas": args.world_size, "rank": args.process_index}
+        copies = self._processes_of_a_batch()
+        options |= {"num_replicas": args.world_size // copies, "rank": args.process_index // copies}
         loading = {
             "num_workers": args.dataloader_num_workers,
             "pin_memory": args.dataloader_pin_memory,

@@ -49,22 +49,35 @@ class WholeCheckpointTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial))
+        aside = folder / ASIDE / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        try:
+            self._save_whole(model, trial, aside)
+        except Exception:
+            if self.args.world_size > 1 or (aside / CHECKSUMS).exists():
+                raise
+            logger.warning("%s was removed while it was written: once more", aside)
+            self._save_whole(model, trial, aside)
+        self.accelerator.wait_for_everyone()  # none goes on before it is there
+
+    def _save_whole(self, model: nn.Module, trial: Any, aside: Path) -> None:
+        folder = aside.parent.parent
+        if self.args.should_save:
+            # Not before there is this file can one tell that all others are still there.
+            aside.mkdir(parents=True, exist_ok=True)
+            (aside / CHECKSUMS).touch()
         self._is_saving = True
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self._is_saving = False
         self.accelerator.wait_for_everyone()  # all of them have written
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        aside, final = folder / ASIDE / name, folder / name
         if self.state.best_model_checkpoint == str(aside):
-            self.state.best_model_checkpoint = str(final)
+            self.state.best_model_checkpoint = str(folder / aside.name)
         if self.args.should_save:
             self.state.save_to_json(str(aside / TRAINER_STATE_NAME))
             _write_checksums(aside)
-            _put_in_place(aside, final)
+            _put_in_place(aside, folder / aside.name)
             self._remove_oldest(folder)
-        self.accelerator.wait_for_everyone()  # none goes on before it is there
 
     def _remove_oldest(self, folder: Path) -> None:
         limit = self.args.save_total_limit
@@ -80,7 +93,7 @@ class WholeCheckpointTrainer(Trainer):
 
 def _put_in_place(aside: Path, final: Path) -> None:
     """Give a checkpoint that is on the disk its name, which an earlier one of its step may have."""
-    for path in (*_files(aside), aside):
+    for path in (*aside.rglob("*"), aside):
         _flush(path)
     if final.exists():
         _remove(final)
@@ -117,11 +130,15 @@ def _checksum(path: Path) -> int:
 
 
 def _write_checksums(checkpoint: Path) -> None:
+    """Fill the file that was there, empty, before all others. A folder that somebody removes loses
+    it like any other, also where those written later are there again."""
     contents = {
         path.relative_to(checkpoint).as_posix(): [path.stat().st_size, _checksum(path)]
         for path in _files(checkpoint)
+        if path.name != CHECKSUMS
     }
-    (checkpoint / CHECKSUMS).write_text(json.dumps(contents, indent=1))
+    with (checkpoint / CHECKSUMS).open("r+") as file:
+        json.dump(contents, file, indent=1)
 
 
 def checkpoints_in(folder: str | Path) -> dict[int, Path]:
@@ -177,9 +194,15 @@ def newest_whole_checkpoint(folder: str | Path) -> Path | None:
     """The newest checkpoint in an output folder that nothing is wrong with; a warning says which
     ones are passed over, and why. None if there is no checkpoint at all.
 
+    One that was whole but had no name yet gets it now.
+
     Raises:
         ValueError: There are some, but none is whole.
     """
+    for aside in checkpoints_in(Path(folder, ASIDE)).values():
+        final = Path(folder, aside.name)
+        if not final.exists() and defect_of(aside) is None:
+            aside.rename(final)
     defects = []
     for checkpoint in reversed(checkpoints_in(folder).values()):
         defect = defect_of(checkpoint)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -20,7 +22,7 @@ from transformers import (
     TrainerControl,
     TrainerState,
 )
-from transformers.integrations import is_tensorboard_available
+from transformers.integrations import TensorBoardCallback
 
 from .arguments import ModelArguments
 from .averaging import average_checkpoints, with_weights
@@ -35,9 +37,11 @@ from .checkpoints import (
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .data import iter_texts
 from .evaluation import make_compute_metrics
-from .interruption import InterruptionCallback
+from .finite_gradients import FiniteGradientTrainer
+from .interruption import InterruptibleTrainer
 from .modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from .r_drop import r_drop_loss
+from .sharding import ShardedTrainer
 from .tokenization import train_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -47,14 +51,32 @@ def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
     """Where to resume from; `None` to start anew.
 
     `resume_from_checkpoint` is a checkpoint's folder, or "true" for the newest whole one in
-    `output_dir`, or "auto" for the same where there is one.
+    `output_dir`, or "auto" for the same where there is one. Of several processes the first looks,
+    for all of them.
 
     Raises:
-        FileNotFoundError: The checkpoint does not exist.
+        FileNotFoundError: The checkpoint does not exist, or not for all processes.
         ValueError: It is damaged; the message names the file.
         FileExistsError: `output_dir` is a file, or holds a model that would be overwritten.
     """
-    output_dir, wanted = Path(arguments.output_dir), arguments.resume_from_checkpoint
+    found: list[Any] = [None]
+    if arguments.process_index == 0:
+        try:
+            found = [_find_checkpoint(Path(arguments.output_dir), arguments.resume_from_checkpoint)]
+        except (OSError, ValueError) as error:
+            found = [error]
+    broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    if found[0] is not None and not Path(found[0]).is_dir():
+        raise FileNotFoundError(
+            f"{found[0]}: process 0 sees it, process {arguments.process_index} does not, expected "
+            "one file system for all"
+        )
+    return found[0]
+
+
+def _find_checkpoint(output_dir: Path, wanted: str | None) -> str | None:
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"output_dir={output_dir} is a file: expected a folder")
     mode = str(wanted).lower()
@@ -82,12 +104,16 @@ def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
 def make_tokenizer(
     arguments: ModelArguments, training_data: Any, checkpoint: str | None
 ) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, the one named, or a new one trained on the data."""
+    """The checkpoint's tokenizer, the one named, or a new one, which the first process trains on
+    the data for all."""
     name = checkpoint or arguments.tokenizer_name or arguments.model_name_or_path
     if name is not None:
         return AutoTokenizer.from_pretrained(name)
-    logger.info("Training a tokenizer of %d tokens", arguments.vocab_size)
-    return train_tokenizer(iter_texts(training_data), arguments.vocab_size)
+    trained: list[Any] = [None]
+    if PartialState().is_main_process:
+        logger.info("Training a tokenizer of %d tokens", arguments.vocab_size)
+        trained = [train_tokenizer(iter_texts(training_data), arguments.vocab_size)]
+    return broadcast_object_list(trained)[0]
 
 
 def make_model(
@@ -102,7 +128,8 @@ def make_model(
         torch.set_float32_matmul_precision(arguments.float32_matmul_precision)
     attention = {"attn_implementation": arguments.attn_implementation}
     if arguments.model_name_or_path is not None:
-        return AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path, **attention)
+        options = {**attention, **arguments.overrides()}
+        return AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path, **options)
     config = VanillaTransformerConfig.from_preset(
         arguments.preset,
         vocab_size=len(tokenizer),
@@ -136,20 +163,18 @@ def make_trainer(
     arguments: Seq2SeqTrainingArguments,
     splits: dict[str, Any],
 ) -> Seq2SeqTrainer:
-    """A `Seq2SeqTrainer` over tokenised splits, with scores, curves and TensorBoard.
+    """A `Seq2SeqTrainer` over tokenised splits, with scores and curves.
 
     Args:
         splits: "train" and perhaps "validation", with columns `input_ids` and `labels`.
     """
-    if not arguments.report_to and is_tensorboard_available():
-        arguments.report_to = ["tensorboard"]
     # Trainer writes this into the model's configuration, where it would outlive the training.
     arguments.use_cache = not arguments.gradient_checkpointing
     model.generation_config.num_beams = arguments.generation_num_beams or 1
     for name, value in (arguments.generation_kwargs or {}).items():
         setattr(model.generation_config, name, value)
     metrics = make_compute_metrics(tokenizer) if arguments.predict_with_generate else None
-    return TranslationTrainer(
+    trainer = TranslationTrainer(
         model=model,
         args=arguments,
         train_dataset=splits["train"],
@@ -157,14 +182,24 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         compute_metrics=metrics,
-        callbacks=[CurvesCallback(), EpochCallback(), InterruptionCallback()],
+        callbacks=[CurvesCallback(), EpochCallback()],
     )
+    if trainer.pop_callback(TensorBoardCallback) is not None:
+        trainer.add_callback(LastingTensorBoardCallback())
+    return trainer
 
 
-class TranslationTrainer(WholeCheckpointTrainer, TokenBudgetTrainer, Seq2SeqTrainer):
-    """`Seq2SeqTrainer` with whole checkpoints, token budgets and R-Drop, and less one habit: while
-    it evaluates, transformers (5.17 to 5.23) writes all defaults into the model's generation
-    config, and from then on, also once saved and loaded, the model stops after 20 tokens."""
+class TranslationTrainer(
+    InterruptibleTrainer,
+    FiniteGradientTrainer,
+    WholeCheckpointTrainer,
+    ShardedTrainer,
+    TokenBudgetTrainer,
+    Seq2SeqTrainer,
+):
+    """`Seq2SeqTrainer` with all of these and R-Drop, and less one habit: while it evaluates,
+    transformers (5.17 to 5.23) writes all defaults into the model's generation config, and from
+    then on, also once saved and loaded, the model stops after 20 tokens."""
 
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -199,18 +234,6 @@ class TranslationTrainer(WholeCheckpointTrainer, TokenBudgetTrainer, Seq2SeqTrai
             return super().prediction_step(*args, **kwargs)
         finally:
             self.model.generation_config = generation_config
-
-
-def exit_if_interrupted(trainer: Seq2SeqTrainer) -> None:
-    """End the program, with the exit code of a signal, where one has ended the training."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, InterruptionCallback) and callback.received is not None:
-            logger.warning(
-                "Stopped by %s at step %d; --resume_from_checkpoint true goes on from there",
-                callback.received.name,
-                trainer.state.global_step,
-            )
-            raise SystemExit(128 + callback.received)
 
 
 def average_last(trainer: Seq2SeqTrainer) -> None:
@@ -251,6 +274,39 @@ class EpochCallback(TrainerCallback):
         dataset = getattr(train_dataloader, "dataset", None)
         if isinstance(dataset, BPEDropoutDataset):
             dataset.set_epoch(int(state.epoch or 0))
+
+
+class LastingTensorBoardCallback(TensorBoardCallback):
+    """Training does not end because somebody removed the folder of its events: they begin anew."""
+
+    def on_log(
+        self,
+        args: Seq2SeqTrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the scores; where that fails, into a new file."""
+        try:
+            super().on_log(args, state, control, logs=logs, **kwargs)
+        except OSError as error:
+            logger.warning("TensorBoard's events are lost (%s): they go on in a new file", error)
+            self.tb_writer = None
+            super().on_log(args, state, control, logs=logs, **kwargs)
+
+    def on_train_end(
+        self,
+        args: Seq2SeqTrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Close the file, if it is there."""
+        try:
+            super().on_train_end(args, state, control, **kwargs)
+        except OSError as error:
+            logger.warning("TensorBoard's last events are lost (%s)", error)
 
 
 class CurvesCallback(TrainerCallback):
