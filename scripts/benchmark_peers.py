@@ -201,7 +201,8 @@ def smoothed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def training_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Label-smoothed cross-entropy, as each library's user would write it."""
-    if isinstance(model, VanillaTransformerForConditionalGeneration):
+    unwrapped = getattr(model, "module", model)  # of DistributedDataParallel
+    if isinstance(unwrapped, VanillaTransformerForConditionalGeneration):
         return model(**batch).loss
     labels = batch["labels"]
     shifted = F.pad(labels[:, :-1], (1, 0), value=BOS).masked_fill(labels == -100, PAD)

@@ -52,9 +52,13 @@ class Runner:
         """Begin to get `make(*args)`, the work, ready."""
         return self._process.submit(Runner._keep, make, args)
 
+    def begin(self) -> Future[float]:
+        """Let the work be done once; its seconds."""
+        return self._process.submit(Runner._timed)
+
     def run(self) -> float:
         """Seconds of the work, done once."""
-        return self._process.submit(Runner._timed).result()
+        return self.begin().result()
 
     def stop(self) -> None:
         self._process.shutdown()

@@ -1,0 +1,105 @@
+"""How much faster several processes train than one, each with one thread of a CPU of its own.
+
+python scripts/benchmark_scaling.py --output_dir outputs/scaling
+
+A step is forward, backward and AdamW in float32 over batches of similar lengths, as T1 of
+benchmark.py. Several processes (DistributedDataParallel over gloo) each have batches of their own,
+as many tokens as one process alone. Both settings take turns; the figure is the ratio of target
+tokens a second, by medians over rounds. Writes scaling.json and scaling.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from benchmark import training, training_batches
+from benchmark_peers import PEERS, SIZES
+from benchmark_turns import Runner, expect_known, speeds, take_turns, write
+from torch import distributed
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.nn.parallel import DistributedDataParallel
+from transformers import HfArgumentParser
+
+ALONE = "1 process"
+
+
+@dataclass
+class ScalingArguments:
+    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
+    sizes: list[str] = field(default_factory=lambda: list(SIZES))
+    processes: int = field(default=2, metadata={"help": "As many CPUs should be free."})
+    tokens: int = field(default=2000, metadata={"help": "Target tokens of a process's batch."})
+    rounds: int = field(default=5, metadata={"help": "Turns of each setting."})
+
+    def __post_init__(self) -> None:
+        expect_known("sizes", self.sizes, SIZES)
+        for name in ("processes", "tokens", "rounds"):
+            least = 2 if name == "processes" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected {least} at least")
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(ScalingArguments).parse_args_into_dataclasses()
+    results = [{"size": size, **race(arguments, size)} for size in arguments.sizes]
+    lines = [
+        "| size | speed, 1 process = 1 | target tokens a second of 1 process |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {result['size']} | {result['speed']:.2f} | {result['tokens_per_second']:.0f} |"
+        for result in results
+    ]
+    write(arguments.output_dir, "scaling", results, "\n".join(lines))
+
+
+def race(arguments: ScalingArguments, size: str) -> dict[str, object]:
+    """Seconds of both settings in each round, and the speed of the many."""
+    alone = Runner(threads=1, seed=0)
+    alone.prepare(prepare, size, arguments.tokens, 0).result()
+    many = [Runner(threads=1, seed=rank) for rank in range(arguments.processes)]
+    port = get_free_port()
+    begun = [
+        runner.prepare(prepare, size, arguments.tokens, rank, len(many), port)
+        for rank, runner in enumerate(many)
+    ]
+    for preparation in begun:
+        preparation.result()
+
+    def together() -> float:
+        return max(seconds.result() for seconds in [runner.begin() for runner in many])
+
+    name = f"{len(many)} processes"
+    seconds = take_turns({ALONE: alone.run, name: together}, arguments.rounds, ALONE, size)
+    for runner in (alone, *many):
+        runner.stop()
+    speed = len(many) * speeds(seconds, ALONE)[name]
+    took = sorted(seconds[ALONE])[len(seconds[ALONE]) // 2]
+    return {
+        "speed": speed,
+        "tokens_per_second": target_tokens(size, arguments.tokens) / took,
+        "seconds": seconds,
+    }
+
+
+def prepare(
+    size: str, tokens: int, rank: int, processes: int = 1, port: int = 0
+) -> Callable[[], None]:
+    """The steps of one process."""
+    model: torch.nn.Module = PEERS["vanilla_transformer"](SIZES[size])
+    if processes > 1:
+        distributed.init_process_group(
+            "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes
+        )
+        model = DistributedDataParallel(model)
+    return training(model, training_batches(SIZES[size], tokens, seed=0), narrow=False)
+
+
+def target_tokens(size: str, tokens: int) -> int:
+    return sum(
+        int((batch["labels"] >= 0).sum()) for batch in training_batches(SIZES[size], tokens, 0)
+    )
+
+
+if __name__ == "__main__":
+    main()
