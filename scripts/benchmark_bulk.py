@@ -2,9 +2,9 @@
 
 python scripts/benchmark_bulk.py --output_dir outputs/bulk
 
-A model so small that a million lines take minutes (one layer on each side, 16 dimensions, untrained)
-translates files of random words, greedily, at most 8 tokens for each line. Each file has a process
-of its own; the figure is the highest resident memory of it. Writes bulk.json and bulk.md.
+A model so small that a million lines take minutes (one layer on each side, 16 dimensions, not
+trained) translates files of random words, greedily, at most 8 tokens for each line. Each file has a
+process of its own; the figure is the highest resident memory of it. Writes bulk.json and bulk.md.
 """
 
 import random
@@ -66,7 +66,8 @@ def save_model(folder: Path) -> None:
     tokenizer = train_tokenizer([" ".join(WORDS)] * 9, 300, show_progress=False)
     config = VanillaTransformerConfig(
         vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32,
     )  # fmt: skip
     VanillaTransformerForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

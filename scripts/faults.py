@@ -211,7 +211,8 @@ class Harness:
             save_strategy="steps", save_steps=10, save_total_limit=2, per_device_eval_batch_size=10,
             report_to="none", disable_tqdm=True, use_cpu=True, ddp_timeout=TIMEOUT,
             ddp_backend="gloo" if processes > 1 else None,
-            dataloader_num_workers=int(fault == "worker"), max_skipped_steps=int(fault == "poisoned"),
+            dataloader_num_workers=int(fault == "worker"),
+            max_skipped_steps=int(fault == "poisoned"),
         )  # fmt: skip
         checkpoint = find_checkpoint(arguments)
         set_seed(1)

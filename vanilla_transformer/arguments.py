@@ -116,7 +116,7 @@ class TranslationTrainingArguments(
             "its paper for translation; 0: one pass. Each batch is then worked on twice at a time."
         },
     )
-    report_to: None | str | list[str] = field(
+    report_to: None | str | list[str] = field(  # noqa: RUF036  # HfArgumentParser wants this order
         default_factory=lambda: "tensorboard" if is_tensorboard_available() else "none",
         metadata={"help": "Where to log besides: tensorboard (default if installed), none, ..."},
     )

@@ -11,8 +11,10 @@ A checkpoint is whole, as one process would write it, or, under FSDP with SHARDE
 shards, which need not fit into one process.
 """
 
+import io
 import logging
 import os
+import pickle
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ from accelerate.utils.constants import FSDP_MODEL_NAME
 from huggingface_hub import save_torch_model
 from safetensors.torch import load_file
 from torch import distributed
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -44,6 +47,16 @@ logger = logging.getLogger(__name__)
 
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)  # to the first process
 
+ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # of torch.load, whatever its caller says
+INDEX_MODULES = (
+    "torch",
+    "torch.serialization",
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "pathlib",
+    "pathlib._local",
+    "collections",
+)
 SHARDED_MODEL, SHARDED_OPTIMIZER = f"{FSDP_MODEL_NAME}_0", "optimizer_0"  # accelerate's folders
 
 
@@ -157,7 +170,8 @@ class ShardedTrainer(Trainer):
         model = self.model if model is None else model
         shards = Path(resume_from_checkpoint, SHARDED_MODEL)
         if self._reads_as_it_is(shards, model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with _no_code_from(shards):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         weights = _read_shards(shards)["model"] if shards.is_dir() else _read_whole(shards.parent)
         # not strict: a whole checkpoint names tied weights once
@@ -169,7 +183,8 @@ class ShardedTrainer(Trainer):
             return
         shards = Path(checkpoint, SHARDED_OPTIMIZER)
         if self._reads_as_it_is(shards, self.model):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            with _no_code_from(shards):
+                super()._load_optimizer_and_scheduler(checkpoint)
             return
         if shards.is_dir():
             state = _read_shards(shards)["optimizer"]
@@ -237,8 +252,40 @@ def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads what the index of a sharded checkpoint is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        value = super().find_class(module, name) if module in INDEX_MODULES else None
+        if not isinstance(value, type | torch.dtype) and name != "_get_layout":
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index")
+        return value
+
+
+@contextmanager
+def _no_code_from(shards: Path) -> Iterator[None]:
+    """Let torch (2.11 to 2.13), which unpickles a sharded checkpoint's index and what in it is no
+    tensor, execute nothing on the way. Raises ValueError if they can't be read so."""
+    index = shards / ".metadata"
+    if shards.is_dir():
+        try:
+            _IndexUnpickler(io.BytesIO(index.read_bytes())).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+            raise ValueError(f"{index} is no checkpoint's index: {error}") from error
+    before = os.environ.get(ONLY_WEIGHTS)
+    os.environ[ONLY_WEIGHTS] = "1"
+    try:
+        yield
+    except CheckpointException as error:  # which is no Exception
+        raise ValueError(f"{shards} can't be read: {error}") from error
+    finally:
+        os.environ.pop(ONLY_WEIGHTS)
+        if before is not None:
+            os.environ[ONLY_WEIGHTS] = before
+
+
 def _read_shards(folder: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, _no_code_from(folder):
         whole = Path(scratch, "whole.pt")
         dcp_to_torch_save(folder, whole)
         return torch.load(whole, map_location="cpu")

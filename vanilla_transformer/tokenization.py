@@ -83,7 +83,7 @@ def train_tokenizer(
             vocab_size=vocab_size,
             min_frequency=min_frequency,
             show_progress=show_progress,
-            # The trainer gives these the first ids; in the finished tokenizer bytes are not special.
+            # These get the first ids; in the finished tokenizer bytes are not special.
             special_tokens=[*SPECIAL_TOKENS, *BYTE_TOKENS],
             # Of itself it leaves out rare characters by chance where some are as rare as others.
             initial_alphabet=alphabet,
