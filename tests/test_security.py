@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -176,3 +177,64 @@ def test_a_tokenizers_file_is_data(checkpoint, tmp_path, mark):
     plant(folder / "tokenizer.json", mark)
     with pytest.raises(Exception, match=r"(?i)utf-8|tokenizer|expected"):
         AutoTokenizer.from_pretrained(folder)
+
+
+HOSTILE_SIZES = [
+    ("vocab_size", 10**12, "expected at most 16777216"),
+    ("decoder_vocab_size", 10**12, "expected at most 16777216"),
+    ("encoder_layers", 10**9, "expected at most 1000"),
+    ("decoder_layers", 10**9, "expected at most 1000"),
+    ("max_position_embeddings", 10**12, "expected at most 16777216"),
+    ("d_model", 2**40, "expected at most 16777216"),
+    ("encoder_ffn_dim", 10**30, "expected at most 16777216"),
+    ("head_dim", 2**24, "encoder_attention_heads=2 of head_dim=16777216: expected at most"),
+    ("hidden_size", -3, "d_model=-3: expected a positive integer"),
+    ("vocab_size", 1e12, "expected int, got float"),
+    ("d_model", "512", "expected int, got str"),
+    # as large as may be, but not as the checkpoint is
+    ("vocab_size", 2**24, "vocab_size=16777216.*: .* that the checkpoint lacks"),
+    ("decoder_vocab_size", 2**24, "decoder_vocab_size=16777216.*: .* that the checkpoint lacks"),
+    ("encoder_ffn_dim", 2**24, "encoder_ffn_dim=16777216.*: .* that the checkpoint lacks"),
+]
+LOAD = """
+import json, resource, sys
+from pathlib import Path
+from transformers import AutoModelForSeq2SeqLM
+import vanilla_transformer
+kept = json.loads(Path("config.json").read_text())
+for name, value, expected in json.loads(sys.argv[1]):
+    Path("config.json").write_text(json.dumps({**kept, name: value}))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        AutoModelForSeq2SeqLM.from_pretrained(".")
+        print("loaded")
+    except MemoryError:
+        print("memory")
+    except Exception as error:
+        print(" ".join(str(error).split()))
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert taken < 200_000, f"{name}={value} took {taken} kB"
+"""
+
+
+def test_hostile_sizes_are_refused_before_memory_is_taken(checkpoint, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    for path in folder.glob("*.py"):
+        path.unlink()
+    program = f"import resource\nresource.setrlimit(resource.RLIMIT_AS, (8 * 2**30,) * 2)\n{LOAD}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(HOSTILE_SIZES)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(HOSTILE_SIZES)
+    for (name, value, expected), line in zip(HOSTILE_SIZES, lines, strict=True):
+        said = "d_model" if name == "hidden_size" else name
+        assert said in line, (name, value, line)
+        assert re.search(expected, line), (name, value, line)

@@ -4,13 +4,14 @@ runs in parallel, and matrices that grow and shrink."""
 
 import re
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 
-from .checks_vanilla_transformer import expect_mask_for_tokens
+from .checks_vanilla_transformer import expect_weights
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 
 
@@ -55,6 +56,14 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
+
+    @staticmethod
+    def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+        """As transformers', which takes memory for all that a checkpoint lacks before it says so
+        (5.17 to 5.23)."""
+        if load_config.pretrained_model_name_or_path is not None:
+            expect_weights(model, loading_info.missing_and_mismatched())
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
     def init_parallel_plans(self) -> None:
         """Keep of the plans, which serve every class and each stack, what names a part of this."""
@@ -176,6 +185,5 @@ def count_positions(
     if attention_mask is None or attention_mask.ndim != 2:
         past_length = 0 if cache is None else cache.get_seq_length()
         return torch.arange(length, device=embeddings.device)[None] + past_length
-    expect_mask_for_tokens(attention_mask, embeddings)
-    positions = attention_mask.long().cumsum(-1) - 1
+    positions = attention_mask.bool().cumsum(-1) - 1
     return positions.clamp(min=0)[:, -length:].to(embeddings.device)

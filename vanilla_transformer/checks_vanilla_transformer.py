@@ -1,8 +1,14 @@
 """What is wrong with an input, in one sentence that names the value and what was expected."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from numbers import Integral, Real
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+
+# Parameters that a checkpoint may lack: a gigabyte's, or so many times as many as it has.
+LACKING_ANYWAY, LACKING_TIMES = 2**28, 8
 
 
 def look_up(
@@ -25,35 +31,205 @@ def out_of_range(ids: torch.Tensor, limit: int, name: str) -> IndexError:
     return IndexError(f"{name} {int(outside[0])} is out of range: expected 0 <= {name} < {limit}")
 
 
-def expect_tokens_or_embeddings(
-    input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
+def expect_inputs(
+    input_ids: Any,
+    inputs_embeds: Any,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cache: Any,
+    d_model: int,
+    heads: int,
+    dtype: torch.dtype,
 ) -> None:
-    """Raises ValueError unless exactly one is given."""
+    """Raises an error unless there are either integers (batch, length) or embeddings of the
+    model's type (batch, length, d_model), with a mask for them, the same positions for all rows or
+    their own, and no cache but transformers'."""
+    if cache is not None and (isinstance(cache, dict) or not hasattr(cache, "update")):
+        raise TypeError(f"past_key_values of type {type(cache).__name__}: expected a Cache")
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("expected exactly one of input_ids and inputs_embeds")
-
-
-def expect_mask_for_tokens(attention_mask: torch.Tensor, embeddings: torch.Tensor) -> None:
-    """Raises ValueError unless a (batch, past_length + length) mask covers the tokens."""
-    batch, length, _ = embeddings.shape
-    if attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+    if inputs_embeds is None:
+        expect_integers(input_ids, "input_ids")
+        shape = input_ids.shape
+    else:
+        expect_states(inputs_embeds, "inputs_embeds", d_model, dtype)
+        shape = inputs_embeds.shape[:2]
+    expect_mask(attention_mask, shape, shape, heads, dtype, past=cache is not None)
+    if position_ids is None:
+        return
+    expect_integers(position_ids, "position_ids")
+    if position_ids.shape[1] != shape[1] or position_ids.shape[0] not in (1, shape[0]):
         raise ValueError(
-            f"attention mask of shape {tuple(attention_mask.shape)} for {batch} rows of "
-            f"{length} tokens: expected a mask for each token"
+            f"position_ids of shape {tuple(position_ids.shape)} for {shape[0]} rows of {shape[1]} "
+            "tokens: expected a position for each token"
         )
+
+
+def expect_tensor(value: Any, name: str) -> None:
+    """Raises TypeError unless it is one."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} of type {type(value).__name__}: expected a tensor")
+
+
+def expect_integers(ids: Any, name: str) -> None:
+    """Raises an error unless these are 32 or 64 bits each, (batch, length)."""
+    expect_tensor(ids, name)
+    if ids.ndim != 2 or 0 in ids.shape or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{name} of shape {tuple(ids.shape)} and {ids.dtype}: expected (batch, length), "
+            "both 1 at least, of torch.int64 or torch.int32"
+        )
+
+
+def expect_states(states: Any, name: str, d_model: int, dtype: torch.dtype) -> None:
+    """Raises an error unless these are (batch, length, d_model) of this type; autocast takes any
+    floats."""
+    expect_tensor(states, name)
+    casts = torch.is_autocast_enabled(states.device.type) and states.is_floating_point()
+    fits = states.ndim == 3 and states.shape[-1] == d_model and 0 not in states.shape
+    if not fits or (states.dtype != dtype and not casts):
+        raise ValueError(
+            f"{name} of shape {tuple(states.shape)} and {states.dtype}: expected (batch, length, "
+            f"{d_model}), all 1 at least, of {dtype}"
+        )
+
+
+def expect_encoded(encoder_outputs: Any, d_model: int, dtype: torch.dtype) -> None:
+    """Raises an error unless this has last hidden states, (batch, source_length, d_model)."""
+    states = getattr(encoder_outputs, "last_hidden_state", None)
+    expect_states(states, "encoder_outputs", d_model, dtype)
+
+
+def expect_mask(
+    attention_mask: torch.Tensor | None,
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    heads: int,
+    dtype: torch.dtype,
+    past: bool,
+) -> None:
+    """Raises an error unless a mask covers keys of this shape, (batch, length, ...), and with a
+    `past` more: (batch, length) of any numbers, or (batch or 1, heads or 1, query_length or 1,
+    length) of booleans or of the type of the scores that it is added to."""
+    if attention_mask is None:
+        return
+    expect_tensor(attention_mask, "attention_mask")
+    shape, (batch, length) = attention_mask.shape, keys[:2]
+    if attention_mask.ndim == 2:
+        fits = shape[0] == batch and (shape[1] >= length if past else shape[1] == length)
+    else:
+        fits = attention_mask.ndim == 4 and shape[0] in (1, batch) and shape[1] in (1, heads)
+        fits = fits and shape[2] in (1, queries[1]) and (past or shape[3] == length)
+    if not fits or attention_mask.is_complex():
+        raise ValueError(
+            f"attention mask of shape {tuple(shape)} for {batch} rows of {length} tokens: "
+            "expected a mask for each token"
+        )
+    if attention_mask.ndim == 4 and attention_mask.dtype not in (torch.bool, dtype):
+        raise ValueError(
+            f"attention mask of {attention_mask.dtype} and four dimensions: "
+            f"expected torch.bool or {dtype}"
+        )
+
+
+def expect_prompt(options: dict[str, Any]) -> None:
+    """Raises an error unless what `generate()` is given to read is what a model reads."""
+    for name in ("inputs", "input_ids", "decoder_input_ids"):
+        if options.get(name) is not None:
+            expect_integers(options[name], name)
+    mask = options.get("attention_mask")
+    if mask is not None:
+        expect_tensor(mask, "attention_mask")
+        if mask.ndim not in (2, 4) or mask.is_complex():
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: "
+                "expected (batch, length)"
+            )
+
+
+COUNTS = {
+    "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1, "max_length": 1,
+    "min_length": 0, "min_new_tokens": 0, "top_k": 0, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+}  # fmt: skip
+NUMBERS = (
+    "length_penalty", "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "diversity_penalty",
+)  # fmt: skip
+TOKENS = (
+    "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id",
+    "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
+)  # fmt: skip
+
+
+def expect_generation_options(options: dict[str, Any], vocab_size: int) -> None:
+    """Raises ValueError unless counts are whole and not too small, numbers finite, and tokens in
+    the vocabulary. None is none of them, and what else is wrong transformers says."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given.keys() & COUNTS.keys():
+        value, least = given[name], COUNTS[name]
+        if not _is_a(Integral, value) or not least <= value < 2**31:
+            raise ValueError(f"{name}={value!r}: expected a whole number from {least}")
+    for name in given.keys() & set(NUMBERS):
+        value = given[name]
+        if not _is_a(Real, value) or not abs(value) < 1e30:
+            raise ValueError(f"{name}={value!r}: expected a finite number")
+    for name in given.keys() & set(TOKENS):
+        if not all(_is_a(Integral, id_) and 0 <= id_ < vocab_size for id_ in _flat(given[name])):
+            raise ValueError(f"{name}={given[name]!r}: expected 0 <= id < {vocab_size}")
+    decay = given.get("exponential_decay_length_penalty", (0, 1.0))
+    is_pair = isinstance(decay, (tuple, list)) and len(decay) == 2
+    if not (is_pair and _is_a(Integral, decay[0]) and _is_a(Real, decay[1])):
+        raise ValueError(
+            f"exponential_decay_length_penalty={decay!r}: expected a length and a factor"
+        )
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    """Whether this is such a number, of Python or NumPy."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _flat(ids: Any) -> list[Any]:
+    """The ids in one id, a tensor or list of them, or a list of lists."""
+    if isinstance(ids, torch.Tensor):
+        ids = ids.tolist()
+    if not isinstance(ids, (list, tuple)):
+        return [ids]
+    return [inner for id_ in ids for inner in _flat(id_)]
+
+
+def expect_weights(model: PreTrainedModel, lacking: Collection[str]) -> None:
+    """Raises ValueError if weights that a checkpoint lacks, or has in other sizes, would take far
+    more than it holds: its configuration is not that of these weights."""
+    weights = dict(model.named_parameters())
+    sizes = {name: weight.numel() for name, weight in weights.items()}
+    missing = {name: sizes[name] for name in lacking if name in sizes}
+    wanted, held = sum(missing.values()), sum(sizes.values()) - sum(missing.values())
+    if wanted <= max(LACKING_ANYWAY, LACKING_TIMES * held):
+        return
+    largest = max(missing, key=lambda name: missing[name])
+    shape = tuple(weights[largest].shape)
+    fields = {name: value for name, value in model.config.to_dict().items() if value in shape}
+    said = ", ".join(f"{name}={value}" for name, value in fields.items()) or "the configuration"
+    raise ValueError(
+        f"{said}: {largest} of shape {shape} and others take {wanted} parameters that the "
+        f"checkpoint lacks, expected the sizes of the {held} that it has"
+    )
 
 
 def expect_as_many(target: torch.Tensor, source: torch.Tensor) -> None:
     """Raises ValueError unless there are as many targets, or as many for each source."""
     targets, sources = target.shape[0], source.shape[0]  # len() would make an export's batch fixed
-    if sources == 0 or targets % sources != 0:
+    if sources == 0 or targets == 0 or targets % sources != 0:
         raise ValueError(
             f"{targets} targets for {sources} sources: expected as many, or as many for each source"
         )
 
 
 def expect_labels(labels: torch.Tensor, predictions: torch.Tensor) -> None:
-    """Raises ValueError unless there is a label for each prediction's last dimension."""
+    """Raises an error unless there is a label for each prediction's last dimension."""
+    expect_tensor(labels, "labels")
     if labels.shape != predictions.shape[:-1]:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} for predictions of shape "
@@ -61,8 +237,10 @@ def expect_labels(labels: torch.Tensor, predictions: torch.Tensor) -> None:
         )
 
 
-def expect_special_tokens(**token_ids: int | None) -> None:
-    """Raises ValueError unless the configuration has all of these."""
+def expect_shiftable(labels: Any, **token_ids: int | None) -> None:
+    """Raises an error unless labels are integers (batch, target_length), and the configuration has
+    all of these token ids."""
+    expect_integers(labels, "labels")
     for name, token_id in token_ids.items():
         if token_id is None:
             raise ValueError(

@@ -91,6 +91,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"d_model": 128, **_ffn(256), **_heads(4, 32), **_layers(4), "dropout": 0.3},
 }
 
+# What no model has more of, so that a hostile file can't name what takes all memory or time: a
+# thousand layers are the deepest published (https://arxiv.org/abs/2203.00555), and float32, in
+# which positions are encoded, counts no further than 2^24.
+MOST_LAYERS, MOST = 1000, 2**24
+
 
 @strict
 class VanillaTransformerConfig(PreTrainedConfig):
@@ -263,7 +268,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
         return config
 
     def validate_sizes(self) -> None:
-        """Every size is a positive integer."""
+        """Every size is a positive integer, and not larger than any model's."""
         stacks = ("layers", "attention_heads", "ffn_dim")
         sizes = [f"{stack}_{size}" for stack in ("encoder", "decoder") for size in stacks]
         sizes += ["vocab_size", "d_model", "max_position_embeddings"]
@@ -271,11 +276,15 @@ class VanillaTransformerConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is None and name not in sizes:
                 continue
-            if value < 1:
+            most = MOST_LAYERS if name.endswith("layers") else MOST
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected a positive integer")
+            if value > most:
+                raise ValueError(f"{name}={value!r}: expected at most {most}")
 
     def validate_widths(self) -> None:
-        """Without `head_dim` the heads divide d_model; sinusoids need an even d_model."""
+        """Without `head_dim` the heads divide d_model; all heads together are no wider than a
+        model may be; sinusoids need an even d_model."""
         for name in ("encoder_attention_heads", "decoder_attention_heads"):
             heads = getattr(self, name)
             if self.head_dim is None and self.d_model % heads:
@@ -283,6 +292,12 @@ class VanillaTransformerConfig(PreTrainedConfig):
                     f"d_model={self.d_model} is not divisible by {name}={heads}: "
                     "expected a multiple, or an explicit head_dim"
                 )
+            for width in ("head_dim", "value_head_dim"):
+                value = getattr(self, width) or 1
+                if heads * value > MOST:
+                    raise ValueError(
+                        f"{name}={heads} of {width}={value}: expected at most {MOST} together"
+                    )
         if self.position_encoding == "sinusoidal" and self.d_model % 2:
             raise ValueError(
                 f"d_model={self.d_model}: sinusoidal positions come in pairs of sine and cosine, "

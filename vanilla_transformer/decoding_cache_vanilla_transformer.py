@@ -9,6 +9,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
+from .checks_vanilla_transformer import expect_mask
 from .shortcuts_vanilla_transformer import (
     cast_once,
     fold_beams,
@@ -133,7 +134,10 @@ def remember_source(
     layer = _shared_source(cache)
     if layer is not None and layer.known_mask is not None:
         return source, *layer.known_mask
-    mask = padding_mask(config, fold_beams(states, source), attention_mask, source)
+    queries = fold_beams(states, source)
+    heads = config.decoder_attention_heads
+    expect_mask(attention_mask, queries.shape, source.shape, heads, source.dtype, past=False)
+    mask = padding_mask(config, queries, attention_mask, source)
     if layer is not None and queries_see_alike(config):
         layer.known_mask = (mask,)
     return cast_once(source), mask

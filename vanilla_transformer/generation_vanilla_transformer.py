@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin
 
+from .checks_vanilla_transformer import expect_generation_options, expect_prompt
 from .decoding_cache_vanilla_transformer import (
     copies_less,
     copy_less,
@@ -41,11 +42,19 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers', and for a model in FSDP's shards: FSDP gathers weights for `forward`
-        alone, unless told otherwise, but the encoder is called by itself here."""
+        alone, unless told otherwise, but the encoder is called by itself here.
+
+        Raises:
+            TypeError, ValueError: Something to read or an option is what no model reads or does.
+        """
+        vocab_size = self.config.target_vocab_size
         if _in_shards(self) and "generate" not in vars(self):
             torch.distributed.fsdp.register_fsdp_forward_method(self, "generate")
             with torch.no_grad():
                 return self.generate(*args, **kwargs)
+        config = kwargs.get("generation_config")
+        expect_prompt({**dict(zip(["inputs"], args, strict=False)), **kwargs})
+        expect_generation_options({**vars(config or self.generation_config), **kwargs}, vocab_size)
         output = super().generate(*args, **kwargs)
         give_each_beam_its_own(getattr(output, "past_key_values", None))
         return output

@@ -28,11 +28,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .base_vanilla_transformer import VanillaTransformerPreTrainedModel, count_positions
-from .checks_vanilla_transformer import (
-    expect_special_tokens,
-    expect_tokens_or_embeddings,
-    look_up,
-)
+from .checks_vanilla_transformer import expect_encoded, expect_inputs, expect_shiftable, look_up
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .decoding_cache_vanilla_transformer import causal_mask, new_cache, remember, remember_source
 from .generation_vanilla_transformer import VanillaTransformerGenerationMixin
@@ -105,7 +101,9 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
     ) -> torch.Tensor:
         """Dropout(sqrt(d_model) * embedding + position), (batch, length, d_model): sections 3.4,
         3.5 and 5.4. `inputs_embeds` are rows of the embedding matrix, not yet scaled."""
-        expect_tokens_or_embeddings(input_ids, inputs_embeds)
+        heads = getattr(self.config, f"{self.role}_attention_heads")
+        model = (self.config.d_model, heads, self.embed_tokens.weight.dtype)
+        expect_inputs(input_ids, inputs_embeds, attention_mask, position_ids, cache, *model)
         if inputs_embeds is None:
             rows = len(self.embed_tokens.weight)
             inputs_embeds = look_up(self.embed_tokens, input_ids, rows, "token id")
@@ -139,6 +137,7 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         """Encode (batch, source_length) token ids into (batch, source_length, d_model) states."""
+        kwargs.pop("past_key_values", None)  # nothing comes before a source
         hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids)
         layers = partial(self.through_layers, **kwargs)
         states = packed(layers, self.config, kwargs, (hidden_states, attention_mask))
@@ -172,9 +171,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         (batch, source_length, d_model) and its mask (batch, source_length)."""
         if use_cache and past_key_values is None:
             past_key_values = new_cache(self.config)
-        hidden_states = self.embed(
-            input_ids, inputs_embeds, attention_mask, position_ids, past_key_values
-        )
+        past = kwargs.get("cache", past_key_values)  # "cache": that of continuous batching
+        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids, past)
         target = (hidden_states, attention_mask)
         source = (encoder_hidden_states, encoder_attention_mask)
         layers: Callable = partial(self.through_layers, past_key_values=past_key_values, **kwargs)
@@ -332,7 +330,7 @@ class VanillaTransformerAttention(nn.Module):
 
 def _split_heads(states: torch.Tensor, head_dim: int) -> torch.Tensor:
     """(batch, length, heads * head_dim) to (batch, heads, length, head_dim)."""
-    return states.view(*states.shape[:2], -1, head_dim).transpose(1, 2)
+    return states.view(*states.shape[:2], states.shape[2] // head_dim, head_dim).transpose(1, 2)
 
 
 # ---------------------------------------------------------------- 3.3 Feed-forward networks
@@ -443,11 +441,13 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
     ) -> Seq2SeqModelOutput:
         """Encode the source, unless `encoder_outputs` are given, and decode the target; for the
         arguments see `VanillaTransformerForConditionalGeneration`."""
+        positions = kwargs.pop("position_ids", None)
         if encoder_outputs is None:
-            encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+            encoded = self.encoder(input_ids, attention_mask, positions, inputs_embeds, **kwargs)
         else:
             is_tuple = isinstance(encoder_outputs, tuple)
-            encoded = BaseModelOutput(*encoder_outputs) if is_tuple else encoder_outputs
+            encoded = BaseModelOutput(*encoder_outputs[:3]) if is_tuple else encoder_outputs
+            expect_encoded(encoded, self.config.d_model, self.dtype)
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -525,7 +525,7 @@ class VanillaTransformerForConditionalGeneration(
         inputs_embeds: Rows of the embedding matrix in place of `input_ids`, not yet scaled by
             sqrt(d_model), (batch, source_length, d_model).
         decoder_inputs_embeds: Likewise in place of `decoder_input_ids`.
-        decoder_position_ids: (batch, target_length); counted from the mask by default.
+        decoder_position_ids, position_ids: (batch, length); counted from the mask by default.
         labels: Target, (batch, target_length), -100 outside the loss. Gives the loss, and
             `decoder_input_ids` where they are missing.
         use_cache: Return `past_key_values`.
@@ -591,7 +591,7 @@ class VanillaTransformerForConditionalGeneration(
         `pad_token_id` for -100."""
         config = self.config
         start, pad = config.decoder_start_token_id, config.pad_token_id
-        expect_special_tokens(decoder_start_token_id=start, pad_token_id=pad)
+        expect_shiftable(labels, decoder_start_token_id=start, pad_token_id=pad)
         shifted = F.pad(labels[:, :-1], (1, 0), value=start)
         return shifted.masked_fill(shifted == -100, pad)
 

@@ -75,6 +75,7 @@ class Text2TextGenerationPipeline(Pipeline):
 
         Raises:
             TypeError: A source is not a string. A sequence is checked before any work starts.
+            ValueError: A source holds half a surrogate pair, likewise.
         """
         if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Sequence):
             return super().__call__(inputs, **kwargs)
@@ -90,6 +91,13 @@ class Text2TextGenerationPipeline(Pipeline):
                 f"{type(self).__name__} expects a string, or a list, generator or dataset column "
                 f"of strings, but got {type(text).__name__}{where}"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{type(self).__name__} expects Unicode, in which surrogates are no characters, "
+                f"but got {text[error.start]!r}{where}"
+            ) from None
 
     def _sanitize_parameters(
         self,
@@ -124,6 +132,7 @@ class Text2TextGenerationPipeline(Pipeline):
 
         Raises:
             TypeError: The source is not a string.
+            ValueError: The source holds half a surrogate pair.
         """
         self._check_source(text)
         encoded = dict(self._tokenize(text, **tokenizer_kwargs))

@@ -16,6 +16,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
+from .checks_vanilla_transformer import expect_integers
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .generation_vanilla_transformer import VanillaTransformerGenerationMixin
 from .modeling_vanilla_transformer import (
@@ -108,6 +109,9 @@ class VanillaTransformerForCausalLM(
             logits_to_keep: Predict only the last so many positions, or those of this index.
             num_items_in_batch: See `VanillaTransformerForConditionalGeneration`.
         """
+        for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+            if given is not None:
+                expect_integers(given, name)
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
         outputs = self.model(
