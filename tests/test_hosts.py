@@ -103,14 +103,21 @@ def kill_processes(host):
             os.kill(int(process), signal.SIGKILL)
 
 
+def cut_cable(host):
+    """No packet comes through any more, and nobody says so."""
+    ip("-n", namespace(host), "link", "set", host, "down")
+
+
 @pytest.mark.slow
-def test_one_host_goes_on_when_the_other_is_lost(harness, start, tmp_path):
+@pytest.mark.parametrize("lose", [kill_processes, cut_cable])
+def test_one_host_goes_on_when_the_other_is_lost(harness, start, tmp_path, lose):
     """In mid-epoch, and without a word. torchrun goes on with one node, from the last checkpoint,
     and as updates are still of as many batches, to the same end."""
-    script = [*harness.script(tmp_path / "hosts"), "--resume_from_checkpoint", "auto"]
+    options = ["--resume_from_checkpoint", "auto", "--ddp_timeout", "20"]
+    script = [*harness.script(tmp_path / "hosts"), *options]
     one, _ = (start(host, "1:2", script) for host in ADDRESSES)
     wait_for(tmp_path / "hosts/checkpoint-30", 300)
-    kill_processes("two")
+    lose("two")
     end_of(one, tmp_path / "one.log", 300)
     history = json.loads((tmp_path / "hosts/trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history if "loss" in entry] == list(range(1, 61))

@@ -139,7 +139,7 @@ def test_the_kind_is_saved_with_the_model_and_a_call_goes_before_it(tmp_path):
         ),
         (
             {"length_penalty_type": "gnmt", "length_penalty": float("nan")},
-            "length_penalty=nan with length_penalty_type='gnmt': expected a number from 0",
+            "length_penalty=nan: expected a finite number",
         ),
     ],
 )

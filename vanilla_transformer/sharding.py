@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -150,7 +151,8 @@ class ShardedTrainer(Trainer):
                 state_dict = get_model_state_dict(self.model, options=GATHERED)
             tied = self.model.all_tied_weights_keys  # once gathered, they are no longer one
             state_dict = {name: state_dict[name] for name in state_dict if name not in tied}
-        super()._save(output_dir, state_dict)
+        with _as_before_sharding(self.model):
+            super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._writes_shards() or not _is_sharded(self.model):
@@ -237,6 +239,21 @@ def _embeddings_with_the_rest(model: Any) -> Iterator[None]:
     finally:
         for name in hidden:
             delattr(model, name)
+
+
+@contextmanager
+def _as_before_sharding(model: Any) -> Iterator[None]:
+    """Let a model be of its own class, which FSDP2 has replaced by one of torch's: saved, it names
+    the class whose code is to load it."""
+    sharded = type(model)
+    if issubclass(sharded, FSDPModule):
+        model.__class__ = next(
+            one for one in sharded.__mro__[1:] if issubclass(one, PreTrainedModel)
+        )
+    try:
+        yield
+    finally:
+        model.__class__ = sharded
 
 
 def _is_sharded(model: Any) -> bool:
