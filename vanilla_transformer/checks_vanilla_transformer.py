@@ -175,8 +175,10 @@ def expect_generation_options(options: dict[str, Any], vocab_size: int) -> None:
         if not _is_a(Real, value) or not abs(value) < 1e30:
             raise ValueError(f"{name}={value!r}: expected a finite number")
     for name in given.keys() & set(TOKENS):
-        if not all(_is_a(Integral, id_) and 0 <= id_ < vocab_size for id_ in _flat(given[name])):
-            raise ValueError(f"{name}={given[name]!r}: expected 0 <= id < {vocab_size}")
+        least = -1 if name == "eos_token_id" else 0  # -1 is customary for none
+        ids = _flat(given[name])
+        if not all(_is_a(Integral, id_) and least <= id_ < vocab_size for id_ in ids):
+            raise ValueError(f"{name}={given[name]!r}: expected {least} <= id < {vocab_size}")
     decay = given.get("exponential_decay_length_penalty", (0, 1.0))
     is_pair = isinstance(decay, (tuple, list)) and len(decay) == 2
     if not (is_pair and _is_a(Integral, decay[0]) and _is_a(Real, decay[1])):
