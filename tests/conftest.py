@@ -90,3 +90,21 @@ def checkpoint(tokenizer, tmp_path_factory):
     VanillaTransformerForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """The trace that a payload leaves; a test in which there is one fails."""
+    trace = tmp_path / "mark"
+    yield trace
+    assert not trace.exists(), "a payload was executed"

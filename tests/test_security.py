@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import REPOSITORY, small_config
+from conftest import REPOSITORY, Payload, small_config
 from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -21,24 +21,6 @@ from vanilla_transformer.averaging import average_checkpoints
 from vanilla_transformer.checkpoints import CHECKSUMS, defect_of
 from vanilla_transformer.data import DataArguments, load_parallel_dataset
 from vanilla_transformer.training import make_trainer
-
-
-class Payload:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.mark),)
-
-
-@pytest.fixture
-def mark(tmp_path):
-    """The trace that a payload leaves; a test in which there is one fails."""
-    trace = tmp_path / "mark"
-    yield trace
-    assert not trace.exists(), "a payload was executed"
 
 
 def plant(path, mark):

@@ -6,27 +6,11 @@ import pickle
 
 import pytest
 import torch
+from conftest import Payload
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from vanilla_transformer.sharding import _no_code_from, _read_shards
-
-
-class Payload:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.mark),)
-
-
-@pytest.fixture
-def mark(tmp_path):
-    trace = tmp_path / "mark"
-    yield trace
-    assert not trace.exists(), "a payload was executed"
 
 
 @pytest.fixture
@@ -58,6 +42,27 @@ def test_a_payload_in_the_index_stays_asleep(shards, mark):
     with pytest.raises(ValueError, match=message), _no_code_from(folder):
         pytest.fail("nothing is read")
     with pytest.raises(ValueError, match=message):
+        _read_shards(folder)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.serialization", "_open_zipfile_writer_file"),
+        ("torch.serialization", "tarfile.TarFile"),
+    ],
+)
+def test_no_class_that_opens_files_is_in_an_index(shards, mark, module, name):
+    folder, _ = shards
+    call = b"".join(
+        [
+            b"\x80\x04",
+            *(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name)),
+            b"\x93\x8c" + bytes([len(str(mark))]) + str(mark).encode() + b"\x85R.",
+        ]
+    )
+    (folder / ".metadata").write_bytes(call)
+    with pytest.raises(ValueError, match=rf"index: {module}\.{name} has no place"):
         _read_shards(folder)
 
 

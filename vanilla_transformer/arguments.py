@@ -1,6 +1,5 @@
 """What a training run is told: options, and recipes that give them."""
 
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from .batching import TokenBudgetArguments
 from .configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from .data import SPLITS, DataArguments
 from .finite_gradients import FiniteGradientArguments
-from .sharding import join_on_cpus, shard_on_cpus, writes_shards
+from .sharding import join_on_cpus, launched_processes, shard_on_cpus, writes_shards
 
 # Local files on the command line replace the data set that a recipe names.
 LOCAL_DATA_FLAGS = {
@@ -161,10 +160,10 @@ class TranslationTrainingArguments(
     @property
     def data_parallel_size(self) -> int:
         """How many batches are worked on at a time."""
-        return int(os.environ.get("WORLD_SIZE", "1")) // self.tp_size
+        return launched_processes() // self.tp_size
 
     def _share_out(self) -> None:
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        processes = launched_processes()
         if self.tp_size < 1 or processes % self.tp_size:
             raise ValueError(f"tp_size={self.tp_size}: expected a divisor of {processes} processes")
         wanted, at_a_time = self.batches_per_update, self.data_parallel_size

@@ -49,15 +49,18 @@ logger = logging.getLogger(__name__)
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)  # to the first process
 
 ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # of torch.load, whatever its caller says
-INDEX_MODULES = (
-    "torch",
-    "torch.serialization",
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-    "pathlib",
-    "pathlib._local",
-    "collections",
-)
+INDEX_NAMES = {  # besides types of numbers; by module, and no class that opens a file among them
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
 SHARDED_MODEL, SHARDED_OPTIMIZER = f"{FSDP_MODEL_NAME}_0", "optimizer_0"  # accelerate's folders
 
 
@@ -70,10 +73,15 @@ def _asks_for_fsdp() -> bool:
     return bool(str_to_bool(os.environ.get("ACCELERATE_USE_FSDP", "false")))
 
 
+def launched_processes() -> int:
+    """How many work together, by the launcher's word."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join_on_cpus(arguments: TrainingArguments) -> None:
     """Let processes on CPUs wait for each other no longer than `ddp_timeout`, which transformers
     (5.17 to 5.23) forgets there: a stalled one would hold up the others for 30 minutes."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    several = launched_processes() > 1 and "RANK" in os.environ
     if arguments.use_cpu and several and not distributed.is_initialized():
         timeout = timedelta(seconds=arguments.ddp_timeout)
         distributed.init_process_group(arguments.ddp_backend or "gloo", timeout=timeout)
@@ -273,10 +281,10 @@ class _IndexUnpickler(pickle.Unpickler):
     """Reads what the index of a sharded checkpoint is made of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        value = super().find_class(module, name) if module in INDEX_MODULES else None
-        if not isinstance(value, type | torch.dtype) and name != "_get_layout":
+        is_number = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_number and name not in INDEX_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index")
-        return value
+        return super().find_class(module, name)
 
 
 @contextmanager
