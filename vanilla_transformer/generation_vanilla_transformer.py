@@ -47,14 +47,13 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         Raises:
             TypeError, ValueError: Something to read or an option is what no model reads or does.
         """
-        vocab_size = self.config.target_vocab_size
         if _in_shards(self) and "generate" not in vars(self):
             torch.distributed.fsdp.register_fsdp_forward_method(self, "generate")
             with torch.no_grad():
                 return self.generate(*args, **kwargs)
-        config = kwargs.get("generation_config")
         expect_prompt({**dict(zip(["inputs"], args, strict=False)), **kwargs})
-        expect_generation_options({**vars(config or self.generation_config), **kwargs}, vocab_size)
+        config = kwargs.get("generation_config") or self.generation_config
+        expect_generation_options({**vars(config), **kwargs}, self.config.target_vocab_size)
         output = super().generate(*args, **kwargs)
         give_each_beam_its_own(getattr(output, "past_key_values", None))
         return output

@@ -1,7 +1,6 @@
 """SIGTERM and Ctrl-C: the step is finished, a checkpoint written, and training ends."""
 
 import logging
-import os
 import signal
 import threading
 from types import FrameType
@@ -16,7 +15,8 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .checkpoints import checkpoints_in
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +61,9 @@ class InterruptibleTrainer(Trainer):
     def make_up_for_evaluation(self) -> None:
         """Evaluate the checkpoint that training is resumed from; it may be the best one."""
         if self._determine_best_metric(self.evaluate(), trial=None):
-            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            checkpoint = os.path.join(self.args.output_dir, name)
-            if os.path.isdir(checkpoint):
-                self.state.best_model_checkpoint = checkpoint
+            checkpoint = checkpoints_in(self.args.output_dir).get(self.state.global_step)
+            if checkpoint is not None:
+                self.state.best_model_checkpoint = str(checkpoint)
 
     def exit_if_interrupted(self) -> None:
         """End the program, with the exit code of a signal, where one has ended the training."""

@@ -3,6 +3,7 @@
 import copy
 import logging
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +60,28 @@ def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
         ValueError: It is damaged; the message names the file.
         FileExistsError: `output_dir` is a file, or holds a model that would be overwritten.
     """
-    found: list[Any] = [None]
-    if arguments.process_index == 0:
-        try:
-            found = [_find_checkpoint(Path(arguments.output_dir), arguments.resume_from_checkpoint)]
-        except (OSError, ValueError) as error:
-            found = [error]
-    broadcast_object_list(found)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    if found[0] is not None and not Path(found[0]).is_dir():
+    output_dir, wanted = Path(arguments.output_dir), arguments.resume_from_checkpoint
+    found = _made_by_first_process(lambda: _find_checkpoint(output_dir, wanted))
+    if found is not None and not Path(found).is_dir():
         raise FileNotFoundError(
-            f"{found[0]}: process 0 sees it, process {arguments.process_index} does not, expected "
+            f"{found}: process 0 sees it, process {arguments.process_index} does not, expected "
             "one file system for all"
         )
-    return found[0]
+    return found
+
+
+def _made_by_first_process(make: Callable[[], Any]) -> Any:
+    """What the first process makes, for all of them; what it raises, all of them raise."""
+    made: list[Any] = [None]
+    if PartialState().is_main_process:
+        try:
+            made = [make()]
+        except Exception as error:
+            made = [error]
+    broadcast_object_list(made)
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
 
 
 def _find_checkpoint(output_dir: Path, wanted: str | None) -> str | None:
@@ -109,11 +117,9 @@ def make_tokenizer(
     name = checkpoint or arguments.tokenizer_name or arguments.model_name_or_path
     if name is not None:
         return AutoTokenizer.from_pretrained(name)
-    trained: list[Any] = [None]
-    if PartialState().is_main_process:
-        logger.info("Training a tokenizer of %d tokens", arguments.vocab_size)
-        trained = [train_tokenizer(iter_texts(training_data), arguments.vocab_size)]
-    return broadcast_object_list(trained)[0]
+    size = arguments.vocab_size
+    logger.info("Training a tokenizer of %d tokens", size)
+    return _made_by_first_process(lambda: train_tokenizer(iter_texts(training_data), size))
 
 
 def make_model(
