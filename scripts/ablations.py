@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reports import markdown, write
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PrinterCallback, set_seed
 from transformers.utils import logging as transformers_logging
@@ -88,9 +89,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as scratch:
                 options = options_of(arguments, row, seed, scratch)
                 results.add(row, seed, run(options, tokenizer, splits))
-    table = to_markdown({row: results.of(row, arguments.seeds) for row in rows})
-    (folder / "ablations.md").write_text(table)
-    print(table)
+    scores = {row: results.of(row, arguments.seeds) for row in rows}
+    write(folder, "ablations", scores, to_markdown(scores))
 
 
 class Results:
@@ -169,12 +169,12 @@ def run(options: tuple[Any, ...], tokenizer: Any, splits: Any) -> dict[str, floa
 
 def to_markdown(rows: dict[str, list[dict]]) -> str:
     """The table."""
-    lines = ["| | parameters | exact match, % | loss, nats a token |", "|---|---|---|---|"]
+    table = []
     for row, runs in rows.items():
         exact_match, loss = ([run[name] for run in runs] for name in ("exact_match", "loss"))
-        cells = (row, f"{runs[0]['parameters']:,}", spread(exact_match, 1), spread(loss, 4))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        parameters = f"{runs[0]['parameters']:,}"
+        table.append([row, parameters, spread(exact_match, 1), spread(loss, 4)])
+    return markdown(["", "parameters", "exact match, %", "loss, nats a token"], table)
 
 
 def spread(values: list[float], digits: int) -> str:

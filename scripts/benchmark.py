@@ -20,7 +20,8 @@ from pathlib import Path
 import benchmark_ctranslate2 as compiled
 import torch
 from benchmark_peers import BOS, EOS, PAD, PEERS, SIZES, Size, training_loss
-from benchmark_turns import Runner, expect_known, speeds, take_turns, write
+from benchmark_turns import Runner, speeds, take_turns
+from reports import expect_known, markdown, write
 from transformers import HfArgumentParser
 
 REFERENCE = "marian"
@@ -209,12 +210,11 @@ def to_markdown(results: list[dict]) -> str:
     """A row for each model, a column for each workload and size."""
     columns = [f"{result['workload']} {result['size']}" for result in results]
     names = dict.fromkeys(name for result in results for name in result["ratios"])
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    rows = []
     for name in names:
         ratios = (result["ratios"].get(name) for result in results)
-        cells = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([name, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
+    return markdown(["", *columns], rows)
 
 
 def draw(results: list[dict], path: Path) -> None:

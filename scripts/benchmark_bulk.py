@@ -16,7 +16,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmark_turns import in_own_process, write
+from benchmark_turns import in_own_process
+from reports import markdown, write
 from transformers import HfArgumentParser
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
@@ -49,17 +50,15 @@ def main() -> None:
         save_model(Path(scratch, "model"))
         for lines in arguments.lines:
             results.append(in_own_process(translate, scratch, lines, arguments.batch_size))
-    table = [
-        "| lines | peak, MiB | of that with the shortest file | lines a second |",
-        "|---|---|---|---|",
-    ]
+    header = ["lines", "peak, MiB", "of that with the shortest file", "lines a second"]
+    rows = []
     for result in results:
         ratio = result["mebibytes"] / results[0]["mebibytes"]
         speed = result["lines"] / result["seconds"]
-        table.append(
-            f"| {result['lines']:,} | {result['mebibytes']:.0f} | {ratio:.2f} | {speed:.0f} |"
+        rows.append(
+            [f"{result['lines']:,}", f"{result['mebibytes']:.0f}", f"{ratio:.2f}", f"{speed:.0f}"]
         )
-    write(arguments.output_dir, "bulk", results, "\n".join(table))
+    write(arguments.output_dir, "bulk", results, markdown(header, rows))
 
 
 def save_model(folder: Path) -> None:

@@ -17,15 +17,8 @@ from pathlib import Path
 import torch
 from benchmark import generation, padded
 from benchmark_peers import PAD, PEERS, SIZES, Size, training_loss
-from benchmark_turns import (
-    expect_known,
-    in_own_process,
-    peak_memory,
-    resident_memory,
-    settle,
-    timed,
-    write,
-)
+from benchmark_turns import in_own_process, peak_memory, resident_memory, settle, timed
+from reports import expect_known, markdown, write
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
@@ -126,17 +119,16 @@ def training(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
 
 def to_markdown(series: list[dict], axis: str) -> str:
     """A row for time and one for memory of each workload, a column for each place on the axis."""
-    rows = [entry for entry in series if entry["axis"] == axis]
-    places = [point[axis] for point in rows[0]["points"]]
+    entries = [entry for entry in series if entry["axis"] == axis]
+    places = [point[axis] for point in entries[0]["points"]]
     unit = "tokens" if axis == "length" else "sentences"
-    lines = [f"| {unit} | " + " | ".join(f"{place:,}" for place in places) + " |"]
-    lines.append("|---" * (len(places) + 1) + "|")
-    for entry in rows:
+    rows = []
+    for entry in entries:
         for label, name in (("time for each token", "seconds"), ("memory", "mebibytes")):
             values = [point[name] for point in entry["points"]]
-            cells = (f"{value / values[0]:.2f}" for value in values)
-            lines.append(f"| {entry['workload']}, {label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            ratios = (f"{value / values[0]:.2f}" for value in values)
+            rows.append([f"{entry['workload']}, {label}", *ratios])
+    return markdown([unit, *(f"{place:,}" for place in places)], rows)
 
 
 def draw(series: list[dict], path: Path) -> None:

@@ -16,14 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from benchmark import BEAMS, REFERENCE, SOURCES, generation, padded, to_markdown, training
 from benchmark_peers import PAD, PEERS, SIZES
-from benchmark_turns import (
-    expect_known,
-    in_own_process,
-    peak_memory,
-    resident_memory,
-    settle,
-    write,
-)
+from benchmark_turns import in_own_process, peak_memory, resident_memory, settle
+from reports import expect_known, write
 from transformers import HfArgumentParser
 
 WORKLOADS = ("train", "beam")

@@ -25,7 +25,8 @@ import train as training_script
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from benchmark_peers import PEERS, SIZES, as_marian
-from benchmark_turns import expect_known, settle, speeds, take_turns, timed, write
+from benchmark_turns import settle, speeds, take_turns, timed
+from reports import expect_known, write
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,

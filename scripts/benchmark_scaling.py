@@ -4,17 +4,24 @@ python scripts/benchmark_scaling.py --output_dir outputs/scaling
 
 A step is forward, backward and AdamW in float32 over batches of similar lengths, as T1 of
 benchmark.py. Several processes (DistributedDataParallel over gloo) each have batches of their own,
-as many tokens as one process alone. Both settings take turns; the figure is the ratio of target
-tokens a second, by medians over rounds. Writes scaling.json and scaling.md.
+as many tokens as one process alone. Beside them run as many that have nothing to do with each
+other: what these lose is lost to the memory and the caches that they share, not to DDP. All take
+turns; the figure is the ratio of target tokens a second, by medians over rounds. Writes
+scaling.json and scaling.md.
 """
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from benchmark import training, training_batches
 from benchmark_peers import PEERS, SIZES
-from benchmark_turns import Runner, expect_known, speeds, take_turns, write
+from benchmark_turns import Runner, speeds, take_turns
+from reports import expect_known, markdown, write
 from torch import distributed
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +35,10 @@ class ScalingArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
     processes: int = field(default=2, metadata={"help": "As many CPUs should be free."})
-    tokens: int = field(default=2000, metadata={"help": "Target tokens of a process's batch."})
+    tokens: int = field(
+        default=3000,
+        metadata={"help": "Target tokens of a process's batch; the paper's: 25,000 over 8."},
+    )
     rounds: int = field(default=5, metadata={"help": "Turns of each setting."})
 
     def __post_init__(self) -> None:
@@ -42,44 +52,51 @@ class ScalingArguments:
 def main() -> None:
     (arguments,) = HfArgumentParser(ScalingArguments).parse_args_into_dataclasses()
     results = [{"size": size, **race(arguments, size)} for size in arguments.sizes]
-    lines = [
-        "| size | speed, 1 process = 1 | target tokens a second of 1 process |",
-        "|---|---|---|",
-    ]
-    lines += [
-        f"| {result['size']} | {result['speed']:.2f} | {result['tokens_per_second']:.0f} |"
+    header = ["size", *results[0]["speeds"], "target tokens a second of 1 process"]
+    rows = [
+        (
+            result["size"],
+            *(f"{speed:.2f}" for speed in result["speeds"].values()),
+            f"{result['tokens_per_second']:.0f}",
+        )
         for result in results
     ]
-    write(arguments.output_dir, "scaling", results, "\n".join(lines))
+    write(arguments.output_dir, "scaling", results, markdown(header, rows))
 
 
-def race(arguments: ScalingArguments, size: str) -> dict[str, object]:
-    """Seconds of both settings in each round, and the speed of the many."""
+def race(arguments: ScalingArguments, size: str) -> dict[str, Any]:
+    """Seconds of all settings in each round, and the speeds of the many."""
+    port = get_free_port()
+    several = {
+        f"{arguments.processes} processes": (arguments.processes, port),
+        f"{arguments.processes} that do not talk": (1, port),
+    }
     alone = Runner(threads=1, seed=0)
     alone.prepare(prepare, size, arguments.tokens, 0).result()
-    many = [Runner(threads=1, seed=rank) for rank in range(arguments.processes)]
-    port = get_free_port()
-    begun = [
-        runner.prepare(prepare, size, arguments.tokens, rank, len(many), port)
-        for rank, runner in enumerate(many)
-    ]
-    for preparation in begun:
-        preparation.result()
-
-    def together() -> float:
-        return max(seconds.result() for seconds in [runner.begin() for runner in many])
-
-    name = f"{len(many)} processes"
-    seconds = take_turns({ALONE: alone.run, name: together}, arguments.rounds, ALONE, size)
-    for runner in (alone, *many):
+    teams = {name: [Runner(1, rank) for rank in range(arguments.processes)] for name in several}
+    for name, team in teams.items():
+        begun = [
+            runner.prepare(prepare, size, arguments.tokens, rank, *several[name])
+            for rank, runner in enumerate(team)
+        ]
+        for preparation in begun:
+            preparation.result()
+    together = {name: partial(slowest, team) for name, team in teams.items()}
+    seconds = take_turns({ALONE: alone.run, **together}, arguments.rounds, ALONE, size)
+    for runner in chain([alone], *teams.values()):
         runner.stop()
-    speed = len(many) * speeds(seconds, ALONE)[name]
-    took = sorted(seconds[ALONE])[len(seconds[ALONE]) // 2]
+    ratios = speeds(seconds, ALONE)
+    rate = target_tokens(size, arguments.tokens) / statistics.median(seconds[ALONE])
     return {
-        "speed": speed,
-        "tokens_per_second": target_tokens(size, arguments.tokens) / took,
+        "speeds": {name: arguments.processes * ratios[name] for name in teams},
+        "tokens_per_second": rate,
         "seconds": seconds,
     }
+
+
+def slowest(team: list[Runner]) -> float:
+    """Seconds until the last of several that begin together has done its work."""
+    return max(seconds.result() for seconds in [runner.begin() for runner in team])
 
 
 def prepare(

@@ -1,25 +1,17 @@
-"""What the benchmarks share: processes, turns, clocks, memory, files and checks of arguments."""
+"""What the benchmarks share: processes, turns, clocks and memory."""
 
-import json
 import resource
 import statistics
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from tqdm.auto import tqdm
 from transformers import logging as transformers_logging
-
-
-def expect_known(flag: str, values: Collection[str], known: Collection[str]) -> None:
-    for value in values:
-        if value not in known:
-            raise ValueError(f"--{flag} {value}: expected of {', '.join(known)}")
 
 
 def settle(threads: int = 1, seed: int = 0) -> None:
@@ -120,18 +112,3 @@ def resident_memory() -> float:
 
 def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-
-# ---------------------------------------------------------------- Files
-
-
-def write(folder: str | None, name: str, results: Any, table: str | None = None) -> None:
-    """Print the table, or else the results; both into NAME.json and NAME.md of a folder."""
-    text = json.dumps(results, indent=2) + "\n"
-    print(table or text)
-    if folder is None:
-        return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    Path(folder, f"{name}.json").write_text(text)
-    if table is not None:
-        Path(folder, f"{name}.md").write_text(table + "\n")

@@ -17,7 +17,6 @@ worker: SIGKILL for the process that loads the data. Of two processes that train
 rank_killed: SIGKILL for one of them. rank_stalled: SIGSTOP for it; the other gives up in time.
 """
 
-import json
 import math
 import multiprocessing
 import os
@@ -34,6 +33,7 @@ from typing import Any
 
 import psutil
 import torch
+from reports import expect_known, markdown, write
 from safetensors.torch import load_file
 from torch.distributed.elastic.utils.distributed import get_free_port
 from tqdm.auto import tqdm
@@ -74,9 +74,7 @@ class FaultArguments:
     seed: int = field(default=0, metadata={"help": "Of the instants."})
 
     def __post_init__(self) -> None:
-        for fault in self.faults:
-            if fault not in FAULTS:
-                raise ValueError(f"--faults {fault}: expected of {', '.join(FAULTS)}")
+        expect_known("faults", self.faults, FAULTS)
         if self.times < 1 or self.steps < 10:
             raise ValueError(
                 f"--times {self.times} --steps {self.steps}: expected at least 1 and 10"
@@ -90,13 +88,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         harness = Harness(Path(scratch), arguments)
         results = {fault: harness.break_by(fault) for fault in arguments.faults}
-    table = to_markdown(results)
-    print(table)
-    if arguments.output_dir is not None:
-        folder = Path(arguments.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "faults.json").write_text(json.dumps(results, indent=1))
-        (folder / "faults.md").write_text(table)
+    write(arguments.output_dir, "faults", results, to_markdown(results))
 
 
 class PhaseCallback(TrainerCallback):
@@ -308,13 +300,12 @@ def spoil(kind: str, path: Path) -> None:
 
 def to_markdown(results: dict[str, dict[str, Any]]) -> str:
     """The table."""
-    header = ["fault", "tried", "survived", "lost", *(f"in {phase}" for phase in PHASES)]
-    rows = [header, ["---"] * len(header)]
+    counts, rows = ("tried", "survived", "lost"), []
     for fault, result in results.items():
-        counts = [result["tried"], result["survived"], result["lost"]]
         phases = [result["phases"].get(phase, 0) for phase in PHASES]
-        rows.append([fault, *map(str, counts), *(map(str, phases) if any(phases) else [""] * 4)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+        in_phases = phases if any(phases) else [None] * len(PHASES)
+        rows.append([fault, *(result[count] for count in counts), *in_phases])
+    return markdown(["fault", *counts, *(f"in {phase}" for phase in PHASES)], rows)
 
 
 if __name__ == "__main__":

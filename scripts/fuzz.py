@@ -8,7 +8,6 @@ process of its own and ends with its first failure, of which the smallest exampl
 printed. Writes fuzz.json and fuzz.md.
 """
 
-import json
 import os
 import signal
 import traceback
@@ -17,13 +16,13 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 from fuzz_families import FAMILIES
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as with_seed
+from reports import expect_known, markdown, write
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
@@ -39,9 +38,7 @@ class FuzzArguments:
     seed: int = field(default=0, metadata={"help": "Of the cases."})
 
     def __post_init__(self) -> None:
-        for family in self.families:
-            if family not in FAMILIES:
-                raise ValueError(f"--families {family}: expected of {', '.join(FAMILIES)}")
+        expect_known("families", self.families, FAMILIES)
         if self.cases < len(self.families):
             raise ValueError(f"--cases {self.cases}: expected one for each family at least")
 
@@ -58,13 +55,7 @@ def main() -> None:
     for name, result in results.items():
         if result.get("example"):
             print(f"{name}: {result['example']}\n")
-    table = to_markdown(results)
-    print(table)
-    if arguments.output_dir is not None:
-        folder = Path(arguments.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "fuzz.json").write_text(json.dumps(results, indent=1))
-        (folder / "fuzz.md").write_text(table)
+    write(arguments.output_dir, "fuzz", results, to_markdown(results))
 
 
 def shares(families: list[str], cases: int) -> dict[str, int]:
@@ -130,14 +121,12 @@ def hang(*_: object) -> None:
 
 def to_markdown(results: dict[str, dict[str, Any]]) -> str:
     """The table."""
-    header = ["family", "cases", *OUTCOMES]
-    rows = [header, ["---"] * len(header)]
     counted = {
         name: [result.get(outcome, 0) for outcome in OUTCOMES] for name, result in results.items()
     }
     counted["all"] = [sum(column) for column in zip(*counted.values(), strict=True)]
-    rows += [[name, *map(str, (sum(counts), *counts))] for name, counts in counted.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    rows = ([name, sum(counts), *counts] for name, counts in counted.items())
+    return markdown(["family", "cases", *OUTCOMES], rows)
 
 
 if __name__ == "__main__":

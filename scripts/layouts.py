@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reports import expect_known, markdown, write
 from tqdm.auto import tqdm
 from transformers import AutoModelForSeq2SeqLM, HfArgumentParser
 from transformers.utils import logging as transformers_logging
@@ -64,9 +65,7 @@ class LayoutArguments:
     pairs: int = field(default=1000, metadata={"help": "Of phrases to train on."})
 
     def __post_init__(self) -> None:
-        for layout in self.layouts:
-            if layout not in LAYOUTS:
-                raise ValueError(f"--layouts {layout}: expected of {'; '.join(LAYOUTS)}")
+        expect_known("layouts", self.layouts, LAYOUTS)
         if self.steps < 2 or self.pairs < 100:
             raise ValueError(
                 f"--steps {self.steps} --pairs {self.pairs}: expected at least 2 and 100"
@@ -79,13 +78,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         results = Harness(Path(scratch), arguments).results()
-    table = to_markdown(results)
-    print(table)
-    if arguments.output_dir is not None:
-        folder = Path(arguments.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "layouts.json").write_text(json.dumps(results, indent=1))
-        (folder / "layouts.md").write_text(table)
+    write(arguments.output_dir, "layouts", results, to_markdown(results))
 
 
 class Harness:
@@ -172,15 +165,15 @@ def differences(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, f
 
 def to_markdown(results: list[dict[str, Any]]) -> str:
     """The table."""
-    rows = [["processes, layout", "resumed from", "parameters in each", "loss", "weights"]]
-    rows.append(["---"] * 5)
+    rows = []
     for result in results:
         held = result["parameters of a process"]
         rows.append(
-            [result["layout"], result["resumed from"] or "", f"{held:,}" if held else "all"]
+            [result["layout"], result["resumed from"], f"{held:,}" if held else "all"]
             + [f"{result[name]:.1e}" for name in ("loss", "weights")]
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    header = ["processes, layout", "resumed from", "parameters in each", "loss", "weights"]
+    return markdown(header, rows)
 
 
 if __name__ == "__main__":

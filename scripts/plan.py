@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 import torch
+from reports import markdown
 from transformers import HfArgumentParser
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
@@ -52,11 +53,7 @@ def main() -> None:
     for devices in arguments.devices:
         print(f"GiB on each of {devices} devices:\n\n{memory_table(devices)}\n")
     if arguments.tokens_per_second is not None:
-        print("| devices | updates a day | days for 100,000 updates |\n|---|---|---|")
-        for devices in arguments.devices:
-            share = arguments.efficiency if devices > 1 else 1.0
-            daily = arguments.tokens_per_second * devices * share * 86_400 / TOKENS
-            print(f"| {devices} | {daily:,.0f} | {UPDATES / daily:,.1f} |")
+        print(days_table(arguments))
 
 
 def memory_table(devices: int) -> str:
@@ -64,13 +61,21 @@ def memory_table(devices: int) -> str:
     rows = []
     for name, config in CONFIGS.items():
         memory = memory_of(config, devices)
-        if not rows:
-            rows = [["size", "parameters, millions", *memory], ["---"] * (2 + len(memory))]
         with torch.device("meta"):
             parameters = VanillaTransformerForConditionalGeneration(config).num_parameters()
         cells = [f"{value / 2**30:.2f}" for value in memory.values()]
         rows.append([name, f"{parameters / 1e6:.0f}", *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown(["size", "parameters, millions", *memory], rows)
+
+
+def days_table(arguments: PlanArguments) -> str:
+    """A row for each number of devices."""
+    rows = []
+    for devices in arguments.devices:
+        share = arguments.efficiency if devices > 1 else 1.0
+        daily = arguments.tokens_per_second * devices * share * 86_400 / TOKENS
+        rows.append([devices, f"{daily:,.0f}", f"{UPDATES / daily:,.1f}"])
+    return markdown(["devices", "updates a day", "days for 100,000 updates"], rows)
 
 
 def memory_of(config: VanillaTransformerConfig, devices: int) -> dict[str, float]:

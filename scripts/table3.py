@@ -4,6 +4,7 @@ python scripts/table3.py
 """
 
 import torch
+from reports import markdown
 from transformers import AutoModelForSeq2SeqLM
 
 from vanilla_transformer import VanillaTransformerConfig
@@ -28,7 +29,7 @@ PAPERS_COUNTS = {
 def main() -> None:
     base = hyperparameters("base")
     header = ["preset", *base, "parameters, millions", "the paper's count"]
-    rows = [header, ["---"] * len(header)]
+    rows = []
     for name in PRESETS:
         if name == "tiny":  # not of the paper
             continue
@@ -38,9 +39,8 @@ def main() -> None:
             for field, value in values.items()
         ]
         count = f"{count_parameters(name) / 1e6:.1f}"
-        rows.append([name, *changed, count, str(PAPERS_COUNTS.get(name, ""))])
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+        rows.append([name, *changed, count, PAPERS_COUNTS.get(name)])
+    print(markdown(header, rows))
 
 
 def hyperparameters(name: str) -> dict[str, int | float | str]:

@@ -286,9 +286,9 @@ def test_broken_trainings_lose_nothing(folder):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--peers", "fairseq"], "--peers fairseq: expected of vanilla_transformer, marian"),
+        (["--peers", "fairseq"], "--peers fairseq: expected of vanilla_transformer; marian"),
         (["--rounds", "0"], "--rounds 0: expected a positive number"),
-        (["--sizes", "huge"], "--sizes huge: expected of tiny, base"),
+        (["--sizes", "huge"], "--sizes huge: expected of tiny; base"),
     ],
 )
 def test_a_benchmark_that_cannot_be_is_refused(folder, flags, message):
