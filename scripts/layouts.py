@@ -123,11 +123,13 @@ class Harness:
         ]  # fmt: skip
         return list(map(str, command))
 
-    def train(self, layout: str, folder: Path, checkpoint: Path | None) -> int | None:
-        """Train, from a checkpoint on if there is one; the parameters that a process holds, if they
-        are not all."""
+    def train(
+        self, layout: str, folder: Path, checkpoint: Path | None = None, *more: str
+    ) -> int | None:
+        """Train, from a checkpoint on if there is one, with more options if there are any; the
+        parameters that a process holds, if they are not all."""
         launcher, options = LAYOUTS[layout]
-        command = [*launcher, *self.script(folder), *options]
+        command = [*launcher, *self.script(folder), *options, *more]
         if checkpoint is not None:
             command += ["--resume_from_checkpoint", str(checkpoint)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}

@@ -104,6 +104,38 @@ def test_the_model_saved_in_the_end_is_as_one_process_saves_it(train, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "average"),
+    [
+        ("2, DDP", 2),
+        ("2, FSDP2", 0),  # shards can't be averaged, which is refused
+        ("2, FSDP2, full state", 2),
+        ("2, tensor parallel", 0),
+        ("2, tensor parallel", 2),
+    ],
+)
+def test_the_best_or_the_mean_is_that_of_one_process(harness, layout, average):
+    """The best: for once of the highest loss, which is not the last."""
+    options = {
+        "validation_source": harness.scratch / "source",
+        "validation_target": harness.scratch / "target",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        **({"average_checkpoints": average} if average else {}),
+    }
+    more = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    folders = [harness.scratch / f"{layout}, {average}, {side}" for side in ("one", "other")]
+    for folder, name in zip(folders, (layout, "1 process"), strict=True):
+        harness.train(name, folder, None, *more)
+    assert_same(*folders)
+    last = load_file(folders[1] / "checkpoint-4/model.safetensors")["lm_head.weight"]
+    assert not torch.equal(load_file(folders[1] / "model.safetensors")["lm_head.weight"], last)
+
+
+@pytest.mark.slow
 def test_the_table_names_layouts_and_differences(tmp_path, capsys, monkeypatch):
     options = ["--steps", "2", "--pairs", "100", "--layouts", "2, DDP", "--output_dir"]
     monkeypatch.setattr("sys.argv", ["layouts.py", *options, str(tmp_path)])
