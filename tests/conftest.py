@@ -1,4 +1,11 @@
+import logging
 import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -6,6 +13,8 @@ import torch
 
 # Set before transformers and datasets are imported: no test may reach a hub.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+from transformers.utils import logging as transformers_logging
 
 from vanilla_transformer import (
     VanillaTransformerConfig,
@@ -90,6 +99,66 @@ def checkpoint(tokenizer, tmp_path_factory):
     VanillaTransformerForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+# ---------------------------------------------------------------- scripts
+
+
+def run_script(name, *flags, cwd, stdin=None, check=True, fresh=False):
+    """A script of the repository as its user runs it: what it printed, and its exit code. Unless it
+    is to be `fresh`, in a copy of this process, in which all that takes long to import is there."""
+    command = [sys.executable, str(REPOSITORY / "scripts" / name), *map(str, flags)]
+    environment = {**os.environ, "HF_HOME": str(Path(cwd) / "huggingface"), "COLUMNS": "80"}
+    options = {"args": command, "cwd": cwd, "input": stdin, "env": environment}
+    if fresh or torch.cuda.is_initialized():  # which can't be copied
+        process = subprocess.run(**options, capture_output=True, text=True, check=False)
+    else:
+        process = _run_in_copy(**options)
+    if check:
+        assert process.returncode == 0, process.stderr[-4000:]
+    return process
+
+
+def _run_in_copy(args, cwd, input, env):
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]
+        files[0].write(input or "")
+        files[0].seek(0)
+        child = os.fork()
+        if child == 0:
+            _become(args[1:], cwd, env, [file.fileno() for file in files])
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        for file in files:
+            file.seek(0)
+        _, stdout, stderr = (file.read() for file in files)
+    return subprocess.CompletedProcess(args, code, stdout, stderr)
+
+
+def _become(argv, cwd, env, descriptors):
+    """Let this process be the script; it does not return."""
+    code = 1
+    try:
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        logging.root.handlers.clear()  # pytest's
+        transformers_logging.get_logger().handlers = [logging.StreamHandler()]
+        os.chdir(cwd)
+        os.environ.update(env)
+        sys.argv = argv
+        sys.path.insert(0, os.path.dirname(argv[0]))
+        runpy.run_path(argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 class Payload:

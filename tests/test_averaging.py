@@ -2,13 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
-from conftest import REPOSITORY, random_ids, small_config
+from conftest import random_ids, run_script, small_config
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -170,8 +168,7 @@ def test_nothing_and_no_model_are_refused(run, tmp_path):
 
 def test_the_script_averages_and_refuses(run, tmp_path):
     def script(*flags):
-        command = [sys.executable, REPOSITORY / "scripts/average_checkpoints.py", *map(str, flags)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return run_script("average_checkpoints.py", *flags, cwd=tmp_path, check=False)
 
     output = tmp_path / "mean"
     process = script("--checkpoints_of", run, "--steps", 5, 100, "--output_dir", output)

@@ -396,7 +396,7 @@ torch.save(trainer.seen, f"{folder}/seen-{trainer.args.process_index}.pt")
 """
 
 
-@pytest.mark.parametrize("max_tokens", [100, 120])
+@pytest.mark.parametrize("max_tokens", [pytest.param(100, marks=pytest.mark.slow), 120])
 def test_two_processes_learn_what_one_does_that_accumulates(tmp_path, max_tokens):
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests"), "OMP_NUM_THREADS": "1"}

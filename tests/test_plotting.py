@@ -4,13 +4,12 @@ files."""
 import importlib.util
 import json
 import math
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, small_config
+from conftest import REPOSITORY, run_script, small_config
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -433,14 +432,8 @@ def plot(script, monkeypatch, tmp_path):
 
 
 def test_the_script_draws_attention(checkpoint, tmp_path):
-    command = [
-        sys.executable, REPOSITORY / "scripts/plot.py", "attention", "--model", checkpoint,
-        "--source", SOURCE, "--output", "pictures/attention",
-    ]  # fmt: skip
-    process = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert process.returncode == 0, process.stderr
+    flags = ["--model", checkpoint, "--source", SOURCE, "--output", "pictures/attention"]
+    process = run_script("plot.py", "attention", *flags, cwd=tmp_path)
     assert process.stdout.splitlines() == ["pictures/attention.png", "pictures/attention.svg"]
     for line in process.stdout.splitlines():
         assert (tmp_path / line).stat().st_size > 0

@@ -1,10 +1,7 @@
 """Scores of given pairs are the model's log-probabilities, in the order of the pairs."""
 
-import subprocess
-import sys
-
 import pytest
-from conftest import REPOSITORY
+from conftest import run_script
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import scoring
@@ -39,10 +36,8 @@ def test_scores_are_log_probabilities_in_order(monkeypatch, translator, max_toke
 
 def test_the_script_writes_a_line_for_each_pair(translator, checkpoint, tmp_path):
     def script(*flags):
-        command = [sys.executable, REPOSITORY / "scripts/score.py", "--model", checkpoint, *flags]
-        return subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, check=False, cwd=tmp_path
-        )
+        model = ("--model", checkpoint)
+        return run_script("score.py", *model, *flags, cwd=tmp_path, check=False)
 
     for place, name in enumerate(("source", "target")):
         text = "".join(pair[place] + "\n" for pair in PAIRS)

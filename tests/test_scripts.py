@@ -1,33 +1,17 @@
 """The scripts as a user runs them: one small training run, then everything that follows from it."""
 
 import json
-import os
 import subprocess
-import sys
 
 import pytest
 import yaml
 from conftest import REPOSITORY
+from conftest import run_script as run
 
 SHAPE = (
     "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,"
     "decoder_attention_heads=2,encoder_ffn_dim=16,decoder_ffn_dim=16"
 )
-
-
-def run(script, *flags, cwd, stdin=None, check=True):
-    process = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, flags)],
-        cwd=cwd,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HOME": str(cwd / "huggingface"), "COLUMNS": "80"},
-    )
-    if check:
-        assert process.returncode == 0, process.stderr[-4000:]
-    return process
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +30,7 @@ TRAIN = [
 
 @pytest.fixture(scope="module")
 def trained(folder):
-    process = run("train.py", *TRAIN, cwd=folder)
+    process = run("train.py", *TRAIN, cwd=folder, fresh=True)
     return folder / "model", process
 
 
@@ -191,7 +175,7 @@ def test_the_benchmark_writes_ratios_a_table_and_a_chart(folder):
         assert result["ratios"]["marian"] == 1
         assert all(len(seconds) == 2 for seconds in result["seconds"].values())
     table = (folder / "speed/benchmark.md").read_text()
-    assert "| | T1 tiny | G3 tiny |" in table
+    assert "|  | T1 tiny | G3 tiny |" in table
     assert "| marian | 1.00 | 1.00 |" in table
     assert table.strip() in process.stdout
     assert (folder / "speed/benchmark.png").stat().st_size > 0
@@ -277,9 +261,7 @@ def test_ablations_are_trained_once_and_tabled(folder):
 def test_broken_trainings_lose_nothing(folder):
     run("faults.py", "--times", 10, "--output_dir", "faults", cwd=folder)
     results = json.loads((folder / "faults/faults.json").read_text())
-    assert set(results) == {
-        "kill", "terminate", "interrupt", "truncated", "flipped", "missing", "full", "removed",
-    }  # fmt: skip
+    assert {"kill", "terminate", "truncated", "full", "nan", "rank_stalled"} < set(results)
     assert all(result["tried"] >= 2 and result["lost"] == 0 for result in results.values())
 
 
