@@ -7,7 +7,8 @@ Each layout is a launch of scripts/train.py with the same seed on the same sente
 update; 1 process accumulates what several work on at a time. Then each layout's checkpoint of half
 the training goes on in the next layout. What differs from 1 process, at most, is to be what float32
 rounds. Every final model is loaded here, where nothing is distributed. Writes layouts.json and
-layouts.md. Where there are no GPUs, processes run on CPUs.
+layouts.md. Where there are no GPUs, processes run on CPUs. ZeRO's layouts need DeepSpeed, without
+which they are left out, and go on with their own checkpoints alone.
 """
 
 import json
@@ -23,6 +24,7 @@ from typing import Any
 from reports import expect_known, markdown, write
 from tqdm.auto import tqdm
 from transformers import AutoModelForSeq2SeqLM, HfArgumentParser
+from transformers.integrations.deepspeed import is_deepspeed_available
 from transformers.utils import logging as transformers_logging
 
 import vanilla_transformer  # noqa: F401  # registers the model
@@ -46,7 +48,11 @@ LAYOUTS = {  # the launcher, and options of scripts/train.py
     "2, FSDP2, full state": (accelerate("fsdp2_full_state.yaml", 2), ()),
     "2, tensor parallel": (accelerate("tensor_parallel.yaml", 2), ("--tp_size", "2")),
     "4, tensor parallel, FSDP2": (accelerate("tensor_parallel.yaml", 4), ("--tp_size", "2")),
+    "2, ZeRO 1": (accelerate("deepspeed_zero1.yaml", 2), ()),
+    "2, ZeRO 2": (accelerate("deepspeed_zero2.yaml", 2), ()),
+    "2, ZeRO 3": (accelerate("deepspeed_zero3.yaml", 2), ()),
 }
+ZERO = [layout for layout in LAYOUTS if "ZeRO" in layout]
 ALONE = "1 process"
 SHAPE = (
     "d_model=32,encoder_layers=2,decoder_layers=2,encoder_attention_heads=2,"
@@ -57,7 +63,11 @@ SHAPE = (
 @dataclass
 class LayoutArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
-    layouts: list[str] = field(default_factory=lambda: list(LAYOUTS))
+    layouts: list[str] = field(
+        default_factory=lambda: [
+            layout for layout in LAYOUTS if layout not in ZERO or is_deepspeed_available()
+        ]
+    )
     every_pair: bool = field(
         default=False, metadata={"help": "Go on in each other layout, not only in the next."}
     )
@@ -66,6 +76,8 @@ class LayoutArguments:
 
     def __post_init__(self) -> None:
         expect_known("layouts", self.layouts, LAYOUTS)
+        if set(ZERO) & set(self.layouts) and not is_deepspeed_available():
+            raise ValueError(f"--layouts {self.layouts}: expected DeepSpeed to be installed")
         if self.steps < 2 or self.pairs < 100:
             raise ValueError(
                 f"--steps {self.steps} --pairs {self.pairs}: expected at least 2 and 100"
@@ -93,14 +105,18 @@ class Harness:
     def results(self) -> list[dict[str, Any]]:
         """Of each training, what differs at most from that on 1 process."""
         layouts, half = self.arguments.layouts, self.arguments.steps // 2
-        others = [layout for layout in layouts if layout != ALONE]
+        zero = [layout for layout in layouts if layout in ZERO]
+        others = [layout for layout in layouts if layout not in (ALONE, *zero)]
         ring = [ALONE, *others]
         following = zip(ring, [*others, ALONE], strict=True)
         every = ((one, other) for one in ring for other in ring if one != other)
-        resumed = list(every if self.arguments.every_pair else following)
+        resumed = [
+            *(every if self.arguments.every_pair else following),
+            *((layout, layout) for layout in zero),
+        ]
         results = []
         expected: dict[str, Any] = {}
-        for before, layout in tqdm([*((None, layout) for layout in ring), *resumed]):
+        for before, layout in tqdm([*((None, layout) for layout in (*ring, *zero)), *resumed]):
             folder = self.scratch / f"{before} to {layout}"
             checkpoint = before and self.scratch / f"None to {before}" / f"checkpoint-{half}"
             held = self.train(layout, folder, checkpoint)
@@ -134,8 +150,9 @@ class Harness:
             command += ["--resume_from_checkpoint", str(checkpoint)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         process = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=environment
-        )
+            command, capture_output=True, text=True, check=False, env=environment,
+            cwd=SCRIPTS.parent,  # where accelerate's files look for those of DeepSpeed
+        )  # fmt: skip
         if process.returncode:
             raise RuntimeError(f"{folder.name} failed:\n{process.stderr}")
         held = re.search(r"This process holds ([\d,]+) of the parameters", process.stderr)

@@ -1,21 +1,15 @@
 """What the families of scripts/fuzz.py hold for, and that the harness sees what does not."""
 
-import importlib
-import sys
-
+import fuzz
+import fuzz_families as families
 import pytest
 import torch
-from conftest import REPOSITORY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import pipeline
 
 from vanilla_transformer.data import DataArguments, load_parallel_dataset
 from vanilla_transformer.tokenization import train_tokenizer
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-families = importlib.import_module("fuzz_families")
-fuzz = importlib.import_module("fuzz")
 
 FEW, MANY = 30, 1000
 

@@ -175,6 +175,12 @@ def test_a_draft_that_is_always_right_saves_steps(talker, prompts):
     assert calls.count <= 2
 
 
+def test_minus_one_is_no_token(talker, prompts):
+    """As transformers' users have it: no sentence ends, and nothing in a prompt is padding."""
+    expected = generate(talker, prompts, eos_token_id=None)
+    assert generate(talker, prompts, eos_token_id=-1, pad_token_id=-1).tolist() == expected.tolist()
+
+
 def test_padding_says_nothing_to_a_draft(talker, prompts):
     ids, mask = pad([prompts[0, :4], prompts[1]], "left")
     draft = build(type(talker), seed=1, encoder_layers=1, decoder_layers=1)

@@ -1,14 +1,15 @@
 """However a training is shared out to processes, it is the same training."""
 
-import importlib.util
 import json
+import shutil
 
+import layouts
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from conftest import REPOSITORY
+from conftest import REPOSITORY, Payload
 from safetensors.torch import load_file
 from transformers import Seq2SeqTrainingArguments
 from transformers.integrations import deepspeed
@@ -16,19 +17,10 @@ from transformers.integrations import deepspeed
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.arguments import TranslationTrainingArguments
 from vanilla_transformer.batching import TokenBudgetSampler
+from vanilla_transformer.training import find_checkpoint
 
 CONFIGS = sorted((REPOSITORY / "scripts/accelerate").glob("*.yaml"))
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-
-
-def load_script(name):
-    place = importlib.util.spec_from_file_location(name, REPOSITORY / f"scripts/{name}.py")
-    module = importlib.util.module_from_spec(place)
-    place.loader.exec_module(module)
-    return module
-
-
-layouts = load_script("layouts")
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +77,8 @@ def test_one_process_goes_on_where_several_have_stopped(train, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", list(layouts.LAYOUTS))
-@pytest.mark.parametrize("layout", list(layouts.LAYOUTS))
+@pytest.mark.parametrize("before", [name for name in layouts.LAYOUTS if name not in layouts.ZERO])
+@pytest.mark.parametrize("layout", [name for name in layouts.LAYOUTS if name not in layouts.ZERO])
 def test_any_layout_goes_on_where_any_other_has_stopped(train, layout, before):
     assert_same(train(layout, before)[0], train("1 process")[0])
 
@@ -104,6 +96,31 @@ def test_the_model_saved_in_the_end_is_as_one_process_saves_it(train, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts.ZERO)
+def test_deepspeed_learns_what_one_process_does(train, layout, tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    expected = train("1 process")[0]
+    assert_same(train(layout)[0], expected)
+    assert_same(train(layout, layout)[0], expected)
+    checkpoint = train(layout)[0] / "checkpoint-2"
+    with pytest.raises(ValueError, match="holds DeepSpeed's optimizer state, expected one: "):
+        find_checkpoint(Unprepared(str(tmp_path), resume_from_checkpoint=str(checkpoint)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts.ZERO)
+def test_a_payload_among_deepspeeds_records_stays_asleep(train, harness, mark, layout):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    planted = harness.scratch / f"planted in {layout}"
+    shutil.copytree(train(layout)[0] / "checkpoint-2", planted)
+    (planted / "checksums.json").unlink()  # which know the files that are there
+    for path in planted.glob("global_step2/*optim_states.pt"):
+        torch.save({"optimizer_state_dict": Payload(mark)}, path)
+    with pytest.raises(RuntimeError, match="Weights only load failed"):
+        harness.train(layout, harness.scratch / f"from planted, {layout}", planted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "average"),
     [
@@ -112,10 +129,14 @@ def test_the_model_saved_in_the_end_is_as_one_process_saves_it(train, layout):
         ("2, FSDP2, full state", 2),
         ("2, tensor parallel", 0),
         ("2, tensor parallel", 2),
+        ("2, ZeRO 2", 2),
+        ("2, ZeRO 3", 0),
     ],
 )
 def test_the_best_or_the_mean_is_that_of_one_process(harness, layout, average):
     """The best: for once of the highest loss, which is not the last."""
+    if layout in layouts.ZERO:
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     options = {
         "validation_source": harness.scratch / "source",
         "validation_target": harness.scratch / "target",

@@ -1,15 +1,15 @@
 """Pictures show the numbers that they are of, each is labelled, and the same ones give the same
 files."""
 
-import importlib.util
 import json
 import math
 import sys
 
 import numpy as np
+import plot as script
 import pytest
 import torch
-from conftest import REPOSITORY, run_script, small_config
+from conftest import run_script, small_config
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -407,16 +407,8 @@ def test_a_suffix_of_no_known_format_is_refused(tmp_path):
 # ---------------------------------------------------------------- The script
 
 
-@pytest.fixture(scope="module")
-def script():
-    place = importlib.util.spec_from_file_location("plot", REPOSITORY / "scripts/plot.py")
-    module = importlib.util.module_from_spec(place)
-    place.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def plot(script, monkeypatch, tmp_path):
+def plot(monkeypatch, tmp_path):
     """A function that runs the script and returns the figure that it would save."""
     monkeypatch.chdir(tmp_path)
     figures = []
@@ -497,7 +489,7 @@ def test_the_script_draws_positions_of_a_width_or_of_a_model(plot, checkpoint):
     ],
 )
 def test_what_cannot_be_drawn_is_said_before_work_starts(
-    plot, script, monkeypatch, checkpoint, capsys, flags, message
+    plot, monkeypatch, checkpoint, capsys, flags, message
 ):
     monkeypatch.delattr(script, "AutoModelForSeq2SeqLM")
     if flags[0] == "attention":

@@ -1,6 +1,5 @@
 """Every recipe trains: loaded, and run for two steps on stand-in text of its data set's columns."""
 
-import importlib.util
 import json
 import logging
 import sys
@@ -8,6 +7,7 @@ import sys
 import datasets
 import pytest
 import torch
+import train
 import yaml
 from conftest import REPOSITORY
 from transformers import AutoModelForSeq2SeqLM, get_scheduler
@@ -46,12 +46,8 @@ def as_before(tmp_path, monkeypatch):
 
 
 def train_with(monkeypatch, *flags):
-    path = REPOSITORY / "scripts/train.py"
-    spec = importlib.util.spec_from_file_location("train", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", [str(path), *map(str, flags)])
-    module.main()
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, flags)])
+    train.main()
 
 
 def stand_in(folder, recipe):

@@ -175,7 +175,7 @@ def expect_generation_options(options: dict[str, Any], vocab_size: int) -> None:
         if not _is_a(Real, value) or not abs(value) < 1e30:
             raise ValueError(f"{name}={value!r}: expected a finite number")
     for name in given.keys() & set(TOKENS):
-        least = -1 if name == "eos_token_id" else 0  # -1 is customary for none
+        least = -1 if name in ("eos_token_id", "pad_token_id") else 0  # -1 is customary for none
         ids = _flat(given[name])
         if not all(_is_a(Integral, id_) and least <= id_ < vocab_size for id_ in ids):
             raise ValueError(f"{name}={given[name]!r}: expected {least} <= id < {vocab_size}")

@@ -1,5 +1,5 @@
 """Models in parts on several processes: FSDP2 as accelerate does it, tensor parallelism as
-transformers does; and checkpoints that any other layout goes on from.
+transformers does; and checkpoints that any other layout goes on from, but DeepSpeed's.
 
     ShardedTrainer     a `Trainer` that reads each layout's checkpoints
     tensor_parallel    a model, each matrix of which is split up
@@ -73,6 +73,12 @@ def _asks_for_fsdp() -> bool:
     return bool(str_to_bool(os.environ.get("ACCELERATE_USE_FSDP", "false")))
 
 
+def uses_deepspeed(arguments: TrainingArguments) -> bool:
+    """Whether the launcher, or an option, has asked for DeepSpeed."""
+    asked = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")
+    return bool(arguments.deepspeed) or bool(str_to_bool(asked))
+
+
 def launched_processes() -> int:
     """How many work together, by the launcher's word."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -114,7 +120,7 @@ def tensor_parallel(model: PreTrainedModel, tp_size: int, data_parallel_size: in
 def load_whole(model: PreTrainedModel, folder: str | Path) -> Any:
     """The model, or if it is in parts, which only all processes together can use, the one that they
     have saved into the folder."""
-    return type(model).from_pretrained(folder) if _is_sharded(model) else model
+    return type(model).from_pretrained(folder) if _is_in_parts(model) else model
 
 
 class ShardedTrainer(Trainer):
@@ -132,9 +138,9 @@ class ShardedTrainer(Trainer):
         args.save_only_model = before
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        with _embeddings_with_the_rest(self.model):
+        with _embeddings_with_the_rest(self.model), self._no_code_from_deepspeed():
             prepared = super()._prepare_for_training(*args, **kwargs)
-        if _is_sharded(self.model):
+        if _is_in_parts(self.model):
             held = sum(_local(parameter).numel() for parameter in self.model.parameters())
             logger.info("This process holds %s of the parameters", f"{held:,}")
         return prepared
@@ -213,7 +219,8 @@ class ShardedTrainer(Trainer):
         if _is_sharded(self.model):
             self._load_from_checkpoint(self.state.best_model_checkpoint)
         else:
-            super()._load_best_model()
+            with self._no_code_from_deepspeed():
+                super()._load_best_model()
 
     def _parameter_names(self) -> list[list[str]]:
         """Of the optimizer's groups on one process: tensor parallelism has more."""
@@ -223,6 +230,21 @@ class ShardedTrainer(Trainer):
             [name for name in names if name in decayed],
             [name for name in names if name not in decayed],
         ]
+
+    @contextmanager
+    def _no_code_from_deepspeed(self) -> Iterator[None]:
+        """Let DeepSpeed (0.19), which unpickles its checkpoints, make nothing of them but numbers
+        and its own records."""
+        if not self.is_deepspeed_enabled:
+            yield
+            return
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        records = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+        with torch.serialization.safe_globals(records), _only_weights():
+            yield
 
     def _writes_shards(self) -> bool:
         if not self.is_fsdp_enabled:
@@ -268,8 +290,14 @@ def _is_sharded(model: Any) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def _is_in_parts(model: Any) -> bool:
+    """Whether it is sharded, or in parts as DeepSpeed's ZeRO 3 cuts it up."""
+    return _is_sharded(model) or any(hasattr(one, "ds_tensor") for one in model.parameters())
+
+
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    held = getattr(parameter, "ds_tensor", parameter)
+    return held.to_local() if isinstance(held, DTensor) else held
 
 
 def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
@@ -297,12 +325,20 @@ def _no_code_from(shards: Path) -> Iterator[None]:
             _IndexUnpickler(io.BytesIO(index.read_bytes())).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
             raise ValueError(f"{index} is no checkpoint's index: {error}") from error
+    try:
+        with _only_weights():
+            yield
+    except CheckpointException as error:  # which is no Exception
+        raise ValueError(f"{shards} can't be read: {error}") from error
+
+
+@contextmanager
+def _only_weights() -> Iterator[None]:
+    """Let `torch.load` unpickle nothing but weights, even where it is told to."""
     before = os.environ.get(ONLY_WEIGHTS)
     os.environ[ONLY_WEIGHTS] = "1"
     try:
         yield
-    except CheckpointException as error:  # which is no Exception
-        raise ValueError(f"{shards} can't be read: {error}") from error
     finally:
         os.environ.pop(ONLY_WEIGHTS)
         if before is not None:

@@ -24,6 +24,7 @@ from transformers import (
     TrainerState,
 )
 from transformers.integrations import TensorBoardCallback
+from transformers.trainer import OPTIMIZER_NAME
 
 from .arguments import ModelArguments
 from .averaging import average_checkpoints, with_weights
@@ -42,7 +43,7 @@ from .finite_gradients import FiniteGradientTrainer
 from .interruption import InterruptibleTrainer
 from .modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from .r_drop import r_drop_loss
-from .sharding import ShardedTrainer
+from .sharding import SHARDED_OPTIMIZER, ShardedTrainer, uses_deepspeed
 from .tokenization import train_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,13 @@ def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
 
     Raises:
         FileNotFoundError: The checkpoint does not exist, or not for all processes.
-        ValueError: It is damaged; the message names the file.
+        ValueError: It is damaged; the message names the file. It holds no optimizer's state that
+            this run can go on with.
         FileExistsError: `output_dir` is a file, or holds a model that would be overwritten.
     """
     output_dir, wanted = Path(arguments.output_dir), arguments.resume_from_checkpoint
-    found = _made_by_first_process(lambda: _find_checkpoint(output_dir, wanted))
+    by_deepspeed = uses_deepspeed(arguments)
+    found = _made_by_first_process(lambda: _find_checkpoint(output_dir, wanted, by_deepspeed))
     if found is not None and not Path(found).is_dir():
         raise FileNotFoundError(
             f"{found}: process 0 sees it, process {arguments.process_index} does not, expected "
@@ -84,7 +87,7 @@ def _made_by_first_process(make: Callable[[], Any]) -> Any:
     return made[0]
 
 
-def _find_checkpoint(output_dir: Path, wanted: str | None) -> str | None:
+def _find_checkpoint(output_dir: Path, wanted: str | None, by_deepspeed: bool) -> str | None:
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"output_dir={output_dir} is a file: expected a folder")
     mode = str(wanted).lower()
@@ -93,20 +96,34 @@ def _find_checkpoint(output_dir: Path, wanted: str | None) -> str | None:
         if newest is None and mode == "true":
             raise FileNotFoundError(f"{output_dir}: no checkpoint to resume from")
         if newest is not None:
-            return str(newest)
+            return _with_state(newest, by_deepspeed)
     elif wanted is not None:
         if not Path(wanted, "trainer_state.json").is_file():
             raise FileNotFoundError(f"resume_from_checkpoint={wanted}: not a trainer's checkpoint")
         defect = defect_of(wanted)
         if defect is not None:
             raise ValueError(f"resume_from_checkpoint={wanted}: {defect}")
-        return str(wanted)
+        return _with_state(Path(wanted), by_deepspeed)
     if checkpoints_in(output_dir) or (output_dir / "config.json").exists():
         raise FileExistsError(
             f"output_dir={output_dir} already holds a model: choose another folder, or go on "
             "training it with --resume_from_checkpoint true"
         )
     return None
+
+
+def _with_state(checkpoint: Path, by_deepspeed: bool) -> str:
+    """The checkpoint, if an optimizer's state is there, DeepSpeed's or all others'."""
+    others = (checkpoint / name for name in (OPTIMIZER_NAME, SHARDED_OPTIMIZER))
+    held = {True: any(checkpoint.glob("global_step*")), False: any(p.exists() for p in others)}
+    if not held[by_deepspeed]:
+        whose = {True: "DeepSpeed's", False: "no"}
+        raise ValueError(
+            f"resume_from_checkpoint={checkpoint} holds {whose[held[True]]} optimizer state, "
+            f"expected {'that of DeepSpeed' if by_deepspeed else 'one'}: "
+            "--model_name_or_path trains its weights with a new optimizer"
+        )
+    return str(checkpoint)
 
 
 def make_tokenizer(
