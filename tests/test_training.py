@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +131,7 @@ def checkpoint_at(folder, step):
     path = folder / f"checkpoint-{step}"
     path.mkdir(parents=True)
     (path / "trainer_state.json").write_text("{}")
+    (path / "optimizer.pt").write_text("")
     return str(path)
 
 
@@ -148,6 +150,27 @@ def test_resuming_takes_the_newest_checkpoint(tmp_path):
     assert find_checkpoint(arguments_for(tmp_path, "true")) == newest
     assert find_checkpoint(arguments_for(tmp_path, "auto")) == newest
     assert find_checkpoint(arguments_for(tmp_path, first)) == first
+
+
+@pytest.mark.parametrize("resume", ["true", "auto", "checkpoint-5"])
+@pytest.mark.parametrize(
+    ("state", "launcher", "message"),
+    [
+        ("scheduler.txt", "false", "holds no optimizer state, expected one: --model_name"),
+        ("global_step5", "false", "holds DeepSpeed's optimizer state, expected one: --model_name"),
+        ("optimizer.pt", "true", "holds no optimizer state, expected that of DeepSpeed: --model"),
+    ],
+)
+def test_an_optimizer_does_not_begin_anew_in_silence(
+    tmp_path, monkeypatch, resume, state, launcher, message
+):
+    path = Path(checkpoint_at(tmp_path, 5))
+    (path / "optimizer.pt").rename(path / state)
+    monkeypatch.chdir(tmp_path)
+    arguments = arguments_for(".", resume)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", launcher)
+    with pytest.raises(ValueError, match=f"checkpoint-5 {message}"):
+        find_checkpoint(arguments)
 
 
 @pytest.mark.parametrize("content", ["checkpoint-3/trainer_state.json", "config.json"])

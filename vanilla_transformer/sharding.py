@@ -42,7 +42,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from .shortcuts_vanilla_transformer import is_in_parts
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +123,10 @@ def tensor_parallel(model: PreTrainedModel, tp_size: int, data_parallel_size: in
 def load_whole(model: PreTrainedModel, folder: str | Path) -> Any:
     """The model, or if it is in parts, which only all processes together can use, the one that they
     have saved into the folder."""
-    return type(model).from_pretrained(folder) if _is_in_parts(model) else model
+    if not is_in_parts(model):
+        return model
+    unset_hf_deepspeed_config()  # with ZeRO 3's, transformers would share this one out too
+    return type(model).from_pretrained(folder)
 
 
 class ShardedTrainer(Trainer):
@@ -140,7 +146,7 @@ class ShardedTrainer(Trainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with _embeddings_with_the_rest(self.model), self._no_code_from_deepspeed():
             prepared = super()._prepare_for_training(*args, **kwargs)
-        if _is_in_parts(self.model):
+        if is_in_parts(self.model):
             held = sum(_local(parameter).numel() for parameter in self.model.parameters())
             logger.info("This process holds %s of the parameters", f"{held:,}")
         return prepared
@@ -288,11 +294,6 @@ def _as_before_sharding(model: Any) -> Iterator[None]:
 
 def _is_sharded(model: Any) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _is_in_parts(model: Any) -> bool:
-    """Whether it is sharded, or in parts as DeepSpeed's ZeRO 3 cuts it up."""
-    return _is_sharded(model) or any(hasattr(one, "ds_tensor") for one in model.parameters())
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask
@@ -223,8 +223,8 @@ SHORTEST = 0.6  # sentence of a group, over its longest
 
 
 def by_length(
+    stack: PreTrainedModel,
     layers: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
-    config: PreTrainedConfig,
     options: dict[str, Any],
     states: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -234,9 +234,12 @@ def by_length(
     Each group goes without the columns that are padding in all of it. What is padding there is 0
     in what is returned, (batch, length, d_model), as are rows of nothing else. That pays on a CPU,
     where no gradient is to come. Nor may states of each layer be asked for (among `options` or in
-    `config`): they want one batch.
+    the configuration), which want one batch, nor may the stack be in parts: its processes meet in
+    each layer, as often in one as in another.
     """
-    if are_recorded(config, options) or not _is_padded(states, attention_mask):
+    config = stack.config
+    padded = _is_padded(states, attention_mask) and not is_in_parts(stack)
+    if not padded or are_recorded(config, options):
         return layers(states, padding_mask(config, states, attention_mask, states))
     assert attention_mask is not None
     encoded = torch.zeros_like(states)
@@ -256,6 +259,13 @@ def _is_padded(states: torch.Tensor, attention_mask: torch.Tensor | None) -> boo
     if attention_mask is None or attention_mask.ndim != 2 or attention_mask.shape[0] == 1:
         return False
     return int(attention_mask.count_nonzero()) < 0.75 * attention_mask.numel()
+
+
+def is_in_parts(model: torch.nn.Module) -> bool:
+    """Whether a process holds parts of weights only: those of FSDP2 and of tensor parallelism know
+    their devices, those of DeepSpeed's ZeRO 3 the part."""
+    marks = ("device_mesh", "ds_tensor")
+    return any(hasattr(one, mark) for one in model.parameters() for mark in marks)
 
 
 def _of_similar_length(lengths: torch.Tensor) -> Iterator[torch.Tensor]:
