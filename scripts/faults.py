@@ -172,7 +172,7 @@ class Harness:
         if fault not in (*SIGNALS, "removed", "worker", *OF_ONE_OF_TWO):
             return
         processes[0].join(self.random.uniform(0.1, 0.7) * self.duration[len(processes)])
-        if fault == "removed":
+        if fault == "removed" and processes[0].is_alive():
             shutil.rmtree(folder, ignore_errors=True)
         elif fault in SIGNALS:
             send(processes[0], SIGNALS[fault])
@@ -224,14 +224,16 @@ class Harness:
         """How often the training was broken, how often it ended well nevertheless, and in which
         phases signals came."""
         times = self.arguments.times if fault == "kill" else max(1, self.arguments.times // 5)
-        result: dict[str, Any] = {"tried": 0, "survived": 0, "phases": Counter()}
+        result: dict[str, Any] = {"tried": 0, "survived": 0, "phases": Counter(), "losses": []}
         with tqdm(total=times, desc=fault) as progress:
             while result["tried"] < times:
                 folder = Path(tempfile.mkdtemp(dir=self.scratch))
                 tried, in_order = self.break_one(fault, folder, result)
                 ranks = ranks_for(fault)
-                ended = in_order and self.go_on(folder, ranks=ranks) == 0
+                ended = in_order and (fault == "removed" or self.go_on(folder, ranks=ranks) == 0)
                 ended = ended and self.ends_as_expected(folder, fault)
+                if tried and not ended:
+                    result["losses"].append(self.log.read_text()[-2000:])
                 result["tried"] += tried
                 result["survived"] += tried * ended
                 progress.update(tried)
@@ -252,7 +254,8 @@ class Harness:
             return int(self.go_on(folder, fault, ranks_for(fault)) != 0), True
         if fault == "poisoned":
             return 1, self.go_on(folder, fault) == 0
-        while self.go_on(folder, "terminate") == 0 or not checkpoints_in(folder):
+        # Of two checkpoints one may be damaged; without a whole one, training refuses to go on.
+        while self.go_on(folder, "terminate") == 0 or len(checkpoints_in(folder)) < 2:
             shutil.rmtree(folder)
         if fault in DAMAGES:
             newest = list(checkpoints_in(folder).values())[-1]
@@ -262,7 +265,8 @@ class Harness:
         code = self.go_on(folder, fault)
         if fault == "full":
             return 1, code != 0 and len(checkpoints_in(folder)) == before
-        return 1, True
+        # What it was about to read may be gone; what it trains is in its memory.
+        return 1, code == 0 or self.go_on(folder) == 0
 
     def ends_as_expected(self, folder: Path, fault: str) -> bool:
         """Whether the weights are those of the undisturbed training, and nothing is left over."""
@@ -272,7 +276,7 @@ class Harness:
             right = all(torch.isfinite(weight).all() for weight in weights.values())
         else:
             right = all(torch.equal(weights[name], expected[name]) for name in expected)
-        return right and not list((folder / ASIDE).iterdir())
+        return right and not list((folder / ASIDE).glob("*"))
 
 
 def ranks_for(fault: str) -> range:
