@@ -209,6 +209,23 @@ def test_other_trainers_checkpoints_are_looked_at_too(run):
     assert defect_of(folder) == f"{folder / 'trainer_state.json'} is missing"
 
 
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [
+        ("model.safetensors", "weights"),
+        ("optimizer.pt", "optimizer state"),
+        ("scheduler.pt", "schedule"),
+        ("rng_state.pth", "state of random numbers"),
+    ],
+)
+def test_a_checkpoint_that_has_lost_its_checksums_and_more_is_not_whole(run, file, part):
+    """As where somebody removes the folder while it gets its name: without one of these, training
+    would go on, and go elsewhere."""
+    for name in (CHECKSUMS, file):
+        (run / "checkpoint-8" / name).unlink()
+    assert defect_of(run / "checkpoint-8") == f"{run / 'checkpoint-8'} holds no {part}"
+
+
 def test_checksums_that_are_none_are_a_defect(run):
     (run / "checkpoint-8" / CHECKSUMS).write_text("[1]")
     assert defect_of(run / "checkpoint-8").endswith("can't be read")

@@ -132,6 +132,7 @@ def checkpoint_at(folder, step):
     path.mkdir(parents=True)
     (path / "trainer_state.json").write_text("{}")
     (path / "optimizer.pt").write_text("")
+    (path / "checksums.json").write_text("{}")
     return str(path)
 
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ logger = logging.getLogger(__name__)
 
 ASIDE = ".incomplete"  # in the output folder: what is being written, and what is being removed
 CHECKSUMS = "checksums.json"
+PARTS = {  # of any trainer's checkpoint, and what holds each
+    "weights": ("*model*.safetensors", "pytorch_model*", "global_step*"),
+    "optimizer state": ("optimizer*", "global_step*"),
+    "schedule": ("scheduler.pt",),
+    "state of random numbers": ("rng_state*.pth",),
+}
 
 
 class WholeCheckpointTrainer(Trainer):
@@ -154,8 +161,8 @@ def checkpoints_in(folder: str | Path) -> dict[int, Path]:
 def defect_of(checkpoint: str | Path) -> str | None:
     """What keeps a trainer's checkpoint from being resumed, naming the file; None if it is whole.
 
-    Where there are no checksums, as in a checkpoint of another trainer, only the trainer's state
-    and the header of the weights are looked at.
+    Where there are no checksums, as in a checkpoint of another trainer, only the trainer's state,
+    the header of the weights and the names of the files are looked at.
     """
     folder = Path(checkpoint)
     if not (folder / CHECKSUMS).is_file():
@@ -187,6 +194,10 @@ def _defect_without_checksums(folder: Path) -> str | None:
         return f"{path} is missing"
     except (ValueError, SafetensorError) as error:
         return f"{path} can't be read ({error})"
+    names = {path.name for path in folder.iterdir()}
+    for part, patterns in PARTS.items():
+        if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
+            return f"{folder} holds no {part}"
     return None
 
 
