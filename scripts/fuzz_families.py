@@ -403,7 +403,8 @@ def check_generation(call: Call) -> None:
     assert len(sequences) == rows * (asked.get("num_return_sequences") or 1)
     assert sequences.dtype == torch.int64
     assert ((sequences >= 0) & (sequences < model.config.target_vocab_size)).all()
-    prompt = 1 if model.config.is_encoder_decoder else asked["input_ids"].shape[1]
+    begins_anew = model.config.is_encoder_decoder or asked.get("input_ids") is None
+    prompt = 1 if begins_anew else asked["input_ids"].shape[1]
     if asked.get("max_new_tokens") is not None:
         assert sequences.shape[1] <= prompt + asked["max_new_tokens"]
     elif asked.get("max_length") is not None:
