@@ -118,3 +118,14 @@ def test_d_k_and_d_v_are_independent():
     assert attention.encoder_attn.k_proj.weight.shape == (8 * 6, 32)
     assert attention.encoder_attn.v_proj.weight.shape == (8 * 10, 32)
     assert attention.encoder_attn.out_proj.weight.shape == (32, 8 * 10)
+
+
+def test_other_names_of_a_field_set_it_before_anything_follows():
+    config = VanillaTransformerConfig(hidden_size=64, num_attention_heads=4)
+    assert (config.d_model, config.encoder_attention_heads) == (64, 4)
+    assert VanillaTransformerConfig(hidden_size=64).head_dim == 8
+    assert VanillaTransformerConfig(d_model=64, hidden_size=64).d_model == 64
+    with pytest.raises(
+        ValueError, match="hidden_size=8 is another name of d_model=16: expected one"
+    ):
+        VanillaTransformerConfig(d_model=16, hidden_size=8)

@@ -196,11 +196,23 @@ class VanillaTransformerConfig(PreTrainedConfig):
         kwargs.pop("custom_pipelines", None)
         if __name__.startswith("transformers_modules."):
             kwargs["custom_pipelines"] = CustomPipelines(CUSTOM_PIPELINES)
+        self._take_other_names(kwargs)
         heads = self.encoder_attention_heads
         if self.head_dim is None and heads == self.decoder_attention_heads:
             # transformers reads the width of keys and values from here; bad sizes are named below
             self.head_dim = self.d_model // heads if heads and self.d_model % heads == 0 else None
         super().__post_init__(**kwargs)
+
+    def _take_other_names(self, given: dict[str, Any]) -> None:
+        """Let `hidden_size` and the like be set before anything follows from them."""
+        for alias in given.keys() & self.attribute_map.keys():
+            name, value = self.attribute_map[alias], given.pop(alias)
+            held = getattr(self, name)
+            if held not in (value, self.__dataclass_fields__[name].default):
+                raise ValueError(
+                    f"{alias}={value!r} is another name of {name}={held!r}: expected one"
+                )
+            setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
         """What is saved, the pipelines included, for processes that lack this package."""
