@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reports import markdown, write
+from reports import markdown
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PrinterCallback, set_seed
 from transformers.utils import logging as transformers_logging
@@ -89,8 +89,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as scratch:
                 options = options_of(arguments, row, seed, scratch)
                 results.add(row, seed, run(options, tokenizer, splits))
-    scores = {row: results.of(row, arguments.seeds) for row in rows}
-    write(folder, "ablations", scores, to_markdown(scores))
+    table = to_markdown({row: results.of(row, arguments.seeds) for row in rows})
+    (folder / "ablations.md").write_text(table + "\n")
+    print(table)
 
 
 class Results:

@@ -155,21 +155,21 @@ def test_resuming_takes_the_newest_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("resume", ["true", "auto", "checkpoint-5"])
 @pytest.mark.parametrize(
-    ("state", "launcher", "message"),
+    ("state", "plugin", "message"),
     [
-        ("scheduler.txt", "false", "holds no optimizer state, expected one: --model_name"),
-        ("global_step5", "false", "holds DeepSpeed's optimizer state, expected one: --model_name"),
-        ("optimizer.pt", "true", "holds no optimizer state, expected that of DeepSpeed: --model"),
+        ("scheduler.txt", None, "holds no optimizer state, expected one: --model_name"),
+        ("global_step5", None, "holds DeepSpeed's optimizer state, expected one: --model_name"),
+        ("optimizer.pt", object(), "holds no optimizer state, expected that of DeepSpeed: --model"),
     ],
 )
 def test_an_optimizer_does_not_begin_anew_in_silence(
-    tmp_path, monkeypatch, resume, state, launcher, message
+    tmp_path, monkeypatch, resume, state, plugin, message
 ):
     path = Path(checkpoint_at(tmp_path, 5))
     (path / "optimizer.pt").rename(path / state)
     monkeypatch.chdir(tmp_path)
     arguments = arguments_for(".", resume)
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", launcher)
+    arguments.deepspeed_plugin = plugin  # as transformers sets it, for any value but None
     with pytest.raises(ValueError, match=f"checkpoint-5 {message}"):
         find_checkpoint(arguments)
 

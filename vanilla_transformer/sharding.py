@@ -76,12 +76,6 @@ def _asks_for_fsdp() -> bool:
     return bool(str_to_bool(os.environ.get("ACCELERATE_USE_FSDP", "false")))
 
 
-def uses_deepspeed(arguments: TrainingArguments) -> bool:
-    """Whether the launcher, or an option, has asked for DeepSpeed."""
-    asked = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")
-    return bool(arguments.deepspeed) or bool(str_to_bool(asked))
-
-
 def launched_processes() -> int:
     """How many work together, by the launcher's word."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -43,7 +43,7 @@ from .finite_gradients import FiniteGradientTrainer
 from .interruption import InterruptibleTrainer
 from .modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from .r_drop import r_drop_loss
-from .sharding import SHARDED_OPTIMIZER, ShardedTrainer, uses_deepspeed
+from .sharding import SHARDED_OPTIMIZER, ShardedTrainer
 from .tokenization import train_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
         FileExistsError: `output_dir` is a file, or holds a model that would be overwritten.
     """
     output_dir, wanted = Path(arguments.output_dir), arguments.resume_from_checkpoint
-    by_deepspeed = uses_deepspeed(arguments)
+    by_deepspeed = arguments.deepspeed_plugin is not None
     found = _made_by_first_process(lambda: _find_checkpoint(output_dir, wanted, by_deepspeed))
     if found is not None and not Path(found).is_dir():
         raise FileNotFoundError(
