@@ -280,6 +280,8 @@ def test_only_some_positions_need_be_predicted(cls):
     assert_close(model(**inputs, logits_to_keep=2).logits, logits[:, -2:])
     indices = torch.tensor([0, 3])
     assert_close(model(**inputs, logits_to_keep=indices).logits, logits[:, indices])
+    with pytest.raises(TypeError, match="logits_to_keep of type list: expected a tensor"):
+        model(**inputs, logits_to_keep=[[1, 2]])
 
 
 @every_generator

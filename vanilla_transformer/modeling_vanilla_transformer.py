@@ -42,6 +42,7 @@ from .packing_vanilla_transformer import labelled, packed
 from .shortcuts_vanilla_transformer import (
     Dropout,
     ReLU,
+    at_positions,
     by_length,
     cast_once,
     fastest,
@@ -494,8 +495,7 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None,
     ) -> ModelOutput:
         """The outputs, with logits and loss (label-smoothed while training) for states."""
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        states = outputs.last_hidden_state[:, keep]
+        states = at_positions(outputs.last_hidden_state, logits_to_keep)
         known = self.output_class.__dataclass_fields__
         fields = {name: value for name, value in outputs.items() if name in known}
         if labels is None:
