@@ -1,9 +1,12 @@
 import logging
 import os
 import runpy
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +17,7 @@ import torch
 # Set before transformers and datasets are imported: no test may reach a hub.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
+from accelerate.state import AcceleratorState
 from transformers.utils import logging as transformers_logging
 
 from vanilla_transformer import (
@@ -124,14 +128,49 @@ def _run_in_copy(args, cwd, input, env):
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]
         files[0].write(input or "")
         files[0].seek(0)
-        child = os.fork()
-        if child == 0:
-            _become(args[1:], cwd, env, [file.fileno() for file in files])
+        child = _start_copy(args[1:], cwd, env, files)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         for file in files:
             file.seek(0)
         _, stdout, stderr = (file.read() for file in files)
     return subprocess.CompletedProcess(args, code, stdout, stderr)
+
+
+def run_ranks(processes, script, *flags, cwd, timeout=240):
+    """A script in so many copies of this process, which find each other as `torchrun` lets them:
+    whether one failed, and what all printed. After a failure the others have 5 seconds to end."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    running, failed, end = {}, False, time.monotonic() + timeout
+    with tempfile.TemporaryFile("w+") as stdin, tempfile.TemporaryFile("w+") as output:
+        for rank in map(str, range(processes)):
+            size = str(processes)
+            env = {**os.environ, **meeting, "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank}
+            env |= {"LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
+            argv = [str(script), *map(str, flags)]
+            running[rank] = _start_copy(argv, cwd, env, [stdin, output, output])
+        while running:
+            for rank, child in list(running.items()):
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
+                    del running[rank]
+                    if status != 0 and not failed:
+                        failed, end = True, time.monotonic() + 5
+            if time.monotonic() > end:
+                failed = True
+                for child in running.values():
+                    os.kill(child, signal.SIGKILL)
+            time.sleep(0.05)
+        output.seek(0)
+        return failed, output.read()
+
+
+def _start_copy(argv, cwd, env, files):
+    child = os.fork()
+    if child == 0:
+        _become(argv, cwd, env, [file.fileno() for file in files])
+    return child
 
 
 def _become(argv, cwd, env, descriptors):
@@ -145,6 +184,7 @@ def _become(argv, cwd, env, descriptors):
         transformers_logging.get_logger().handlers = [logging.StreamHandler()]
         os.chdir(cwd)
         os.environ.update(env)
+        AcceleratorState._reset_state(reset_partial_state=True)  # of the test process
         sys.argv = argv
         sys.path.insert(0, os.path.dirname(argv[0]))
         runpy.run_path(argv[0], run_name="__main__")

@@ -1,15 +1,12 @@
 """Batches of so many tokens: the budget holds, no pair is lost, and a run can be taken up again."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, random_ids, small_config
+from conftest import REPOSITORY, random_ids, run_ranks, small_config
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
@@ -399,15 +396,13 @@ torch.save(trainer.seen, f"{folder}/seen-{trainer.args.process_index}.pt")
 @pytest.mark.parametrize("max_tokens", [pytest.param(100, marks=pytest.mark.slow), 120])
 def test_two_processes_learn_what_one_does_that_accumulates(tmp_path, max_tokens):
     (tmp_path / "program.py").write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests"), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     trained, seen = [], []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         folder.mkdir()
-        command = [*launch, f"--nproc_per_node={processes}", str(tmp_path / "program.py")]
-        options = [str(folder), str(3 - processes), str(max_tokens)]
-        subprocess.run([*command, *options], env=environment, check=True, timeout=100)
+        options = [folder, 3 - processes, max_tokens]
+        failed, output = run_ranks(processes, tmp_path / "program.py", *options, cwd=tmp_path)
+        assert not failed, output
         trained.append(load_file(folder / "trained.safetensors"))
         seen.append([torch.load(folder / f"seen-{rank}.pt") for rank in range(processes)])
     alone, pair = seen[0][0], [batch for both in zip(*seen[1], strict=True) for batch in both]

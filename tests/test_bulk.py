@@ -1,13 +1,10 @@
 """A file goes through whole, in order, once: whatever stops on the way, however many work on it."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, run_ranks, run_script
 
 from vanilla_transformer.bulk import transform_file
 
@@ -135,16 +132,10 @@ def test_more_lines_take_no_more_memory(tmp_path):
 
 def test_two_processes_translate_as_one(checkpoint, tmp_path):
     (tmp_path / "in.txt").write_text("a house\n\nthe lake is deep\n" * 5)
-    script = [str(REPOSITORY / "scripts/translate.py"), "--model", str(checkpoint)]
-    flags = ["--input", "in.txt", "--max_new_tokens", "4", "--device", "cpu", "--output"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    for command, output in (([sys.executable], "one.txt"), (launch, "two.txt")):
-        subprocess.run(
-            [*command, *script, *flags, output],
-            cwd=tmp_path,
-            check=True,
-            capture_output=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    flags = ["--model", checkpoint, "--input", "in.txt", "--max_new_tokens", 4, "--device", "cpu"]
+    run_script("translate.py", *flags, "--output", "one.txt", cwd=tmp_path)
+    translate = REPOSITORY / "scripts/translate.py"
+    failed, printed = run_ranks(2, translate, *flags, "--output", "two.txt", cwd=tmp_path)
+    assert not failed, printed
     assert (tmp_path / "two.txt").read_text() == (tmp_path / "one.txt").read_text()
     assert (tmp_path / "one.txt").read_text().count("\n") == 15

@@ -156,6 +156,7 @@ def test_a_mask_counts_no_further_than_to_one(model):
         ("forced_eos_token_id", 50, "0 <= id < 50"),
         ("bad_words_ids", [[3, -1]], "0 <= id < 50"),
         ("exponential_decay_length_penalty", "", "a length and a factor"),
+        ("early_stopping", [], "True, False or 'never'"),
     ],
 )
 def test_an_option_of_generate_is_named(model, option, value, expected):

@@ -282,6 +282,8 @@ def test_only_some_positions_need_be_predicted(cls):
     assert_close(model(**inputs, logits_to_keep=indices).logits, logits[:, indices])
     with pytest.raises(TypeError, match="logits_to_keep of type list: expected a tensor"):
         model(**inputs, logits_to_keep=[[1, 2]])
+    with pytest.raises(IndexError, match=r"logits_to_keep of shape \(1,\).*: expected indices of "):
+        model(**inputs, logits_to_keep=torch.tensor([99]))
 
 
 @every_generator

@@ -2,13 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import REPOSITORY, small_trainer
+from conftest import REPOSITORY, run_ranks, small_trainer
 from transformers import TrainerCallback
 
 from vanilla_transformer.checkpoints import checkpoints_in, defect_of
@@ -150,28 +148,16 @@ distributed.all_reduce(torch.ones(1))
 def test_a_process_waits_for_another_no_longer_than_told(tmp_path):
     """On CPUs transformers forgets to say so; the others then wait for 30 minutes."""
     (tmp_path / "program.py").write_text(STALLED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = subprocess.run(
-        [*launch, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
-    assert process.returncode != 0
-    assert "Timed out" in process.stderr
+    failed, output = run_ranks(2, tmp_path / "program.py", cwd=tmp_path)
+    assert failed
+    assert "Timed out" in output
 
 
 def test_of_two_processes_one_is_told_and_both_stop_after_the_same_step(checkpoint, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = subprocess.run(
-        [*launch, "program.py", str(REPOSITORY / "tests"), str(checkpoint)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.returncode != 0
-    assert {path.name for path in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}, (
-        process.stderr
-    )
+    program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
+    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    assert failed
+    assert {path.name for path in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}, output
     assert list(checkpoints_in(tmp_path / "out")) == [3]
     assert defect_of(tmp_path / "out/checkpoint-3") is None

@@ -179,6 +179,9 @@ def expect_generation_options(options: dict[str, Any], vocab_size: int) -> None:
         ids = _flat(given[name])
         if not all(_is_a(Integral, id_) and least <= id_ < vocab_size for id_ in ids):
             raise ValueError(f"{name}={given[name]!r}: expected {least} <= id < {vocab_size}")
+    stopping = given.get("early_stopping", False)
+    if not isinstance(stopping, (bool, str)):  # other words transformers refuses by name
+        raise ValueError(f"early_stopping={stopping!r}: expected True, False or 'never'")
     decay = given.get("exponential_decay_length_penalty", (0, 1.0))
     is_pair = isinstance(decay, (tuple, list)) and len(decay) == 2
     if not (is_pair and _is_a(Integral, decay[0]) and _is_a(Real, decay[1])):

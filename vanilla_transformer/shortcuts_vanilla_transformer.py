@@ -287,8 +287,16 @@ def at_positions(states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> to
 
     Raises:
         TypeError: `logits_to_keep` is neither a number nor a tensor.
+        IndexError: It is no index of positions, or of one that is not there, which shows on the CPU
+            only.
     """
     if isinstance(logits_to_keep, int):
         return states[:, slice(-logits_to_keep, None)]
     expect_tensor(logits_to_keep, "logits_to_keep")
-    return states[:, logits_to_keep]
+    try:
+        return states[:, logits_to_keep]
+    except IndexError as error:
+        raise IndexError(
+            f"logits_to_keep of shape {tuple(logits_to_keep.shape)} and {logits_to_keep.dtype}: "
+            f"expected indices of {states.shape[1]} positions; {error}"
+        ) from None
