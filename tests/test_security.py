@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import REPOSITORY, Payload, small_config
+from conftest import REPOSITORY, Payload, run_script, small_config
 from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -112,19 +112,13 @@ def test_code_beside_a_model_is_run_only_on_request(checkpoint, tmp_path, mark):
         path.write_text(f"import os\nos.mkdir({str(mark)!r})\n{path.read_text()}")
     (tmp_path / "text").write_text("see\n")
     text = ["--source", "text", "--target", "text"]
-    commands = [
+    for command in (
         ["translate.py", "--model", "model", "--input", "text", "--max_new_tokens", "2"],
         ["evaluate.py", "--model", "model", *text],
         ["score.py", "--model", "model", *text],
         ["plot.py", "attention", "--model", "model", "--source", "see", "--output", "maps.png"],
-    ]
-    program = (
-        "import runpy, sys\n"
-        f"for sys.argv in {commands!r}:\n"
-        f"    path = {str(REPOSITORY / 'scripts')!r} + '/' + sys.argv[0]\n"
-        "    runpy.run_path(path, run_name='__main__')\n"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True)
+    ):
+        run_script(*command, cwd=tmp_path)
     assert (tmp_path / "maps.png").exists()
 
 
