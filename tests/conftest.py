@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 import runpy
@@ -39,6 +40,12 @@ SMALL = {
     "encoder_ffn_dim": 40,
     "decoder_ffn_dim": 36,
 }
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: after each training accelerate has Python look through it all
+    for what may be freed, which takes half a second."""
+    gc.freeze()
 
 
 def small_config(**overrides):

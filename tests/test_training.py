@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY, small_config
+from conftest import REPOSITORY, small_config, small_trainer
 from datasets import Dataset
 from PIL import Image
 from transformers import (
@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.integrations import TensorBoardCallback
 
-from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer import VanillaTransformerForConditionalGeneration, plotting
 from vanilla_transformer.arguments import (
     ModelArguments,
     TranslationTrainingArguments,
@@ -28,6 +28,7 @@ from vanilla_transformer.arguments import (
 from vanilla_transformer.data import DataArguments
 from vanilla_transformer.evaluation import make_compute_metrics
 from vanilla_transformer.training import (
+    CurvesCallback,
     TranslationTrainer,
     average_last,
     find_checkpoint,
@@ -271,6 +272,17 @@ def test_the_trainer_learns_and_leaves_a_whole_folder(tokenizer, splits, tmp_pat
     assert (tmp_path / "tokenizer.json").is_file()
     assert (tmp_path / "modeling_vanilla_transformer.py").is_file()
     assert Image.open(tmp_path / "curves.png").size[0] > 500
+
+
+@pytest.mark.parametrize(("pause", "times"), [(0.0, 3), (60.0, 1)])
+def test_curves_are_drawn_as_often_as_they_may(tokenizer, tmp_path, monkeypatch, pause, times):
+    """After each of two evaluations and in the end, or in the end alone."""
+    drawn = []
+    monkeypatch.setattr(plotting, "save", lambda figure, path: drawn.append(path))
+    monkeypatch.setattr(CurvesCallback, "PAUSE", pause)
+    options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "no"}
+    small_trainer(tmp_path, tokenizer, **options).train()
+    assert drawn == [tmp_path / "curves.png"] * times
 
 
 @pytest.mark.parametrize(("ours", "longest"), [(False, 20), (True, 1 + 3 + 50)])

@@ -3,6 +3,7 @@
 import copy
 import logging
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -333,7 +334,13 @@ class LastingTensorBoardCallback(TensorBoardCallback):
 
 
 class CurvesCallback(TrainerCallback):
-    """Draws loss and BLEU over the steps into `curves.png`, beside the checkpoint."""
+    """Draws loss and BLEU over the steps into `curves.png`, beside the checkpoint: in the end, and
+    after evaluations once a minute, since a picture takes longer than many a small evaluation."""
+
+    PAUSE = 60.0  # seconds
+
+    def __init__(self) -> None:
+        self.drawn = time.monotonic()
 
     def on_evaluate(
         self,
@@ -343,7 +350,9 @@ class CurvesCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Redraw with the newest scores."""
-        self.on_train_end(args, state, control)
+        if time.monotonic() - self.drawn >= self.PAUSE:
+            self.on_train_end(args, state, control)
+            self.drawn = time.monotonic()
 
     def on_train_end(
         self,
