@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import benchmark_ctranslate2 as compiled
 import torch
@@ -29,13 +30,12 @@ OURS = "vanilla_transformer"
 OURS_BEST = "vanilla_transformer, best setting"
 WORKLOADS = ("T1", "T2", "G1", "G2", "G3")
 HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # others take 50 times as long
-# What a user may set for speed on a CPU; the README says so.
-BEST_SETTING = {
-    "T1": {"precision": "medium"},
-    "T2": {},
-    "G1": {"dtype": torch.bfloat16} if HAS_BFLOAT16 else {},
-    "G2": {"dtype": torch.bfloat16} if HAS_BFLOAT16 else {},
-    "G3": {},
+# What a user may set for speed on a CPU, by size and workload; the README says so.
+INT8 = {"int8": True}
+NARROW = {"dtype": torch.bfloat16} if HAS_BFLOAT16 else {}
+BEST_SETTING: dict[str, dict[str, dict[str, Any]]] = {
+    "tiny": {"T1": {"precision": "medium"}, "G1": NARROW, "G2": NARROW, "G3": {"compiled": True}},
+    "base": {"T1": {"precision": "medium"}, "G1": NARROW or INT8, "G2": NARROW or INT8, "G3": INT8},
 }
 NEW_TOKENS, SOURCES, BEAMS = 32, 32, 4
 ALL_PEERS = (*PEERS, *compiled.COMPUTE_TYPES)
@@ -92,8 +92,7 @@ def race(
     cannot = ["torch"] if workload[0] == "G" else compiled.COMPUTE_TYPES
     able = {name: runner for name, runner in runners.items() if name not in cannot}
     begun = [
-        runner.prepare(prepare, arguments, name, SIZES[size], workload)
-        for name, runner in able.items()
+        runner.prepare(prepare, arguments, name, size, workload) for name, runner in able.items()
     ]
     for preparation in begun:
         preparation.result()
@@ -103,27 +102,38 @@ def race(
 
 
 def prepare(
-    arguments: BenchmarkArguments, name: str, size: Size, workload: str
+    arguments: BenchmarkArguments, name: str, size: str, workload: str
 ) -> Callable[[], None]:
     """A function that does the workload once with a model of its own."""
     beams = BEAMS if workload == "G2" else 1
-    ids = sources(size, 1 if workload == "G3" else SOURCES, arguments.seed)
+    ids = sources(SIZES[size], 1 if workload == "G3" else SOURCES, arguments.seed)
     if name in compiled.COMPUTE_TYPES:
-        translator = compiled.make_translator(size, name, arguments.threads)
+        translator = compiled.make_translator(SIZES[size], name, arguments.threads)
         return compiled.generation(translator, ids, beams, NEW_TOKENS)
-    setting = BEST_SETTING[workload] if name == OURS_BEST else {}
-    model = PEERS[OURS if name == OURS_BEST else name](size)
+    best = name == OURS_BEST and not (arguments.quick and workload == "G3")  # it takes a minute
+    setting = BEST_SETTING[size].get(workload, {}) if best else {}
+    model = with_setting(PEERS[OURS if name == OURS_BEST else name](SIZES[size]), setting)
     if workload[0] == "T":
-        batches = training_batches(size, arguments.tokens, arguments.seed)
+        batches = training_batches(SIZES[size], arguments.tokens, arguments.seed)
         work = training(model, batches, narrow=workload == "T2")
     else:
-        work = generation(model.to(setting.get("dtype")), ids, beams)
+        work = generation(model, ids, beams)
 
     def run() -> None:
         with matmul_precision(setting.get("precision")):
             work()
 
     return run
+
+
+def with_setting(model: torch.nn.Module, setting: dict[str, Any]) -> torch.nn.Module:
+    """The model in another type, with weights of 8 bits, or compiled for sources of one length."""
+    if "int8" in setting:
+        model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    if "compiled" in setting:
+        model.generation_config.cache_implementation = "static"
+        model.forward = torch.compile(model.forward)
+    return model.to(setting.get("dtype"))
 
 
 @contextmanager

@@ -5,7 +5,8 @@ import subprocess
 
 import pytest
 import yaml
-from conftest import REPOSITORY
+from benchmark import with_setting
+from conftest import REPOSITORY, random_ids
 from conftest import run_script as run
 
 SHAPE = (
@@ -181,6 +182,33 @@ def test_the_benchmark_writes_ratios_a_table_and_a_chart(folder, workloads):
     assert f"| marian |{' 1.00 |' * len(workloads)}" in table
     assert table.strip() in process.stdout
     assert (folder / "speed/benchmark.png").stat().st_size > 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_weights_of_8_bits_change_a_model_little(model):
+    inputs = {"input_ids": random_ids(2, 5), "decoder_input_ids": random_ids(2, 4)}
+    expected = model(**inputs).logits
+    rounded = with_setting(model, {"int8": True})(**inputs).logits
+    assert 0 < (rounded - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+@pytest.mark.slow
+def test_a_model_compiled_for_a_race_generates_the_same(model):
+    prompts = random_ids(1, 5)
+    tokens = model.generate(prompts, max_new_tokens=4)
+    compiled = with_setting(model, {"compiled": True})
+    assert compiled.generate(prompts, max_new_tokens=4).tolist() == tokens.tolist()
+
+
+def test_the_profile_shares_out_the_time_of_a_run(folder):
+    flags = ["--sizes", "tiny", "--workloads", "G3", "--runs", "1", "--output_dir", "profile"]
+    process = run("benchmark_profile.py", *flags, cwd=folder)
+    (shares,) = json.loads((folder / "profile/profile.json").read_text()).values()
+    assert min(shares.values()) >= 0
+    assert shares["matrix products"] > 0 == shares["optimizer"]
+    table = (folder / "profile/profile.md").read_text()
+    assert "|  | G3 tiny |" in table
+    assert table.strip() in process.stdout
 
 
 def test_the_benchmark_races_ctranslate2_where_it_is_installed(folder):
