@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmark import HAS_BFLOAT16, OURS, WORKLOADS, BenchmarkArguments, prepare
+from benchmark import BEARABLE, OURS, WORKLOADS, BenchmarkArguments, prepare
 from benchmark_peers import SIZES
 from benchmark_turns import in_own_process, settle, timed
 from reports import expect_known, markdown, write
@@ -21,13 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import HfArgumentParser
 
 KINDS = {  # by parts of the operations' names, the first that fits
-    "loss, log-probabilities": (
-        "ProjectedCrossEntropy",
-        "log_softmax",
-        "exp_",
-        "amax",
-        "logsumexp",
-    ),
+    "loss, log-probabilities": ("ProjectedCross", "log_softmax", "exp_", "amax", "logsumexp"),
     "attention": ("scaled_dot_product", "softmax", "bmm"),
     "matrix products": ("mm", "mkldnn_linear", "linear_backward"),
     "layer normalisation": ("layer_norm",),
@@ -45,7 +39,7 @@ class ProfileArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
     workloads: list[str] = field(
-        default_factory=lambda: [name for name in WORKLOADS if HAS_BFLOAT16 or name != "T2"],
+        default_factory=BEARABLE.copy,
         metadata={"help": "Default: all, but for T2 on a CPU without bfloat16 products."},
     )
     runs: int = field(default=5, metadata={"help": "Of each kind, watched and not."})

@@ -149,24 +149,24 @@ def run_ranks(processes, script, *flags, cwd, timeout=240):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-    running, failed, end = {}, False, time.monotonic() + timeout
+    running, failed, end = [], False, time.monotonic() + timeout
     with tempfile.TemporaryFile("w+") as stdin, tempfile.TemporaryFile("w+") as output:
         for rank in map(str, range(processes)):
             size = str(processes)
             env = {**os.environ, **meeting, "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank}
             env |= {"LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
             argv = [str(script), *map(str, flags)]
-            running[rank] = _start_copy(argv, cwd, env, [stdin, output, output])
+            running.append(_start_copy(argv, cwd, env, [stdin, output, output]))
         while running:
-            for rank, child in list(running.items()):
+            for child in list(running):
                 pid, status = os.waitpid(child, os.WNOHANG)
                 if pid:
-                    del running[rank]
+                    running.remove(pid)
                     if status != 0 and not failed:
                         failed, end = True, time.monotonic() + 5
             if time.monotonic() > end:
                 failed = True
-                for child in running.values():
+                for child in running:
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.05)
         output.seek(0)
