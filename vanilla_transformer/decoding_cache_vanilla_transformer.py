@@ -25,8 +25,9 @@ _BUFFERS: WeakKeyDictionary["GrowingLayer", tuple[torch.Tensor, ...]] = WeakKeyD
 class GrowingLayer(DynamicLayer):
     """Keys and values of earlier target positions, (batch, heads, length, head_dim) each.
 
-    They are the filled part of buffers which double when they are full, up to the most positions
-    that are expected: n steps copy some 2 n positions in all, where concatenation copies n^2 / 2.
+    They are the filled part of buffers which double, or for the last time treble, when they are
+    full, up to the most positions that are expected: n steps copy some 2 n positions in all, where
+    concatenation copies n^2 / 2.
     Beams change places on the way into a spare buffer, which all layers share.
     """
 
@@ -47,8 +48,8 @@ class GrowingLayer(DynamicLayer):
         length, new_length = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
         buffers = self._buffers()
         if buffers is None or buffers[0].shape[2] < new_length:
-            fits = new_length <= self._max_length
-            room = min(2 * new_length, self._max_length) if fits else 2 * new_length
+            is_last = new_length <= self._max_length < 3 * new_length
+            room = self._max_length if is_last else 2 * new_length
             buffers = _longer(self.keys, room), _longer(self.values, room)
         for buffer, states in zip(buffers, (key_states, value_states), strict=True):
             buffer[:, :, length:new_length] = states

@@ -1,12 +1,13 @@
 """What the paper's decoding adds to transformers' `GenerationMixin`."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, GenerationMixin
+from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList
 
 from .checks_vanilla_transformer import expect_generation_options, expect_prompt
 from .decoding_cache_vanilla_transformer import (
@@ -15,10 +16,15 @@ from .decoding_cache_vanilla_transformer import (
     give_each_beam_its_own,
     is_plain,
 )
+from .logits_vanilla_transformer import BEST_TOKENS, BestTokens
 
 LENGTH_PENALTY_TYPES = ("power", "gnmt")
 NOT_FOR_A_STEP = {"decoder_position_ids", "labels"}
 SHARED_BY_BEAMS = ("encoder_outputs", "attention_mask")
+# Up to transformers 5.17, whose beam search takes it from the configuration instead.
+COUNTS_TOKENS_BY_SCORES = (
+    "vocab_size" not in inspect.signature(GenerationMixin._get_top_k_continuations).parameters
+)
 
 
 class GNMTLengthPenalty(float):
@@ -179,9 +185,47 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         return _fit_for_training(output)
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        with self._target_vocabulary(), self._without_autograd(kwargs):
-            output = super()._beam_search(*args, **kwargs)
+        best = self._best_tokens(kwargs)
+        if best is not None:
+            processors = LogitsProcessorList([best])
+            kwargs |= {"logits_to_keep": best, "logits_processor": processors}
+        before = BEST_TOKENS.set(best)
+        try:
+            with self._target_vocabulary(), self._without_autograd(kwargs):
+                output = super()._beam_search(*args, **kwargs)
+        finally:
+            BEST_TOKENS.reset(before)
         return _fit_for_training(output)
+
+    def _best_tokens(self, options: dict[str, Any]) -> BestTokens | None:
+        """What beam search may look at instead of all tokens, on a CPU: where none of their scores
+        is asked for, changed or drawn by chance."""
+        config = options["generation_config"]
+        asked_for = config.return_dict_in_generate and (
+            config.output_scores or config.output_logits
+        )
+        changed = options["logits_processor"] or config.do_sample
+        in_parts = options.get("synced_gpus") or self.device.type != "cpu"
+        # A subclass, or who replaces `forward`, may do something to logits.
+        ours = "_auto_class" in vars(type(self)) and not self._forward_hooks
+        if asked_for or changed or in_parts or not ours or "forward" in vars(self):
+            return None
+        if not COUNTS_TOKENS_BY_SCORES:
+            return None
+        ends = config._eos_token_tensor
+        beams_to_keep = max(2, 1 + (0 if ends is None else len(ends))) * config.num_beams
+        return BestTokens(min(beams_to_keep, self.config.target_vocab_size))
+
+    def _get_top_k_continuations(self, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """As transformers', whose tokens are then places among the best."""
+        found = super()._get_top_k_continuations(**kwargs)
+        best = BEST_TOKENS.get()
+        if best is not None:
+            _, sequences, beams = found
+            now = kwargs["cur_len"]
+            rows = beams[:, :, now - kwargs["decoder_prompt_len"]]
+            sequences[:, :, now] = best.tokens[rows, sequences[:, :, now]]
+        return found
 
     def _without_autograd(self, options: dict[str, Any]) -> AbstractContextManager:
         """torch's inference mode, which takes a twentieth less time, but whose tensors take no part

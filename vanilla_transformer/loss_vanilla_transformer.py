@@ -185,7 +185,7 @@ def projected_cross_entropy(
     Only rows with a label are projected. `states` are (batch, length, d_model).
     """
     expect_labels(labels, states)
-    if not _is_plain_matrix(projection):
+    if not is_plain_matrix(projection):
         logits = projection(states)
         return label_smoothed_cross_entropy(logits, labels, label_smoothing, num_items_in_batch)
     rows, flat = states.flatten(0, -2), labels.to(states.device).flatten()
@@ -200,7 +200,7 @@ def projected_cross_entropy(
         return ProjectedCrossEntropy.apply(rows, matrix, flat, label_smoothing, dtype, items)
 
 
-def _is_plain_matrix(projection: nn.Module) -> bool:
+def is_plain_matrix(projection: nn.Module) -> bool:
     """Whether a call is only a product: nothing quantised, adapted, parallel or offloaded."""
     hooks = (
         projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection)

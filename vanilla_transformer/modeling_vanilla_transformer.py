@@ -32,6 +32,7 @@ from .checks_vanilla_transformer import expect_encoded, expect_inputs, expect_sh
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .decoding_cache_vanilla_transformer import causal_mask, new_cache, remember, remember_source
 from .generation_vanilla_transformer import VanillaTransformerGenerationMixin
+from .logits_vanilla_transformer import at_positions, project
 from .loss_vanilla_transformer import (
     at_least_float32,
     label_smoothed_cross_entropy,
@@ -42,7 +43,6 @@ from .packing_vanilla_transformer import labelled, packed
 from .shortcuts_vanilla_transformer import (
     Dropout,
     ReLU,
-    at_positions,
     by_length,
     cast_once,
     fastest,
@@ -499,13 +499,13 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
         known = self.output_class.__dataclass_fields__
         fields = {name: value for name, value in outputs.items() if name in known}
         if labels is None:
-            return self.output_class(logits=self.lm_head(states), **fields)
+            return self.output_class(logits=project(states, self.lm_head, logits_to_keep), **fields)
         eps = self.config.label_smoothing if self.training else 0.0
         target = (labels, eps, num_items_in_batch)
         if self.training and not torch.compiler.is_compiling():
             loss = projected_cross_entropy(states, self.lm_head, *target)
             return self.training_output_class(loss, **fields).later(lambda: self.lm_head(states))
-        logits = self.lm_head(states)
+        logits = project(states, self.lm_head)
         loss = label_smoothed_cross_entropy(logits, *target)
         return self.output_class(loss, logits, **fields)
 

@@ -13,7 +13,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask
 
-from .checks_vanilla_transformer import expect_as_many, expect_tensor
+from .checks_vanilla_transformer import expect_as_many
 from .packing_vanilla_transformer import are_recorded, attend_to_row, is_flash
 
 # ---------------------------------------------------------------- Random numbers
@@ -277,26 +277,3 @@ def _of_similar_length(lengths: torch.Tensor) -> Iterator[torch.Tensor]:
         if end == len(descending) or descending[end] < SHORTEST * descending[start]:
             yield order[start:end]
             start = end
-
-
-# ---------------------------------------------------------------- Predicting what is asked for
-
-
-def at_positions(states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """The last so many of the states (batch, length, d_model), 0 for all, or those of an index.
-
-    Raises:
-        TypeError: `logits_to_keep` is neither a number nor a tensor.
-        IndexError: It is no index of positions, or of one that is not there, which shows on the CPU
-            only.
-    """
-    if isinstance(logits_to_keep, int):
-        return states[:, slice(-logits_to_keep, None)]
-    expect_tensor(logits_to_keep, "logits_to_keep")
-    try:
-        return states[:, logits_to_keep]
-    except IndexError as error:
-        raise IndexError(
-            f"logits_to_keep of shape {tuple(logits_to_keep.shape)} and {logits_to_keep.dtype}: "
-            f"expected indices of {states.shape[1]} positions; {error}"
-        ) from None
