@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import random_ids, small_config
+from conftest import SMALL, random_ids, small_config
 from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationMixin
@@ -21,7 +21,10 @@ from vanilla_transformer import loss_vanilla_transformer as loss_module
 from vanilla_transformer import shortcuts_vanilla_transformer as shortcuts
 from vanilla_transformer.generation_vanilla_transformer import VanillaTransformerGenerationMixin
 from vanilla_transformer.loss_vanilla_transformer import projected_cross_entropy
-from vanilla_transformer.modeling_vanilla_transformer import scaled_dot_product_attention
+from vanilla_transformer.modeling_vanilla_transformer import (
+    VanillaTransformerLayer,
+    scaled_dot_product_attention,
+)
 from vanilla_transformer.shortcuts_vanilla_transformer import (
     Dropout,
     fused_attention,
@@ -544,22 +547,61 @@ def test_a_constant_is_kept_unless_an_exporter_looks_on():
 # ---------------------------------------------------------------- sentences of similar length
 
 
+@pytest.fixture
+def sizes(monkeypatch):
+    """Rows and columns that layers and attention of a batch see."""
+    seen = {"layers": [], "attention": []}
+    attend, layer = shortcuts.fused_attention, VanillaTransformerLayer.forward
+
+    def attend_seen(module, query, *args, **kwargs):
+        seen["attention"].append((query.shape[0], query.shape[2]))
+        return attend(module, query, *args, **kwargs)
+
+    def layer_seen(self, states, *args, **kwargs):
+        seen["layers"].append(tuple(states.shape[:2]))
+        return layer(self, states, *args, **kwargs)
+
+    monkeypatch.setattr(shortcuts, "fused_attention", attend_seen)
+    monkeypatch.setattr(VanillaTransformerLayer, "forward", layer_seen)
+    return seen
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_sentences_are_encoded_alike_in_groups_and_together(monkeypatch, side):
-    encoder = seq2seq().eval().get_encoder()
+def test_padding_takes_no_part_in_encoding(side, attention):
+    encoder = seq2seq(attn_implementation=attention).eval().get_encoder()
     ids, mask = ragged(17, 2, 9, 16, 1, 3, 8, padding_side=side)
-    calls = []
-    encode = encoder.through_layers
-    monkeypatch.setattr(
-        encoder, "through_layers", lambda *a, **k: calls.append(1) or encode(*a, **k)
-    )
     with torch.no_grad():
-        grouped = encoder(ids, mask).last_hidden_state
-    assert len(calls) > 2
+        alone = encoder(ids, mask).last_hidden_state
     together = encoder(ids, mask).last_hidden_state  # with gradients to come
     real = mask.bool()
-    torch.testing.assert_close(grouped[real], together[real])
-    assert grouped.shape == together.shape
+    torch.testing.assert_close(alone[real], together[real])
+    assert alone.shape == together.shape
+    assert not alone[~real].any()
+
+
+def test_only_attention_sees_padding_and_little_of_it(sizes):
+    encoder = seq2seq().eval().get_encoder()
+    ids, mask = ragged(17, 2, 9, 16, 1, 3, 8)
+    with torch.no_grad():
+        encoder(ids, mask)
+    assert set(sizes["layers"]) == {(1, int(mask.sum()))}
+    groups = len(sizes["attention"]) // SMALL["encoder_layers"]
+    assert sizes["attention"][:groups] == [(2, 17), (2, 9), (2, 3), (1, 1)]
+
+
+def test_keys_of_a_source_are_made_of_its_tokens(monkeypatch):
+    model = seq2seq().eval()
+    ids, mask = ragged(17, 2, 9, 3)
+    made = []
+    projection = model.get_decoder().layers[0].encoder_attn.k_proj
+    projection.register_forward_hook(lambda module, args, output: made.append(output.shape[:2]))
+    padded = model.generate(ids, attention_mask=mask, num_beams=2, max_new_tokens=5)
+    assert made == [(1, int(mask.sum()))]
+    monkeypatch.setattr(decoding_cache, "is_padded", lambda *_: False)
+    plain = model.generate(ids, attention_mask=mask, num_beams=2, max_new_tokens=5)
+    assert made[1] == ids.shape
+    assert padded.tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize("lengths", [(9, 0, 2), (9, 8, 0), (0, 0)], ids=str)

@@ -10,9 +10,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
 from .checks_vanilla_transformer import expect_mask
+from .packing_vanilla_transformer import PackedRows
 from .shortcuts_vanilla_transformer import (
     cast_once,
     fold_beams,
+    is_padded,
     padding_mask,
     queries_see_alike,
 )
@@ -87,9 +89,22 @@ class GrowingLayer(DynamicLayer):
 
 class SourceLayer(DynamicLayer):
     """Keys and values of the source, once for each sentence: its beams share them, and change
-    places only among themselves. With them goes the mask of its padding, once that is known."""
+    places only among themselves. With them goes the mask of its padding, once that is known.
+
+    Those of the first step are of `rows` where padding was left out before.
+    """
 
     known_mask: tuple[torch.Tensor | None] | None = None
+    rows: PackedRows | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep (batch, heads, length, head_dim) states, or (1, heads, tokens, head_dim) of rows."""
+        if self.rows is not None:
+            key_states = self.rows.unpack_heads(key_states)
+            value_states = self.rows.unpack_heads(value_states)
+        return super().update(key_states, value_states, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Nothing moves."""
@@ -141,6 +156,12 @@ def remember_source(
     mask = padding_mask(config, queries, attention_mask, source)
     if layer is not None and queries_see_alike(config):
         layer.known_mask = (mask,)
+    if layer is not None and is_padded(source, attention_mask):
+        assert attention_mask is not None
+        rows = PackedRows(source, attention_mask.bool())
+        for layer in _source_layers(cache):
+            layer.rows = rows
+        source = rows.states
     return cast_once(source), mask
 
 
@@ -164,10 +185,14 @@ def copies_less(cache: Cache | None) -> bool:
 
 
 def _shared_source(cache: Cache | None) -> SourceLayer | None:
+    return next(iter(_source_layers(cache)), None)
+
+
+def _source_layers(cache: Cache | None) -> list[SourceLayer]:
     if not isinstance(cache, EncoderDecoderCache):
-        return None
-    first = next(iter(cache.cross_attention_cache.layers), None)
-    return first if isinstance(first, SourceLayer) else None
+        return []
+    layers = cache.cross_attention_cache.layers
+    return layers if layers and isinstance(layers[0], SourceLayer) else []
 
 
 def copy_less(cache: EncoderDecoderCache, max_length: int) -> None:

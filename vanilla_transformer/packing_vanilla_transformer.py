@@ -36,7 +36,12 @@ class PackedRows:
     def unpack(self, states: torch.Tensor) -> torch.Tensor:
         """(1, tokens, dim) to (batch, length, dim), 0 where there is padding."""
         padded = states.new_zeros(self.shape.numel(), states.shape[-1])
-        return padded.index_copy(0, self.places, states[0]).unflatten(0, self.shape)
+        return padded.index_copy_(0, self.places, states[0]).unflatten(0, self.shape)
+
+    def unpack_heads(self, states: torch.Tensor) -> torch.Tensor:
+        """(1, heads, tokens, head_dim) to (batch, heads, length, head_dim), likewise."""
+        unpacked = self.unpack(states.transpose(1, 2).flatten(2))
+        return unpacked.unflatten(2, (states.shape[1], -1)).transpose(1, 2)
 
 
 def is_flash(config: PreTrainedConfig) -> bool:

@@ -45,8 +45,6 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from .shortcuts_vanilla_transformer import is_in_parts
-
 logger = logging.getLogger(__name__)
 
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)  # to the first process
@@ -112,6 +110,13 @@ def tensor_parallel(model: PreTrainedModel, tp_size: int, data_parallel_size: in
         return type(model).from_pretrained(
             folder, distributed_config=sizes, attn_implementation=attention
         )
+
+
+def is_in_parts(model: torch.nn.Module) -> bool:
+    """Whether a process holds parts of weights only: those of FSDP2 and of tensor parallelism know
+    their devices, those of DeepSpeed's ZeRO 3 the part."""
+    marks = ("device_mesh", "ds_tensor")
+    return any(hasattr(one, mark) for one in model.parameters() for mark in marks)
 
 
 def load_whole(model: PreTrainedModel, folder: str | Path) -> Any:

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask
 
 from .checks_vanilla_transformer import expect_as_many
-from .packing_vanilla_transformer import are_recorded, attend_to_row, is_flash
+from .packing_vanilla_transformer import PackedRows, are_recorded, attend_to_row, is_flash
 
 # ---------------------------------------------------------------- Random numbers
 
@@ -83,6 +83,8 @@ def fastest(
     takes several times as long to train. There `products`, the equation written out, serve if their
     scores are not too many to keep.
     """
+    if isinstance(mask, RowsByLength):
+        return partial(mask.attend, fastest(attend, products, query, key, None, options))
     if isinstance(mask, dict):
         return partial(attend_to_row, attend)
     if attend is flash_attention_forward and mask is not None and mask.ndim == 4:
@@ -224,48 +226,81 @@ SHORTEST = 0.6  # sentence of a group, over its longest
 
 def by_length(
     stack: PreTrainedModel,
-    layers: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    layers: Callable[[torch.Tensor, Any], torch.Tensor],
     options: dict[str, Any],
     states: torch.Tensor,
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`layers(states, mask)`, a few rows at a time where much of a batch is padding.
+    """`layers(states, mask)`, of tokens alone where much of a batch is padding.
 
-    Each group goes without the columns that are padding in all of it. What is padding there is 0
-    in what is returned, (batch, length, d_model), as are rows of nothing else. That pays on a CPU,
-    where no gradient is to come. Nor may states of each layer be asked for (among `options` or in
-    the configuration), which want one batch, nor may the stack be in parts: its processes meet in
-    each layer, as often in one as in another.
+    What is padding is 0 in what is returned, (batch, length, d_model). That pays on a CPU, where no
+    gradient is to come. Nor may states of each layer be asked for (among `options` or in the
+    configuration), which want one padded batch.
     """
-    config = stack.config
-    padded = _is_padded(states, attention_mask) and not is_in_parts(stack)
-    if not padded or are_recorded(config, options):
-        return layers(states, padding_mask(config, states, attention_mask, states))
+    if not is_padded(states, attention_mask) or are_recorded(stack.config, options):
+        return layers(states, padding_mask(stack.config, states, attention_mask, states))
     assert attention_mask is not None
-    encoded = torch.zeros_like(states)
-    for rows in _of_similar_length(attention_mask.count_nonzero(1)):
-        mask = attention_mask[rows]
-        columns = mask.any(0).nonzero()[:, 0]
-        place = (rows[:, None], columns)
-        group = states[place]
-        mask = padding_mask(config, group, mask[:, columns], group)
-        encoded[place] = layers(group, mask).to(encoded.dtype)
-    return encoded
+    if not attention_mask.any():
+        return torch.zeros_like(states)
+    rows = RowsByLength(stack.config, states, attention_mask)
+    return rows.unpack(layers(rows.states, rows))
 
 
-def _is_padded(states: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+class RowsByLength:
+    """The tokens of a batch as one row, (1, tokens, d_model), those of sentences of similar length
+    beside each other, so that attention, which needs each sentence apart, has little padding."""
+
+    def __init__(
+        self, config: PreTrainedConfig, states: torch.Tensor, attention_mask: torch.Tensor
+    ):
+        self.padded = torch.zeros_like(states)
+        self.groups: list[tuple[PackedRows, torch.Tensor | None]] = []  # with the mask of keys
+        self.places: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for rows in _of_similar_length(attention_mask.count_nonzero(1)):
+            mask = attention_mask[rows]
+            columns = mask.any(0).nonzero()[:, 0]
+            place, mask = (rows[:, None], columns), mask[:, columns]
+            group = states[place]
+            mask_of_keys = padding_mask(config, group, mask, group)
+            self.groups.append((PackedRows(group, mask.bool()), mask_of_keys))
+            self.places.append(place)
+        self.states = torch.cat([group.states for group, _ in self.groups], 1)
+        self._lengths = [group.states.shape[1] for group, _ in self.groups]
+
+    def unpack(self, states: torch.Tensor) -> torch.Tensor:
+        """(1, tokens, d_model) to (batch, length, d_model), 0 where there is padding."""
+        parts = states.to(self.padded.dtype).split(self._lengths, 1)
+        for (group, _), place, part in zip(self.groups, self.places, parts, strict=True):
+            self.padded[place] = group.unpack(part)
+        return self.padded
+
+    def attend(
+        self,
+        attend: Callable[..., Any],
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention group by group, (1, heads, tokens, head_dim) to (1, tokens, heads, d_v)."""
+        outputs = []
+        parts = (states.split(self._lengths, 2) for states in (query, key, value))
+        for (group, mask), *heads in zip(self.groups, *parts, strict=True):
+            padded = (group.unpack_heads(states) for states in heads)
+            output, _ = attend(module, *padded, mask, **kwargs)
+            outputs.append(output.flatten(0, 1)[group.places])
+        return torch.cat(outputs)[None], None
+
+
+def is_padded(states: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+    """Whether a CPU is better off without the padding of (batch, length, d_model) states."""
     if states.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
     if attention_mask is None or attention_mask.ndim != 2 or attention_mask.shape[0] == 1:
         return False
     return int(attention_mask.count_nonzero()) < 0.75 * attention_mask.numel()
-
-
-def is_in_parts(model: torch.nn.Module) -> bool:
-    """Whether a process holds parts of weights only: those of FSDP2 and of tensor parallelism know
-    their devices, those of DeepSpeed's ZeRO 3 the part."""
-    marks = ("device_mesh", "ds_tensor")
-    return any(hasattr(one, mark) for one in model.parameters() for mark in marks)
 
 
 def _of_similar_length(lengths: torch.Tensor) -> Iterator[torch.Tensor]:
