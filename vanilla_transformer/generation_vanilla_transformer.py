@@ -21,9 +21,10 @@ from .logits_vanilla_transformer import BEST_TOKENS, BestTokens
 LENGTH_PENALTY_TYPES = ("power", "gnmt")
 NOT_FOR_A_STEP = {"decoder_position_ids", "labels"}
 SHARED_BY_BEAMS = ("encoder_outputs", "attention_mask")
-# Up to transformers 5.17, whose beam search takes it from the configuration instead.
+# transformers 5.17 takes the size of the vocabulary from the configuration instead.
+_continuations = getattr(GenerationMixin, "_get_top_k_continuations", None)
 COUNTS_TOKENS_BY_SCORES = (
-    "vocab_size" not in inspect.signature(GenerationMixin._get_top_k_continuations).parameters
+    _continuations is not None and "vocab_size" not in inspect.signature(_continuations).parameters
 )
 
 
@@ -201,14 +202,12 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """What beam search may look at instead of all tokens, on a CPU: where none of their scores
         is asked for, changed or drawn by chance."""
         config = options["generation_config"]
-        asked_for = config.return_dict_in_generate and (
-            config.output_scores or config.output_logits
-        )
+        asked_for = config.output_scores or config.output_logits
         changed = options["logits_processor"] or config.do_sample
-        in_parts = options.get("synced_gpus") or self.device.type != "cpu"
-        # A subclass, or who replaces `forward`, may do something to logits.
-        ours = "_auto_class" in vars(type(self)) and not self._forward_hooks
-        if asked_for or changed or in_parts or not ours or "forward" in vars(self):
+        elsewhere = options.get("synced_gpus") or self.device.type != "cpu"
+        # A subclass, a hook, or who replaces `forward`, may do something to logits.
+        ours = "_auto_class" in vars(type(self)) and "forward" not in vars(self)
+        if asked_for or changed or elsewhere or not ours or self._forward_hooks:
             return None
         if not COUNTS_TOKENS_BY_SCORES:
             return None
@@ -216,9 +215,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         beams_to_keep = max(2, 1 + (0 if ends is None else len(ends))) * config.num_beams
         return BestTokens(min(beams_to_keep, self.config.target_vocab_size))
 
-    def _get_top_k_continuations(self, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        """As transformers', whose tokens are then places among the best."""
-        found = super()._get_top_k_continuations(**kwargs)
+    def _get_top_k_continuations(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """As transformers', whose tokens are places among the best where it looks at those."""
+        found = super()._get_top_k_continuations(*args, **kwargs)
         best = BEST_TOKENS.get()
         if best is not None:
             _, sequences, beams = found
