@@ -7,7 +7,9 @@ Five workloads: T1 a training step in float32, T2 the same under bfloat16 autoca
 smoothing 0.1 and AdamW over batches of similar lengths; G1 greedy and G2 beam search (4 beams) for
 32 sources of mixed lengths, 32 tokens each; G3 greedy for one source. Speeds are real target tokens
 a second, given as ratios to Marian's. Each model has a process of its own, and all take turns,
-round by round, each time in another order; the figure is the median over rounds.
+round by round, each time in another order. Which pieces of memory a process is given makes one as
+much as a fifth faster than the next of the same model, so all are started several times; the figure
+is the median over the rounds of all starts.
 `torch.nn.Transformer` has no cache, so it only trains; CTranslate2 only decodes, where it is
 installed. Writes benchmark.json, benchmark.md, benchmark.png.
 """
@@ -15,6 +17,7 @@ installed. Writes benchmark.json, benchmark.md, benchmark.png.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,8 @@ class BenchmarkArguments:
     peers: list[str] = field(
         default_factory=lambda: list(ALL_PEERS if compiled.INSTALLED else PEERS)
     )
-    rounds: int = field(default=5, metadata={"help": "Turns of each model."})
+    starts: int = field(default=3, metadata={"help": "Processes of each model, in succession."})
+    rounds: int = field(default=3, metadata={"help": "Turns of each process."})
     threads: int = field(default=1, metadata={"help": "Of torch, on the CPU."})
     tokens: int = field(default=2000, metadata={"help": "Target tokens in a training batch."})
     quick: bool = field(default=False, metadata={"help": "Tiny only, little work: a glance."})
@@ -63,33 +67,40 @@ class BenchmarkArguments:
         expect_known("sizes", self.sizes, SIZES)
         expect_known("workloads", self.workloads, WORKLOADS)
         expect_known("peers", self.peers, ALL_PEERS)
-        if self.rounds < 1:
-            raise ValueError(f"--rounds {self.rounds}: expected a positive number")
+        for name in ("starts", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected a positive number")
         self.peers = list(dict.fromkeys([*self.peers, OURS, REFERENCE]))
         if self.quick:
-            self.sizes, self.rounds, self.tokens = ["tiny"], 2, 250
+            self.sizes, self.starts, self.rounds, self.tokens = ["tiny"], 1, 2, 250
 
 
 def main() -> None:
     (arguments,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses()
-    names = [*arguments.peers, OURS_BEST]
-    runners = {name: Runner(arguments.threads, arguments.seed) for name in names}
+    seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for start in range(arguments.starts):
+        names = [*arguments.peers, OURS_BEST]
+        runners = {name: Runner(arguments.threads, arguments.seed) for name in names}
+        for size, workload in product(arguments.sizes, arguments.workloads):
+            title = f"{workload} {size}, start {start + 1} of {arguments.starts}"
+            found = race(arguments, runners, size, workload, title)
+            for name, times in found.items():
+                seconds.setdefault((size, workload), {}).setdefault(name, []).extend(times)
+        for runner in runners.values():
+            runner.stop()
     results = [
-        {"size": size, "workload": workload, **race(arguments, runners, size, workload)}
-        for size in arguments.sizes
-        for workload in arguments.workloads
+        {"size": size, "workload": workload, "ratios": speeds(times, REFERENCE), "seconds": times}
+        for (size, workload), times in seconds.items()
     ]
-    for runner in runners.values():
-        runner.stop()
     write(arguments.output_dir, "benchmark", results, to_markdown(results))
     if arguments.output_dir is not None:
         draw(results, Path(arguments.output_dir, "benchmark.png"))
 
 
 def race(
-    arguments: BenchmarkArguments, runners: dict[str, Runner], size: str, workload: str
-) -> dict[str, object]:
-    """Seconds of each model in each round, and its speed."""
+    arguments: BenchmarkArguments, runners: dict[str, Runner], size: str, workload: str, title: str
+) -> dict[str, list[float]]:
+    """Seconds of each model in each round."""
     cannot = ["torch"] if workload[0] == "G" else compiled.COMPUTE_TYPES
     able = {name: runner for name, runner in runners.items() if name not in cannot}
     begun = [
@@ -98,8 +109,7 @@ def race(
     for preparation in begun:
         preparation.result()
     runs = {name: runner.run for name, runner in able.items()}
-    seconds = take_turns(runs, arguments.rounds, REFERENCE, f"{workload} {size}")
-    return {"ratios": speeds(seconds, REFERENCE), "seconds": seconds}
+    return take_turns(runs, arguments.rounds, REFERENCE, title)
 
 
 def prepare(

@@ -184,6 +184,14 @@ def test_the_benchmark_writes_ratios_a_table_and_a_chart(folder, workloads):
     assert (folder / "speed/benchmark.png").stat().st_size > 0
 
 
+@pytest.mark.slow
+def test_all_starts_of_a_race_count(folder):
+    flags = ["--sizes", "tiny", "--workloads", "G1", "--peers", "marian", "--starts", "2"]
+    run("benchmark.py", *flags, "--rounds", "3", "--output_dir", "starts", cwd=folder)
+    (result,) = json.loads((folder / "starts/benchmark.json").read_text())
+    assert all(len(seconds) == 6 for seconds in result["seconds"].values())
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_weights_of_8_bits_change_a_model_little(model):
     inputs = {"input_ids": random_ids(2, 5), "decoder_input_ids": random_ids(2, 4)}
@@ -300,6 +308,7 @@ def test_broken_trainings_lose_nothing(folder):
     [
         (["--peers", "fairseq"], "--peers fairseq: expected of vanilla_transformer; marian"),
         (["--rounds", "0"], "--rounds 0: expected a positive number"),
+        (["--starts", "0"], "--starts 0: expected a positive number"),
         (["--sizes", "huge"], "--sizes huge: expected of tiny; base"),
     ],
 )

@@ -12,6 +12,7 @@ from .checks_vanilla_transformer import expect_tensor
 from .loss_vanilla_transformer import at_least_float32, is_plain_matrix
 
 LARGE, PIECE = 2**24, 2**21  # bytes of a projection, and of as much as a CPU's caches hold
+FEW = 512  # rows of states
 
 
 class BestTokens(LogitsProcessor):
@@ -62,24 +63,24 @@ def project(
     """`projection` of `at_positions` of the same, (batch, length, vocabulary)."""
     if isinstance(logits_to_keep, BestTokens):
         return logits_to_keep.logits(states, projection)
-    if not _pays_in_pieces(states, projection):
-        return projection(states)
     rows = states.flatten(0, -2)
+    if len(rows) > FEW or not _pays_in_pieces(rows, projection):
+        return projection(states)
     logits = rows.new_empty(len(rows), len(projection.weight))
     for _ in _in_pieces(rows, projection, logits):
         pass
     return logits.unflatten(0, states.shape[:-1])
 
 
-def _pays_in_pieces(states: torch.Tensor, projection: nn.Module) -> bool:
-    """Whether a CPU multiplies a few rows by pieces of this matrix a third faster than by the
-    whole."""
-    if states.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+def _pays_in_pieces(rows: torch.Tensor, projection: nn.Module) -> bool:
+    """Whether a CPU multiplies (rows, d_model) states, if they are few, by pieces of this matrix a
+    third faster than by the whole."""
+    if rows.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    narrow = states.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
-    if narrow or type(states) is not torch.Tensor or not is_plain_matrix(projection):
+    narrow = rows.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
+    if narrow or type(rows) is not torch.Tensor or not is_plain_matrix(projection):
         return False
-    return states.shape[:-1].numel() > 1 and projection.weight.nbytes > LARGE
+    return len(rows) > 1 and projection.weight.nbytes > LARGE
 
 
 def _in_pieces(
