@@ -64,7 +64,7 @@ def project(
     if isinstance(logits_to_keep, BestTokens):
         return logits_to_keep.logits(states, projection)
     rows = states.flatten(0, -2)
-    if len(rows) > FEW or not _pays_in_pieces(rows, projection):
+    if not _pays_in_pieces(rows, projection) or len(rows) > FEW:
         return projection(states)
     logits = rows.new_empty(len(rows), len(projection.weight))
     for _ in _in_pieces(rows, projection, logits):
