@@ -31,10 +31,11 @@ class BestTokens(LogitsProcessor):
 
     def logits(self, states: torch.Tensor, projection: nn.Module) -> torch.Tensor:
         """(rows, 1, d_model) states to (rows, 1, count) logits."""
-        found, log_normalizers = [], []
-        for first, narrow in _in_pieces(states[:, 0], projection):
-            wide = at_least_float32(narrow.dtype)
-            scores = narrow.to(wide, copy=not is_plain_matrix(projection))  # hooks may keep theirs
+        rows, found, log_normalizers = states[:, 0], [], []
+        whole = [] if _pays_in_pieces(rows, projection) else [(0, projection(rows))]
+        hooked = not is_plain_matrix(projection)  # who may keep what is theirs
+        for first, narrow in whole or _in_pieces(rows, projection.weight):
+            scores = narrow.to(at_least_float32(narrow.dtype), copy=hooked)
             values, places = _topk(scores, min(self.count, scores.shape[1]))
             found.append((values, places + first))
             highest = values[:, :1]
@@ -67,7 +68,7 @@ def project(
     if not _pays_in_pieces(rows, projection) or len(rows) > FEW:
         return projection(states)
     logits = rows.new_empty(len(rows), len(projection.weight))
-    for _ in _in_pieces(rows, projection, logits):
+    for _ in _in_pieces(rows, projection.weight, logits):
         pass
     return logits.unflatten(0, states.shape[:-1])
 
@@ -84,14 +85,10 @@ def _pays_in_pieces(rows: torch.Tensor, projection: nn.Module) -> bool:
 
 
 def _in_pieces(
-    rows: torch.Tensor, projection: nn.Module, out: torch.Tensor | None = None
+    rows: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor | None = None
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """First token and scores (rows, tokens) of each piece of the vocabulary, written into `out` if
     that is given, (rows, vocabulary)."""
-    if not _pays_in_pieces(rows, projection):
-        yield 0, projection(rows)
-        return
-    matrix = projection.weight
     width = max(1, PIECE // matrix[0].nbytes)
     for first in range(0, len(matrix), width):
         piece = matrix[first : first + width]

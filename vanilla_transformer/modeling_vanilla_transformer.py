@@ -143,7 +143,7 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
         layers = partial(self.through_layers, **kwargs)
         states = packed(layers, self.config, kwargs, (hidden_states, attention_mask))
         if states is None:
-            states = by_length(self, layers, kwargs, hidden_states, attention_mask)
+            states = by_length(layers, self.config, kwargs, hidden_states, attention_mask)
         return BaseModelOutput(last_hidden_state=states)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask
@@ -225,8 +225,8 @@ SHORTEST = 0.6  # sentence of a group, over its longest
 
 
 def by_length(
-    stack: PreTrainedModel,
     layers: Callable[[torch.Tensor, Any], torch.Tensor],
+    config: PreTrainedConfig,
     options: dict[str, Any],
     states: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -237,12 +237,12 @@ def by_length(
     gradient is to come. Nor may states of each layer be asked for (among `options` or in the
     configuration), which want one padded batch.
     """
-    if not is_padded(states, attention_mask) or are_recorded(stack.config, options):
-        return layers(states, padding_mask(stack.config, states, attention_mask, states))
+    if not is_padded(states, attention_mask) or are_recorded(config, options):
+        return layers(states, padding_mask(config, states, attention_mask, states))
     assert attention_mask is not None
     if not attention_mask.any():
         return torch.zeros_like(states)
-    rows = RowsByLength(stack.config, states, attention_mask)
+    rows = RowsByLength(config, states, attention_mask)
     return rows.unpack(layers(rows.states, rows))
 
 
@@ -253,7 +253,7 @@ class RowsByLength:
     def __init__(
         self, config: PreTrainedConfig, states: torch.Tensor, attention_mask: torch.Tensor
     ):
-        self.padded = torch.zeros_like(states)
+        self.shape = states.shape
         self.groups: list[tuple[PackedRows, torch.Tensor | None]] = []  # with the mask of keys
         self.places: list[tuple[torch.Tensor, torch.Tensor]] = []
         for rows in _of_similar_length(attention_mask.count_nonzero(1)):
@@ -269,10 +269,11 @@ class RowsByLength:
 
     def unpack(self, states: torch.Tensor) -> torch.Tensor:
         """(1, tokens, d_model) to (batch, length, d_model), 0 where there is padding."""
-        parts = states.to(self.padded.dtype).split(self._lengths, 1)
+        padded = self.states.new_zeros(self.shape)
+        parts = states.to(padded.dtype).split(self._lengths, 1)
         for (group, _), place, part in zip(self.groups, self.places, parts, strict=True):
-            self.padded[place] = group.unpack(part)
-        return self.padded
+            padded[place] = group.unpack(part)
+        return padded
 
     def attend(
         self,
@@ -288,8 +289,8 @@ class RowsByLength:
         outputs = []
         parts = (states.split(self._lengths, 2) for states in (query, key, value))
         for (group, mask), *heads in zip(self.groups, *parts, strict=True):
-            padded = (group.unpack_heads(states) for states in heads)
-            output, _ = attend(module, *padded, mask, **kwargs)
+            unpacked = (group.unpack_heads(states) for states in heads)
+            output, _ = attend(module, *unpacked, mask, **kwargs)
             outputs.append(output.flatten(0, 1)[group.places])
         return torch.cat(outputs)[None], None
 
