@@ -72,6 +72,7 @@ def main() -> None:
     average_last(trainer)
     trainer.save_model()
     trainer.save_state()
+    trainer.accelerator.end_training()  # torch aborts processes, at times, that don't leave a group
     if trainer.is_world_process_zero():
         model = load_whole(model, training_args.output_dir).to(training_args.device)
         scores = {

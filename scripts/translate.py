@@ -81,6 +81,7 @@ def main() -> None:
             wait_for_everyone=state.wait_for_everyone,
             show_progress=state.is_main_process and sys.stderr.isatty(),
         )
+        state.destroy_process_group()
         return
     if state.num_processes > 1:
         raise ValueError(f"{state.num_processes} processes: expected both --input and --output")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 
 # Set before transformers and datasets are imported: no test may reach a hub.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -145,7 +146,8 @@ def _run_in_copy(args, cwd, input, env):
 
 def run_ranks(processes, script, *flags, cwd, timeout=240):
     """A script in so many copies of this process, which find each other as `torchrun` lets them:
-    whether one failed, and what all printed. After a failure the others have 5 seconds to end."""
+    whether one failed, and what all printed. After a failure the others have 5 seconds to end. One
+    that ends without having left the others fails."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
@@ -203,6 +205,9 @@ def _become(argv, cwd, env, descriptors):
     except BaseException:
         traceback.print_exc()
     finally:
+        if distributed.is_initialized():
+            print("This process ends in a group that it has not left")
+            code = 1
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -390,6 +390,7 @@ if trainer.is_world_process_zero():
     tensors = {name: weight.detach() for name, weight in model.named_parameters()}
     save_file({"losses": torch.tensor(losses), **tensors}, folder + "/trained.safetensors")
 torch.save(trainer.seen, f"{folder}/seen-{trainer.args.process_index}.pt")
+trainer.accelerator.end_training()
 """
 
 

@@ -158,6 +158,7 @@ def test_of_two_processes_one_is_told_and_both_stop_after_the_same_step(checkpoi
     program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
     failed, output = run_ranks(2, *program, cwd=tmp_path)
     assert failed
+    assert "not left" not in output
     assert {path.name for path in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}, output
     assert list(checkpoints_in(tmp_path / "out")) == [3]
     assert defect_of(tmp_path / "out/checkpoint-3") is None

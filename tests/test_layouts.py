@@ -26,11 +26,27 @@ every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.st
 LAST = "checkpoint-4"
 
 
+AT_EXIT = """
+import atexit, os, sys
+
+@atexit.register
+def expect_to_have_left():
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        print("This process ends in a group that it has not left", file=sys.stderr, flush=True)
+        os._exit(1)
+"""
+
+
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory):
-    """Trains the model of scripts/layouts.py for four steps; checkpoints are of the second."""
-    arguments = layouts.LayoutArguments(steps=4, pairs=100)
-    return layouts.Harness(tmp_path_factory.mktemp("layouts"), arguments)
+    """Trains the model of scripts/layouts.py for four steps; checkpoints are of the second. A
+    process that ends without having left the others, which at times aborts it, fails."""
+    scratch = tmp_path_factory.mktemp("layouts")
+    (scratch / "sitecustomize.py").write_text(AT_EXIT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(scratch))
+        yield layouts.Harness(scratch, layouts.LayoutArguments(steps=4, pairs=100))
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,7 @@ class InterruptibleTrainer(Trainer):
             received.name,
             self.state.global_step,
         )
+        self.accelerator.end_training()  # for the exit code to be this one, not torch's abort
         raise SystemExit(128 + received)
 
 
