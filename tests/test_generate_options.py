@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import SMALL, random_ids, small_config
 from test_modeling import assert_close, pad
+from torch._dynamo.testing import CompileCounter
 from transformers import (
     CompileConfig,
     ContinuousBatchingConfig,
@@ -124,6 +125,27 @@ def test_a_compiled_step_changes_no_token(talker, prompts):
     options = {"cache_implementation": "static", "compile_config": compiled}
     assert generate(talker, prompts, **options).tolist() == expected.tolist()
     assert hasattr(talker, "_compiled_call")
+
+
+def test_of_a_generation_with_a_static_cache_two_graphs_are_compiled(talker, prompts):
+    """That of the prompt and one for all other steps, and nothing is left out of them."""
+    counter = CompileCounter()
+    expected = generate(talker, prompts)
+    talker.forward = torch.compile(talker.forward, backend=counter, fullgraph=True)
+    for _ in range(2):
+        actual = generate(talker, prompts, cache_implementation="static")
+        assert actual.tolist() == expected.tolist()
+    assert expected.shape[1] > 4
+    assert counter.frame_count == 2
+
+
+def test_a_static_cache_masks_what_a_target_prompt_does(seq2seq, prompts):
+    target = torch.tensor([[3, 3, 8], [3, 9, 10], [3, 3, 3]])[: len(prompts)]
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])[: len(prompts)]
+    prompt = {"decoder_input_ids": target, "decoder_attention_mask": mask}
+    expected = generate(seq2seq, prompts, **prompt)
+    actual = generate(seq2seq, prompts, **prompt, cache_implementation="static")
+    assert actual.tolist() == expected.tolist()
 
 
 def test_a_prompt_may_be_read_in_pieces(causal, prompts):

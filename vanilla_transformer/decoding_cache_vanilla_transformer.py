@@ -184,6 +184,13 @@ def copies_less(cache: Cache | None) -> bool:
     return _shared_source(cache) is not None
 
 
+def masks_itself(cache: Cache | None) -> bool:
+    """Whether a decoder with this cache is to be given no mask but the caller's own: `causal_mask`
+    makes that of a static cache as well, where it may be compiled with the step."""
+    is_static = isinstance(cache, EncoderDecoderCache) and cache.is_compileable
+    return is_static or copies_less(cache)
+
+
 def _shared_source(cache: Cache | None) -> SourceLayer | None:
     return next(iter(_source_layers(cache)), None)
 

@@ -15,11 +15,12 @@ from .decoding_cache_vanilla_transformer import (
     copy_less,
     give_each_beam_its_own,
     is_plain,
+    masks_itself,
 )
 from .logits_vanilla_transformer import BEST_TOKENS, BestTokens
 
 LENGTH_PENALTY_TYPES = ("power", "gnmt")
-NOT_FOR_A_STEP = {"decoder_position_ids", "labels"}
+NOT_AS_THEY_ARE = {"decoder_position_ids", "labels"}
 SHARED_BY_BEAMS = ("encoder_outputs", "attention_mask")
 # transformers 5.17 takes the size of the vocabulary from the configuration instead.
 _continuations = getattr(GenerationMixin, "_get_top_k_continuations", None)
@@ -166,12 +167,14 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As transformers', which looks in each step for whatever any model might take."""
+        """As transformers', which looks in each step for whatever any model might take, and hides
+        the padding of a target behind the mask that it makes for a static cache."""
         given = {"past_key_values": past_key_values, "attention_mask": attention_mask, **kwargs}
-        in_a_step = next_sequence_length == 1 and not is_first_iteration
-        as_they_are = not NOT_FOR_A_STEP & given.keys() and input_ids.device == self.device
-        if in_a_step and copies_less(past_key_values) and as_they_are:
-            return {**given, "decoder_input_ids": input_ids[:, -1:]}
+        as_they_are = not NOT_AS_THEY_ARE & given.keys() and input_ids.device == self.device
+        if masks_itself(past_key_values) and as_they_are:
+            first = 0 if next_sequence_length is None else -next_sequence_length
+            new = input_ids[:, first:].clone(memory_format=torch.contiguous_format)
+            return {**given, "decoder_input_ids": new}
         return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
