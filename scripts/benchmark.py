@@ -37,8 +37,10 @@ BEARABLE = [name for name in WORKLOADS if HAS_BFLOAT16 or name != "T2"]
 # What a user may set for speed on a CPU, by size and workload; the README says so.
 INT8 = {"int8": True}
 NARROW = {"dtype": torch.bfloat16} if HAS_BFLOAT16 else {}
+COMPILED: dict[str, Any] = {"compiled": {}}  # with options of torch.compile
+FROZEN = {"compiled": {"freezing": True, "cpp_wrapper": True}}
 BEST_SETTING: dict[str, dict[str, dict[str, Any]]] = {
-    "tiny": {"T1": {"precision": "medium"}, "G1": NARROW, "G2": NARROW, "G3": {"compiled": True}},
+    "tiny": {"T1": {"precision": "medium"}, "G1": NARROW or FROZEN, "G2": NARROW, "G3": COMPILED},
     "base": {"T1": {"precision": "medium"}, "G1": NARROW or INT8, "G2": NARROW or INT8, "G3": INT8},
 }
 NEW_TOKENS, SOURCES, BEAMS = 32, 32, 4
@@ -121,8 +123,9 @@ def prepare(
     if name in compiled.COMPUTE_TYPES:
         translator = compiled.make_translator(shape, name, arguments.threads)
         return compiled.generation(translator, ids, beams, NEW_TOKENS)
-    best = name == OURS_BEST and not (arguments.quick and workload == "G3")  # it takes a minute
-    setting = BEST_SETTING[size].get(workload, {}) if best else {}
+    setting = BEST_SETTING[size].get(workload, {}) if name == OURS_BEST else {}
+    if arguments.quick and "compiled" in setting:  # it takes a minute
+        setting = {}
     model = with_setting(PEERS[OURS if name == OURS_BEST else name](shape), setting)
     if workload[0] == "T":
         batches = training_batches(shape, arguments.tokens, arguments.seed)
@@ -143,7 +146,7 @@ def with_setting(model: torch.nn.Module, setting: dict[str, Any]) -> torch.nn.Mo
         model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
     if "compiled" in setting:
         model.generation_config.cache_implementation = "static"
-        model.forward = torch.compile(model.forward)
+        model.forward = torch.compile(model.forward, options=setting["compiled"])
     return model.to(setting.get("dtype"))
 
 

@@ -127,16 +127,20 @@ def test_a_compiled_step_changes_no_token(talker, prompts):
     assert hasattr(talker, "_compiled_call")
 
 
-def test_of_a_generation_with_a_static_cache_two_graphs_are_compiled(talker, prompts):
-    """That of the prompt and one for all other steps, and nothing is left out of them."""
+def test_two_lengths_of_sources_are_enough_to_compile_for_all(talker):
+    """One graph for the beginning and one for all other steps, whole ones; for the second length
+    again, and for no other."""
+    torch._dynamo.reset()  # what others have compiled
     counter = CompileCounter()
-    expected = generate(talker, prompts)
+    sources = [random_ids(2, length) for length in (6, 8, 11, 5, 20)]
+    expected = [generate(talker, source).tolist() for source in sources]
     talker.forward = torch.compile(talker.forward, backend=counter, fullgraph=True)
-    for _ in range(2):
-        actual = generate(talker, prompts, cache_implementation="static")
-        assert actual.tolist() == expected.tolist()
-    assert expected.shape[1] > 4
-    assert counter.frame_count == 2
+    graphs, actual = [], []
+    for source in sources:
+        actual.append(generate(talker, source, cache_implementation="static").tolist())
+        graphs.append(counter.frame_count)
+    assert actual == expected
+    assert graphs == [2, 4, 4, 4, 4]
 
 
 def test_a_static_cache_masks_what_a_target_prompt_does(seq2seq, prompts):

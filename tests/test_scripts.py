@@ -204,7 +204,7 @@ def test_weights_of_8_bits_change_a_model_little(model):
 def test_a_model_compiled_for_a_race_generates_the_same(model):
     prompts = random_ids(1, 5)
     tokens = model.generate(prompts, max_new_tokens=4)
-    compiled = with_setting(model, {"compiled": True})
+    compiled = with_setting(model, {"compiled": {}})
     assert compiled.generate(prompts, max_new_tokens=4).tolist() == tokens.tolist()
 
 
