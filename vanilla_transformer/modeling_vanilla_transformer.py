@@ -312,11 +312,11 @@ class VanillaTransformerAttention(nn.Module):
         """
         states = hidden_states if source is None else source
 
-        def project() -> tuple[torch.Tensor, torch.Tensor]:
+        def keys_and_values() -> tuple[torch.Tensor, torch.Tensor]:
             key = _split_heads(self.k_proj(states), self.d_k)
             return key, _split_heads(self.v_proj(states), self.d_v)
 
-        key, value = remember(project, past_key_values, self.layer_idx, source is not None)
+        key, value = remember(keys_and_values, past_key_values, self.layer_idx, source is not None)
         query = _split_heads(fold_beams(self.q_proj(hidden_states), key), self.d_k)
         name, eager = self.config._attn_implementation, scaled_dot_product_attention
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
