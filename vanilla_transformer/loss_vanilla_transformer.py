@@ -97,13 +97,12 @@ def _softmax_less_label_(scores: torch.Tensor, labels: torch.Tensor, weight: flo
     wide = scores.to(at_least_float32(scores.dtype))
     highest = wide.amax(-1, keepdim=True)
     label_score = wide.gather(-1, labels)
-    exponentials = wide.sub_(highest).exp_()
-    normalizer = exponentials.sum(-1, keepdim=True)
-    probabilities = exponentials.div_(normalizer)
-    probabilities.scatter_add_(-1, labels, torch.full_like(normalizer, -weight))
+    probabilities = torch.softmax(wide, -1, out=wide)
+    log_normalizer = highest - probabilities.amax(-1, keepdim=True).log()  # exp(0) / normaliser
+    probabilities.scatter_add_(-1, labels, torch.full_like(highest, -weight))
     if probabilities.dtype != scores.dtype:
         scores.copy_(probabilities)
-    return (highest + normalizer.log() - weight * label_score).sum()
+    return (log_normalizer - weight * label_score).sum()
 
 
 class SmoothedCrossEntropy(torch.autograd.Function):
