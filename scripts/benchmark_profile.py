@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import HfArgumentParser
 
 KINDS = {  # by parts of the operations' names, the first that fits
-    "loss, log-probabilities": ("ProjectedCross", "log_softmax", "exp_", "amax", "logsumexp"),
-    "attention": ("scaled_dot_product", "softmax", "bmm"),
+    "loss, log-probabilities": ("ProjectedCross", "softmax", "exp_", "amax", "logsumexp"),
+    "attention": ("scaled_dot_product", "bmm"),  # fused, in all of these
     "matrix products": ("mm", "mkldnn_linear", "linear_backward"),
     "layer normalisation": ("layer_norm",),
     "dropout": ("random_", "_Masked"),
