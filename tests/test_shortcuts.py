@@ -470,6 +470,37 @@ def test_a_growing_layer_holds_what_transformers_does():
         assert ours.get_seq_length() == theirs.get_seq_length()
 
 
+def tensors_in(value):
+    """Each tensor that the attributes and items of a value lead to, as an exporter finds them."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif not isinstance(value, (list, tuple)):
+        value = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    return [tensor for part in value for tensor in tensors_in(part)]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_cache_leads_to_no_tensor_but_keys_and_values(num_beams):
+    # An exporter makes an output of each: a mask kept beside the source's keys broke every graph.
+    seen = []
+
+    def look(module, args, output):
+        cache = output.past_key_values
+        for part in (cache.self_attention_cache, cache.cross_attention_cache):
+            for layer in part.layers:
+                kept = [id(layer.keys), id(layer.values)]
+                seen.append([id(tensor) for tensor in tensors_in(layer)] == kept)
+
+    model = seq2seq().eval()
+    model.model.decoder.register_forward_hook(look)
+    source, mask = ragged(9, 2, 5)
+    model.generate(source, attention_mask=mask, max_new_tokens=4, num_beams=num_beams)
+    assert seen
+    assert all(seen)
+
+
 def test_a_growing_layer_copies_seldom():
     layer, storages = decoding_cache.GrowingLayer([], 300), set()
     for _ in range(500):

@@ -19,9 +19,12 @@ from .shortcuts_vanilla_transformer import (
     queries_see_alike,
 )
 
-# Of each growing layer: buffers of keys and of values, and the keys handed out last. They are not
-# among its attributes, which transformers' exporters take for inputs of a graph.
+# What layers hold besides keys and values. It is not among their attributes: transformers' exporters
+# take every tensor that those lead to for an input or an output of the graph.
 _BUFFERS: WeakKeyDictionary["GrowingLayer", tuple[torch.Tensor, ...]] = WeakKeyDictionary()
+_SPARE: WeakKeyDictionary["GrowingLayer", list[torch.Tensor]] = WeakKeyDictionary()
+_MASK: WeakKeyDictionary["SourceLayer", torch.Tensor | None] = WeakKeyDictionary()
+_ROWS: WeakKeyDictionary["SourceLayer", PackedRows] = WeakKeyDictionary()
 
 
 class GrowingLayer(DynamicLayer):
@@ -35,7 +38,7 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self, spare: list[torch.Tensor], max_length: int):
         super().__init__()
-        self._spare = spare
+        _SPARE[self] = spare
         self._max_length = max_length
 
     def update(
@@ -67,11 +70,12 @@ class GrowingLayer(DynamicLayer):
         self._fill(reordered, self.keys.shape[2])
 
     def _reordered(self, buffer: torch.Tensor, beam_idx: torch.LongTensor) -> torch.Tensor:
-        other = self._spare.pop() if self._spare else buffer.new_empty(0)
+        spare = _SPARE.setdefault(self, [])  # a copied layer has none
+        other = spare.pop() if spare else buffer.new_empty(0)
         shape = (len(beam_idx), *buffer.shape[1:])
         if other.shape != shape or other.dtype != buffer.dtype or other.device != buffer.device:
             other = buffer.new_empty(shape)
-        self._spare.append(buffer)
+        spare.append(buffer)
         return torch.index_select(buffer, 0, beam_idx.to(buffer.device), out=other)
 
     def _fill(
@@ -89,21 +93,15 @@ class GrowingLayer(DynamicLayer):
 
 class SourceLayer(DynamicLayer):
     """Keys and values of the source, once for each sentence: its beams share them, and change
-    places only among themselves. With them goes the mask of its padding, once that is known.
-
-    Those of the first step are of `rows` where padding was left out before.
-    """
-
-    known_mask: tuple[torch.Tensor | None] | None = None
-    rows: PackedRows | None = None
+    places only among themselves."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep (batch, heads, length, head_dim) states, or (1, heads, tokens, head_dim) of rows."""
-        if self.rows is not None:
-            key_states = self.rows.unpack_heads(key_states)
-            value_states = self.rows.unpack_heads(value_states)
+        rows = _ROWS.pop(self, None)
+        if rows is not None:
+            key_states, value_states = map(rows.unpack_heads, (key_states, value_states))
         return super().update(key_states, value_states, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -148,19 +146,19 @@ def remember_source(
     """The source (batch, source_length, d_model) as attention wants it, and the mask of its
     padding; both are made once for a whole generation."""
     layer = _shared_source(cache)
-    if layer is not None and layer.known_mask is not None:
-        return source, *layer.known_mask
+    if layer is not None and layer in _MASK:
+        return source, _MASK[layer]
     queries = fold_beams(states, source)
     heads = config.decoder_attention_heads
     expect_mask(attention_mask, queries.shape, source.shape, heads, source.dtype, past=False)
     mask = padding_mask(config, queries, attention_mask, source)
     if layer is not None and queries_see_alike(config):
-        layer.known_mask = (mask,)
+        _MASK[layer] = mask
     if layer is not None and is_padded(source, attention_mask):
         assert attention_mask is not None
         rows = PackedRows(source, attention_mask.bool())
         for layer in _source_layers(cache):
-            layer.rows = rows
+            _ROWS[layer] = rows
         source = rows.states
     return cast_once(source), mask
 
@@ -217,7 +215,7 @@ def give_each_beam_its_own(cache: object) -> None:
     pairs = zip(cache.self_attention_cache.layers, cache.cross_attention_cache.layers, strict=True)
     for own, source in pairs:
         if isinstance(source, SourceLayer) and source.is_initialized:
-            source.known_mask = None
+            _MASK.pop(source, None)
             source.batch_repeat_interleave(own.keys.shape[0] // source.keys.shape[0])
 
 
