@@ -19,8 +19,8 @@ from .shortcuts_vanilla_transformer import (
     queries_see_alike,
 )
 
-# What layers hold besides keys and values. It is not among their attributes: transformers' exporters
-# take every tensor that those lead to for an input or an output of the graph.
+# What layers hold besides keys and values. It is not among their attributes: transformers'
+# exporters take every tensor that those lead to for an input or an output of the graph.
 _BUFFERS: WeakKeyDictionary["GrowingLayer", tuple[torch.Tensor, ...]] = WeakKeyDictionary()
 _SPARE: WeakKeyDictionary["GrowingLayer", list[torch.Tensor]] = WeakKeyDictionary()
 _MASK: WeakKeyDictionary["SourceLayer", torch.Tensor | None] = WeakKeyDictionary()
