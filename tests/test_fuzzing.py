@@ -1,13 +1,20 @@
 """What the families of scripts/fuzz.py hold for, and that the harness sees what does not."""
 
+from functools import partial
+
 import fuzz
 import fuzz_families as families
 import pytest
 import torch
+from conftest import small_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import pipeline
 
+from vanilla_transformer import (
+    VanillaTransformerForCausalLM,
+    VanillaTransformerForConditionalGeneration,
+)
 from vanilla_transformer.data import DataArguments, load_parallel_dataset
 from vanilla_transformer.tokenization import train_tokenizer
 
@@ -143,6 +150,27 @@ def test_a_mask_counts_no_further_than_to_one(model):
     inputs = {"input_ids": IDS, "decoder_input_ids": IDS}
     expected = model(**inputs, attention_mask=mask.bool().long()).logits
     assert torch.equal(model(**inputs, attention_mask=mask).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "cls", [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
+)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (1, 7), (1, 1, 1, 5)], ids=str)
+def test_a_mask_that_is_not_of_past_and_new_tokens_is_refused(cls, shape):
+    # A mask of the new token alone was taken, and moved it to the first position.
+    model = cls(small_config()).eval()
+    name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+    prompt, new = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[10]])
+    if model.config.is_encoder_decoder:
+        read = partial(model, prompt, use_cache=True)
+        past = read(decoder_input_ids=prompt).past_key_values
+        read = partial(read, decoder_input_ids=new, past_key_values=past)
+    else:
+        read = partial(model, new, past_key_values=model(prompt, use_cache=True).past_key_values)
+    mask = torch.ones(shape, dtype=torch.bool if len(shape) == 4 else torch.long)
+    with pytest.raises(ValueError, match=r"1 rows of 1 tokens and 5 before them: .* \(1, 6\)"):
+        read(**{name: mask})
+    read(**{name: torch.ones(1, 6).long()})
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def expect_inputs(
     else:
         expect_states(inputs_embeds, "inputs_embeds", d_model, dtype)
         shape = inputs_embeds.shape[:2]
-    expect_mask(attention_mask, shape, shape, heads, dtype, past=cache is not None)
+    expect_mask(attention_mask, shape, shape, heads, dtype, past=_past_length(cache))
     if position_ids is None:
         return
     expect_integers(position_ids, "position_ids")
@@ -100,30 +100,41 @@ def expect_encoded(encoder_outputs: Any, d_model: int, dtype: torch.dtype) -> No
     expect_states(states, "encoder_outputs", d_model, dtype)
 
 
+def _past_length(cache: Any) -> int | None:
+    """Positions in a cache; None for one that keeps the number where only a GPU knows it."""
+    if cache is None:
+        return 0
+    length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else None
+    return None if isinstance(length, torch.Tensor) else length
+
+
 def expect_mask(
     attention_mask: torch.Tensor | None,
     queries: tuple[int, ...],
     keys: tuple[int, ...],
     heads: int,
     dtype: torch.dtype,
-    past: bool,
+    past: int | None = 0,
 ) -> None:
-    """Raises an error unless a mask covers keys of this shape, (batch, length, ...), and with a
-    `past` more: (batch, length) of any numbers, or (batch or 1, heads or 1, query_length or 1,
-    length) of booleans or of the type of the scores that it is added to."""
+    """Raises an error unless a mask covers keys of this shape, (batch, length, ...), and `past`
+    ones in a cache: (batch, past + length) of any numbers, or (batch or 1, heads or 1, query_length
+    or 1, past + length or more) of booleans or of the type of the scores that it is added to."""
     if attention_mask is None:
         return
     expect_tensor(attention_mask, "attention_mask")
     shape, (batch, length) = attention_mask.shape, keys[:2]
+    covered = length + (past or 0)
     if attention_mask.ndim == 2:
-        fits = shape[0] == batch and (shape[1] >= length if past else shape[1] == length)
+        fits = shape[0] == batch and (shape[1] >= covered if past is None else shape[1] == covered)
     else:
         fits = attention_mask.ndim == 4 and shape[0] in (1, batch) and shape[1] in (1, heads)
-        fits = fits and shape[2] in (1, queries[1]) and (past or shape[3] == length)
+        fits = fits and shape[2] in (1, queries[1])
+        fits = fits and (shape[3] == covered if past == 0 else shape[3] >= covered)
     if not fits or attention_mask.is_complex():
+        before = f" and {past} before them" if past else ""
         raise ValueError(
-            f"attention mask of shape {tuple(shape)} for {batch} rows of {length} tokens: "
-            "expected a mask for each token"
+            f"attention mask of shape {tuple(shape)} for {batch} rows of {length} tokens{before}: "
+            f"expected a mask for each token, ({batch}, {covered})"
         )
     if attention_mask.ndim == 4 and attention_mask.dtype not in (torch.bool, dtype):
         raise ValueError(

@@ -150,7 +150,7 @@ def remember_source(
         return source, _MASK[layer]
     queries = fold_beams(states, source)
     heads = config.decoder_attention_heads
-    expect_mask(attention_mask, queries.shape, source.shape, heads, source.dtype, past=False)
+    expect_mask(attention_mask, queries.shape, source.shape, heads, source.dtype)
     mask = padding_mask(config, queries, attention_mask, source)
     if layer is not None and queries_see_alike(config):
         _MASK[layer] = mask
