@@ -588,3 +588,25 @@ def test_the_plan_for_sharded_data_parallelism_wraps_each_layer(model):
         "model.encoder.layers.*": "free_full_weight",
         "model.decoder.layers.*": "free_full_weight",
     }
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_what_a_hook_has_seen_stays_as_it_was(model, training, with_gradients):
+    # The activation took its input's place where no gradient was to come.
+    model.train(training)
+    seen = []
+
+    def look(module, args, output):
+        tensors = [value for value in (*args, output) if isinstance(value, torch.Tensor)]
+        seen.extend((module, tensor, tensor.detach().clone()) for tensor in tensors)
+
+    for module in model.modules():
+        module.register_forward_hook(look)
+    ids, mask = pad([random_ids(1, 9)[0], random_ids(1, 3)[0]], "right")
+    with torch.set_grad_enabled(with_gradients):
+        model(input_ids=ids, attention_mask=mask, labels=random_ids(2, 5))
+        model.eval().generate(ids, attention_mask=mask, num_beams=2, max_new_tokens=4)
+    assert len(seen) > 100
+    for module, tensor, before in seen:
+        assert torch.equal(tensor, before), module

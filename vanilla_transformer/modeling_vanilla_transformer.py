@@ -42,7 +42,6 @@ from .outputs_vanilla_transformer import Seq2SeqTrainingOutput
 from .packing_vanilla_transformer import labelled, packed
 from .shortcuts_vanilla_transformer import (
     Dropout,
-    ReLU,
     by_length,
     cast_once,
     fastest,
@@ -343,8 +342,7 @@ class VanillaTransformerFeedForward(nn.Module):
     def __init__(self, config: VanillaTransformerConfig, ffn_dim: int):
         super().__init__()
         self.fc1 = nn.Linear(config.d_model, ffn_dim)
-        name = config.activation_function
-        self.activation = ReLU() if name == "relu" else ACT2FN[name]
+        self.activation = ACT2FN[config.activation_function]
         self.dropout = Dropout(config.activation_dropout)
         self.fc2 = nn.Linear(ffn_dim, config.d_model)
 

@@ -148,14 +148,6 @@ def unfused_attention(
 # ---------------------------------------------------------------- Less to write
 
 
-class ReLU(nn.ReLU):
-    """Takes the place of its input where no gradient is to come: no one else looks at that."""
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """max(0, x) of each element."""
-        return F.relu(states, inplace=not torch.is_grad_enabled())
-
-
 @lru_cache(maxsize=32)
 def _kept(make: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     return make(*args)
