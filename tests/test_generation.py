@@ -1,9 +1,12 @@
 """`generate()`: the same tokens batched or alone, padded or not, cached or not."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from conftest import random_ids, small_config
 from test_modeling import VARIANTS, pad, variant_name
+from transformers import WatermarkDetector, WatermarkingConfig
 
 from vanilla_transformer import (
     VanillaTransformerForCausalLM,
@@ -84,6 +87,59 @@ def test_transition_scores_are_the_tokens_log_probabilities(any_model, num_beams
     torch.testing.assert_close(scores, expected, atol=2e-5, rtol=1e-4)
 
 
+def state_of(model):
+    return model.config.to_dict(), model.generation_config.to_dict(), sorted(vars(model))
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_nothing_that_threads_share_changes_while_generating(any_model, num_beams):
+    # `config.vocab_size` was the target's while beam search ran: another thread could save it so.
+    before, during = state_of(any_model), []
+    any_model.model.decoder.register_forward_hook(lambda *_: during.append(state_of(any_model)))
+    any_model.generate(random_ids(2, 6), num_beams=num_beams)
+    assert during
+    assert all(state == before for state in [*during, state_of(any_model)])
+
+
+@pytest.mark.parametrize("fields", [{}, {"decoder_vocab_size": 60}], ids=["one", "two"])
+def test_threads_generate_what_each_would_alone(fields):
+    torch.manual_seed(0)
+    model = VanillaTransformerForConditionalGeneration(small_config(**fields)).eval()
+    sources = [random_ids(2, 4 + n % 5, seed=n) for n in range(12)]
+
+    def translate(number):
+        options = {"num_beams": 1 + number % 3, "max_new_tokens": 8}
+        output = model.generate(
+            sources[number], return_dict_in_generate=True, output_scores=True, **options
+        )
+        beams = output.get("beam_indices")
+        scores = model.compute_transition_scores(
+            output.sequences, output.scores, beams, normalize_logits=True
+        )
+        return output.sequences.tolist(), scores.tolist()
+
+    before = model.config.to_dict()
+    expected = list(map(translate, range(12)))
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(translate, range(12))) == expected
+    assert model.config.to_dict() == before
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_watermark_is_of_the_targets_vocabulary(num_beams):
+    fields = {"decoder_vocab_size": 60}
+    torch.manual_seed(0)
+    model = VanillaTransformerForConditionalGeneration(small_config(**fields)).eval()
+    marked = WatermarkingConfig(bias=100.0, greenlist_ratio=0.5)
+    tokens = model.generate(
+        random_ids(2, 6), watermarking_config=marked, max_new_tokens=20, num_beams=num_beams
+    )
+    detector = WatermarkDetector(
+        small_config(vocab_size=60), "cpu", marked.to_dict(), ignore_repeated_ngrams=False
+    )
+    assert detector(tokens).all()
+
+
 @pytest.mark.parametrize("source_length", [1, 30])
 def test_the_output_is_at_most_50_tokens_longer_than_the_source(source_length):
     model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None))
@@ -93,6 +149,46 @@ def test_the_output_is_at_most_50_tokens_longer_than_the_source(source_length):
     assert model.generate(source, max_length=7).shape[1] == 7
     embeddings = model.get_input_embeddings()(source)
     assert model.generate(inputs_embeds=embeddings).shape[1] == 1 + source_length + 50
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("eos", [None, 2, list(range(2, 40))], ids=["endless", "one", "many"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_each_row_ends_at_its_own_limit(monkeypatch, strategy, eos, side, use_cache):
+    # The limit was that of the longest source: a runaway output depended on its neighbours.
+    torch.manual_seed(0)
+    model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=eos)).eval()
+    monkeypatch.setattr(model, "extra_output_tokens", 4)
+    sources = [random_ids(1, n, seed=n)[0] for n in (2, 9, 5)]
+    ids, mask = pad(sources, side)
+    options = {**strategy, "use_cache": use_cache}
+    batch = model.generate(ids, attention_mask=mask, **options)
+    alone = [model.generate(source[None], **options) for source in sources]
+    if eos is None:
+        assert [tokens.shape[1] for tokens in alone] == [1 + n + 4 for n in (2, 9, 5)]
+    copies = strategy.get("num_return_sequences", 1)
+    for together, tokens in zip(batch.split(copies), alone, strict=True):
+        assert together[:, : tokens.shape[1]].tolist() == tokens.tolist()
+        # transformers fills up with </s> after beam search where padding is 0
+        assert set(together[:, tokens.shape[1] :].flatten().tolist()) <= {0, 2}
+
+
+def test_each_sample_ends_at_its_own_limit():
+    model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None)).eval()
+    ids, mask = pad([random_ids(1, 2)[0], random_ids(1, 9)[0]], "right")
+    samples = model.generate(
+        ids, attention_mask=mask, do_sample=True, num_return_sequences=2, suppress_tokens=[0]
+    )
+    assert samples.count_nonzero(1).tolist() == [1 + 2 + 50] * 2 + [1 + 9 + 50] * 2
+
+
+@pytest.mark.parametrize("limit", [{"max_new_tokens": 12}, {"max_length": 13}], ids=str)
+def test_a_limit_that_is_given_holds_for_all_rows(monkeypatch, limit):
+    model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None)).eval()
+    monkeypatch.setattr(model, "extra_output_tokens", 1)
+    ids, mask = pad([random_ids(1, 2)[0], random_ids(1, 9)[0]], "right")
+    tokens = model.generate(ids, attention_mask=mask, suppress_tokens=[0], **limit)
+    assert tokens.count_nonzero(1).tolist() == [13, 13]
 
 
 def test_the_output_ends_where_learned_positions_do():

@@ -1,13 +1,20 @@
 """What the paper's decoding adds to transformers' `GenerationMixin`."""
 
+import copy
 import inspect
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList
+from transformers import (
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from .checks_vanilla_transformer import expect_generation_options, expect_prompt
 from .decoding_cache_vanilla_transformer import (
@@ -37,6 +44,26 @@ class GNMTLengthPenalty(float):
         return ((5 + length) / 6) ** float(self)
 
 
+class SourceLengthCriteria(StoppingCriteria):
+    """Ends each row at its own length, which follows from its source, whatever else is in the
+    batch.
+
+    Args:
+        max_lengths: Of the targets of each source, the prompt included, (sources,). A source may
+            have several targets, beams or samples, one after another.
+    """
+
+    eos_token_id = None  # its presence makes transformers pad rows that have ended
+
+    def __init__(self, max_lengths: torch.Tensor):
+        self.max_lengths = max_lengths
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Whether each of (rows, length) targets has ended, (rows,)."""
+        ended = input_ids.shape[1] >= self.max_lengths
+        return ended.repeat_interleave(input_ids.shape[0] // len(ended))
+
+
 class VanillaTransformerGenerationMixin(GenerationMixin):
     """`generate()` with the paper's default output length, and the paper's length penalty where the
     generation config, or a call, has `length_penalty_type="gnmt"`: hypotheses are ranked by their
@@ -62,7 +89,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         expect_prompt({**dict(zip(["inputs"], args, strict=False)), **kwargs})
         config = kwargs.get("generation_config") or self.generation_config
         expect_generation_options({**vars(config), **kwargs}, self.config.target_vocab_size)
-        output = super().generate(*args, **kwargs)
+        output = GenerationMixin.generate(self._with_target_vocabulary(), *args, **kwargs)
         give_each_beam_its_own(getattr(output, "past_key_values", None))
         return output
 
@@ -100,6 +127,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         **kwargs: Any,
     ) -> GenerationConfig:
         """Input length + 50 where the caller set no limit; transformers' own default is 20 tokens.
+        This is the longest source's limit: `_sample` and `_beam_search` end each row at its own.
         Learned positions end where their table does.
 
         Args:
@@ -112,6 +140,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             if self.config.position_encoding == "learned":
                 limit = min(limit, self.config.max_position_embeddings - input_ids_length)
             generation_config.max_new_tokens = limit
+            generation_config.limited_by_source = True
         return super()._prepare_generated_length(
             generation_config=generation_config,
             has_default_max_length=has_default_max_length,
@@ -183,23 +212,49 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             **given,
         )
 
-    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+    def _sample(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
+        self._end_each_row(input_ids, kwargs)
         with self._without_autograd(kwargs):
-            output = super()._sample(*args, **kwargs)
+            output = super()._sample(input_ids, **kwargs)
         return _fit_for_training(output)
 
-    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+    def _beam_search(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
+        self._end_each_row(input_ids, kwargs)
         best = self._best_tokens(kwargs)
         if best is not None:
             processors = LogitsProcessorList([best])
             kwargs |= {"logits_to_keep": best, "logits_processor": processors}
         before = BEST_TOKENS.set(best)
         try:
-            with self._target_vocabulary(), self._without_autograd(kwargs):
-                output = super()._beam_search(*args, **kwargs)
+            with self._without_autograd(kwargs):
+                output = super()._beam_search(input_ids, **kwargs)
         finally:
             BEST_TOKENS.reset(before)
-        return _fit_for_training(output)
+        output = _fit_for_training(output)
+        config = kwargs["generation_config"]
+        if config._eos_token_tensor is None and config._pad_token_tensor is not None:
+            sequences = getattr(output, "sequences", output)
+            sequences[sequences < 0] = config._pad_token_tensor  # what transformers fills up with
+        return output
+
+    def _end_each_row(self, input_ids: torch.LongTensor, options: dict[str, Any]) -> None:
+        """Add a `SourceLengthCriteria` where the caller set no limit and sources differ in length.
+
+        Args:
+            input_ids: The prompts, (rows, prompt_length).
+            options: The other arguments of a decoding method.
+        """
+        config, mask = options["generation_config"], options.get("attention_mask")
+        is_limited = getattr(config, "limited_by_source", False)
+        if not is_limited or mask is None or mask.ndim != 2 or config._pad_token_tensor is None:
+            return
+        lengths = mask.count_nonzero(1)
+        if lengths.min() < mask.shape[1]:
+            limits = (input_ids.shape[1] + lengths + self.extra_output_tokens).to(input_ids.device)
+            criteria = SourceLengthCriteria(limits.clamp(max=config.max_length))
+            options["stopping_criteria"] = StoppingCriteriaList(
+                [*options["stopping_criteria"], criteria]
+            )
 
     def _best_tokens(self, options: dict[str, Any]) -> BestTokens | None:
         """What beam search may look at instead of all tokens, on a CPU: where none of their scores
@@ -244,19 +299,19 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
     def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As transformers', for two vocabularies as well: (batch, generated_length) scores."""
-        with self._target_vocabulary():
-            return super().compute_transition_scores(*args, **kwargs)
+        model = self._with_target_vocabulary()
+        return GenerationMixin.compute_transition_scores(model, *args, **kwargs)
 
-    @contextmanager
-    def _target_vocabulary(self) -> Iterator[None]:
-        """Lets `vocab_size` be the target's, for which transformers takes it: in beam search up to
-        5.17 (5.23 does not), in `compute_transition_scores` up to 5.23."""
-        source_size = self.config.vocab_size
-        self.config.vocab_size = self.config.target_vocab_size
-        try:
-            yield
-        finally:
-            self.config.vocab_size = source_size
+    def _with_target_vocabulary(self) -> "VanillaTransformerGenerationMixin":
+        """This model or, where the target has a vocabulary of its own, one of the same weights
+        whose `config.vocab_size` is the target's: transformers (5.17 to 5.23) reads the number of
+        tokens to generate from there."""
+        if self.config.decoder_vocab_size in (None, self.config.vocab_size):
+            return self
+        model = copy.copy(self)
+        model.config = copy.copy(self.config)
+        model.config.vocab_size = self.config.decoder_vocab_size
+        return model
 
 
 def _fit_for_training(output: Any) -> Any:
