@@ -50,6 +50,8 @@ def pytest_collection_finish():
 
 
 def small_config(**overrides):
+    known = VanillaTransformerConfig.__dataclass_fields__.keys() | {"attn_implementation"}
+    assert overrides.keys() <= known, "transformers swallows what is no field"
     return VanillaTransformerConfig(**{**SMALL, **overrides})
 
 

@@ -68,7 +68,7 @@ def test_the_best_tokens_are_all_that_beam_search_needs(model, options, in_piece
 
 def test_a_source_and_a_target_vocabulary_of_different_sizes(in_pieces):
     torch.manual_seed(0)
-    config = small_config(decoder_vocab_size=61, share_encoder_decoder_embeddings=False)
+    config = small_config(decoder_vocab_size=61)
     model = VanillaTransformerForConditionalGeneration(config).eval()
     scored = {"return_dict_in_generate": True, "output_scores": True}
     found = search(model, random_ids(3, 6), num_beams=3)

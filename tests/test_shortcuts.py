@@ -1,7 +1,5 @@
 """What is done faster gives the same numbers."""
 
-import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -13,14 +11,11 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
 from vanilla_transformer import (
-    VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
 )
 from vanilla_transformer import decoding_cache_vanilla_transformer as decoding_cache
-from vanilla_transformer import loss_vanilla_transformer as loss_module
 from vanilla_transformer import shortcuts_vanilla_transformer as shortcuts
 from vanilla_transformer.generation_vanilla_transformer import VanillaTransformerGenerationMixin
-from vanilla_transformer.loss_vanilla_transformer import projected_cross_entropy
 from vanilla_transformer.modeling_vanilla_transformer import (
     VanillaTransformerLayer,
     scaled_dot_product_attention,
@@ -44,128 +39,6 @@ def ragged(*lengths, padding_side="right"):
     if padding_side == "left":
         mask = mask.flip(1)
     return random_ids(len(lengths), longest) * mask, mask
-
-
-# ---------------------------------------------------------------- projection and loss in one
-
-
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("rows_at_a_time", [1, 5, 256])
-@pytest.mark.parametrize("weight", [1.0, 3.0])
-def test_the_projected_loss_and_its_gradients_are_torchs(
-    monkeypatch, label_smoothing, rows_at_a_time, weight
-):
-    monkeypatch.setattr(loss_module, "_rows_at_a_time", lambda *_: (rows_at_a_time, 3))
-    torch.manual_seed(0)
-    states = torch.randn(3, 7, 8, dtype=torch.float64, requires_grad=True)
-    projection = nn.Linear(8, 50, bias=False, dtype=torch.float64)
-    labels = torch.randint(50, (3, 7))
-    labels[1, 2:] = -100
-    ours = projected_cross_entropy(states, projection, labels, label_smoothing, 10)
-    torchs = F.cross_entropy(
-        projection(states).flatten(0, 1),
-        labels.flatten(),
-        label_smoothing=label_smoothing,
-        reduction="sum",
-    )
-    torch.testing.assert_close(ours, torchs / 10)
-    wanted = (states, projection.weight)
-    torch.testing.assert_close(
-        torch.autograd.grad(weight * ours, wanted, retain_graph=True),
-        torch.autograd.grad(weight * torchs / 10, wanted),
-    )
-    torch.autograd.grad(ours, wanted)  # the same graph once more
-
-
-def test_a_batch_without_labels_has_no_loss_and_no_gradient():
-    states = torch.randn(2, 3, 8, requires_grad=True)
-    labels = torch.full((2, 3), -100)
-    loss = projected_cross_entropy(states, nn.Linear(8, 50, bias=False), labels)
-    loss.backward()
-    assert loss == 0
-    assert not states.grad.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_projected_loss_in_half_precision_is_near(dtype):
-    torch.manual_seed(0)
-    states, projection = torch.randn(4, 9, 32), nn.Linear(32, 300, bias=False)
-    labels = torch.randint(300, (4, 9))
-    results = []
-    for enabled in (False, True):
-        inputs = states.clone().requires_grad_()
-        projection.zero_grad()
-        with torch.autocast("cpu", dtype, enabled=enabled):
-            loss = projected_cross_entropy(inputs, projection, labels, 0.1)
-        loss.backward()
-        results.append((loss.detach(), inputs.grad, projection.weight.grad.clone()))
-    (loss, *gradients), (narrow_loss, *narrow_gradients) = results
-    torch.testing.assert_close(narrow_loss, loss, rtol=1e-3, atol=0)
-    for gradient, narrow in zip(gradients, narrow_gradients, strict=True):
-        assert narrow.dtype == torch.float32
-        assert (narrow - gradient).norm() < 2e-2 * gradient.norm()
-
-
-def test_a_label_outside_the_vocabulary_is_named():
-    projection = nn.Linear(8, 50, bias=False)
-    for label in (50, -1):
-        labels = torch.tensor([[3, label, -100]])
-        with pytest.raises(IndexError, match=f"label {label} is out of range: expected 0 <= label"):
-            projected_cross_entropy(torch.randn(1, 3, 8), projection, labels)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_as_many_labels_in_another_shape_are_refused(training):
-    inputs = {"input_ids": random_ids(2, 4), "decoder_input_ids": random_ids(2, 3)}
-    with pytest.raises(
-        ValueError, match=r"labels of shape \(3, 2\) for predictions of shape \(2, 3\)"
-    ):
-        seq2seq().train(training)(**inputs, labels=random_ids(3, 2))
-
-
-def test_no_source_at_all_is_an_error_of_its_own():
-    states, none = torch.zeros(3, 4, 24), torch.zeros(0, 5, 24)
-    with pytest.raises(ValueError, match="3 targets for 0 sources"):
-        shortcuts.fold_beams(states, none)
-
-
-def test_a_projection_that_is_more_than_a_matrix_is_called():
-    torch.manual_seed(0)
-    model = seq2seq(dropout=0.0).train()
-    inputs = {"input_ids": random_ids(2, 6), "labels": random_ids(2, 5)}
-    expected = model(**inputs).loss
-    calls = []
-    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    torch.testing.assert_close(model(**inputs).loss, expected)
-    assert calls
-
-
-# ---------------------------------------------------------------- logits when asked for
-
-
-@pytest.mark.parametrize(
-    "cls", [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
-)
-def test_a_training_step_gives_logits_to_who_asks(cls):
-    torch.manual_seed(0)
-    model = cls(small_config(dropout=0.0))
-    inputs = {"input_ids": random_ids(2, 5), "labels": random_ids(2, 5)}
-    expected = model.eval()(**inputs).logits
-    outputs = model.train()(**inputs)
-    assert "logits" not in outputs.keys()  # noqa: SIM118 - these are no dict's keys
-    torch.testing.assert_close(outputs.logits, expected)
-    for same in (outputs["logits"], outputs[1], outputs.to_tuple()[1]):
-        assert same is outputs.logits
-    torch.testing.assert_close(model(**inputs, return_dict=False)[1], expected)
-    assert outputs.logits.requires_grad
-
-
-def test_an_output_is_copied_and_pickled_with_its_logits():
-    with torch.no_grad():
-        outputs = seq2seq().train()(input_ids=random_ids(2, 5), labels=random_ids(2, 4))
-    for twin in (copy.deepcopy(outputs), pickle.loads(pickle.dumps(outputs))):
-        torch.testing.assert_close(twin.loss, outputs.loss)
-        torch.testing.assert_close(twin.logits, outputs.logits)
 
 
 # ---------------------------------------------------------------- dropout
@@ -378,6 +251,12 @@ def test_inputs_on_another_device_than_the_model_are_left_to_transformers(monkey
 
 
 # ---------------------------------------------------------------- beams that share a source
+
+
+def test_no_source_at_all_is_an_error_of_its_own():
+    states, none = torch.zeros(3, 4, 24), torch.zeros(0, 5, 24)
+    with pytest.raises(ValueError, match="3 targets for 0 sources"):
+        shortcuts.fold_beams(states, none)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

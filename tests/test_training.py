@@ -327,6 +327,42 @@ def test_trainers_own_label_smoothing_equals_ours(tokenizer, splits, tmp_path):
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"r_drop_alpha": 1.0}, {"label_smoothing_factor": 0.1}])
+def test_a_run_in_bfloat16_learns_evaluates_resumes_and_loads(tokenizer, splits, tmp_path, options):
+    def trainer_in(folder, **more):
+        arguments = training_arguments(
+            tmp_path / folder,
+            bf16=True,
+            predict_with_generate=True,
+            eval_strategy="steps",
+            eval_steps=10,
+            save_strategy="steps",
+            save_steps=10,
+            **{"max_steps": 30, **options, **more},
+        )
+        model = small_model(tokenizer, label_smoothing=0.0)
+        return make_trainer(model, tokenizer, arguments, splits)
+
+    trainer = trainer_in("whole")
+    whole = weights_after(trainer)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses[-1] < losses[0] / 4
+    scores = trainer.evaluate()
+    assert scores["eval_loss"] < losses[0]
+    assert scores["eval_bleu"] >= 0
+
+    resumed = trainer_in("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-20"))
+    parameters = [p.detach().flatten() for p in resumed.model.parameters()]
+    assert torch.equal(torch.cat(parameters), whole)
+
+    trainer.save_model()
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "whole")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    inputs = tokenizer("the lake", return_tensors="pt")
+    assert tokenizer.decode(loaded.generate(**inputs)[0], skip_special_tokens=True) == "der See"
+
+
 def test_resuming_ends_in_the_same_weights(tokenizer, splits, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
     model = small_model(tokenizer, dropout=0.1)

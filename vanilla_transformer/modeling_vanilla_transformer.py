@@ -38,7 +38,6 @@ from .loss_vanilla_transformer import (
     label_smoothed_cross_entropy,
     projected_cross_entropy,
 )
-from .outputs_vanilla_transformer import Seq2SeqTrainingOutput
 from .packing_vanilla_transformer import labelled, packed
 from .shortcuts_vanilla_transformer import (
     Dropout,
@@ -474,7 +473,6 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
     """A model's states, projected onto the vocabulary and scored: logits and loss."""
 
     output_class: type[ModelOutput]
-    training_output_class: type[ModelOutput]
 
     def __init__(self, model: VanillaTransformerEmbeddedStacks):
         config = model.config
@@ -491,6 +489,7 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
         labels: torch.LongTensor | None,
         logits_to_keep: int | torch.Tensor,
         num_items_in_batch: torch.Tensor | int | None,
+        skip_logits: bool | None,
     ) -> ModelOutput:
         """The outputs, with logits and loss (label-smoothed while training) for states."""
         states = at_positions(outputs.last_hidden_state, logits_to_keep)
@@ -500,9 +499,9 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
             return self.output_class(logits=project(states, self.lm_head, logits_to_keep), **fields)
         eps = self.config.label_smoothing if self.training else 0.0
         target = (labels, eps, num_items_in_batch)
-        if self.training and not torch.compiler.is_compiling():
+        if self.training if skip_logits is None else skip_logits:
             loss = projected_cross_entropy(states, self.lm_head, *target)
-            return self.training_output_class(loss, **fields).later(lambda: self.lm_head(states))
+            return self.output_class(loss, **fields)
         logits = project(states, self.lm_head)
         loss = label_smoothed_cross_entropy(logits, *target)
         return self.output_class(loss, logits, **fields)
@@ -530,6 +529,9 @@ class VanillaTransformerForConditionalGeneration(
         logits_to_keep: Predict only the last so many positions, or those of this index.
         num_items_in_batch: Labels over all batches of a gradient step, which the loss is divided
             by; `Trainer` gives it.
+        skip_logits: Compute the loss without ever holding all logits, and return None for them.
+            By default where `labels` are given while training, as with Liger's kernels; False
+            returns logits there as well.
 
     Returns, among others, `loss` and `logits`, (batch, target_length, vocabulary).
 
@@ -539,7 +541,7 @@ class VanillaTransformerForConditionalGeneration(
     """
 
     _auto_class = "AutoModelForSeq2SeqLM"
-    output_class, training_output_class = Seq2SeqLMOutput, Seq2SeqTrainingOutput
+    output_class = Seq2SeqLMOutput
 
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(VanillaTransformerModel(config))
@@ -560,6 +562,7 @@ class VanillaTransformerForConditionalGeneration(
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: torch.Tensor | int | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Predict the target from the source and what comes before in the target."""
@@ -582,7 +585,7 @@ class VanillaTransformerForConditionalGeneration(
             use_cache=use_cache,
             **kwargs,
         )
-        return self.predict(outputs, labels, logits_to_keep, num_items_in_batch)
+        return self.predict(outputs, labels, logits_to_keep, num_items_in_batch, skip_logits)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
         """Outputs, shifted right: (batch, target_length), `decoder_start_token_id` first, and

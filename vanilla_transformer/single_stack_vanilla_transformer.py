@@ -25,7 +25,6 @@ from .modeling_vanilla_transformer import (
     VanillaTransformerEncoder,
     VanillaTransformerWithProjection,
 )
-from .outputs_vanilla_transformer import CausalTrainingOutput
 
 
 class VanillaTransformerEncoderModel(VanillaTransformerEmbeddedStacks):
@@ -73,7 +72,7 @@ class VanillaTransformerForCausalLM(
     """A language model, the decoder alone with the projection: `AutoModelForCausalLM`."""
 
     _auto_class = "AutoModelForCausalLM"
-    output_class, training_output_class = CausalLMOutputWithPast, CausalTrainingOutput
+    output_class = CausalLMOutputWithPast
     _keys_to_ignore_on_load_unexpected = [r"encoder\.", r"encoder_attn"]
 
     def __init__(self, config: VanillaTransformerConfig):
@@ -92,6 +91,7 @@ class VanillaTransformerForCausalLM(
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: torch.Tensor | int | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Predict each next token.
@@ -107,7 +107,7 @@ class VanillaTransformerForCausalLM(
             shift_labels: Labels that stand beside their logits already; they go before `labels`.
             use_cache: Return `past_key_values`.
             logits_to_keep: Predict only the last so many positions, or those of this index.
-            num_items_in_batch: See `VanillaTransformerForConditionalGeneration`.
+            num_items_in_batch, skip_logits: See `VanillaTransformerForConditionalGeneration`.
         """
         for name, given in (("labels", labels), ("shift_labels", shift_labels)):
             if given is not None:
@@ -123,7 +123,7 @@ class VanillaTransformerForCausalLM(
             use_cache=use_cache if shift_labels is None else False,
             **kwargs,
         )
-        return self.predict(outputs, shift_labels, logits_to_keep, num_items_in_batch)
+        return self.predict(outputs, shift_labels, logits_to_keep, num_items_in_batch, skip_logits)
 
 
 __all__ = ["VanillaTransformerEncoderModel", "VanillaTransformerForCausalLM"]
