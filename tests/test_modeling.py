@@ -151,6 +151,7 @@ def test_rows_of_nothing_but_padding_stay_finite(attention, norm_position):
         attention_mask=mask,
         labels=random_ids(2, 4),
         decoder_attention_mask=torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]),
+        skip_logits=False,
     )
     outputs.loss.backward()
     assert outputs.logits.isfinite().all()
