@@ -33,14 +33,15 @@ def main() -> int:
         "CONFORMANCE_SUBJECT": args.subject,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "RUN_SLOW": str(int(args.slow)),
-        "PYTHONPATH": "",
+        "RUN_SLOW": str(int(args.checkout is not None and not args.no_exporters)),
+        "PYTHONPATH": str(REPOSITORY),
     }
     if args.checkout:
         models = tree / "tiny_models"
         subprocess.run([python, HERE / "tiny_models.py", models], check=True)
         environment["TRANSFORMERS_TINY_MODEL_PATH"] = str(models)
     command = [python, "-m", "pytest", "test_conformance.py", "-n", str(os.cpu_count())]
+    command += ["-p", "totals"]
     return subprocess.run([*command, *pytest_options], cwd=tree, env=environment).returncode
 
 
@@ -48,7 +49,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="scripts/conformance",
         description="Run transformers' own model tests over our four classes; print what passed, "
-        "what failed, and each skip with its reason; fail on a failure. "
+        "what failed, each skip with its reason, and a line of totals; fail on a failure. "
         "Other options go to pytest, such as -k EXPRESSION.",
     )
     parser.add_argument(
@@ -70,7 +71,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         help="a clone of transformers' repository at that version: adds the tests of generation, "
         "exporters and pipelines, which the source distribution lacks",
     )
-    parser.add_argument("--slow", action="store_true", help="also run tests marked slow (exports)")
+    parser.add_argument(
+        "--no_exporters", action="store_true", help="leave out the exporters, the slow tests"
+    )
     args, pytest_options = parser.parse_known_args()
     if args.checkout and not (args.checkout / "tests" / "generation").is_dir():
         parser.error(f"--checkout {args.checkout}: expected a folder that holds tests/generation")
@@ -121,7 +124,8 @@ def assemble(folder: Path, transformers: str, checkout: Path | None) -> Path:
     for package in {path.parent for path in (tree / "tests").rglob("*.py")}:
         (package / "__init__.py").touch()
     shutil.copy(HERE / "suite.py", tree / "test_conformance.py")
-    shutil.copy(HERE / "tiny_models.py", tree)
+    for module in ("tiny_models.py", "totals.py"):
+        shutil.copy(HERE / module, tree)
     options = "-q -ra --timeout=1000 -p no:cacheprovider"
     (tree / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\nfilterwarnings = ignore\n")
     return tree
