@@ -3,9 +3,10 @@
 python scripts/fuzz.py --output_dir outputs/fuzz
 python scripts/fuzz.py --families generation --cases 1000 --seed 1
 
-Cases come from hypothesis; `fuzz_families.py` has them, and what is right. Each family runs in a
-process of its own and ends with its first failure, of which the smallest example that was found is
-printed. Writes fuzz.json and fuzz.md.
+Cases come from hypothesis: `fuzz_families.py` has kinds of input, and says what is right;
+`fuzz_comparisons.py` has two ways to the same numbers. Each family runs in a process of its own and
+ends with its first failure, of which the smallest example that was found is printed. Writes
+fuzz.json and fuzz.md.
 """
 
 import os
@@ -19,13 +20,15 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from fuzz_families import FAMILIES
+from fuzz_comparisons import COMPARISONS
+from fuzz_families import FAMILIES as KINDS_OF_INPUT
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as with_seed
 from reports import expect_known, markdown, write
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
+FAMILIES = KINDS_OF_INPUT | COMPARISONS
 OUTCOMES = ("right", "refused", "failed")
 SECONDS = 60  # after which a case hangs
 

@@ -42,15 +42,15 @@ def cache(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", None)
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", fuzz.FAMILIES)
 def test_each_case_is_right_or_refused(name):
-    assert_right_or_refused(families.FAMILIES[name], FEW)
+    assert_right_or_refused(fuzz.FAMILIES[name], FEW)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", fuzz.FAMILIES)
 def test_each_of_many_cases_is_right_or_refused(name):
-    assert_right_or_refused(families.FAMILIES[name], MANY)
+    assert_right_or_refused(fuzz.FAMILIES[name], MANY)
 
 
 def raised_by(function):
@@ -85,7 +85,7 @@ def test_a_family_that_does_not_hold_shows_the_smallest_failure(monkeypatch, lim
 
 
 def test_all_cases_are_dealt_out_to_the_families():
-    shares = fuzz.shares(list(families.FAMILIES), 10_000)
+    shares = fuzz.shares(list(fuzz.FAMILIES), 10_000)
     assert sum(shares.values()) == 10_000
     assert min(shares.values()) >= 100
 

@@ -318,12 +318,14 @@ def test_the_decoder_alone_has_the_papers_logits_and_shifted_loss(fields, norm, 
         row[0] = -100  # nothing comes before it
     labels[0][3] = -100
     ids, mask = pad(texts, side)
-    outputs = model(ids, attention_mask=mask, labels=pad(labels, side, value=-100)[0])
+    inputs = {"attention_mask": mask, "labels": pad(labels, side, value=-100)[0]}
+    loss, outputs = model(ids, **inputs).loss, model(ids, **inputs, skip_logits=False)
     weights, stack = weights_of(model), stack_of(model, "decoder")
     expected = [reference.decode(text.numpy(), weights, stack) for text in texts]
     assert_rows_agree(outputs.logits, mask, expected)
     shifted = mean_loss([row[:-1] for row in expected], [row[1:] for row in labels], 0.3)
     assert_equal(outputs.loss.item(), shifted, 1e-10)
+    assert_equal(loss.item(), shifted, 1e-10)
 
 
 @any_variant

@@ -308,7 +308,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         tokens to generate from there."""
         if self.config.decoder_vocab_size in (None, self.config.vocab_size):
             return self
-        model = copy.copy(self)
+        model = object.__new__(type(self))  # copy.copy would build one of FSDP's anew
+        model.__dict__.update(self.__dict__)
         model.config = copy.copy(self.config)
         model.config.vocab_size = self.config.decoder_vocab_size
         return model
