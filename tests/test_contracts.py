@@ -1,0 +1,272 @@
+"""Private names of transformers and accelerate that the package overrides or reads: each is still
+there, still called, and still takes what is relied on.
+
+A failure here says what to look at before `pyproject.toml` admits the version that it came with.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import transformers
+from accelerate.data_loader import DataLoaderShard
+from accelerate.state import GradientState, PartialState
+from conftest import small_config
+from huggingface_hub import ModelCard
+from transformers import GenerationMixin, Pipeline, PreTrainedConfig, PreTrainedModel, Trainer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import DistributedMixin
+
+import vanilla_transformer
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+# Names with an underscore that transformers asks authors of models and pipelines to define.
+OFFICIAL = {
+    "_auto_class", "_can_compile_fullgraph", "_can_record_outputs", "_init_weights",
+    "_keys_to_ignore_on_load_unexpected", "_no_split_modules", "_supports_attention_backend",
+    "_supports_flash_attn", "_supports_flex_attn", "_supports_sdpa", "_tp_plan",
+    "_forward", "_sanitize_parameters", "_load_tokenizer", "_load_processor",
+    "_load_image_processor", "_load_video_processor", "_load_feature_extractor",
+    "_VALID_DICT_FIELDS",
+}  # fmt: skip
+MADE_BY_PYTHON = {"_abc_impl", "_backward_cls"}
+OTHERS = ("transformers", "accelerate", "huggingface_hub", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Override:
+    """A private method that this package overrides.
+
+    Attributes:
+        owner: The class that has it.
+        name: Its name.
+        caller: The method of the owner that calls it.
+        parameters: Those that the override relies on.
+        look_at: What to read in this package if it changes.
+    """
+
+    owner: type
+    name: str
+    caller: str
+    parameters: tuple[str, ...]
+    look_at: str
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
+
+GENERATION = "generation_vanilla_transformer.py"
+OVERRIDES = [
+    Override(
+        GenerationMixin, "_prepare_generation_config", "generate", ("generation_config", "kwargs"),
+        f"{GENERATION}: length_penalty_type is taken out of the options here",
+    ),
+    Override(
+        GenerationMixin, "_prepare_generated_length", "generate",
+        ("generation_config", "has_default_max_length", "input_ids_length", "inputs_tensor"),
+        f"{GENERATION}: the default limit, source length + 50, is set here",
+    ),
+    Override(
+        GenerationMixin, "_expand_inputs_for_generation", "generate", ("expand_size",),
+        f"{GENERATION}: beams share their source, which is not repeated",
+    ),
+    Override(
+        GenerationMixin, "_prepare_cache_for_generation", "generate",
+        ("generation_config", "model_kwargs"),
+        f"{GENERATION}: the cache is given layers that copy less",
+    ),
+    Override(
+        GenerationMixin, "_sample", "generate",
+        ("input_ids", "stopping_criteria", "generation_config", "model_kwargs"),
+        f"{GENERATION}: rows end at their own limits, without autograd",
+    ),
+    Override(
+        GenerationMixin, "_beam_search", "generate",
+        ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "model_kwargs"),
+        f"{GENERATION}: as _sample, and only the best tokens are looked at",
+    ),
+    Override(
+        GenerationMixin, "_get_top_k_continuations", "_beam_search",
+        ("cur_len", "decoder_prompt_len"),
+        f"{GENERATION}: places among the best tokens become tokens",
+    ),
+    Override(
+        PreTrainedModel, "_finalize_model_loading", "from_pretrained",
+        ("model", "load_config", "loading_info"),
+        "base_vanilla_transformer.py: weights that a checkpoint lacks are refused if they are huge",
+    ),
+    Override(
+        PreTrainedModel, "_resize_token_embeddings", "resize_token_embeddings",
+        ("new_num_tokens", "pad_to_multiple_of", "mean_resizing"),
+        "base_vanilla_transformer.py: two vocabularies, or matrices that are not shared",
+    ),
+    Override(
+        Trainer, "_get_output_dir", "_save_checkpoint", ("trial",),
+        "checkpoints.py: a checkpoint is written aside",
+    ),
+    Override(
+        Trainer, "_save_checkpoint", "_maybe_log_save_evaluate", ("model", "trial"),
+        "checkpoints.py: a checkpoint gets its name when it is whole",
+    ),
+    Override(
+        Trainer, "_get_grad_norm", "_run_epoch", ("model", "grad_norm"),
+        "finite_gradients.py: where a gradient is NaN the step is left out",
+    ),
+    Override(
+        Trainer, "_prepare_for_training", "_inner_training_loop", (),
+        "sharding.py: FSDP2 and tied embeddings",
+    ),
+    Override(
+        Trainer, "_save", "save_model", ("output_dir", "state_dict"),
+        "sharding.py: a sharded model is saved whole",
+    ),
+    Override(
+        Trainer, "_save_optimizer_and_scheduler", "_save_checkpoint", ("output_dir",),
+        "sharding.py: likewise its optimizer",
+    ),
+    Override(
+        Trainer, "_load_from_checkpoint", "train", ("resume_from_checkpoint", "model"),
+        "sharding.py: checkpoints of another layout",
+    ),
+    Override(
+        Trainer, "_load_optimizer_and_scheduler", "_prepare_for_training", ("checkpoint",),
+        "sharding.py: likewise their optimizer",
+    ),
+    Override(
+        Trainer, "_load_best_model", "_finalize_training", (),
+        "sharding.py: the best checkpoint may be of another layout",
+    ),
+]  # fmt: skip
+
+# Private names that are read or called: where from, and what reads them.
+READ: dict[str, tuple[Any, str]] = {
+    "_attn_implementation": (PreTrainedConfig, "modeling, packing, shortcuts, plotting, sharding"),
+    "_get_resized_embeddings": (PreTrainedModel, "base_vanilla_transformer.py"),
+    "_get_resized_lm_head": (PreTrainedModel, "base_vanilla_transformer.py"),
+    "_determine_best_metric": (Trainer, "interruption.py"),
+    "_get_collator_with_removed_columns": (Trainer, "batching.py"),
+    "lazy_initialization": (CacheLayerMixin, "decoding_cache_vanilla_transformer.py"),
+    "is_compileable": (CacheLayerMixin, "decoding_cache_vanilla_transformer.py"),
+    "get_tp_size": (Trainer, "batching.py"),
+}
+
+
+def classes_of_the_package():
+    for module in pkgutil.iter_modules(vanilla_transformer.__path__):
+        if module.name.startswith("__"):
+            continue
+        found = vars(importlib.import_module(f"vanilla_transformer.{module.name}")).values()
+        for value in found:
+            if inspect.isclass(value) and value.__module__.startswith("vanilla_transformer"):
+                yield value
+
+
+def private_overrides():
+    """(name, whose) for each private name of others that a class of ours defines anew."""
+    for cls in classes_of_the_package():
+        for name in vars(cls):
+            owners = [base for base in cls.__mro__[1:] if name in vars(base)]
+            foreign = [base for base in owners if base.__module__.split(".")[0] in OTHERS]
+            if re.match("_[^_]", name) and foreign and name not in OFFICIAL | MADE_BY_PYTHON:
+                yield name, foreign[-1].__name__
+
+
+def test_every_override_of_a_private_name_has_a_contract():
+    known = {override.name for override in OVERRIDES}
+    lacking = {(name, owner) for name, owner in private_overrides() if name not in known}
+    assert not lacking, "add an Override for each: its caller, what it takes, what to look at"
+
+
+def test_no_contract_is_of_what_nobody_overrides():
+    overridden = {name for name, _ in private_overrides()}
+    assert {override.name for override in OVERRIDES} <= overridden
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=str)
+def test_what_is_overridden_is_there_is_called_and_takes_what_it_took(override):
+    hint = f"{override} changed in transformers {transformers.__version__}: {override.look_at}"
+    method = getattr(override.owner, override.name, None)
+    assert method is not None, hint
+    taken = inspect.signature(method).parameters
+    for name in override.parameters:
+        by_keyword = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+        assert name in taken or by_keyword, f"{name}: {hint}"
+    source = inspect.getsource(getattr(override.owner, override.caller))
+    if override.name in ("_sample", "_beam_search"):  # found by a table of modes
+        source += repr(transformers.generation.utils.GENERATION_MODES_MAPPING)
+    assert re.search(rf"\b{override.name}\b", source), f"{override.caller} calls it no more: {hint}"
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_is_there(name):
+    owner, reader = READ[name]
+    assert hasattr(owner, name), f"{owner.__name__}.{name} is gone: look at {reader}"
+
+
+def test_a_generation_config_knows_its_tokens_as_tensors():
+    # generation_vanilla_transformer.py reads `_pad_token_tensor` and `_eos_token_tensor`.
+    model, seen = VanillaTransformerForConditionalGeneration(small_config()), []
+
+    def keep(model, input_ids, generation_config, **kwargs):
+        seen.append(generation_config)
+        return input_ids
+
+    ids = vanilla_transformer.VanillaTransformerConfig().bos_token_id
+    model.generate(model.dummy_inputs["input_ids"] * 0 + ids, custom_generate=keep)
+    assert seen[0]._pad_token_tensor == 0
+    assert seen[0]._eos_token_tensor.tolist() == [2]
+
+
+def test_a_pipeline_keeps_its_parameters_and_what_it_was_registered_as():
+    # pipeline_vanilla_transformer.py sets `_preprocess_params` and deletes `_registered_impl`.
+    source = inspect.getsource(Pipeline.__init__)
+    assert "self._preprocess_params" in source
+    register = transformers.pipelines.PipelineRegistry.register_pipeline
+    assert "_registered_impl" in inspect.getsource(register)
+    assert "check_task" in vars(transformers.pipelines.PipelineRegistry)
+
+
+def test_layers_of_a_cache_are_what_the_decoder_replaces():
+    # decoding_cache_vanilla_transformer.py puts layers of its own in the place of `DynamicLayer`.
+    cache = DynamicCache(config=small_config().get_text_config(decoder=True))
+    assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 3
+    assert cache.offloading is False
+    for name in ("keys", "values", "is_initialized"):
+        assert hasattr(cache.layers[0], name), name
+
+
+@pytest.mark.parametrize("attend", [sdpa_attention_forward, flash_attention_forward])
+def test_attention_functions_take_what_the_model_gives(attend):
+    # shortcuts_vanilla_transformer.py calls them, packing_vanilla_transformer.py adds row ends.
+    taken = list(inspect.signature(attend).parameters)
+    assert taken[:5] == ["module", "query", "key", "value", "attention_mask"]
+    assert {"scaling", "dropout", "kwargs"} <= set(taken)
+
+
+def test_plans_of_parallel_layers_are_dictionaries_of_names():
+    # base_vanilla_transformer.py deletes from `_tp_plan` and `_fsdp_plan` what a class lacks.
+    model = VanillaTransformerForConditionalGeneration(small_config())
+    assert "init_parallel_plans" in vars(DistributedMixin)
+    assert "model.decoder.layers.*.ffn.fc1" in model._tp_plan
+    assert model._fsdp_plan
+
+
+def test_accelerate_skips_batches_and_shares_its_state_as_batching_relies_on():
+    # batching.py makes `DataLoaderShard`s and asks the gradient state for the active loader.
+    taken = inspect.signature(DataLoaderShard.__init__).parameters
+    assert "device" in taken
+    for name in ("end_of_dataloader", "active_dataloader"):
+        assert hasattr(GradientState, name), name
+    for name in ("destroy_process_group", "wait_for_everyone"):
+        assert hasattr(PartialState, name), name
+
+
+def test_a_card_is_filled_in_from_a_template():
+    # model_card.py gives `template_str`.
+    assert "template_str" in inspect.signature(ModelCard.from_template).parameters
