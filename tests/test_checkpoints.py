@@ -3,10 +3,12 @@
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import small_trainer
+from safetensors.torch import load_file
 from transformers import TrainerState
 
 from vanilla_transformer import checkpoints
@@ -119,23 +121,75 @@ def test_what_an_earlier_run_left_half_written_is_removed(tokenizer, tmp_path):
     assert defect_of(tmp_path / "checkpoint-2") is None
 
 
+BEST = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # the first is the worst, hence the best
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "learning_rate": 1e-2,
+}
+
+
+def assert_loaded(trainer, checkpoint):
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        assert torch.equal(trainer.model.get_parameter(name), weight), name
+
+
 def test_so_many_are_kept_and_the_best_among_them(tokenizer, tmp_path):
-    trainer = small_trainer(
-        tmp_path,
-        tokenizer,
-        save_total_limit=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="loss",
-        greater_is_better=True,  # the first is the worst, hence the best
-        eval_strategy="steps",
-        eval_steps=2,
-        learning_rate=1e-2,
-    )
+    trainer = small_trainer(tmp_path, tokenizer, save_total_limit=2, **BEST)
     trainer.train()
     assert list(checkpoints_in(tmp_path)) == [2, 8]
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     state = json.loads((tmp_path / "checkpoint-2/trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit"), [("./out", 1), ("./out", 2), ("out/", 1), ("../here/out", 2), (".", 1)]
+)
+def test_the_best_is_found_however_the_folder_is_written(
+    tokenizer, tmp_path, monkeypatch, folder, limit
+):
+    here = tmp_path / "here"
+    (here / "out").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    trainer = small_trainer(folder, tokenizer, save_total_limit=limit, **BEST)
+    trainer.train()
+    assert list(checkpoints_in(folder)) == [2, 8][:limit]
+    assert_loaded(trainer, here / folder / "checkpoint-2")
+    assert Path(trainer.state.best_model_checkpoint).samefile(here / folder / "checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    ("folder", "resumed"),
+    [
+        ("out/", "{here}/out/checkpoint-4"),
+        ("{here}/out", "./out/checkpoint-4/"),
+        ("elsewhere", "./out/checkpoint-4/"),
+    ],
+)
+def test_the_best_is_found_again_by_another_name(tokenizer, tmp_path, monkeypatch, folder, resumed):
+    """It is neither removed in favour of newer ones, nor forgotten where training goes on in
+    another folder."""
+    monkeypatch.chdir(tmp_path)
+    small_trainer("./out", tokenizer, max_steps=4, **BEST).train()
+    folder, resumed = (name.format(here=tmp_path) for name in (folder, resumed))
+    trainer = small_trainer(folder, tokenizer, save_total_limit=2, **BEST)
+    trainer.train(resume_from_checkpoint=resumed)
+    assert_loaded(trainer, tmp_path / "out/checkpoint-2")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_best_is_found_again_where_the_folder_is_now(tokenizer, tmp_path, monkeypatch, copied):
+    monkeypatch.chdir(tmp_path)
+    small_trainer("out", tokenizer, max_steps=4, **BEST).train()
+    (shutil.copytree if copied else shutil.move)("out", "now")
+    trainer = small_trainer("now", tokenizer, save_total_limit=2, **BEST)
+    trainer.train(resume_from_checkpoint="now/checkpoint-4")
+    assert trainer.state.best_model_checkpoint == "now/checkpoint-2"
+    assert list(checkpoints_in("now")) == [2, 8]
+    assert_loaded(trainer, tmp_path / "now/checkpoint-2")
 
 
 def test_a_step_that_is_saved_again_replaces_its_checkpoint(run, tokenizer):

@@ -74,8 +74,12 @@ BEST = {
 
 
 @EVALUATING
-@pytest.mark.parametrize("evaluating", [False, True])
-def test_an_evaluation_ends_at_once_and_is_made_later(tokenizer, tmp_path, options, evaluating):
+@pytest.mark.parametrize(
+    ("evaluating", "folder"), [(False, "stopped"), (True, "stopped"), (True, "elsewhere")]
+)
+def test_an_evaluation_ends_at_once_and_is_made_later(
+    tokenizer, tmp_path, options, evaluating, folder
+):
     """Six steps are an epoch, and two times three: the signal comes before or in their
     evaluation. The best model is chosen by all of them."""
     whole = small_trainer(tmp_path / "whole", tokenizer, **options, **BEST)
@@ -88,7 +92,7 @@ def test_an_evaluation_ends_at_once_and_is_made_later(tokenizer, tmp_path, optio
         trainer.exit_if_interrupted()
     assert 6 in checkpoints_in(tmp_path / "stopped")
     assert 6 not in dict(evaluations(trainer))
-    again = small_trainer(tmp_path / "stopped", tokenizer, **options, **BEST)
+    again = small_trainer(tmp_path / folder, tokenizer, **options, **BEST)
     again.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-6"))
     assert evaluations(again) == evaluations(whole)
     assert again.state.best_global_step == whole.state.best_global_step

@@ -27,6 +27,7 @@ from vanilla_transformer.arguments import (
 )
 from vanilla_transformer.data import DataArguments
 from vanilla_transformer.evaluation import make_compute_metrics
+from vanilla_transformer.model_card import write_model_card
 from vanilla_transformer.training import (
     CurvesCallback,
     TranslationTrainer,
@@ -152,6 +153,15 @@ def test_resuming_takes_the_newest_checkpoint(tmp_path):
     assert find_checkpoint(arguments_for(tmp_path, "true")) == newest
     assert find_checkpoint(arguments_for(tmp_path, "auto")) == newest
     assert find_checkpoint(arguments_for(tmp_path, first)) == first
+
+
+@pytest.mark.parametrize("folder", ["out", "./out/", "../here/out"])
+@pytest.mark.parametrize("resume", ["true", "auto", "./out/checkpoint-5/"])
+def test_resuming_finds_what_people_type(tmp_path, monkeypatch, folder, resume):
+    (tmp_path / "here").mkdir()
+    expected = checkpoint_at(tmp_path / "here/out", 5)
+    monkeypatch.chdir(tmp_path / "here")
+    assert Path(find_checkpoint(arguments_for(folder, resume))).samefile(expected)
 
 
 @pytest.mark.parametrize("resume", ["true", "auto", "checkpoint-5"])
@@ -389,6 +399,18 @@ def test_a_stock_trainer_needs_nothing_of_ours(tokenizer, splits, tmp_path):
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
     )
     assert trainer.train().training_loss > 0
+
+
+@pytest.mark.parametrize("folder", [".", "../mine/"])
+def test_the_card_bears_the_name_of_the_folder(tokenizer, tmp_path, monkeypatch, folder):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    data = DataArguments(dataset_name="phrases")
+    log = {"steps": 4, "epochs": 1.0}
+    arguments = (ModelArguments(), data, training_arguments(folder))
+    card = write_model_card(small_model(tokenizer), {}, log, *arguments)
+    assert card == tmp_path / "mine/README.md"
+    assert "# mine\n" in card.read_text()
 
 
 # ---------------------------------------------------------------- averaged checkpoints

@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
@@ -50,6 +50,19 @@ class WholeCheckpointTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         return super().train(*args, **kwargs)
 
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        """As the trainer's (5.17 to 5.23), which looks for the best checkpoint where it was saved:
+        if the folder has been moved or copied since, it is beside the one to resume from."""
+        trained = super()._init_training_state(*args)
+        *_, resumed, _ = args
+        if resumed is not None:
+            state = TrainerState.load_from_json(os.path.join(resumed, TRAINER_STATE_NAME))
+            best = Path(resumed).parent / Path(state.best_model_checkpoint or "").name
+            if state.best_model_checkpoint and best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+                logger.info("The best checkpoint so far is %s", best)
+        return trained
+
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, ASIDE) if self._is_saving else folder
@@ -78,7 +91,8 @@ class WholeCheckpointTrainer(Trainer):
         finally:
             self._is_saving = False
         self.accelerator.wait_for_everyone()  # all of them have written
-        if self.state.best_model_checkpoint == str(aside):
+        best = self.state.best_model_checkpoint
+        if best and Path(best) == aside:
             self.state.best_model_checkpoint = str(folder / aside.name)
         if self.args.should_save:
             self.state.save_to_json(str(aside / TRAINER_STATE_NAME))
@@ -90,12 +104,11 @@ class WholeCheckpointTrainer(Trainer):
         limit = self.args.save_total_limit
         if not limit or limit < 0:
             return
-        *older, newest = sort_checkpoints(str(folder), use_mtime=True)
-        best = self.state.best_model_checkpoint
-        kept = {newest, best and str(Path(best))}
-        removable = [path for path in older if path not in kept]
+        *older, _ = map(Path, sort_checkpoints(str(folder), use_mtime=True))
+        best = Path(self.state.best_model_checkpoint or folder).resolve()
+        removable = [path for path in older if path.resolve() != best]
         for path in removable[: max(0, len(older) + 1 - limit)]:
-            _remove(Path(path))
+            _remove(path)
 
 
 def _put_in_place(aside: Path, final: Path) -> None:

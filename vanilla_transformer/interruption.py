@@ -16,8 +16,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from .checkpoints import checkpoints_in
-
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -38,6 +36,11 @@ class InterruptibleTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.interruption = _InterruptionCallback(self)
         self.add_callback(self.interruption)
+
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        """As the trainer's (5.17 to 5.23), which keeps the checkpoint to resume from to itself."""
+        *_, self._resumed, _ = args
+        return super()._init_training_state(*args)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`; training goes on with the random numbers that it would have had
@@ -61,9 +64,7 @@ class InterruptibleTrainer(Trainer):
     def make_up_for_evaluation(self) -> None:
         """Evaluate the checkpoint that training is resumed from; it may be the best one."""
         if self._determine_best_metric(self.evaluate(), trial=None):
-            checkpoint = checkpoints_in(self.args.output_dir).get(self.state.global_step)
-            if checkpoint is not None:
-                self.state.best_model_checkpoint = str(checkpoint)
+            self.state.best_model_checkpoint = self._resumed
 
     def exit_if_interrupted(self) -> None:
         """End the program, with the exit code of a signal, where one has ended the training."""

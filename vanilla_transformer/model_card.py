@@ -68,7 +68,7 @@ def write_model_card(
     Returns:
         The card's path.
     """
-    output_dir = Path(training_arguments.output_dir)
+    output_dir = Path(training_arguments.output_dir).resolve()  # "." has no name
     languages = [data_arguments.source_lang, data_arguments.target_lang]
     arguments = (model_arguments, data_arguments, training_arguments)
     card = ModelCard.from_template(
