@@ -10,6 +10,7 @@ from conftest import REPOSITORY, run_ranks, small_trainer
 from transformers import TrainerCallback
 
 from vanilla_transformer.checkpoints import checkpoints_in, defect_of
+from vanilla_transformer.training import average_last
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
@@ -99,6 +100,80 @@ def test_an_evaluation_ends_at_once_and_is_made_later(
     assert torch.equal(weights_of(again), weights_of(whole))
 
 
+@EVALUATING
+def test_the_last_step_is_evaluated_later_too(tokenizer, tmp_path, options):
+    """Its number is no multiple of three, nor is it the last of an epoch."""
+    one = Signal(signal.SIGTERM, 8, evaluating=True)
+    stopped = small_trainer(tmp_path, tokenizer, one, **options, **BEST)
+    with pytest.raises(SystemExit):
+        stopped.train()
+    again = small_trainer(tmp_path, tokenizer, **options, **BEST)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert evaluations(again)[:-1] == evaluations(stopped)
+    assert evaluations(again)[-1][0] == 8
+
+
+def test_an_evaluation_that_is_made_later_may_be_stopped_too(tokenizer, tmp_path):
+    """The checkpoint of its step is there, with the random numbers to go on with."""
+    options = {"eval_strategy": "steps", "eval_steps": 3, **BEST}
+    whole = small_trainer(tmp_path / "whole", tokenizer, **options)
+    whole.train()
+    resumed = None
+    for _ in range(2):
+        one = Signal(signal.SIGTERM, 6, evaluating=True)
+        trainer = small_trainer(tmp_path / "stopped", tokenizer, one, **options)
+        with pytest.raises(SystemExit):
+            trainer.train(resume_from_checkpoint=resumed)
+        resumed = str(tmp_path / "stopped/checkpoint-6")
+    again = small_trainer(tmp_path / "stopped", tokenizer, **options)
+    again.train(resume_from_checkpoint=resumed)
+    assert evaluations(again) == evaluations(whole)
+    assert torch.equal(weights_of(again), weights_of(whole))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_steps": -1, "num_train_epochs": 1.5},
+        {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "epoch"},
+        {"max_tokens": 8, "gradient_accumulation_steps": 2},
+        {"max_tokens": 8, "streaming": True},
+        {"eval_strategy": "steps", "eval_steps": 2, **BEST, "save_strategy": "steps"},
+    ],
+    ids=str,
+)
+def test_a_run_that_is_resumed_at_its_end_makes_no_more_steps(tokenizer, tmp_path, options):
+    """As one that is killed while its checkpoints are averaged, or in its last evaluation."""
+
+    def train(resumed=None):
+        streaming = {"streaming": False, **options}.pop("streaming")
+        others = {name: value for name, value in options.items() if name != "streaming"}
+        trainer = small_trainer(tmp_path, tokenizer, average_checkpoints=2, **others)
+        if streaming:
+            trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+        trainer.train(resume_from_checkpoint=resumed)
+        trained = weights_of(trainer)
+        average_last(trainer)
+        return trainer.state, list(checkpoints_in(tmp_path)), trained, weights_of(trainer)
+
+    state, checkpoints, *weights = train()
+    newest = f"checkpoint-{checkpoints[-1]}"
+    again, checkpoints_again, *weights_again = train(str(tmp_path / newest))
+    assert again.global_step == state.global_step == checkpoints[-1]
+    assert again.epoch == state.epoch
+    assert checkpoints_again == checkpoints
+    for ours, expected in zip(weights_again, weights, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_run_with_more_steps_goes_on_from_the_end_of_another(tokenizer, tmp_path):
+    small_trainer(tmp_path, tokenizer, max_steps=4).train()
+    trainer = small_trainer(tmp_path, tokenizer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert trainer.state.global_step == 8
+
+
 def test_evaluations_change_nothing_in_the_training(tokenizer, tmp_path):
     without = small_trainer(tmp_path / "without", tokenizer)
     without.train()
@@ -134,6 +209,33 @@ assert trainer.state.global_step == 3, trainer.state.global_step
 Path(f"ended-{rank}").touch()
 trainer.exit_if_interrupted()
 """
+
+
+AT_ITS_END = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from conftest import small_trainer
+from test_interruption import weights_of
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+options = {"ddp_backend": "gloo", "max_tokens": 8}
+whole = small_trainer("out", tokenizer, **options)
+whole.train()
+again = small_trainer("out", tokenizer, **options)
+again.train(resume_from_checkpoint="out/checkpoint-8")
+assert again.state.global_step == 8, again.state.global_step
+assert weights_of(again).equal(weights_of(whole))
+again.accelerator.end_training()
+"""
+
+
+def test_two_processes_make_no_more_steps_either(checkpoint, tmp_path):
+    (tmp_path / "program.py").write_text(AT_ITS_END)
+    program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
+    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    assert not failed, output
+    assert list(checkpoints_in(tmp_path / "out")) == [2, 4, 6, 8]
 
 
 STALLED = """

@@ -96,6 +96,17 @@ def test_one_process_goes_on_where_several_have_stopped(train, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["2, DDP", "2, FSDP2", "2, tensor parallel"])
+def test_what_is_resumed_at_its_end_ends_as_it_was(train, harness, layout):
+    folder, _ = train(layout)
+    again = harness.scratch / f"{layout}, at its end"
+    harness.train(layout, again, folder / LAST)
+    expected = layouts.read_training(folder)["weights"]
+    for name, weight in layouts.read_training(again)["weights"].items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [name for name in layouts.LAYOUTS if name not in layouts.ZERO])
 @pytest.mark.parametrize("layout", [name for name in layouts.LAYOUTS if name not in layouts.ZERO])
 def test_any_layout_goes_on_where_any_other_has_stopped(train, layout, before):

@@ -10,6 +10,7 @@ import yaml
 from conftest import REPOSITORY, small_config, small_trainer
 from datasets import Dataset
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
@@ -432,6 +433,17 @@ def test_the_mean_of_the_last_checkpoints_becomes_the_model(tokenizer, splits, t
         expected = torch.stack([weights[name] for weights in saved]).mean(0)
         torch.testing.assert_close(weight, expected, atol=1e-6, rtol=1e-5)
     assert trainer.model.lm_head.weight is trainer.model.model.shared.weight
+
+
+def test_without_checkpoints_the_model_stays_as_it_is(tokenizer, tmp_path, caplog):
+    """As in another folder than that of a run that had reached its end."""
+    small_trainer(tmp_path / "run", tokenizer).train()
+    trainer = small_trainer(tmp_path / "elsewhere", tokenizer, average_checkpoints=2)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-8"))
+    average_last(trainer)
+    assert "there are not 2 checkpoints to average" in caplog.text
+    for name, weight in load_file(tmp_path / "run/checkpoint-8/model.safetensors").items():
+        assert torch.equal(trainer.model.get_parameter(name), weight), name
 
 
 @pytest.mark.parametrize(

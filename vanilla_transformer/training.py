@@ -262,7 +262,8 @@ class TranslationTrainer(
 
 def average_last(trainer: Seq2SeqTrainer) -> None:
     """Let the trainer's model be the mean of its last `average_checkpoints`, or of its best ones,
-    if that is wished; of all there are, where training was too short for so many."""
+    if that is wished; of all there are, where training was too short for so many. A run that was
+    resumed at its end in another folder has none there, and its model stays."""
     args = trainer.args
     if args.average_checkpoints is None:
         return
@@ -276,6 +277,8 @@ def average_last(trainer: Seq2SeqTrainer) -> None:
     chosen = sorted(steps[-args.average_checkpoints :])
     if len(chosen) < args.average_checkpoints:
         logger.warning("there are not %d checkpoints to average", args.average_checkpoints)
+    if not chosen:
+        return
     logger.info("The model is the mean of the checkpoints of the steps %s", chosen)
     with tempfile.TemporaryDirectory() as averaged:
         average_checkpoints([checkpoints[step] for step in chosen], averaged)
