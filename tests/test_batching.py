@@ -1,6 +1,8 @@
 """Batches of so many tokens: the budget holds, no pair is lost, and a run can be taken up again."""
 
+import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 import torch
 from conftest import REPOSITORY, random_ids, run_ranks, small_config
 from datasets import Dataset
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
@@ -73,6 +77,56 @@ def test_gathered_rows_are_even_and_in_the_samplers_order(processes, pairs):
     assert gathered == parts[0].order.tolist()
     assert sorted(gathered[:pairs]) == list(range(pairs))
     assert 0 <= len(gathered) - pairs < processes
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(
+    pairs=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=40),
+    max_tokens=st.integers(1, 40),
+    processes=st.integers(1, 4),
+    options=st.fixed_dictionaries(
+        {
+            "multiple_of": st.integers(1, 6),
+            "even_rows": st.booleans(),
+            "shuffle": st.booleans(),
+            "oversized": st.sampled_from(["alone", "drop"]),
+        }
+    ),
+)
+@example([(5, 5)] * 3, 5, 2, {"multiple_of": 1, "even_rows": False, "shuffle": False})
+@example([(3, 3)] * 7, 9, 2, {"multiple_of": 1, "even_rows": True, "shuffle": True})
+def test_processes_share_any_pairs_in_as_many_batches_none_of_them_empty(
+    pairs, max_tokens, processes, options
+):
+    lengths = tuple(np.array(pairs).T)
+    longest = np.maximum(*lengths)
+    divisor = math.lcm(processes, options["multiple_of"])
+    kept = range(len(pairs))
+    if options.get("oversized") == "drop":
+        kept = np.flatnonzero(longest <= max_tokens).tolist()
+    assume(len(kept) >= divisor and max_tokens >= longest.min())
+    parts = samplers(processes, max_tokens=max_tokens, lengths=lengths, **options)
+    for epoch in range(2):
+        for part in parts:
+            part.set_epoch(epoch)
+        steps = list(zip(*parts, strict=True))
+        assert len(steps) == len(parts[0])
+        batches = [batch for step in steps for batch in step]
+        assert all(batches)
+        assert len(batches) % divisor == 0
+        times = Counter(index for batch in batches for index in batch)
+        copies = (times - Counter(kept)).values()
+        if options["even_rows"]:
+            assert all(len(batch) == len(step[0]) for step in steps for batch in step)
+            assert list(copies) in ([], [-len(kept) % processes])
+        else:
+            assert not copies
+        assert not Counter(kept) - times
+        together = processes if options["even_rows"] else 1
+        too_few = len(batches) + divisor > times.total() // together * together
+        for batch in batches:
+            fits = len(batch) * longest[batch].max() <= max_tokens
+            assert fits or len(batch) == 1 or too_few
 
 
 def test_an_epoch_is_shuffled_by_seed_and_number_alone():

@@ -36,9 +36,11 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     Pairs are sorted by length and cut into batches once. Each epoch deals out anew which of the
     pairs of equal length go where, and shuffles the batches; the same seed and epoch give the same
-    batches in the same order. All processes get equally many, with no pair twice and none left out:
-    for that, the largest batches are halved as needed. They are the same batches for any number of
-    processes that `multiple_of` is a multiple of.
+    batches in the same order. All processes get equally many, none of them empty, with no pair
+    twice and none left out: for that, the largest batches are halved as needed. Where there are
+    fewer pairs than the batches that this would take, the smallest neighbours are put together
+    instead, beyond the budget. They are the same batches for any number of processes that
+    `multiple_of` is a multiple of.
 
     Args:
         source_lengths: Tokens of each pair's source.
@@ -48,7 +50,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             "drop", counted in `dropped`.
         shuffle: Whether to shuffle; else batches come by growing length.
         even_rows: Whether batches that processes work on at a time have as many rows, as gathered
-            predictions must. What lacks at the end are copies of the last pair.
+            predictions must. Copies of the last pair fill up the last of them.
         seed: Of the shuffling.
         num_replicas: Processes that share the batches.
         rank: Which of them this is.
@@ -92,13 +94,13 @@ class TokenBudgetSampler(Sampler[list[int]]):
                 f"{len(self._kept)} sentence pairs for {num_replicas} processes, in multiples of "
                 f"{divisor} batches: expected one for each at least"
             )
-        self.order = self._kept[_by_length(self._lengths_of(self._kept))]
-        if even_rows:
-            self.order = np.pad(self.order, (0, -len(self.order) % num_replicas), mode="edge")
-            self._cuts = _cut(self._lengths_of(self.order), max_tokens, num_replicas)
-        else:
-            cuts = _cut(self._lengths_of(self.order), max_tokens)
-            self._cuts = _make_divisible(cuts, len(self.order), divisor)
+        self._together = num_replicas if even_rows else 1
+        self.order = self._ordered()
+        edges = _cut(self._lengths_of(self.order), max_tokens, self._together)
+        edges = _make_divisible(edges, divisor // self._together)
+        starts, rows = np.array(edges[:-1]) * self._together, np.diff(edges)
+        each = np.arange(self._together)  # of the processes that work on a batch of even rows
+        self._cuts = (starts[:, None] + rows[:, None] * each).ravel()[1:]
 
     def __len__(self) -> int:
         """Batches of an epoch, for this process."""
@@ -107,12 +109,13 @@ class TokenBudgetSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """This process's batches of the epoch."""
         random = np.random.default_rng((self.seed, self.epoch))
-        order, places = self.order, np.arange(len(self._cuts) + 1)
+        order = self.order
+        places = np.arange(len(self._cuts) + 1).reshape(-1, self._together)
         if self.shuffle:
-            order = self._kept[_by_length(self._lengths_of(self._kept), random)]
+            order = self._ordered(random)
             random.shuffle(places)
         batches = np.split(order, self._cuts)
-        for place in places[self.rank :: self.num_processes]:
+        for place in places.ravel()[self.rank :: self.num_processes]:
             yield batches[place].tolist()
 
     def set_epoch(self, epoch: int) -> None:
@@ -131,6 +134,11 @@ class TokenBudgetSampler(Sampler[list[int]]):
         sides = self._lengths_of(self.order)
         padded = sum(int((np.maximum.reduceat(side, starts) * rows).sum()) for side in sides)
         return 1 - sum(int(side.sum()) for side in sides) / padded
+
+    def _ordered(self, random: np.random.Generator | None = None) -> np.ndarray:
+        """All pairs by length, and what copies of the last it takes."""
+        order = self._kept[_by_length(self._lengths_of(self._kept), random)]
+        return np.pad(order, (0, -len(order) % self._together), mode="edge")
 
     def _lengths_of(self, pairs: np.ndarray) -> Lengths:
         source, target = self.lengths
@@ -166,35 +174,39 @@ def _by_length(lengths: Lengths, random: np.random.Generator | None = None) -> n
     return np.lexsort((ties, np.where(source % 2 == 0, target, -target), source))
 
 
-def _cut(lengths: Lengths, max_tokens: int, processes: int = 1) -> np.ndarray:
-    """Where the next batch begins, each as large as the budget lets it be, and as many rows for
-    each process. Rows that are there to make their number even must not be in one batch."""
+def _cut(lengths: Lengths, max_tokens: int, together: int) -> list[int]:
+    """The edges of batches, each as large as the budget lets it be, and as many rows for each of
+    the processes that work `together`; they count so many rows as one. Rows that are there to make
+    their number even must not be in one batch."""
     source, target = lengths
-    cuts: list[int] = []
-    start = 0
-    while start < len(source):
+    edges = [0]
+    while edges[-1] * together < len(source):
+        start = edges[-1] * together
         # not more rows than fit by the shortest source, which is the first
-        end = start + processes * max(1, max_tokens // int(source[start]))
-        if processes > 1:
-            end = min(end, max(len(source) - processes, start + processes))
+        end = start + together * max(1, max_tokens // int(source[start]))
+        if together > 1:
+            end = min(end, max(len(source) - together, start + together))
         longest = np.maximum(
             np.maximum.accumulate(source[start:end]), np.maximum.accumulate(target[start:end])
         )
-        rows = np.arange(1, len(longest) + 1) / processes
+        rows = np.arange(1, len(longest) + 1) / together
         fitting = int(np.searchsorted(longest * rows, max_tokens, side="right"))
-        each = max(1, fitting // processes)
-        cuts += range(start + each, start + each * processes + 1, each)
-        start = cuts[-1]
-    return np.array(cuts[:-1], dtype=np.int64)
+        edges.append(edges[-1] + max(1, fitting // together))
+    return edges
 
 
-def _make_divisible(cuts: np.ndarray, pairs: int, divisor: int) -> np.ndarray:
-    """Halve the largest batches until there are a multiple of so many."""
-    edges = [0, *cuts.tolist(), pairs]
+def _make_divisible(edges: list[int], divisor: int) -> list[int]:
+    """Halve the largest batches until there are a multiple of so many. Where there are too few rows
+    for it, put the smallest neighbours together instead, the last batch with none."""
+    batches, rows = len(edges) - 1, edges[-1]
+    if batches + -batches % divisor <= rows:
+        while (len(edges) - 1) % divisor:
+            place = int(np.argmax(np.diff(edges)))
+            edges.insert(place + 1, (edges[place] + edges[place + 1]) // 2)
     while (len(edges) - 1) % divisor:
-        place = int(np.argmax(np.diff(edges)))
-        edges.insert(place + 1, (edges[place] + edges[place + 1]) // 2)
-    return np.array(edges[1:-1], dtype=np.int64)
+        place = int(np.argmin(np.subtract(edges[2:-1], edges[:-3])))
+        del edges[place + 1]
+    return edges
 
 
 class TokenBudgetStream(IterableDataset):
