@@ -53,6 +53,7 @@ def main() -> None:
     set_seed(training_args.seed)
 
     pairs = load_parallel_dataset(data_args)
+    training_args.expect_data(pairs, data_args.streaming)
     tokenizer = make_tokenizer(model_args, pairs["train"], checkpoint)
     model = make_model(model_args, tokenizer, checkpoint)
     if training_args.tp_size > 1:

@@ -86,6 +86,47 @@ def test_a_second_run_does_not_overwrite_and_can_go_on(trained, folder):
     ]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"validation_source": "lines", "validation_target": "lines"},
+            "training: expected train data (train_source and train_target, train_file, or that "
+            "split of dataset_name), found only validation data",
+        ),
+        ({"dataset_name": "hub"}, "training: expected train data"),
+        ({"dataset_name": "hub", "streaming": True, "max_steps": 4}, "training: expected train"),
+        ({"dataset_name": "phrases", "phrases_train_size": 0}, "found only validation, test data"),
+        (
+            {"train_source": "lines", "train_target": "lines", "eval_strategy": "epoch"},
+            "eval_strategy=epoch: expected validation data (validation_source and",
+        ),
+        (
+            {"train_source": "lines", "train_target": "lines", "eval_on_start": True},
+            "eval_on_start=True: expected validation data",
+        ),
+        (
+            {"train_source": "lines", "train_target": "lines", "streaming": True},
+            "max_steps=-1: expected a positive number, since a stream does not tell its length",
+        ),
+    ],
+    ids=str,
+)
+def test_missing_data_is_named_before_work_starts(tmp_path, options, message):
+    (tmp_path / "lines").write_text("a house\nthe lake\n")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/validation.csv").write_text("source,target\na house,ein Haus\n")
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    process = run(
+        "train.py", "--output_dir", "model", "--use_cpu", *flags, cwd=tmp_path, check=False
+    )
+    error = process.stderr.splitlines()[-1]
+    assert error.startswith("ValueError: ")
+    assert message in error
+    assert "Training a tokenizer" not in process.stderr
+    assert not (tmp_path / "model").exists()
+
+
 def test_files_and_streams_are_translated_alike(trained, folder):
     lines = "On March 5, 2024\n\nthree hundred\r\n"
     (folder / "in.txt").write_bytes(lines.encode())

@@ -515,6 +515,14 @@ def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
         TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
 
 
+@pytest.mark.parametrize("metric", ["bleu", "eval_exact_match"])
+def test_a_metric_of_translations_needs_translations(tmp_path, metric):
+    options = {"metric_for_best_model": metric, "eval_strategy": "steps"}
+    with pytest.raises(ValueError, match=f"metric_for_best_model={metric}: expected predict_with"):
+        training_arguments(tmp_path, **options)
+    assert training_arguments(tmp_path, predict_with_generate=True, **options)
+
+
 def test_cutting_to_the_budget_limits_both_sides(tmp_path):
     data = DataArguments(dataset_name="phrases", max_target_length=20)
     arguments = training_arguments(tmp_path, max_tokens=50)

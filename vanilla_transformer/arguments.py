@@ -1,7 +1,7 @@
 """What a training run is told: options, and recipes that give them."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from transformers.integrations import is_tensorboard_available
 from .batching import TokenBudgetArguments
 from .configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from .data import SPLITS, DataArguments
+from .evaluation import METRICS
 from .finite_gradients import FiniteGradientArguments
 from .sharding import join_on_cpus, launched_processes, shard_on_cpus, writes_shards
 
@@ -95,7 +96,8 @@ class TranslationTrainingArguments(
 
     Raises:
         ValueError: Checkpoints are to be averaged that would not be there; alpha is negative; the
-            generation config has no such field; so many processes can't share the work so.
+            generation config has no such field; the best model's metric scores translations, which
+            are not made; so many processes can't share the work so.
     """
 
     _VALID_DICT_FIELDS = [*Seq2SeqTrainingArguments._VALID_DICT_FIELDS, "generation_kwargs"]
@@ -155,6 +157,11 @@ class TranslationTrainingArguments(
         for name in self.generation_kwargs or {}:
             if name not in known:
                 raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
+        metric = self.metric_for_best_model or ""
+        if metric.removeprefix("eval_") in METRICS and not self.predict_with_generate:
+            raise ValueError(
+                f"metric_for_best_model={metric}: expected predict_with_generate, for it to score"
+            )
         self._check_averages()
 
     @property
@@ -194,6 +201,27 @@ class TranslationTrainingArguments(
             )
         if self.save_strategy == "no":
             raise ValueError(f"average_checkpoints={wanted}: save_strategy='no' keeps none")
+
+    def expect_data(self, splits: Collection[str], streaming: bool = False) -> None:
+        """Raise ValueError where a split that the training needs is missing, or the number of steps
+        over a stream."""
+        needs = [("training", "train")]
+        if self.eval_strategy != "no":
+            needs.append((f"eval_strategy={self.eval_strategy.value}", "validation"))
+        if self.eval_on_start:
+            needs.append(("eval_on_start=True", "validation"))
+        for need, split in needs:
+            if split not in splits:
+                raise ValueError(
+                    f"{need}: expected {split} data ({split}_source and {split}_target, "
+                    f"{split}_file, or that split of dataset_name), found only "
+                    f"{', '.join(splits)} data"
+                )
+        if streaming and self.max_steps < 1:
+            raise ValueError(
+                f"max_steps={self.max_steps}: expected a positive number, since a stream does not "
+                "tell its length"
+            )
 
     def limit(self, data: DataArguments) -> None:
         """Let tokenisation cut what the budget can't take, if that is wished."""

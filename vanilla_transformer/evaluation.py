@@ -8,6 +8,8 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
+METRICS = ("bleu", "chrf", "exact_match")  # of translations, out of 100
+
 
 def score_translations(
     predictions: Sequence[str],
@@ -57,6 +59,6 @@ def make_compute_metrics(
 
     def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
         scores = score_translations(decode(evaluation.predictions), decode(evaluation.label_ids))
-        return {name: scores[name] for name in ("bleu", "chrf", "exact_match")}
+        return {name: scores[name] for name in METRICS}
 
     return compute_metrics

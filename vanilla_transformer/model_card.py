@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, Seq2SeqTrainingArguments
 
 from .arguments import ModelArguments
 from .data import DataArguments
+from .evaluation import METRICS
 
 TEMPLATE = """---
 {{ card_data }}
@@ -118,7 +119,7 @@ def _eval_results(scores: dict[str, dict[str, Any]], arguments: DataArguments) -
             metric_value=round(measured[metric], 2),
         )
         for split, measured in scores.items()
-        for metric in ("bleu", "chrf", "exact_match")
+        for metric in METRICS
     ]
 
 
@@ -127,7 +128,7 @@ def _score_table(scores: dict[str, dict[str, Any]]) -> str:
         return "None were measured: the run had no validation and no test data."
     rows = ["| split | BLEU | chrF | exact match, % |", "|---|---|---|---|"]
     for split, measured in scores.items():
-        cells = (f"{measured[metric]:.2f}" for metric in ("bleu", "chrf", "exact_match"))
+        cells = (f"{measured[metric]:.2f}" for metric in METRICS)
         rows.append(f"| {split} | {' | '.join(cells)} |")
     signatures = next(iter(scores.values()))
     rows += ["", f"BLEU `{signatures['bleu_signature']}`, chrF `{signatures['chrf_signature']}`"]
