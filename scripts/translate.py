@@ -5,10 +5,11 @@ r"""Translate a file or standard input, a line at a time, into a file or standar
         --input in.txt --output out.txt
     echo "The train leaves at 3:30 PM." | python scripts/translate.py --model outputs/phrases
 
-Lines come out in the order in which they went in; a blank line stays blank. From file to file any
-number of processes may work, and the same command after a stop goes on from what is done. With
---n_best each line becomes several, the best first, as "number ||| translation ||| score": lines
-count from 0, and the score is the translation's log-probability over the length penalty.
+Lines keep their order; a blank line stays blank. From file to file, any number of processes share
+the work, and the same command resumes after a stop: with the same model, in whatever folder, while
+other weights are refused. With --n_best each line becomes several, the best first, as "number |||
+translation ||| score": lines count from 0, and the score is the translation's log-probability over
+the length penalty.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from accelerate import PartialState
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
 
 import vanilla_transformer  # noqa: F401 - registers the model
-from vanilla_transformer.bulk import transform_file
+from vanilla_transformer.bulk import fingerprint, transform_file
 from vanilla_transformer.text import read_lines
 from vanilla_transformer.translation import translate, translate_n_best
 
@@ -71,11 +72,13 @@ def main() -> None:
                 yield f"{number} ||| {one_line(text)} ||| {score:.6f}"
 
     if arguments.input is not None and arguments.output is not None:
+        paths = ("model", "input", "output")
+        options = {k: v for k, v in dataclasses.asdict(arguments).items() if k not in paths}
         transform_file(
             work,
             arguments.input,
             arguments.output,
-            settings=dataclasses.asdict(arguments),
+            settings={**options, **fingerprint(model, tokenizer)},
             process_index=state.process_index,
             num_processes=state.num_processes,
             wait_for_everyone=state.wait_for_everyone,

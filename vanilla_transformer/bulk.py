@@ -8,17 +8,75 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from itertools import count, islice
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from itertools import chain, count, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
+import torch
+import transformers
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .text import read_file
 
 LINES_PER_CHUNK = 2048
 JOB = "job.json"
+
+# What a configuration says about where it comes from, not about what a model does.
+ORIGIN = {
+    "_name_or_path",
+    "auto_map",
+    "custom_pipelines",
+    "is_local",
+    "local_files_only",
+    "name_or_path",
+    "transformers_version",
+}
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """What the model's output depends on, as settings of a job: digests of contents, whatever
+    folder or repository they were loaded from.
+
+    Returns:
+        `versions` of the libraries, `device` and `attn_implementation`, and digests of `weights`,
+        `config`, `generation_config` and `tokenizer`.
+    """
+    weights = blake2b(digest_size=8)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        weights.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = [path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()]
+    return {
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "device": model.device.type,
+        "attn_implementation": str(model.config._attn_implementation),
+        "weights": weights.hexdigest(),
+        "config": _digest(model.config.to_json_string().encode()),
+        "generation_config": _digest(
+            model.generation_config.to_json_string(ignore_metadata=True).encode()
+        ),
+        "tokenizer": _digest(*files),
+    }
+
+
+def _digest(*files: bytes) -> str:
+    """Of files, the `ORIGIN` aside in those that are JSON."""
+    digest = blake2b(digest_size=8)
+    for content in files:
+        with suppress(ValueError):
+            kept = json.loads(
+                content,
+                object_hook=lambda entries: {k: v for k, v in entries.items() if k not in ORIGIN},
+            )
+            content = json.dumps(kept, sort_keys=True).encode()
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def transform_file(
@@ -61,6 +119,7 @@ def transform_file(
         "lines_per_chunk": lines_per_chunk,
     }
     if process_index == 0 and not (parts / JOB).exists():
+        _clear(parts)  # what a kill has left of a job that was being removed
         parts.mkdir(exist_ok=True)
         _write(parts / JOB, [json.dumps(job)])
     wait_for_everyone()
@@ -76,8 +135,16 @@ def transform_file(
     wait_for_everyone()
     if process_index == 0:
         _merge([parts / str(number) for number in range(chunks)], Path(output))
-        shutil.rmtree(parts)
+        _clear(parts)
+        with suppress(OSError):  # of a folder in which there is something else
+            parts.rmdir()
     wait_for_everyone()
+
+
+def _clear(parts: Path) -> None:
+    """Remove a job and its parts: the job first, for parts without one are nobody's."""
+    for path in (parts / JOB, *parts.glob("[0-9]*")):
+        path.unlink(missing_ok=True)
 
 
 def _chunks(source: str | Path, size: int) -> Iterator[list[str]]:
@@ -88,11 +155,11 @@ def _chunks(source: str | Path, size: int) -> Iterator[list[str]]:
 
 def _expect_same_job(parts: Path, job: dict[str, Any]) -> None:
     before = json.loads((parts / JOB).read_text())
-    for name in before.keys() | job.keys():
+    for name in {**job, **before}:
         if before.get(name) != job.get(name):
             raise ValueError(
-                f"{parts} is of another attempt: its {name} was {before.get(name)!r}, not "
-                f"{job.get(name)!r}; remove it to start anew"
+                f"{name}={job.get(name)!r}: expected {before.get(name)!r}, as in the unfinished "
+                f"{parts}; remove that folder to start again"
             )
 
 
