@@ -8,11 +8,10 @@ import json
 import sys
 from dataclasses import dataclass, field
 
-import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
+from transformers import HfArgumentParser
 
-import vanilla_transformer  # noqa: F401 - registers the model
 from vanilla_transformer.evaluation import score_translations
+from vanilla_transformer.loading import LoadingArguments
 from vanilla_transformer.text import expect_parallel, read_file
 from vanilla_transformer.translation import translate
 
@@ -25,7 +24,6 @@ class EvaluateArguments:
     predictions: str | None = field(default=None, metadata={"help": "Translations already made."})
     num_beams: int | None = field(default=None, metadata={"help": "Default: the model's own."})
     batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
-    device: str | None = field(default=None, metadata={"help": "Default: a GPU if there is one."})
     tokenize: str | None = field(default=None, metadata={"help": "sacreBLEU's; default: 13a."})
     lowercase: bool = field(default=False, metadata={"help": "Ignore case in BLEU and chrF."})
 
@@ -35,28 +33,27 @@ class EvaluateArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(EvaluateArguments).parse_args_into_dataclasses()
+    parser = HfArgumentParser((EvaluateArguments, LoadingArguments))
+    arguments, loading = parser.parse_args_into_dataclasses()
     references = list(read_file(arguments.target))
     if arguments.predictions is not None:
         predictions = list(read_file(arguments.predictions))
     else:
         expect_parallel(arguments.source, arguments.target)
-        predictions = translate_with(arguments)
+        predictions = translate_with(arguments, loading)
     scores = score_translations(
         predictions, references, tokenize=arguments.tokenize, lowercase=arguments.lowercase
     )
     print(json.dumps(scores))
 
 
-def translate_with(arguments: EvaluateArguments) -> list[str]:
+def translate_with(arguments: EvaluateArguments, loading: LoadingArguments) -> list[str]:
     """The model's translations of the sources."""
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     generation = {} if arguments.num_beams is None else {"num_beams": arguments.num_beams}
     return list(
         translate(
             read_file(arguments.source),
-            AutoModelForSeq2SeqLM.from_pretrained(arguments.model).to(device),
-            AutoTokenizer.from_pretrained(arguments.model),
+            *loading.load(arguments.model),
             batch_size=arguments.batch_size,
             show_progress=sys.stderr.isatty(),
             **generation,

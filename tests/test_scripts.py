@@ -1,7 +1,10 @@
 """The scripts as a user runs them: one small training run, then everything that follows from it."""
 
 import json
+import select
 import subprocess
+import sys
+from subprocess import PIPE
 
 import pytest
 import yaml
@@ -136,6 +139,50 @@ def test_files_and_streams_are_translated_alike(trained, folder):
     assert written.count("\n") == 3
     assert written.split("\n")[1] == ""
     assert run("translate.py", *flags, cwd=folder, stdin=lines).stdout == written
+    assert run("translate.py", *flags, "--input", "in.txt", cwd=folder).stdout == written
+
+
+def test_a_pipe_is_answered_line_by_line_until_its_reader_leaves(trained, folder):
+    script = str(REPOSITORY / "scripts/translate.py")
+    options = ["--model", "model", "--num_beams", "2", "--n_best", "2", "--max_new_tokens", "5"]
+    process = subprocess.Popen(
+        [sys.executable, script, *options],
+        cwd=folder, stdin=PIPE, stdout=PIPE, stderr=PIPE, bufsize=0,
+    )  # fmt: skip
+    try:
+        for number in range(3):
+            process.stdin.write(b"three hundred\n")
+            for _ in range(2):
+                assert select.select([process.stdout], [], [], 120)[0], "no translation comes"
+                assert process.stdout.readline().startswith(f"{number} ||| ".encode())
+        process.stdout.close()
+        process.stdin.write(b"four\n")
+        process.wait(timeout=120)  # though standard input is still open
+        assert b"Error" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--n_best", 3], "n_best=3 with num_beams=2: expected"),
+        (["--batch_size", 0], "batch_size=0: expected a positive integer"),
+        (["--max_new_tokens", 0], "max_new_tokens=0: expected a positive integer"),
+        (["--num_beams", -1], "num_beams=-1: expected a positive integer"),
+    ],
+)
+def test_options_are_checked_before_the_output_is_touched(trained, folder, flags, message):
+    (folder / "source").write_text("three hundred\n")
+    (folder / "kept").write_text("of an earlier job\n")
+    files = ["--output", "kept"]
+    for where in (files, [*files, "--input", "source"]):
+        flags = ["--model", "model", "--num_beams", 2, *flags, *where]
+        process = run("translate.py", *flags, cwd=folder, stdin="one\n", check=False)
+        assert message in process.stderr.splitlines()[-1]
+        assert (folder / "kept").read_text() == "of an earlier job\n"
+        assert not (folder / "kept.parts").exists()
 
 
 def test_the_best_hypotheses_come_with_scores(trained, folder):

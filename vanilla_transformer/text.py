@@ -5,8 +5,17 @@ of two parallel files no longer match.
 """
 
 import codecs
+import os
+import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import BufferedReader, BytesIO
+from itertools import islice
 from pathlib import Path
+from typing import TextIO
+
+READ_SIZE = 2**20  # bytes
 
 
 def decode_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
@@ -33,6 +42,41 @@ def read_file(path: str | Path) -> Iterator[str]:
     """`read_lines` of a file."""
     with Path(path).open("rb") as file:
         yield from read_lines(file, str(path))
+
+
+def read_arrived(file: BufferedReader, name: str) -> Iterator[list[str]]:
+    """Yield the lines of `read_lines` in lists of those that have arrived: one from a terminal,
+    as many as one read gets from a pipe or a file. No line waits for a later one."""
+    arrived: deque[bytes] = deque()
+    lines = read_lines(iter(arrived.popleft, None), name)
+    unfinished: list[bytes] = []
+    while piece := file.read1(READ_SIZE):
+        whole, newline, rest = piece.rpartition(b"\n")
+        if newline:
+            arrived.extend(BytesIO(b"".join([*unfinished, whole, newline])))
+            unfinished = []
+            yield list(islice(lines, len(arrived)))
+        unfinished.append(rest)
+    if last := b"".join(unfinished):
+        arrived.append(last)
+        yield [next(lines)]
+
+
+@contextmanager
+def open_output(path: str | Path | None) -> Iterator[TextIO]:
+    """A file, or for `None` standard output, to write UTF-8 into. A program that stops reading
+    standard output, as `head` does, ends this one without an error message."""
+    if path is not None:
+        with Path(path).open("w", encoding="utf-8", newline="\n") as file:
+            yield file
+        return
+    sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
+    try:
+        yield sys.stdout
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
+        sys.exit(1)
 
 
 def expect_unicode(text: str, name: str) -> None:
