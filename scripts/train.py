@@ -15,6 +15,7 @@ import json
 import logging
 from typing import Any
 
+import torch
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -26,7 +27,6 @@ from vanilla_transformer.arguments import (
 from vanilla_transformer.bpe_dropout import BPEDropout, with_bpe_dropout
 from vanilla_transformer.data import DataArguments, load_parallel_dataset, tokenize_dataset
 from vanilla_transformer.evaluation import score_translations
-from vanilla_transformer.model_card import write_model_card
 from vanilla_transformer.sharding import load_whole, tensor_parallel
 from vanilla_transformer.training import (
     average_last,
@@ -68,6 +68,7 @@ def main() -> None:
     logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
 
     trainer = make_trainer(model, tokenizer, training_args, splits)
+    trainer.card_arguments = model_args, data_args
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.exit_if_interrupted()
     average_last(trainer)
@@ -75,16 +76,15 @@ def main() -> None:
     trainer.save_state()
     trainer.accelerator.end_training()  # torch aborts processes, at times, that don't leave a group
     if trainer.is_world_process_zero():
+        torch.set_float32_matmul_precision("highest")  # the card's scores are those of users
         model = load_whole(model, training_args.output_dir).to(training_args.device)
         scores = {
             split: evaluate(model, tokenizer, pairs[split], training_args)
             for split in ("validation", "test")
             if split in pairs
         }
-        state = trainer.state
-        log = {"steps": state.global_step, "epochs": round(state.epoch or 0.0, 2)}
-        card = write_model_card(model, scores, log, model_args, data_args, training_args)
-        logger.info("The model, its curves and its card are in %s", card.parent)
+        trainer.finish_card(model, scores)
+        logger.info("The model, its curves and its card are in %s", training_args.output_dir)
 
 
 def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict[str, Any]:

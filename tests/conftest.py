@@ -134,6 +134,27 @@ def run_script(name, *flags, cwd, stdin=None, check=True, fresh=False):
     return process
 
 
+@pytest.fixture
+def train_here(tmp_path, monkeypatch):
+    """`scripts/train.py` with given flags in this process, and what it does to it undone."""
+    import datasets
+    import train
+
+    def train_with(*flags):
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, flags)])
+        train.main()
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    precision = torch.get_float32_matmul_precision()
+    verbosity = transformers_logging.get_verbosity()
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield train_with
+    torch.set_float32_matmul_precision(precision)
+    transformers_logging.set_verbosity(verbosity)
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
 def _run_in_copy(args, cwd, input, env):
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]

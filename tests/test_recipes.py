@@ -1,17 +1,12 @@
 """Every recipe trains: loaded, and run for two steps on stand-in text of its data set's columns."""
 
 import json
-import logging
-import sys
 
-import datasets
 import pytest
 import torch
-import train
 import yaml
 from conftest import REPOSITORY
 from transformers import AutoModelForSeq2SeqLM, get_scheduler
-from transformers.utils import logging as transformers_logging
 
 from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.arguments import (
@@ -29,27 +24,6 @@ TEXTS = ["a house by the lake", "the lake is deep", "see how deep the lake is"] 
 SMALL = "encoder_layers=1,decoder_layers=1,d_model=32,encoder_ffn_dim=32,decoder_ffn_dim=32"
 
 
-@pytest.fixture(autouse=True)
-def as_before(tmp_path, monkeypatch):
-    """What the script does to its process, undone."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    precision, verbosity = (
-        torch.get_float32_matmul_precision(),
-        transformers_logging.get_verbosity(),
-    )
-    handlers, level = logging.root.handlers[:], logging.root.level
-    yield
-    torch.set_float32_matmul_precision(precision)
-    transformers_logging.set_verbosity(verbosity)
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
-
-
-def train_with(monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, flags)])
-    train.main()
-
-
 def stand_in(folder, recipe):
     """A local data set with the columns of the recipe's own."""
     languages = recipe["source_lang"], recipe["target_lang"]
@@ -64,7 +38,7 @@ def stand_in(folder, recipe):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_trains_and_names_its_source(path, tmp_path, monkeypatch):
+def test_a_recipe_trains_and_names_its_source(path, tmp_path, train_here):
     assert "http" in path.read_text().partition("\n\n")[0] or path.stem == "phrases"
     recipe = yaml.safe_load(path.read_text())
     (tmp_path / "data").mkdir()
@@ -86,7 +60,7 @@ def test_a_recipe_trains_and_names_its_source(path, tmp_path, monkeypatch):
         if "dataset_config_name" in recipe:
             flags["dataset_config_name"] = "default"
     given = [(f"--{name}", value) for name, value in flags.items() if value is not None]
-    train_with(monkeypatch, *(part for pair in given for part in pair))
+    train_here(*(part for pair in given for part in pair))
 
     state = json.loads((tmp_path / "model/trainer_state.json").read_text())
     assert state["global_step"] == 2

@@ -18,11 +18,11 @@ from .evaluation import METRICS
 from .finite_gradients import FiniteGradientArguments
 from .sharding import join_on_cpus, launched_processes, shard_on_cpus, writes_shards
 
-# Local files on the command line replace the data set that a recipe names.
-LOCAL_DATA_FLAGS = {
-    f"--{split}_{side}" for split in SPLITS for side in ("source", "target", "file")
+# Local files on the command line replace the data set that a recipe names, languages included.
+LOCAL_DATA_OPTIONS = {
+    f"{split}_{side}" for split in SPLITS for side in ("source", "target", "file")
 }
-REMOTE_DATA_OPTIONS = {"dataset_name", "dataset_config_name"}
+REMOTE_DATA_OPTIONS = {"dataset_name", "dataset_config_name", "source_lang", "target_lang"}
 
 
 @dataclass
@@ -251,7 +251,8 @@ def parse_arguments(dataclass_types: Iterable[Any], argv: Sequence[str] | None =
     if not torch.accelerator.is_available():
         # Left to themselves, several processes on CPUs would each train a model of their own.
         parser.set_defaults(use_cpu=True)
-    recipe_path = parser.parse_known_args(argv)[0].config
+    given = vars(parser.parse_known_args(argv)[0])
+    recipe_path = given["config"]
     if recipe_path is not None:
         recipe = yaml.safe_load(Path(recipe_path).read_text(encoding="utf-8"))
         if not isinstance(recipe, dict):
@@ -259,7 +260,7 @@ def parse_arguments(dataclass_types: Iterable[Any], argv: Sequence[str] | None =
         unknown = sorted(set(map(str, recipe)) - {action.dest for action in parser._actions})
         if unknown:
             raise ValueError(f"{recipe_path}: unknown options {', '.join(unknown)}")
-        if any(flag.partition("=")[0] in LOCAL_DATA_FLAGS for flag in argv):
+        if "dataset_name" in recipe and any(map(given.get, LOCAL_DATA_OPTIONS)):
             recipe = {name: recipe[name] for name in recipe.keys() - REMOTE_DATA_OPTIONS}
         parser.set_defaults(**recipe)
     return parser.parse_args_into_dataclasses(argv)[: len(parser.dataclass_types)]

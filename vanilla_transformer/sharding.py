@@ -3,7 +3,7 @@ transformers does; and checkpoints that any other layout goes on from, but DeepS
 
     ShardedTrainer     a `Trainer` that reads each layout's checkpoints
     tensor_parallel    a model, each matrix of which is split up
-    load_whole         the model that a sharded one has been saved as
+    load_whole         the model that a trained one has been saved as
     join_on_cpus       processes that give up on each other after `ddp_timeout`
     shard_on_cpus      FSDP also where there is no GPU
 
@@ -120,10 +120,8 @@ def is_in_parts(model: torch.nn.Module) -> bool:
 
 
 def load_whole(model: PreTrainedModel, folder: str | Path) -> Any:
-    """The model, or if it is in parts, which only all processes together can use, the one that they
-    have saved into the folder."""
-    if not is_in_parts(model):
-        return model
+    """What the processes that trained the model have saved into the folder, as anyone will load it:
+    whole, and without the trainer's autocast."""
     unset_hf_deepspeed_config()  # with ZeRO 3's, transformers would share this one out too
     return type(model).from_pretrained(folder)
 

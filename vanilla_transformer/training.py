@@ -42,6 +42,7 @@ from .data import iter_texts
 from .evaluation import make_compute_metrics
 from .finite_gradients import FiniteGradientTrainer
 from .interruption import InterruptibleTrainer
+from .model_card import ModelCardTrainer
 from .modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from .r_drop import r_drop_loss
 from .sharding import SHARDED_OPTIMIZER, ShardedTrainer
@@ -219,6 +220,7 @@ class TranslationTrainer(
     WholeCheckpointTrainer,
     ShardedTrainer,
     TokenBudgetTrainer,
+    ModelCardTrainer,
     Seq2SeqTrainer,
 ):
     """`Seq2SeqTrainer` with all of these and R-Drop, and less one habit: while it evaluates,
