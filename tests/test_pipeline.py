@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import small_trainer
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
@@ -150,6 +151,18 @@ def spy(pipe, monkeypatch):
 
     monkeypatch.setattr(pipe.model, "generate", record)
     return calls
+
+
+def beams_used(pipe):
+    """For one source the decoder gets a row for each beam."""
+    rows = []
+    decoder = pipe.model.get_decoder()
+    hook = decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    pipe("a", max_new_tokens=2)
+    hook.remove()
+    return max(rows)
 
 
 def translations(results):
@@ -306,6 +319,18 @@ class TestParameters:
         model.generation_config.update(num_beams=1, max_length=40)
         pipe("a")
         assert not {"num_beams", "max_new_tokens"} & calls[1].keys()
+
+    @pytest.mark.parametrize(("trained_for", "beams"), [(1, 1), (5, 5), (None, 1)])
+    def test_a_trained_model_keeps_its_beams(self, tokenizer, tmp_path, trained_for, beams):
+        options = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+        options |= {"predict_with_generate": True, "generation_num_beams": trained_for}
+        trainer = small_trainer(tmp_path, tokenizer, **options)
+        trainer.train()
+        trainer.save_model()
+        assert beams_used(pipeline("translation", model=str(tmp_path))) == beams
+
+    def test_a_model_that_says_nothing_of_beams_gets_four(self, folders):
+        assert beams_used(pipeline("translation", model=str(folders / "ours"))) == 4
 
     def test_a_generation_config_is_used_as_it_is(self, translator, monkeypatch):
         calls = spy(translator, monkeypatch)

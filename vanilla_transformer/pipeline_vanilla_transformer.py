@@ -19,9 +19,11 @@ _LANGUAGE_PAIR = re.compile(r"translation_(.+?)_to_(.+)")
 class Text2TextGenerationPipeline(Pipeline):
     """Sends text through an encoder-decoder: `pipeline("text2text-generation", model=...)`.
 
-    What a parameter of `generate()` is set to, strongest first: the call, the constructor,
-    `config.task_specific_params[task]`, the model's generation config, `generation_defaults`.
-    A `generation_config` given by the user leaves out the third and the last.
+    The value of a parameter of `generate()` comes from the first of these that sets it: the call,
+    the constructor, `config.task_specific_params[task]`, the model's generation config,
+    `generation_defaults`. A model trained with this package has its number of beams in its
+    generation config; the default of 4 is for models that have none there. A `generation_config`
+    given by the user leaves out the third and the last.
 
     Args:
         model: An encoder-decoder that reads token ids.
