@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from copy import deepcopy
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -10,8 +12,17 @@ from conftest import small_config
 from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import (
+    CLIPTokenizer,
+    GemmaTokenizer,
+    GPT2Tokenizer,
+    LlamaTokenizer,
+    NllbTokenizer,
+    PreTrainedTokenizerFast,
+    RobertaTokenizer,
+    WhisperTokenizer,
+)
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.arguments import TranslationTrainingArguments
@@ -23,10 +34,103 @@ from vanilla_transformer.training import make_trainer
 TEXTS = ["a house by the lake", "ein Haus am See", "the lake is deep", "der See ist tief"]
 
 
-@settings(max_examples=200, deadline=None)
-@given(text=st.text(max_size=30) | st.sampled_from([*TEXTS, "</s> <0x41> 12", "中文 😀", ""]))
+ODD_TEXTS = ["</s> <0x41> 12", "中文 😀 lakes", "<s>", "The  LAKE\n", ""]
+
+
+def with_template(tokenizer, template):
+    """A copy with other special tokens around a text."""
+    copy = deepcopy(tokenizer)
+    copy.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return copy
+
+
+@cache
+def tokenizer_of(family):
+    """A small tokenizer as other projects make them."""
+    if family is None:
+        backend = Tokenizer(models.BPE(unk_token="[UNK]", continuing_subword_prefix="##"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        special = {"special_tokens": ["[UNK]"], "continuing_subword_prefix": "##"}
+        trainer = trainers.BpeTrainer(vocab_size=80, show_progress=False, **special)
+        backend.train_from_iterator(TEXTS, trainer)
+        new = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    else:
+        languages = {"src_lang": "eng_Latn", "tgt_lang": "deu_Latn"}
+        empty = family(**languages if family is NllbTokenizer else {})
+        new = empty.train_new_from_iterator(TEXTS * 3, 500, show_progress=False)
+    new.add_tokens(["lake"])
+    return new
+
+
+FAMILIES = [
+    GPT2Tokenizer,  # bytes, no special tokens around a text
+    RobertaTokenizer,  # <s> $A </s>
+    WhisperTokenizer,  # two tokens in front
+    LlamaTokenizer,  # no pre-tokenizer: a text is one word
+    GemmaTokenizer,
+    CLIPTokenizer,  # end_of_word_suffix
+    NllbTokenizer,  # language codes: others for targets
+    None,  # continuing_subword_prefix
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=30) | st.sampled_from([*TEXTS, *ODD_TEXTS]))
 def test_without_dropout_it_is_the_tokenizer(tokenizer, text):
     assert BPEDropout(tokenizer, 0.0).encode(text) == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(max_size=30) | st.sampled_from([*TEXTS, *ODD_TEXTS]))
+def test_without_dropout_it_is_any_bpe_tokenizer(family, text):
+    tokenizer = tokenizer_of(family)
+    encoder = BPEDropout(tokenizer, 0.0)
+    assert encoder.encode(text) == tokenizer(text)["input_ids"]
+    assert encoder.encode(text, as_target=True) == tokenizer(text_target=text)["input_ids"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_and_added_tokens_stay_whole(family):
+    tokenizer = tokenizer_of(family)
+    added = tokenizer.added_tokens_decoder
+    own = tokenizer("the lake is deep")["input_ids"]
+    ids = BPEDropout(tokenizer, 1.0).encode("the lake is deep")
+    assert len(ids) > len(own)
+    assert [token for token in ids if token in added] == [token for token in own if token in added]
+    assert tokenizer.convert_ids_to_tokens(ids).count("lake") == 1
+
+
+def test_the_text_stands_between_the_special_tokens(tokenizer):
+    """A checkpoint's tokenizer may open texts too: `<s> $A </s>` came out as `A <s> </s>`."""
+    tokenizer = with_template(tokenizer, "<s> $A </s>")
+    ids = BPEDropout(tokenizer, 1.0).encode("the lake")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", *" the lake", "</s>"]
+
+
+def test_sources_and_targets_have_their_own_language_codes():
+    tokenizer = tokenizer_of(NllbTokenizer)
+    pairs = Dataset.from_list([{"source": "the deep", "target": "der See"}])
+    example = with_bpe_dropout(pairs, None, BPEDropout(tokenizer, 1.0))[0]
+    tokens = {side: tokenizer.convert_ids_to_tokens(ids) for side, ids in example.items()}
+    assert tokens["input_ids"] == ["eng_Latn", *"▁the▁deep", "</s>"]
+    assert tokens["labels"] == ["deu_Latn", *"▁der▁See", "</s>"]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("max_length", [0, 1, 2, 3, 4, 100])
+def test_longer_texts_are_cut_as_the_tokenizer_cuts_them(tokenizer, side, max_length):
+    """Also below the number of special tokens, where none is cut."""
+    tokenizer = with_template(tokenizer, "<s> $A </s>")
+    tokenizer.truncation_side = side
+    for text in [*TEXTS, *ODD_TEXTS]:
+        expected = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
+        assert BPEDropout(tokenizer, 0.0).encode(text, max_length=max_length) == expected
+        ids = BPEDropout(tokenizer, 0.5).encode(text, max_length=max_length)
+        assert (ids[0], ids[-1]) == (1, 2)
+        assert len(ids) <= max_length or max_length < 2
 
 
 @settings(max_examples=100, deadline=None)
@@ -84,12 +188,6 @@ def test_seed_epoch_and_text_decide(tokenizer):
     assert encoder.encode(text, 5) != BPEDropout(tokenizer, 0.3, seed=2).encode(text, 5)
 
 
-def test_longer_texts_are_cut_and_closed(tokenizer):
-    ids = BPEDropout(tokenizer, 0.3).encode("the lake is deep", max_length=4)
-    assert len(ids) == 4
-    assert ids[-1] == tokenizer.eos_token_id
-
-
 @pytest.mark.parametrize("dropout", [-0.1, 1.5])
 def test_dropout_is_a_probability(tokenizer, dropout):
     message = f"bpe_dropout={dropout}: expected a probability"
@@ -99,17 +197,57 @@ def test_dropout_is_a_probability(tokenizer, dropout):
         DataArguments(dataset_name="phrases", bpe_dropout=dropout)
 
 
+MERGES = {"vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3}, "merges": [("a", "b")]}
+
+
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
         (models.WordLevel({"a": 0}, unk_token="a"), "WordLevel"),
-        (models.BPE({"a": 0, "##a": 1}, [], continuing_subword_prefix="##"), "BPE"),
+        (models.BPE(**MERGES, ignore_merges=True), "BPE with ignore_merges=True"),
+        (models.BPE(**MERGES, dropout=0.1), "BPE with dropout=0.1"),
     ],
 )
 def test_other_tokenizers_are_refused(model, kind):
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
-    with pytest.raises(ValueError, match=f"expected a plain BPE tokenizer, not this {kind}"):
+    message = f"expected a plain BPE tokenizer, not this {kind}"
+    with pytest.raises(ValueError, match=message):
         BPEDropout(other, 0.1)
+
+
+def test_a_token_with_several_merges_is_spelt_in_characters():
+    """A vocabulary of SentencePiece has a merge for each pair that makes up a token, also one of
+    tokens that no merge makes: here "bc"."""
+    vocab = {token: number for number, token in enumerate(["a", "b", "c", "ab", "bc", "abc"])}
+    merges = [("a", "bc"), ("a", "b"), ("ab", "c")]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab, merges)))
+    for dropout, tokens in ((0.0, ["abc"]), (1.0, ["a", "b", "c"])):
+        ids = BPEDropout(tokenizer, dropout).encode("abc")
+        assert tokenizer.convert_ids_to_tokens(ids) == tokens
+
+
+def test_the_tokenizer_that_training_saves_is_as_it_was(tokenizer):
+    tokenizer("the lake")  # without truncation
+    before = tokenizer.backend_tokenizer.to_str()
+    BPEDropout(tokenizer, 0.1)
+    assert tokenizer.backend_tokenizer.to_str() == before
+
+
+class TaggingTokenizer(PreTrainedTokenizerFast):
+    """Adds a token that the pipeline of `tokenizers` knows nothing of."""
+
+    def _encode_plus(self, *args, **kwargs):
+        encoded = super()._encode_plus(*args, **kwargs)
+        encoded["input_ids"] = [0, *encoded["input_ids"]]
+        return encoded
+
+
+def test_a_tokenizer_that_cannot_be_followed_is_refused(tokenizer):
+    tagging = TaggingTokenizer(tokenizer_object=Tokenizer(models.BPE(**MERGES)))
+    for other in (tagging, with_template(tokenizer, "$A </s> $A")):
+        message = f"bpe_dropout: without dropout .* differ from those of {type(other).__name__}"
+        with pytest.raises(ValueError, match=message):
+            BPEDropout(other, 0.1)
 
 
 # ---------------------------------------------------------------- in training
