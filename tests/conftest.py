@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import distributed
 
 # Set before transformers and datasets are imported: no test may reach a hub.
@@ -47,6 +49,12 @@ def pytest_collection_finish():
     """What is imported by now stays: after each training accelerate has Python look through it all
     for what may be freed, which takes half a second."""
     gc.freeze()
+
+
+def needs_transformers(version, feature):
+    """Skips a test of what transformers is too old for."""
+    too_old = Version(transformers.__version__) < Version(version)
+    return pytest.mark.skipif(too_old, reason=f"needs transformers {version}: {feature}")
 
 
 def small_config(**overrides):

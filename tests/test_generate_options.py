@@ -620,7 +620,9 @@ def test_requests_are_batched_as_they_come(causal):
             max_new_tokens=STEPS, do_sample=False, eos_token_id=EOS, pad_token_id=0
         ),
         continuous_batching_config=ContinuousBatchingConfig(
-            num_blocks=16, page_size=32, max_batch_tokens=64
+            32,  # tokens of a page, block_size in transformers 5.17
+            num_blocks=16,
+            max_batch_tokens=64,
         ),
         progress_bar=False,
     )

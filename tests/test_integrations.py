@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import SMALL, random_ids, small_config
+from conftest import SMALL, needs_transformers, random_ids, small_config
 from safetensors.torch import load_file
 from test_modeling import assert_close
 from torch import nn
@@ -205,6 +205,7 @@ def test_outputs_may_be_asked_for_in_the_configuration(cls):
         assert torch.equal(value, other)
 
 
+@needs_transformers("5.23", "an index of a hidden state, counted from the embeddings on")
 @every_class
 @pytest.mark.parametrize("selection", [[0, -1], [1], -1, [-2]], ids=str)
 def test_some_hidden_states_may_be_selected(cls, selection):
@@ -687,6 +688,9 @@ def test_an_exported_program_takes_any_batch_and_length(cls, attention):
 # ---------------------------------------------------------------- ONNX
 
 
+runs_graphs = needs_transformers("5.23", "a runner of exported graphs and their cache")
+
+
 @pytest.fixture
 def export():
     """A function from a model and its inputs to what runs in ONNX Runtime, every size left open:
@@ -714,6 +718,7 @@ def padded_prompts(rows, length):
     return ids, mask
 
 
+@runs_graphs
 def test_an_onnx_model_translates_the_same(export):
     model = build(SEQ2SEQ, **TALKATIVE, **LOW, eos_token_id=None)
     ids, mask = padded_prompts(2, 6)
@@ -740,6 +745,7 @@ def test_an_onnx_model_translates_the_same(export):
     assert len(said) > 5
 
 
+@runs_graphs
 @pytest.mark.slow
 def test_an_onnx_language_model_continues_the_same(export):
     model = build(CAUSAL, **TALKATIVE, **LOW, eos_token_id=None)

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from transformers import Seq2SeqTrainingArguments
 from transformers.integrations import deepspeed
 
-from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer import VanillaTransformerForConditionalGeneration, arguments
 from vanilla_transformer.arguments import TranslationTrainingArguments
 from vanilla_transformer.batching import TokenBudgetSampler
+from vanilla_transformer.sharding import TRAINS_PARTS
 from vanilla_transformer.training import find_checkpoint
 
 CONFIGS = sorted((REPOSITORY / "scripts/accelerate").glob("*.yaml"))
@@ -24,6 +25,12 @@ every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.st
 
 
 LAST = "checkpoint-4"
+
+
+@pytest.fixture(autouse=True)
+def need_a_trainer_of_parts(request):
+    if "tensor parallel" in request.node.name and not TRAINS_PARTS:
+        pytest.skip("needs transformers 5.19: training of a model that it has split up")
 
 
 AT_EXIT = """
@@ -238,8 +245,19 @@ def test_updates_are_of_as_many_batches_on_any_number_of_processes(
     tmp_path, monkeypatch, processes, options, accumulated
 ):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    arguments = Unprepared(output_dir=str(tmp_path), batches_per_update=8, **options)
-    assert arguments.gradient_accumulation_steps == accumulated
+    monkeypatch.setattr(arguments, "TRAINS_PARTS", True)
+    prepared = Unprepared(output_dir=str(tmp_path), batches_per_update=8, **options)
+    assert prepared.gradient_accumulation_steps == accumulated
+
+
+def test_tensor_parallelism_is_refused_by_a_transformers_that_does_not_train_it(
+    tmp_path, monkeypatch
+):
+    """5.17 had one process alone gather the weights for a checkpoint: gloo aborted it."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(arguments, "TRAINS_PARTS", False)
+    with pytest.raises(ValueError, match=r"tp_size=2: expected transformers 5\.19 or newer, not 5"):
+        Unprepared(output_dir=str(tmp_path), tp_size=2)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,17 @@ import json
 import select
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import version
 from subprocess import PIPE
+from zipfile import ZipFile
 
 import pytest
 import yaml
 from benchmark import with_setting
 from conftest import REPOSITORY, random_ids
 from conftest import run_script as run
+from overlay import make_overlay
 
 SHAPE = (
     "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,"
@@ -248,6 +252,32 @@ def test_a_missing_python_is_said_in_one_line(script, tmp_path):
         process.stderr
         == f"{script}: needs Python 3.11 or newer with venv; set PYTHON to its path\n"
     )
+
+
+# ---------------------------------------------------------------- versions
+
+
+def test_the_workflow_tests_the_oldest_versions_that_are_promised():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    oldest = dict(dependency.split(">=") for dependency in project["dependencies"])
+    workflow = (REPOSITORY / ".github/workflows/test.yml").read_text()
+    options = f"--transformers {oldest['transformers']}.0 --torch {oldest['torch']}.0"
+    assert f"scripts/test {options}\n" in workflow
+
+
+def test_an_overlay_has_its_own_versions_and_else_those_below(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    wheel = tmp_path / "tabulate-99.0-py3-none-any.whl"
+    with ZipFile(wheel, "w") as archive:
+        record = {"METADATA": "Metadata-Version: 2.1\nName: tabulate\nVersion: 99.0\n"}
+        record["WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        record["RECORD"] = ""
+        for name, text in record.items():
+            archive.writestr(f"tabulate-99.0.dist-info/{name}", text)
+    programs = make_overlay(tmp_path / "overlay", str(wheel))
+    report = "from importlib.metadata import version as v; print(v('tabulate'), v('torch'))"
+    found = subprocess.check_output([programs / "python", "-c", report], text=True)
+    assert found.split() == ["99.0", version("torch")]
 
 
 # ---------------------------------------------------------------- benchmark

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from transformers import GenerationConfig, HfArgumentParser, Seq2SeqTrainingArguments
 from transformers.integrations import is_tensorboard_available
@@ -16,7 +17,13 @@ from .configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from .data import SPLITS, DataArguments
 from .evaluation import METRICS
 from .finite_gradients import FiniteGradientArguments
-from .sharding import join_on_cpus, launched_processes, shard_on_cpus, writes_shards
+from .sharding import (
+    TRAINS_PARTS,
+    join_on_cpus,
+    launched_processes,
+    shard_on_cpus,
+    writes_shards,
+)
 
 # Local files on the command line replace the data set that a recipe names, languages included.
 LOCAL_DATA_OPTIONS = {
@@ -173,6 +180,11 @@ class TranslationTrainingArguments(
         processes = launched_processes()
         if self.tp_size < 1 or processes % self.tp_size:
             raise ValueError(f"tp_size={self.tp_size}: expected a divisor of {processes} processes")
+        if self.tp_size > 1 and not TRAINS_PARTS:
+            raise ValueError(
+                f"tp_size={self.tp_size}: expected transformers 5.19 or newer, "
+                f"not {transformers.__version__}"
+            )
         wanted, at_a_time = self.batches_per_update, self.data_parallel_size
         if wanted is None:
             return

@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)  # to the first process
 
+# transformers trains models that it has split up from 5.19 on.
+TRAINS_PARTS = hasattr(PreTrainedModel, "is_distributed_loading_by_transformers")
+
 ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # of torch.load, whatever its caller says
 INDEX_NAMES = {  # besides types of numbers; by module, and no class that opens a file among them
     "torch": {"Size", "device"},

@@ -11,10 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 from importlib.metadata import version
 from pathlib import Path
+
+from overlay import make_overlay
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -27,7 +28,8 @@ OPTIONAL = ["onnx", "onnxscript", "onnxruntime", "executorch", "torchao", "optim
 def main() -> int:
     args, pytest_options = parse_arguments()
     folder = BUILD / args.transformers
-    python = make_environment(folder / "venv", args.transformers)
+    wanted = [f"transformers=={args.transformers}", *REQUIREMENTS, *OPTIONAL]
+    python = str(make_overlay(folder / "venv", *wanted) / "python")
     tree = assemble(folder, args.transformers, args.checkout)
     environment = os.environ | {
         "CONFORMANCE_SUBJECT": args.subject,
@@ -78,25 +80,6 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     if args.checkout and not (args.checkout / "tests" / "generation").is_dir():
         parser.error(f"--checkout {args.checkout}: expected a folder that holds tests/generation")
     return args, pytest_options
-
-
-def make_environment(folder: Path, transformers: str) -> str:
-    """A virtual environment over the current one, with that transformers and what it tests."""
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        print(f"Setting up {folder} (once) ...", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        ours = sysconfig.get_path("purelib")
-        site = subprocess.check_output(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-        )
-        Path(site.strip(), "below.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        torch = f"torch=={version('torch').split('+')[0]}"
-        wanted = [torch, f"transformers=={transformers}", *REQUIREMENTS, *OPTIONAL]
-        subprocess.run([*install, *wanted], check=True)
-        (folder / "complete").touch()
-    return str(python)
 
 
 def assemble(folder: Path, transformers: str, checkout: Path | None) -> Path:

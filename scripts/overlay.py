@@ -1,0 +1,40 @@
+"""A virtual environment over the current one, with other versions of some packages; prints the
+folder of its programs.
+
+    PATH="$(python scripts/overlay.py transformers==5.17.0):$PATH" python -m pytest
+"""
+
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import version
+from pathlib import Path
+
+OVERLAYS = Path(__file__).parents[1] / "build" / "overlays"
+
+
+def make_overlay(folder: Path, *requirements: str) -> Path:
+    """The folder of an environment's programs. It has the requirements and what these need, and
+    else the versions of the current environment; of torch too, unless they name another, as pip may
+    choose a larger build."""
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        print(f"Setting up {folder} (once) ...", file=sys.stderr, flush=True)
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True
+        )
+        site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+        below = sysconfig.get_path("purelib")
+        (site / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
+        kept = folder / "constraints.txt"
+        own_torch = any(one.startswith("torch==") for one in requirements)
+        kept.write_text("" if own_torch else f"torch=={version('torch').split('+')[0]}\n")
+        install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+        install += ["--disable-pip-version-check", "--constraint", kept, *requirements]
+        subprocess.run(install, check=True, stdout=sys.stderr)
+        (folder / "complete").touch()
+    return python.parent
+
+
+if __name__ == "__main__":
+    print(make_overlay(OVERLAYS / "_".join(sys.argv[1:]), *sys.argv[1:]))
