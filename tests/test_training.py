@@ -1,6 +1,7 @@
 """Recipes, output folders, and a `Seq2SeqTrainer` over our model."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from conftest import REPOSITORY, small_config, small_trainer
 from datasets import Dataset
 from PIL import Image
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     TrainerCallback,
@@ -568,6 +571,69 @@ def test_the_tokenizer_is_the_checkpoints_the_named_one_or_a_new_one(checkpoint,
     named = make_tokenizer(ModelArguments(tokenizer_name=str(checkpoint)), pairs, None)
     resumed = make_tokenizer(ModelArguments(vocab_size=290), pairs, str(checkpoint))
     assert named.get_vocab() == resumed.get_vocab() == tokenizer.get_vocab()
+
+
+def byte_level(folder, template, **tokens):
+    """A tokenizer of bytes as GPT-2's or BART's, with these special tokens, in a folder."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = list(tokens.values())
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        [], trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet)
+    )
+    ids = [(token, backend.token_to_id(token)) for token in special]
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "start"),
+    [
+        ("$A </s>", {"pad_token": "<pad>", "eos_token": "</s>"}, "<pad>"),
+        ("<s> $A </s>", {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>"}, "<s>"),
+    ],
+    ids=["T5's", "BART's"],
+)
+def test_a_foreign_tokenizer_is_trained_with(tmp_path, template, tokens, start):
+    named = ModelArguments(
+        tokenizer_name=byte_level(tmp_path / "tokenizer", template, **tokens),
+        preset="tiny",
+        config_overrides="d_model=32,encoder_layers=1,decoder_layers=1,dropout=0.0",
+    )
+    tokenizer = make_tokenizer(named, None, None)
+    model = make_model(named, tokenizer, None)
+    assert model.config.decoder_start_token_id == tokenizer.convert_tokens_to_ids(start)
+    pairs = [("ab", "ba"), ("bc", "cb")]
+    rows = {
+        "input_ids": [tokenizer(source)["input_ids"] for source, _ in pairs],
+        "labels": [tokenizer(text_target=target)["input_ids"] for _, target in pairs],
+    }
+    data = Dataset.from_dict(rows)
+    arguments = training_arguments(
+        tmp_path / "run", max_steps=150, learning_rate=3e-3, predict_with_generate=True
+    )
+    trainer = make_trainer(model, tokenizer, arguments, {"train": data, "validation": data})
+    trainer.train()
+    assert trainer.evaluate()["eval_exact_match"] == 100
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "message"),
+    [
+        ("$A </s>", {"eos_token": "</s>"}, "the tokenizer has no pad_token, expected one"),
+        ("$A", {"pad_token": "<pad>"}, "the tokenizer has no eos_token, expected one"),
+        ("$A", {"pad_token": "<pad>", "eos_token": "</s>"}, "does not add its eos_token '</s>'"),
+    ],
+)
+def test_a_tokenizer_that_nothing_can_be_learnt_with_is_refused(
+    tmp_path, template, tokens, message
+):
+    named = ModelArguments(tokenizer_name=byte_level(tmp_path, template, **tokens))
+    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))}: .*{re.escape(message)}"):
+        make_tokenizer(named, None, None)
 
 
 def test_fine_tuning_starts_from_the_checkpoint(checkpoint, tokenizer):

@@ -132,19 +132,37 @@ def make_tokenizer(
     arguments: ModelArguments, training_data: Any, checkpoint: str | None
 ) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, the one named, or a new one, which the first process trains on
-    the data for all."""
+    the data for all.
+
+    Raises:
+        ValueError: The tokenizer that is named does not pad, or does not end a sequence.
+    """
     name = checkpoint or arguments.tokenizer_name or arguments.model_name_or_path
     if name is not None:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        _expect_special_tokens(tokenizer, name)
+        return tokenizer
     size = arguments.vocab_size
     logger.info("Training a tokenizer of %d tokens", size)
     return _made_by_first_process(lambda: train_tokenizer(iter_texts(training_data), size))
 
 
+def _expect_special_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    for kind in ("pad_token", "eos_token"):
+        if getattr(tokenizer, kind) is None:
+            raise ValueError(f"{name}: the tokenizer has no {kind}, expected one")
+    if tokenizer.eos_token_id not in tokenizer(text_target="a")["input_ids"]:
+        raise ValueError(
+            f"{name}: the tokenizer does not add its eos_token {tokenizer.eos_token!r} to a text, "
+            "expected one that does: a model could not learn where a target ends"
+        )
+
+
 def make_model(
     arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, checkpoint: str | None
 ) -> PreTrainedModel:
-    """A new model with the tokenizer's vocabulary and special tokens, or the one to fine-tune.
+    """A new model with the tokenizer's vocabulary and special tokens, or the one to fine-tune. A
+    target starts with `bos_token`, or with `pad_token`, as T5's and Marian's, if there is none.
 
     Raises:
         ValueError: The checkpoint to resume from is of another shape.
@@ -155,13 +173,14 @@ def make_model(
     if arguments.model_name_or_path is not None:
         options = {**attention, **arguments.overrides()}
         return AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path, **options)
+    bos = tokenizer.bos_token_id
     config = VanillaTransformerConfig.from_preset(
         arguments.preset,
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
+        bos_token_id=bos,
         eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.bos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id if bos is None else bos,
         **attention,
         **arguments.overrides(),
     )
