@@ -9,6 +9,7 @@ import inspect
 import pkgutil
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from transformers.modeling_utils import DistributedMixin
 
 import vanilla_transformer
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.checkpoints import ASIDE
 
 # Names with an underscore that transformers asks authors of models and pipelines to define.
 OFFICIAL = {
@@ -265,6 +267,13 @@ def test_accelerate_skips_batches_and_shares_its_state_as_batching_relies_on():
         assert hasattr(GradientState, name), name
     for name in ("destroy_process_group", "wait_for_everyone"):
         assert hasattr(PartialState, name), name
+
+
+def test_a_push_to_the_hub_leaves_out_what_is_unfinished():
+    # checkpoints.py writes checkpoints aside; a push took them along, optimizer and all.
+    assert fnmatch(f"{ASIDE}/checkpoint-2/optimizer.pt", "_*")
+    for push in (Trainer.push_to_hub, Trainer._push_from_checkpoint):
+        assert 'ignore_patterns=["_*"' in inspect.getsource(push)
 
 
 def test_a_card_is_filled_in_from_a_template():

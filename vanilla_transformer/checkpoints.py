@@ -24,7 +24,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 logger = logging.getLogger(__name__)
 
-ASIDE = ".incomplete"  # in the output folder: what is being written, and what is being removed
+# In the output folder: what is being written, and what is being removed. `Trainer` pushes no folder
+# with such a name to the Hub.
+ASIDE = "_incomplete"
 CHECKSUMS = "checksums.json"
 PARTS = {  # of any trainer's checkpoint, and what holds each
     "weights": ("*model*.safetensors", "pytorch_model*", "global_step*"),
