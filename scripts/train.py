@@ -74,29 +74,34 @@ def main() -> None:
     average_last(trainer)
     trainer.save_model()
     trainer.save_state()
+    torch.set_float32_matmul_precision("highest")  # the card's scores are those of users
+    model = load_whole(model, training_args.output_dir).to(training_args.device)
+    scores = {
+        split: evaluate(model, tokenizer, pairs[split], training_args)
+        for split in ("validation", "test")
+        if split in pairs
+    }
     trainer.accelerator.end_training()  # torch aborts processes, at times, that don't leave a group
     if trainer.is_world_process_zero():
-        torch.set_float32_matmul_precision("highest")  # the card's scores are those of users
-        model = load_whole(model, training_args.output_dir).to(training_args.device)
-        scores = {
-            split: evaluate(model, tokenizer, pairs[split], training_args)
-            for split in ("validation", "test")
-            if split in pairs
-        }
         trainer.finish_card(model, scores)
         logger.info("The model, its curves and its card are in %s", training_args.output_dir)
 
 
 def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict[str, Any]:
-    """Translate a split and score it."""
+    """Translate a split, all processes together, and score it, on the first."""
+    is_first = training_args.process_index == 0
     translations = translate(
         (pair["source"] for pair in pairs),
         model,
         tokenizer,
         batch_size=training_args.per_device_eval_batch_size,
-        show_progress=not training_args.disable_tqdm,
+        show_progress=is_first and not training_args.disable_tqdm,
+        together=True,
     )
-    scores = score_translations(list(translations), [pair["target"] for pair in pairs])
+    predictions = list(translations)
+    if not is_first:
+        return {}
+    scores = score_translations(predictions, [pair["target"] for pair in pairs])
     print(json.dumps(scores))
     return scores
 

@@ -1,6 +1,7 @@
 """However a training is shared out to processes, it is the same training."""
 
 import json
+import os
 import shutil
 
 import layouts
@@ -52,7 +53,7 @@ def harness(tmp_path_factory):
     scratch = tmp_path_factory.mktemp("layouts")
     (scratch / "sitecustomize.py").write_text(AT_EXIT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(scratch))
+        patch.setenv("PYTHONPATH", str(scratch), prepend=os.pathsep)
         yield layouts.Harness(scratch, layouts.LayoutArguments(steps=4, pairs=100))
 
 
@@ -104,13 +105,23 @@ def test_one_process_goes_on_where_several_have_stopped(train, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["2, DDP", "2, FSDP2", "2, tensor parallel"])
-def test_what_is_resumed_at_its_end_ends_as_it_was(train, harness, layout):
-    folder, _ = train(layout)
-    again = harness.scratch / f"{layout}, at its end"
-    harness.train(layout, again, folder / LAST)
+def test_what_is_resumed_at_its_end_ends_as_it_was(harness, layout):
+    """Nothing is left to do, in mid-epoch, but to score the model: all processes do together."""
+    folder, small = harness.scratch / f"in mid-epoch on {layout}", ["--max_tokens", "60"]
+    harness.train(layout, folder, None, *small)
+    sides = [f"--validation_{side}={harness.scratch / side}" for side in ("source", "target")]
     expected = layouts.read_training(folder)["weights"]
-    for name, weight in layouts.read_training(again)["weights"].items():
-        assert torch.equal(weight, expected[name]), name
+    scores = []
+    for name in (layout, "1 process"):
+        again = harness.scratch / f"{layout}, at its end on {name}"
+        harness.train(name, again, folder / LAST, *small, *sides)
+        assert json.loads((again / "trainer_state.json").read_text())["global_step"] == 4
+        for key, weight in layouts.read_training(again)["weights"].items():
+            assert torch.equal(weight, expected[key]), key
+        card = (again / "README.md").read_text()
+        scores.append(card.partition("## Scores")[2].partition("## Training")[0])
+    assert "| validation |" in scores[0]
+    assert scores[0] == scores[1]
 
 
 @pytest.mark.slow

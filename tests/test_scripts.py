@@ -12,7 +12,7 @@ from zipfile import ZipFile
 import pytest
 import yaml
 from benchmark import with_setting
-from conftest import REPOSITORY, random_ids
+from conftest import REPOSITORY, random_ids, run_ranks
 from conftest import run_script as run
 from overlay import make_overlay
 
@@ -74,6 +74,19 @@ def test_the_card_names_data_recipe_command_and_scores(trained):
     assert recipe["phrases_train_size"] == 200
     assert recipe["config_overrides"] == SHAPE
     assert "| test | " in card
+
+
+def test_two_processes_find_the_scores_of_one(trained, folder):
+    """At the end of a training there is nothing left but to score its model."""
+    flags = ["--resume_from_checkpoint", "auto", "--ddp_backend", "gloo"]
+    script = REPOSITORY / "scripts/train.py"
+    failed, output = run_ranks(2, script, *TRAIN, *flags, cwd=folder)
+    assert not failed, output
+    scores, expected = (
+        [line for line in text.splitlines() if line.startswith('{"bleu"')]
+        for text in (output, trained[1].stdout)
+    )
+    assert scores == expected
 
 
 def test_a_second_run_does_not_overwrite_and_can_go_on(trained, folder):

@@ -11,7 +11,7 @@ import yaml
 from conftest import REPOSITORY, small_config, small_trainer
 from datasets import Dataset
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -415,6 +415,34 @@ def test_the_card_bears_the_name_of_the_folder(tokenizer, tmp_path, monkeypatch,
     card = write_model_card(small_model(tokenizer), {}, log, *arguments)
     assert card == tmp_path / "mine/README.md"
     assert "# mine\n" in card.read_text()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_weights_that_are_missing_are_reported(tokenizer, tmp_path, caplog, tied):
+    """A matrix that is several weights is saved once, and is no less there."""
+    options = {
+        "config": {"tie_word_embeddings": tied},
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "average_checkpoints": 2,
+    }
+    trainer = small_trainer(tmp_path, tokenizer, **options)
+    trainer.train()
+    average_last(trainer)
+    again = small_trainer(tmp_path, tokenizer, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert "missing keys" not in caplog.text
+    weights = load_file(tmp_path / "checkpoint-6/model.safetensors")
+    missing = {"lm_head.weight", "model.shared.weight"} & weights.keys()
+    missing.add(next(name for name in weights if "layers.0" in name))
+    save_file(
+        {name: weight for name, weight in weights.items() if name not in missing},
+        tmp_path / "checkpoint-6/model.safetensors",
+    )
+    again._load_from_checkpoint(str(tmp_path / "checkpoint-6"))
+    (line,) = (line for line in caplog.text.splitlines() if "missing keys" in line)
+    assert {name for name in weights if f"'{name}'" in line} == missing
 
 
 # ---------------------------------------------------------------- averaged checkpoints

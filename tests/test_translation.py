@@ -1,6 +1,9 @@
 """Lines in, lines out: order, blank lines, batches by length, bounded reading."""
 
+import json
+
 import pytest
+from conftest import REPOSITORY, run_ranks
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.text import read_lines
@@ -44,6 +47,40 @@ def test_batches_hold_lines_of_similar_length(model, tokenizer, monkeypatch):
     list(translate(lines, model, tokenizer, batch_size=2, max_new_tokens=2))
     assert [max(row) for row in lengths] == sorted((max(row) for row in lengths), reverse=True)
     assert all(max(row) - min(row) <= 2 for row in lengths)
+
+
+TOGETHER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from accelerate import Accelerator
+from test_translation import TWO_WINDOWS
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from vanilla_transformer.translation import translate
+
+accelerator = Accelerator(cpu=True)
+model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[2])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+generate, lines = model.generate, []
+model.generate = lambda **inputs: lines.extend(inputs["input_ids"]) or generate(**inputs)
+made = list(translate(TWO_WINDOWS, model, tokenizer, batch_size=2, together=True))
+with open(f"{accelerator.process_index}.json", "w") as file:
+    json.dump([made, len(lines)], file)
+accelerator.end_training()
+"""
+
+TWO_WINDOWS = ["see " * (n % 7) for n in range(2 * BATCHES_PER_WINDOW + 9)]
+
+
+def test_two_processes_work_on_half_of_the_batches_each(model, checkpoint, tokenizer, tmp_path):
+    (tmp_path / "program.py").write_text(TOGETHER)
+    program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
+    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    assert not failed, output
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    expected = list(translate(TWO_WINDOWS, model, tokenizer, batch_size=2))
+    assert [made for made, _ in ranks] == [expected] * 2
+    assert sum(lines for _, lines in ranks) == sum(bool(line) for line in TWO_WINDOWS)
+    assert abs(ranks[0][1] - ranks[1][1]) <= 2
 
 
 def test_lines_are_read_a_window_at_a_time(model, tokenizer):

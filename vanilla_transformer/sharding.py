@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import DistributedType, str_to_bool
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from huggingface_hub import save_torch_model
@@ -124,7 +125,8 @@ def is_in_parts(model: torch.nn.Module) -> bool:
 
 def load_whole(model: PreTrainedModel, folder: str | Path) -> Any:
     """What the processes that trained the model have saved into the folder, as anyone will load it:
-    whole, and without the trainer's autocast."""
+    whole, and without the trainer's autocast. All of them must call it."""
+    PartialState().wait_for_everyone()  # the first of them has written it
     unset_hf_deepspeed_config()  # with ZeRO 3's, transformers would share this one out too
     return type(model).from_pretrained(folder)
 
@@ -199,6 +201,12 @@ class ShardedTrainer(Trainer):
         # not strict: a whole checkpoint names tied weights once
         options = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(model, weights, options=options)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As the trainer's (5.17 to 5.23), which misses tied weights too: they are saved once."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -1,5 +1,6 @@
 """Translate any number of lines: in batches of similar length, in bounded memory, order kept."""
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -30,6 +31,7 @@ def translate(
     *,
     batch_size: int = 32,
     show_progress: bool = False,
+    together: bool = False,
     **generate_kwargs: Any,
 ) -> Iterator[str]:
     """Yield each line's translation in the order of the lines; a blank line's is empty.
@@ -40,6 +42,8 @@ def translate(
         tokenizer: Its tokenizer.
         batch_size: Lines decoded together.
         show_progress: Whether to show a bar.
+        together: Whether all processes translate the same lines: each works on its share of the
+            batches, and gets all translations, the same ones as a single process.
         generate_kwargs: For `model.generate`, such as `num_beams`.
 
     Raises:
@@ -50,7 +54,7 @@ def translate(
         generated = model.generate(**inputs, **generate_kwargs)
         return tokenizer.batch_decode(generated, skip_special_tokens=True)
 
-    yield from _in_batches(lines, model, tokenizer, batch_size, show_progress, work, "")
+    yield from _in_batches(lines, model, tokenizer, batch_size, show_progress, work, "", together)
 
 
 def translate_n_best(
@@ -95,25 +99,34 @@ def _in_batches(
     show_progress: bool,
     work: Callable[[dict[str, torch.Tensor]], list[T]],
     blank: T,
+    together: bool = False,
 ) -> Iterator[T]:
     """What `work` makes of each line, or `blank`, in the order of the lines."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected a positive integer")
     model.eval()
+    rank, processes = 0, 1
+    if together:
+        from accelerate import PartialState
+        from accelerate.utils import gather_object
+
+        state = PartialState()
+        rank, processes = state.process_index, state.num_processes
     remaining = iter(lines)
     with tqdm(desc="Translating", unit="line", disable=not show_progress) as progress:
         while window := list(islice(remaining, batch_size * BATCHES_PER_WINDOW)):
-            results = [blank] * len(window)
-            for batch in _batches(window, tokenizer, batch_size):
+            results: dict[int, T] = {}
+            for batch in islice(_batches(window, tokenizer, batch_size), rank, None, processes):
                 ids = {"input_ids": list(batch.values())}
                 inputs = tokenizer.pad(ids, return_tensors="pt").to(model.device)
                 with torch.inference_mode():
                     made = work(inputs)
-                for index, result in zip(batch, made, strict=True):
-                    results[index] = result
+                results.update(zip(batch, made, strict=True))
                 progress.update(len(batch))
-            progress.update(sum(not line.strip() for line in window))
-            yield from results
+            progress.update(len(window) - len(results))
+            gathered = gather_object([results]) if together else [results]
+            everyones = ChainMap(*gathered)
+            yield from (everyones.get(index, blank) for index in range(len(window)))
 
 
 def _batches(
