@@ -109,6 +109,16 @@ OVERRIDES = [
         "base_vanilla_transformer.py: two vocabularies, or matrices that are not shared",
     ),
     Override(
+        Trainer, "_init_training_state", "_inner_training_loop",
+        ("resume_from_checkpoint", "trial"),
+        "checkpoints.py: the best checkpoint of a folder that was moved; interruption.py: the one to "
+        "resume from, which is the last argument but one",
+    ),
+    Override(
+        Trainer, "_run_epoch", "_inner_training_loop", (),
+        "interruption.py: a run that is resumed at its end makes no step",
+    ),
+    Override(
         Trainer, "_get_output_dir", "_save_checkpoint", ("trial",),
         "checkpoints.py: a checkpoint is written aside",
     ),
@@ -209,6 +219,13 @@ def test_what_is_overridden_is_there_is_called_and_takes_what_it_took(override):
 def test_what_is_read_is_there(name):
     owner, reader = READ[name]
     assert hasattr(owner, name), f"{owner.__name__}.{name} is gone: look at {reader}"
+
+
+def test_the_checkpoint_to_resume_from_is_the_last_argument_but_one():
+    # checkpoints.py and interruption.py take it from there.
+    taken = list(inspect.signature(Trainer._init_training_state).parameters)
+    assert taken[-2:] == ["resume_from_checkpoint", "trial"]
+    assert "self._initial_global_step" in inspect.getsource(Trainer._inner_training_loop)
 
 
 def test_a_generation_config_knows_its_tokens_as_tensors():
