@@ -41,7 +41,9 @@ class InterruptibleTrainer(Trainer):
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """As the trainer's (5.17 to 5.23), which keeps the checkpoint to resume from to itself."""
         *_, self._resumed, _ = args
-        return super()._init_training_state(*args)
+        trained = super()._init_training_state(*args)
+        self._first_step = self.state.global_step
+        return trained
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """As the trainer's (5.17 to 5.23), which asks only after a step whether it was the last."""
@@ -59,7 +61,7 @@ class InterruptibleTrainer(Trainer):
             with torch.random.fork_rng(devices, device_type=device.type):
                 return super().evaluate(*args, **kwargs)
         except _InterruptedError:
-            if self.state.global_step > self._initial_global_step:
+            if self.state.global_step > self._first_step:
                 self._save_checkpoint(self.model, trial=None)
             self._exit()
 
