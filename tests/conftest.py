@@ -73,6 +73,11 @@ def random_ids(rows, length, vocab_size=SMALL["vocab_size"], seed=0):
 PAIRS = [{"input_ids": [5, 6, 7, 2], "labels": [8, 9, 2]}, {"input_ids": [9, 2], "labels": [2]}] * 6
 
 
+def as_typed(folder):
+    """A folder as people type it: from here, and with a dot and a slash that mean nothing."""
+    return f"./{os.path.relpath(folder)}/"
+
+
 def small_trainer(folder, tokenizer, *callbacks, config=None, **options):
     """A trainer of 8 quiet steps with a checkpoint after every other one, over `PAIRS`."""
     from datasets import Dataset
@@ -92,7 +97,7 @@ def small_trainer(folder, tokenizer, *callbacks, config=None, **options):
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    arguments = TranslationTrainingArguments(str(folder), **{**defaults, **options})
+    arguments = TranslationTrainingArguments(as_typed(folder), **{**defaults, **options})
     data = Dataset.from_list(PAIRS)
     model = VanillaTransformerForConditionalGeneration(config)
     trainer = make_trainer(model, tokenizer, arguments, {"train": data, "validation": data})

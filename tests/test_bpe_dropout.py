@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import small_config
+from conftest import as_typed, small_config
 from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -296,7 +296,7 @@ def trainer_for(folder, tokenizer, dataset, dropout=0.1, **options):
     config = small_config(vocab_size=len(tokenizer), dropout=dropout)
     model = VanillaTransformerForConditionalGeneration(config)
     arguments = TranslationTrainingArguments(
-        output_dir=str(folder),
+        output_dir=as_typed(folder),
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,

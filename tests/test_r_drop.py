@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import random_ids, small_config
+from conftest import as_typed, random_ids, small_config
 from datasets import Dataset
 from torch.nn import functional as F
 from transformers import MarianConfig, MarianMTModel
@@ -55,7 +55,7 @@ def test_loss_and_gradient_are_the_papers(logits, labels, label_smoothing, items
 
 def trainer_for(model, tokenizer, folder, **options):
     arguments = TranslationTrainingArguments(
-        output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, **options
+        output_dir=as_typed(folder), report_to="none", disable_tqdm=True, use_cpu=True, **options
     )
     rows = [{"input_ids": [5, 6, 7, 2], "labels": [8, 9, 2]}, {"input_ids": [9, 2], "labels": [2]}]
     return make_trainer(model, tokenizer, arguments, {"train": Dataset.from_list(rows * 4)})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY, small_config, small_trainer
+from conftest import REPOSITORY, as_typed, small_config, small_trainer
 from datasets import Dataset
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -143,7 +143,7 @@ def checkpoint_at(folder, step):
 
 
 def arguments_for(folder, resume=None):
-    return Seq2SeqTrainingArguments(output_dir=str(folder), resume_from_checkpoint=resume)
+    return Seq2SeqTrainingArguments(output_dir=as_typed(folder), resume_from_checkpoint=resume)
 
 
 def test_a_new_or_empty_folder_is_started_in(tmp_path):
@@ -249,7 +249,7 @@ def training_arguments(folder, **options):
         "report_to": "none",
         "save_strategy": "no",
     }
-    return TranslationTrainingArguments(output_dir=str(folder), **{**defaults, **options})
+    return TranslationTrainingArguments(output_dir=as_typed(folder), **{**defaults, **options})
 
 
 def small_model(tokenizer, **overrides):
