@@ -58,6 +58,13 @@ def test_training_prints_scores_for_each_split(trained):
     assert "tok:13a" in json.loads(lines[-1])["bleu_signature"]
 
 
+def test_a_log_holds_no_escape_sequences(trained):
+    """As bars within bars are made of: of evaluations with generation in a training."""
+    _, process = trained
+    assert "eval_bleu" in process.stdout
+    assert "\x1b" not in process.stdout + process.stderr
+
+
 def test_the_card_names_data_recipe_command_and_scores(trained):
     card = (trained[0] / "README.md").read_text()
     header = yaml.safe_load(card.split("---")[1])

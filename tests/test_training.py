@@ -1,8 +1,10 @@
 """Recipes, output folders, and a `Seq2SeqTrainer` over our model."""
 
+import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,9 +156,8 @@ def test_a_new_or_empty_folder_is_started_in(tmp_path):
 
 def test_resuming_takes_the_newest_checkpoint(tmp_path):
     first, newest = checkpoint_at(tmp_path, 5), checkpoint_at(tmp_path, 20)
-    assert find_checkpoint(arguments_for(tmp_path, "true")) == newest
-    assert find_checkpoint(arguments_for(tmp_path, "auto")) == newest
-    assert find_checkpoint(arguments_for(tmp_path, first)) == first
+    for resume, expected in (("true", newest), ("auto", newest), (first, first)):
+        assert Path(find_checkpoint(arguments_for(tmp_path, resume))).samefile(expected)
 
 
 @pytest.mark.parametrize("folder", ["out", "./out/", "../here/out"])
@@ -552,6 +553,30 @@ def test_a_metric_of_translations_needs_translations(tmp_path, metric):
     with pytest.raises(ValueError, match=f"metric_for_best_model={metric}: expected predict_with"):
         training_arguments(tmp_path, **options)
     assert training_arguments(tmp_path, predict_with_generate=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_terminal", "expected"),
+    [
+        ({}, True, False),
+        ({}, False, True),
+        ({"disable_tqdm": False}, False, False),
+        ({"disable_tqdm": True}, True, True),
+    ],
+)
+def test_bars_are_for_terminals_unless_wished_elsewhere(
+    tmp_path, monkeypatch, options, is_terminal, expected
+):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **options)
+    assert arguments.disable_tqdm == expected
+
+
+def test_the_help_tells_of_all_ways_to_resume(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(GROUPS, ["--help"])
+    assert "'auto' for the same or," in " ".join(capsys.readouterr().out.split())
 
 
 def test_cutting_to_the_budget_limits_both_sides(tmp_path):

@@ -11,6 +11,7 @@ import transformers
 import yaml
 from transformers import GenerationConfig, HfArgumentParser, Seq2SeqTrainingArguments
 from transformers.integrations import is_tensorboard_available
+from transformers.utils import is_in_notebook
 
 from .batching import TokenBudgetArguments
 from .configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
@@ -128,6 +129,17 @@ class TranslationTrainingArguments(
         default_factory=lambda: "tensorboard" if is_tensorboard_available() else "none",
         metadata={"help": "Where to log besides: tensorboard (default if installed), none, ..."},
     )
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "Train on from a checkpoint: 'true' for the newest whole one in output_dir, "
+            "'auto' for the same or, where there is none, from the start, or a checkpoint's folder."
+        },
+    )
+    disable_tqdm: bool | None = field(
+        default=None,
+        metadata={"help": "Show no progress bars. Default: unless stderr is a terminal."},
+    )
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Look for weights without gradient: here all have one."}
     )
@@ -154,6 +166,8 @@ class TranslationTrainingArguments(
     )
 
     def __post_init__(self) -> None:
+        if self.disable_tqdm is None and not (sys.stderr.isatty() or is_in_notebook()):
+            self.disable_tqdm = True  # bars within bars are made of escape sequences
         self._share_out()
         join_on_cpus(self)
         super().__post_init__()
