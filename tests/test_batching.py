@@ -144,13 +144,24 @@ def test_an_epoch_is_shuffled_by_seed_and_number_alone():
 
 
 def test_processes_share_the_batches_of_one():
-    (alone,) = samplers(1, max_tokens=100)
-    pair = samplers(2, max_tokens=100)
-    if len(alone) % 2 == 0:
-        together = [batch for batches in zip(*pair, strict=True) for batch in batches]
-        assert together == list(alone)
-    else:  # the largest batch was halved
-        assert len(pair[0]) * 2 == len(alone) + 1
+    (alone,) = samplers(1, max_tokens=95)
+    assert len(alone) == 88
+    pair = samplers(2, max_tokens=95)
+    together = [batch for batches in zip(*pair, strict=True) for batch in batches]
+    assert together == list(alone)
+
+
+def test_the_largest_batch_is_halved_where_there_is_one_too_many():
+    (alone,) = samplers(1, max_tokens=100, shuffle=False)
+    assert len(alone) == 83
+    pair = samplers(2, max_tokens=100, shuffle=False)
+    together = [batch for batches in zip(*pair, strict=True) for batch in batches]
+    assert len(together) == 84
+    (whole,) = (batch for batch in alone if batch not in together)
+    assert len(whole) == max(map(len, alone))
+    first, second = (batch for batch in together if batch not in list(alone))
+    assert first + second == whole
+    assert abs(len(first) - len(second)) <= 1
 
 
 @pytest.mark.parametrize("oversized", ["alone", "drop"])
