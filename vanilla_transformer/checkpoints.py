@@ -12,6 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,8 @@ class WholeCheckpointTrainer(Trainer):
             _write_checksums(aside)
             _put_in_place(aside, folder / aside.name)
             self._remove_oldest(folder)
+            with suppress(OSError):  # of a folder in which there is something else
+                aside.parent.rmdir()
 
     def _remove_oldest(self, folder: Path) -> None:
         limit = self.args.save_total_limit
