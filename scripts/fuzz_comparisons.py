@@ -281,5 +281,5 @@ COMPARISONS = {
     "cached or not": comparison(check_cached, 4),
     "plain or autocast": comparison(check_autocast, 2),
     "one process or several": comparison(check_ranks, 2),
-    "as BART": Family(st.sampled_from(sorted(MISUSES)), check_misuse, _names, 1),
+    "as BART": Family(st.sampled_from(sorted(MISUSES)), check_misuse, _names, 2),
 }

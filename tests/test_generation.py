@@ -151,9 +151,8 @@ def test_the_output_is_at_most_50_tokens_longer_than_the_source(source_length):
     assert model.generate(inputs_embeds=embeddings).shape[1] == 1 + source_length + 50
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("side", "use_cache"), [("left", True), ("right", False)])
 @pytest.mark.parametrize("eos", [None, 2, list(range(2, 40))], ids=["endless", "one", "many"])
-@pytest.mark.parametrize("use_cache", [True, False])
 def test_each_row_ends_at_its_own_limit(monkeypatch, strategy, eos, side, use_cache):
     # The limit was that of the longest source: a runaway output depended on its neighbours.
     torch.manual_seed(0)
