@@ -223,7 +223,7 @@ def by_accelerate(model):
 
 
 def compiled(model):
-    return torch.compile(model, backend="aot_eager")
+    return torch.compile(model, backend="eager")
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -231,7 +231,8 @@ def compiled(model):
 def test_a_training_step_returns_the_same_everywhere(cls, way):
     # Logits came when asked for, but under a wrapper of accelerate's, which copies outputs, never.
     torch.manual_seed(0)
-    model = cls(small_config(dropout=0.0, label_smoothing=0.0))
+    sizes = {"encoder_layers": 1, "decoder_layers": 1}
+    model = cls(small_config(dropout=0.0, label_smoothing=0.0, **sizes))
     inputs = {"input_ids": random_ids(2, 5), "labels": random_ids(2, 5)}
     expected = model.eval()(**inputs)
     step = way(model.train())
