@@ -12,6 +12,7 @@ from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -101,7 +102,9 @@ def assert_trains_as(alone, shared, rows):
         for optimizer in optimizers:
             optimizer.zero_grad()
         expected = alone(**batch).loss
-        loss = shared(**{name: tensor[rows] for name, tensor in batch.items()}).loss
+        outputs = shared(**{name: tensor[rows] for name, tensor in batch.items()})
+        assert outputs.logits is None  # as on one device
+        loss = outputs.loss
         expected.backward()
         loss.backward()
         mean = loss.detach().clone()
@@ -145,6 +148,19 @@ def check_fully_shard(folder):
     shared.unshard()
     assert_tied_as_configured(shared)
     assert_close(shared.lm_head.weight.detach(), alone.lm_head.weight.detach(), "projection")
+
+
+def check_outputs(folder):
+    """DDP returns what the model does, with and without logits."""
+    alone = load(folder).train()
+    shared = DistributedDataParallel(copy.deepcopy(alone))
+    batch = {"input_ids": random_ids(4, 6), "labels": random_ids(4, 5)}
+    for options in ({}, {"skip_logits": False}):
+        expected, outputs = alone(**batch, **options), shared(**batch, **options)
+        assert outputs.keys() == expected.keys()
+        assert_close(outputs.loss, expected.loss, "loss")
+        assert (outputs.logits is None) == (not options)
+    assert_close(outputs.logits, expected.logits, "logits")
 
 
 def check_training(folder, sharing):
@@ -198,6 +214,10 @@ def check_generation(folder, sharing):
 
 
 # ---------------------------------------------------------------- the tests
+
+
+def test_a_model_under_ddp_returns_what_it_does_alone(on_two_processes, saved):
+    on_two_processes(check_outputs, saved)
 
 
 def test_fully_sharded_training_is_training_on_one_device(on_two_processes, saved):
