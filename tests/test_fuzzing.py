@@ -9,7 +9,7 @@ import torch
 from conftest import small_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import pipeline
+from transformers import StaticCache, pipeline
 
 from vanilla_transformer import (
     VanillaTransformerForCausalLM,
@@ -171,6 +171,16 @@ def test_a_mask_that_is_not_of_past_and_new_tokens_is_refused(cls, shape):
     with pytest.raises(ValueError, match=r"1 rows of 1 tokens and 5 before them: .* \(1, 6\)"):
         read(**{name: mask})
     read(**{name: torch.ones(1, 6).long()})
+
+
+def test_a_mask_of_four_dimensions_is_as_long_as_a_static_cache():
+    # transformers makes it so, before the cache holds anything.
+    model = VanillaTransformerForCausalLM(small_config()).eval()
+    prompt = torch.tensor([[5, 6, 7]])
+    cache = StaticCache(model.config.get_text_config(decoder=True), max_cache_len=9)
+    mask = torch.ones(3, 9, dtype=torch.bool).tril()[None, None]
+    logits = model(prompt, attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(prompt).logits)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def expect_inputs(
     else:
         expect_states(inputs_embeds, "inputs_embeds", d_model, dtype)
         shape = inputs_embeds.shape[:2]
-    expect_mask(attention_mask, shape, shape, heads, dtype, past=_past_length(cache))
+    expect_mask(attention_mask, shape, shape, heads, dtype, cache)
     if position_ids is None:
         return
     expect_integers(position_ids, "position_ids")
@@ -114,22 +114,23 @@ def expect_mask(
     keys: tuple[int, ...],
     heads: int,
     dtype: torch.dtype,
-    past: int | None = 0,
+    cache: Any = None,
 ) -> None:
-    """Raises an error unless a mask covers keys of this shape, (batch, length, ...), and `past`
-    ones in a cache: (batch, past + length) of any numbers, or (batch or 1, heads or 1, query_length
-    or 1, past + length or more) of booleans or of the type of the scores that it is added to."""
+    """Raises an error unless a mask covers keys of this shape, (batch, length, ...), and those in a
+    cache: (batch, past + length) of any numbers, or (batch or 1, heads or 1, query_length or 1,
+    past + length) of booleans or of the type of the scores that it is added to, and longer where a
+    cache has room."""
     if attention_mask is None:
         return
     expect_tensor(attention_mask, "attention_mask")
-    shape, (batch, length) = attention_mask.shape, keys[:2]
+    shape, (batch, length), past = attention_mask.shape, keys[:2], _past_length(cache)
     covered = length + (past or 0)
     if attention_mask.ndim == 2:
         fits = shape[0] == batch and (shape[1] >= covered if past is None else shape[1] == covered)
     else:
         fits = attention_mask.ndim == 4 and shape[0] in (1, batch) and shape[1] in (1, heads)
         fits = fits and shape[2] in (1, queries[1])
-        fits = fits and (shape[3] == covered if past == 0 else shape[3] >= covered)
+        fits = fits and (shape[3] == covered if cache is None else shape[3] >= covered)
     if not fits or attention_mask.is_complex():
         before = f" and {past} before them" if past else ""
         raise ValueError(
