@@ -145,9 +145,7 @@ def test_so_many_are_kept_and_the_best_among_them(tokenizer, tmp_path):
         assert Path(best).samefile(tmp_path / "checkpoint-2")
 
 
-@pytest.mark.parametrize(
-    ("folder", "limit"), [("./out", 1), ("./out", 2), ("out/", 1), ("../here/out", 2), (".", 1)]
-)
+@pytest.mark.parametrize(("folder", "limit"), [("./out", 1), ("../here/out", 2), (".", 1)])
 def test_the_best_is_found_however_the_folder_is_written(
     tokenizer, tmp_path, monkeypatch, folder, limit
 ):

@@ -44,7 +44,8 @@ def cache(monkeypatch):
 
 @pytest.mark.parametrize("name", fuzz.FAMILIES)
 def test_each_case_is_right_or_refused(name):
-    assert_right_or_refused(fuzz.FAMILIES[name], FEW)
+    # a comparison computes everything twice, and more
+    assert_right_or_refused(fuzz.FAMILIES[name], FEW // 3 if name in fuzz.COMPARISONS else FEW)
 
 
 @pytest.mark.slow

@@ -134,11 +134,14 @@ def test_an_evaluation_that_is_made_later_may_be_stopped_too(tokenizer, tmp_path
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"max_steps": -1, "num_train_epochs": 1.5},
-        {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "epoch"},
+        pytest.param(
+            {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "epoch"},
+            marks=pytest.mark.slow,
+        ),
         {"max_tokens": 8, "gradient_accumulation_steps": 2},
-        {"max_tokens": 8, "streaming": True},
+        pytest.param({"max_tokens": 8, "streaming": True}, marks=pytest.mark.slow),
         {"eval_strategy": "steps", "eval_steps": 2, **BEST, "save_strategy": "steps"},
     ],
     ids=str,

@@ -152,14 +152,14 @@ def check_fully_shard(folder):
 
 def check_outputs(folder):
     """DDP returns what the model does, with and without logits."""
-    alone = load(folder).train()
+    alone = load(folder)  # in evaluation, without dropout
     shared = DistributedDataParallel(copy.deepcopy(alone))
     batch = {"input_ids": random_ids(4, 6), "labels": random_ids(4, 5)}
-    for options in ({}, {"skip_logits": False}):
+    for options in ({"skip_logits": True}, {"skip_logits": False}):
         expected, outputs = alone(**batch, **options), shared(**batch, **options)
         assert outputs.keys() == expected.keys()
         assert_close(outputs.loss, expected.loss, "loss")
-        assert (outputs.logits is None) == (not options)
+        assert (outputs.logits is None) == options["skip_logits"]
     assert_close(outputs.logits, expected.logits, "logits")
 
 
@@ -216,8 +216,8 @@ def check_generation(folder, sharing):
 # ---------------------------------------------------------------- the tests
 
 
-def test_a_model_under_ddp_returns_what_it_does_alone(on_two_processes, saved):
-    on_two_processes(check_outputs, saved)
+def test_a_model_under_ddp_returns_what_it_does_alone(on_two_processes, checkpoint):
+    on_two_processes(check_outputs, checkpoint)
 
 
 def test_fully_sharded_training_is_training_on_one_device(on_two_processes, saved):
