@@ -186,6 +186,13 @@ class TranslationTrainingArguments(
         self._check_averages()
 
     @property
+    def device(self) -> torch.device:
+        """As transformers', whose processes on CPUs number theirs in 5.17: torch then can't load an
+        optimizer's state to resume from."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
+
+    @property
     def data_parallel_size(self) -> int:
         """How many batches are worked on at a time."""
         return launched_processes() // self.tp_size
