@@ -297,9 +297,7 @@ class Unprepared(TranslationTrainingArguments):
     """Arguments of one process of several, without the others."""
 
     distributed_state = None
-
-    def _setup_devices(self):
-        return torch.device("cpu")
+    _setup_devices = torch.device("cpu")
 
 
 # ---------------------------------------------------------------- accelerate's files
