@@ -110,9 +110,10 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         states, projection = states.to(dtype), projection.to(dtype)
         total = -eps * (states.sum(0, dtype=wide) @ mean_row)
         grad_states = torch.empty_like(states)
-        grad_projection = None
+        grad_projection = product = None
         if wants_grad_projection:
             grad_projection = torch.zeros_like(projection, dtype=wide)
+            product = torch.empty_like(projection) if wide != dtype else None
         rows, cached_rows = _rows_at_a_time(states, len(projection))
         logits = states.new_empty(min(rows, len(states)), len(projection))
         errors = torch.empty_like(logits)
@@ -124,7 +125,7 @@ class ProjectedCrossEntropy(torch.autograd.Function):
             if wants_grad_states:
                 torch.mm(error, projection, out=grad_part)
             if grad_projection is not None:
-                _add_product(grad_projection, error, part)
+                _add_product(grad_projection, error, part, product)
         if wants_grad_states:
             grad_states -= (eps * mean_row).to(states.dtype)
         if grad_projection is not None:
@@ -148,12 +149,14 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         return grad_states, grad_projection, *(None,) * 6
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Adds left^T right to a total that may be wider than they are."""
-    if total.dtype == left.dtype:
+def _add_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: torch.Tensor | None
+) -> None:
+    """Adds left^T right to a total; where that is wider than they are, by way of `product`."""
+    if product is None:
         total.addmm_(left.t(), right)
         return
-    product = torch.mm(left.t(), right)
+    torch.mm(left.t(), right, out=product)
     for wide, narrow in _split(ROWS, total, product):
         wide += narrow
 
