@@ -28,7 +28,7 @@ from vanilla_transformer import (
     VanillaTransformerConfig,
     VanillaTransformerForConditionalGeneration,
 )
-from vanilla_transformer.tokenization import train_tokenizer
+from vanilla_transformer.data.tokenization import train_tokenizer
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -82,8 +82,8 @@ def small_trainer(folder, tokenizer, *callbacks, config=None, **options):
     """A trainer of 8 quiet steps with a checkpoint after every other one, over `PAIRS`."""
     from datasets import Dataset
 
-    from vanilla_transformer.arguments import TranslationTrainingArguments
-    from vanilla_transformer.training import make_trainer
+    from vanilla_transformer.training.arguments import TranslationTrainingArguments
+    from vanilla_transformer.training.trainer import make_trainer
 
     torch.manual_seed(0)
     config = small_config(vocab_size=len(tokenizer), **(config or {}))
@@ -132,11 +132,17 @@ def checkpoint(tokenizer, tmp_path_factory):
 # ---------------------------------------------------------------- scripts
 
 
-def run_script(name, *flags, cwd, stdin=None, check=True, fresh=False):
-    """A script of the repository as its user runs it: what it printed, and its exit code. Unless it
-    is to be `fresh`, in a copy of this process, in which all that takes long to import is there."""
-    command = [sys.executable, str(REPOSITORY / "scripts" / name), *map(str, flags)]
+def run_command(name, *flags, **options):
+    """`vanilla-transformer NAME ...`, as `run_module` runs it."""
+    return run_module("vanilla_transformer", name, *flags, **options)
+
+
+def run_module(module, *flags, cwd, stdin=None, check=True, fresh=False):
+    """`python -m MODULE ...` as its user runs it: what it printed, and its exit code. Unless it is
+    to be `fresh`, in a copy of this process, in which all that takes long to import is there."""
+    command = [sys.executable, "-m", module, *map(str, flags)]
     environment = {**os.environ, "HF_HOME": str(Path(cwd) / "huggingface"), "COLUMNS": "80"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     options = {"args": command, "cwd": cwd, "input": stdin, "env": environment}
     if fresh or torch.cuda.is_initialized():  # which can't be copied
         process = subprocess.run(**options, capture_output=True, text=True, check=False)
@@ -149,12 +155,13 @@ def run_script(name, *flags, cwd, stdin=None, check=True, fresh=False):
 
 @pytest.fixture
 def train_here(tmp_path, monkeypatch):
-    """`scripts/train.py` with given flags in this process, and what it does to it undone."""
+    """`train` with given flags in this process, and what it does to it undone."""
     import datasets
-    import train
+
+    from vanilla_transformer.cli import train
 
     def train_with(*flags):
-        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, flags)])
+        monkeypatch.setattr(sys, "argv", ["train", *map(str, flags)])
         train.main()
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -182,7 +189,7 @@ def _run_in_copy(args, cwd, input, env):
 
 
 def run_ranks(processes, script, *flags, cwd, timeout=240):
-    """A script in so many copies of this process, which find each other as `torchrun` lets them:
+    """A script, or "-m" and a module, in copies of this process, which find each other as `torchrun` lets them:
     whether one failed, and what all printed. After a failure the others have 5 seconds to end. One
     that ends without having left the others fails."""
     with socket.socket() as free:
@@ -231,9 +238,13 @@ def _become(argv, cwd, env, descriptors):
         os.chdir(cwd)
         os.environ.update(env)
         AcceleratorState._reset_state(reset_partial_state=True)  # of the test process
-        sys.argv = argv
-        sys.path.insert(0, os.path.dirname(argv[0]))
-        runpy.run_path(argv[0], run_name="__main__")
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            sys.path.insert(0, os.path.dirname(argv[0]))
+            runpy.run_path(argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         if isinstance(end.code, str):

@@ -26,7 +26,7 @@ from transformers.modeling_utils import DistributedMixin
 
 import vanilla_transformer
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.checkpoints import ASIDE
+from vanilla_transformer.training.checkpoints import ASIDE
 
 # Names with an underscore that transformers asks authors of models and pipelines to define.
 OFFICIAL = {
@@ -63,7 +63,7 @@ class Override:
         return f"{self.owner.__name__}.{self.name}"
 
 
-GENERATION = "generation_vanilla_transformer.py"
+GENERATION = "model/generation.py"
 OVERRIDES = [
     Override(
         GenerationMixin, "_prepare_generation_config", "generate", ("generation_config", "kwargs"),
@@ -101,12 +101,12 @@ OVERRIDES = [
     Override(
         PreTrainedModel, "_finalize_model_loading", "from_pretrained",
         ("model", "load_config", "loading_info"),
-        "base_vanilla_transformer.py: weights that a checkpoint lacks are refused if they are huge",
+        "model/pretrained.py: weights that a checkpoint lacks are refused if they are huge",
     ),
     Override(
         PreTrainedModel, "_resize_token_embeddings", "resize_token_embeddings",
         ("new_num_tokens", "pad_to_multiple_of", "mean_resizing"),
-        "base_vanilla_transformer.py: two vocabularies, or matrices that are not shared",
+        "model/pretrained.py: two vocabularies, or matrices that are not shared",
     ),
     Override(
         Trainer, "_init_training_state", "_inner_training_loop",
@@ -163,18 +163,18 @@ OVERRIDES = [
 # Private names that are read or called: where from, and what reads them.
 READ: dict[str, tuple[Any, str]] = {
     "_attn_implementation": (PreTrainedConfig, "modeling, packing, shortcuts, plotting, sharding"),
-    "_get_resized_embeddings": (PreTrainedModel, "base_vanilla_transformer.py"),
-    "_get_resized_lm_head": (PreTrainedModel, "base_vanilla_transformer.py"),
+    "_get_resized_embeddings": (PreTrainedModel, "model/pretrained.py"),
+    "_get_resized_lm_head": (PreTrainedModel, "model/pretrained.py"),
     "_determine_best_metric": (Trainer, "interruption.py"),
     "_get_collator_with_removed_columns": (Trainer, "batching.py"),
-    "lazy_initialization": (CacheLayerMixin, "decoding_cache_vanilla_transformer.py"),
-    "is_compileable": (CacheLayerMixin, "decoding_cache_vanilla_transformer.py"),
+    "lazy_initialization": (CacheLayerMixin, "model/cache.py"),
+    "is_compileable": (CacheLayerMixin, "model/cache.py"),
     "get_tp_size": (Trainer, "batching.py"),
 }
 
 
 def classes_of_the_package():
-    for module in pkgutil.iter_modules(vanilla_transformer.__path__):
+    for module in pkgutil.walk_packages(vanilla_transformer.__path__):
         if module.name.startswith("__"):
             continue
         found = vars(importlib.import_module(f"vanilla_transformer.{module.name}")).values()
@@ -232,7 +232,7 @@ def test_the_checkpoint_to_resume_from_is_the_last_argument_but_one():
 
 
 def test_a_generation_config_knows_its_tokens_as_tensors():
-    # generation_vanilla_transformer.py reads `_pad_token_tensor` and `_eos_token_tensor`.
+    # model/generation.py reads `_pad_token_tensor` and `_eos_token_tensor`.
     model, seen = VanillaTransformerForConditionalGeneration(small_config()), []
 
     def keep(model, input_ids, generation_config, **kwargs):
@@ -246,7 +246,7 @@ def test_a_generation_config_knows_its_tokens_as_tensors():
 
 
 def test_a_pipeline_keeps_its_parameters_and_what_it_was_registered_as():
-    # pipeline_vanilla_transformer.py sets `_preprocess_params` and deletes `_registered_impl`.
+    # model/pipelines.py sets `_preprocess_params` and deletes `_registered_impl`.
     source = inspect.getsource(Pipeline.__init__)
     assert "self._preprocess_params" in source
     register = transformers.pipelines.PipelineRegistry.register_pipeline
@@ -255,7 +255,7 @@ def test_a_pipeline_keeps_its_parameters_and_what_it_was_registered_as():
 
 
 def test_layers_of_a_cache_are_what_the_decoder_replaces():
-    # decoding_cache_vanilla_transformer.py puts layers of its own in the place of `DynamicLayer`.
+    # model/cache.py puts layers of its own in the place of `DynamicLayer`.
     cache = DynamicCache(config=small_config().get_text_config(decoder=True))
     assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 3
     assert cache.offloading is False
@@ -265,14 +265,14 @@ def test_layers_of_a_cache_are_what_the_decoder_replaces():
 
 @pytest.mark.parametrize("attend", [sdpa_attention_forward, flash_attention_forward])
 def test_attention_functions_take_what_the_model_gives(attend):
-    # shortcuts_vanilla_transformer.py calls them, packing_vanilla_transformer.py adds row ends.
+    # model/attention.py calls them, model/packing.py adds row ends.
     taken = list(inspect.signature(attend).parameters)
     assert taken[:5] == ["module", "query", "key", "value", "attention_mask"]
     assert {"scaling", "dropout", "kwargs"} <= set(taken)
 
 
 def test_plans_of_parallel_layers_are_dictionaries_of_names():
-    # base_vanilla_transformer.py deletes from `_tp_plan` and `_fsdp_plan` what a class lacks.
+    # model/pretrained.py deletes from `_tp_plan` and `_fsdp_plan` what a class lacks.
     model = VanillaTransformerForConditionalGeneration(small_config())
     assert "init_parallel_plans" in vars(DistributedMixin)
     assert "model.decoder.layers.*.ffn.fc1" in model._tp_plan

@@ -6,14 +6,14 @@ import math
 import sys
 
 import numpy as np
-import plot as script
 import pytest
 import torch
-from conftest import run_script, small_config
+from conftest import run_command, small_config
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.modeling_vanilla_transformer import SinusoidalPositions
+from vanilla_transformer.cli import plot as script
+from vanilla_transformer.model.modeling_vanilla_transformer import SinusoidalPositions
 from vanilla_transformer.plotting import (
     AttentionMaps,
     attention_maps,
@@ -416,7 +416,7 @@ def plot(monkeypatch, tmp_path):
 
     def run(*flags):
         output = [] if "--output" in flags else ["--output", "picture"]
-        monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, flags), *output])
+        monkeypatch.setattr(sys, "argv", ["plot", *map(str, flags), *output])
         script.main()
         return figures[-1]
 
@@ -425,7 +425,7 @@ def plot(monkeypatch, tmp_path):
 
 def test_the_script_draws_attention(checkpoint, tmp_path):
     flags = ["--model", checkpoint, "--source", SOURCE, "--output", "pictures/attention"]
-    process = run_script("plot.py", "attention", *flags, cwd=tmp_path)
+    process = run_command("plot", "attention", *flags, cwd=tmp_path)
     assert process.stdout.splitlines() == ["pictures/attention.png", "pictures/attention.svg"]
     for line in process.stdout.splitlines():
         assert (tmp_path / line).stat().st_size > 0

@@ -12,17 +12,17 @@ from transformers import (
     AutoModelForTextEncoding,
 )
 
-from .configuration_vanilla_transformer import VanillaTransformerConfig
-from .modeling_vanilla_transformer import (
+from .model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .model.modeling_vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
     VanillaTransformerModel,
 )
-from .pipeline_vanilla_transformer import (
+from .model.pipelines import (
     Text2TextGenerationPipeline,
     TranslationPipeline,
     register_translation_pipelines,
 )
-from .single_stack_vanilla_transformer import (
+from .model.single_stack import (
     VanillaTransformerEncoderModel,
     VanillaTransformerForCausalLM,
 )

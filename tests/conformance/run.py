@@ -15,7 +15,7 @@ import tarfile
 from importlib.metadata import version
 from pathlib import Path
 
-from overlay import make_overlay
+from scripts.overlay import make_overlay
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]

@@ -15,7 +15,7 @@ from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerModel,
 )
-from vanilla_transformer.tokenization import train_tokenizer
+from vanilla_transformer.data.tokenization import train_tokenizer
 
 ARCHITECTURES = (
     VanillaTransformerModel,

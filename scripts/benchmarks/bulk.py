@@ -1,0 +1,94 @@
+"""Memory and speed of scripts/translate.py as its file grows.
+
+python scripts/benchmark_bulk.py --output_dir outputs/bulk
+
+A model so small that a million lines take minutes (one layer on each side, 16 dimensions, not
+trained) translates files of random words, greedily, at most 8 tokens for each line. Each file has a
+process of its own; the figure is the highest resident memory of it. Writes bulk.json and bulk.md.
+"""
+
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import HfArgumentParser
+
+from scripts.benchmarks.turns import in_own_process
+from scripts.reports import markdown, write
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.tokenization import train_tokenizer
+
+WORDS = ("train", "leaves", "seven", "night", "house", "lake", "blue", "the", "a", "two", "of")
+
+
+@dataclass
+class BulkArguments:
+    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
+    lines: list[int] = field(
+        default_factory=lambda: [1_000, 10_000, 100_000, 1_000_000],
+        metadata={"help": "Of each file."},
+    )
+    batch_size: int = field(default=256, metadata={"help": "Lines decoded together."})
+
+    def __post_init__(self) -> None:
+        if min(self.lines) < 1 or self.batch_size < 1:
+            raise ValueError(
+                f"--lines {self.lines} --batch_size {self.batch_size}: expected positive numbers"
+            )
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(BulkArguments).parse_args_into_dataclasses()
+    results = []
+    with tempfile.TemporaryDirectory() as scratch:
+        save_model(Path(scratch, "model"))
+        for lines in arguments.lines:
+            results.append(in_own_process(translate, scratch, lines, arguments.batch_size))
+    header = ["lines", "peak, MiB", "of that with the shortest file", "lines a second"]
+    rows = []
+    for result in results:
+        ratio = result["mebibytes"] / results[0]["mebibytes"]
+        speed = result["lines"] / result["seconds"]
+        rows.append(
+            [f"{result['lines']:,}", f"{result['mebibytes']:.0f}", f"{ratio:.2f}", f"{speed:.0f}"]
+        )
+    write(arguments.output_dir, "bulk", results, markdown(header, rows))
+
+
+def save_model(folder: Path) -> None:
+    tokenizer = train_tokenizer([" ".join(WORDS)] * 9, 300, show_progress=False)
+    config = VanillaTransformerConfig(
+        vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32,
+    )  # fmt: skip
+    VanillaTransformerForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def translate(scratch: str, lines: int, batch_size: int) -> dict[str, float]:
+    """Peak memory and seconds of the script, which is this process's only child."""
+    source, output = Path(scratch, "in.txt"), Path(scratch, "out.txt")
+    words = random.Random(0)
+    with source.open("w") as file:
+        for _ in range(lines):
+            file.write(" ".join(words.choices(WORDS, k=words.randint(1, 12))) + "\n")
+    flags = {"model": f"{scratch}/model", "input": source, "output": output, "device": "cpu"}
+    flags |= {"batch_size": batch_size, "max_new_tokens": 8}
+    options = [f"--{name}={value}" for name, value in flags.items()]
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "vanilla_transformer", "translate", *options], check=True)
+    seconds = time.perf_counter() - began
+    with output.open() as file:
+        assert sum(1 for _ in file) == lines
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
+    return {"lines": lines, "mebibytes": peak, "seconds": seconds}
+
+
+if __name__ == "__main__":
+    main()

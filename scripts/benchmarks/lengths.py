@@ -1,0 +1,159 @@
+"""Time and peak memory as sentences grow from 32 to 8,192 tokens, and as the batch grows.
+
+python scripts/benchmark_lengths.py --output_dir outputs/lengths
+
+train: a step (forward, backward) over two pairs as long as said, half of the second one padding.
+generate: as many tokens as the source has, greedily. In the table are times for each token and
+memory above that of the model at rest, both over those of the first column: 1 all along is linear
+growth of time; linear growth of memory is as much as the first row grows. Each figure is the median
+of several runs in a process of its own. Writes lengths.json, lengths.md and lengths.png.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import HfArgumentParser
+
+from scripts.benchmarks.peers import PAD, PEERS, SIZES, Size, training_loss
+from scripts.benchmarks.speed import generation, padded
+from scripts.benchmarks.turns import in_own_process, peak_memory, resident_memory, settle, timed
+from scripts.reports import expect_known, markdown, write
+
+WORKLOADS = ("train", "generate")
+SHORTEST = 32  # tokens
+ENOUGH = 30  # seconds: a first run that takes longer is not repeated
+
+
+@dataclass
+class LengthArguments:
+    output_dir: str | None = field(default=None, metadata={"help": "Folder for the three files."})
+    size: str = field(default="tiny", metadata={"help": f"One of {', '.join(SIZES)}."})
+    peer: str = field(default="vanilla_transformer", metadata={"help": "Whose model."})
+    longest: int = field(default=8192, metadata={"help": "Tokens."})
+    largest: int = field(default=512, metadata={"help": "Batch, of sentences of 32 tokens."})
+    runs: int = field(default=3, metadata={"help": "Of which the median counts."})
+
+    def __post_init__(self) -> None:
+        expect_known("size", [self.size], SIZES)
+        expect_known("peer", [self.peer], PEERS)
+        if self.longest < SHORTEST or self.largest < 2:
+            raise ValueError(
+                f"--longest {self.longest} --largest {self.largest}: expected at least 32 and 2"
+            )
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(LengthArguments).parse_args_into_dataclasses()
+    series = [
+        {"workload": workload, "axis": axis, "points": measure_all(arguments, workload, places)}
+        for workload in WORKLOADS
+        for axis, places in (
+            ("length", [(length, 2) for length in doubling(SHORTEST, arguments.longest)]),
+            ("batch", [(SHORTEST, batch) for batch in doubling(2, arguments.largest)]),
+        )
+    ]
+    table = "\n\n".join(to_markdown(series, axis) for axis in ("length", "batch"))
+    write(arguments.output_dir, "lengths", series, table)
+    if arguments.output_dir is not None:
+        draw(series, Path(arguments.output_dir, "lengths.png"))
+
+
+def doubling(first: int, last: int) -> list[int]:
+    """Powers of 4 times the first, and the last."""
+    values = []
+    while first < last:
+        values.append(first)
+        first *= 4
+    return [*values, last]
+
+
+def measure_all(
+    arguments: LengthArguments, workload: str, places: list[tuple[int, int]]
+) -> list[dict[str, float]]:
+    points = []
+    for length, batch in tqdm(places, desc=workload, leave=False):
+        found = in_own_process(measure, arguments, workload, length, batch)
+        points.append({"length": length, "batch": batch, **found})
+    return points
+
+
+def measure(arguments: LengthArguments, workload: str, length: int, batch: int) -> dict[str, float]:
+    """Seconds for each token, and mebibytes at the highest above those of the model at rest."""
+    settle()
+    size = SIZES[arguments.size]
+    model = PEERS[arguments.peer](size)
+    before = resident_memory()
+    ids = sources(size, length, batch)
+    run = training(model, ids) if workload == "train" else generation(model, ids, 1, length)
+    warm_up = timed(run)
+    seconds = [warm_up] if warm_up > ENOUGH else [timed(run) for _ in range(arguments.runs)]
+    return {
+        "seconds": statistics.median(seconds) / (length * batch),
+        "mebibytes": peak_memory() - before,
+    }
+
+
+def sources(size: Size, length: int, batch: int) -> torch.Tensor:
+    """(batch, length) padded ids: every other sentence is half as long."""
+    lengths = torch.full((batch,), length)
+    lengths[1::2] //= 2
+    return padded(lengths, size.vocab_size, PAD, torch.Generator().manual_seed(0))
+
+
+def training(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
+    """A function that finds the gradient of a loss; without an optimizer, whose work is the same
+    for any length."""
+    inputs = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    inputs["labels"] = ids.masked_fill(ids == PAD, -100)
+    model.train()
+
+    def run() -> None:
+        training_loss(model, inputs).backward()
+        model.zero_grad()
+
+    return run
+
+
+def to_markdown(series: list[dict], axis: str) -> str:
+    """A row for time and one for memory of each workload, a column for each place on the axis."""
+    entries = [entry for entry in series if entry["axis"] == axis]
+    places = [point[axis] for point in entries[0]["points"]]
+    unit = "tokens" if axis == "length" else "sentences"
+    rows = []
+    for entry in entries:
+        for label, name in (("time for each token", "seconds"), ("memory", "mebibytes")):
+            values = [point[name] for point in entry["points"]]
+            ratios = (f"{value / values[0]:.2f}" for value in values)
+            rows.append([f"{entry['workload']}, {label}", *ratios])
+    return markdown([unit, *(f"{place:,}" for place in places)], rows)
+
+
+def draw(series: list[dict], path: Path) -> None:
+    """Time above memory, for growing sentences and for growing batches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    panels = figure.subplots(2, 2)
+    for column, axis in enumerate(("length", "batch")):
+        for row, (name, label) in enumerate(
+            (("seconds", "time for each token"), ("mebibytes", "memory"))
+        ):
+            axes = panels[row, column]
+            for entry in series:
+                if entry["axis"] == axis:
+                    points = entry["points"]
+                    values = [point[name] / points[0][name] for point in points]
+                    places = [point[axis] for point in points]
+                    axes.loglog(places, values, marker="o", label=entry["workload"])
+            axes.set(xlabel=axis, ylabel=f"{label}, first = 1")
+            axes.grid(alpha=0.3)
+            axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

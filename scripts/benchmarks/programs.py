@@ -1,0 +1,225 @@
+"""Whole programs: how soon they start, how training spends its time, how fast a file is translated.
+
+python scripts/benchmark_programs.py --data ../shared/data/multi30k --output_dir outputs/programs
+
+start: `import vanilla_transformer`, and a base model from its checkpoint, against Marian's. train:
+shares of the wall time of `scripts/train.py` with the Multi30k recipe. translate: the test set by
+`vanilla_transformer.inference.translation`, as `scripts/translate.py` does, against a plain loop of
+`generate()` over MarianMTModel with the same weights, at the same batch size. Writes programs.json.
+"""
+
+import functools
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+)
+
+from scripts.benchmarks.peers import PEERS, SIZES, as_marian
+from scripts.benchmarks.turns import settle, speeds, take_turns, timed
+from scripts.reports import expect_known, write
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.cli import train as training_script
+from vanilla_transformer.inference.translation import translate
+
+PROGRAMS = ("start", "train", "translate")
+RECIPE = Path(__file__).parents[2] / "vanilla_transformer/recipes/multi30k_tiny.yaml"
+OURS = "vanilla_transformer"
+IMPORTS = {
+    OURS: "import vanilla_transformer",
+    "Auto classes": "from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer",
+    "Marian": "from transformers import AutoTokenizer, MarianMTModel",
+}
+# What is timed of `scripts/train.py`, and under which name.
+PARTS = (
+    (VanillaTransformerForConditionalGeneration, "forward", "forward"),
+    (Accelerator, "backward", "backward"),
+    (Accelerator, "clip_grad_norm_", "optimizer"),
+    (AcceleratedOptimizer, "step", "optimizer"),
+    (AcceleratedOptimizer, "zero_grad", "optimizer"),
+    (training_script, "load_parallel_dataset", "data"),
+    (training_script, "make_tokenizer", "tokenizer"),
+    (training_script, "tokenize_dataset", "data"),
+    (Trainer, "log", "logging"),
+    (Trainer, "_save_checkpoint", "saving"),
+    (Trainer, "save_model", "saving"),
+    (training_script, "evaluate", "evaluation"),
+)
+
+
+@dataclass
+class ProgramArguments:
+    data: str = field(
+        metadata={"help": "Folder with train, val and test_2016_flickr, .en and .de."}
+    )
+    output_dir: str = field(metadata={"help": "Folder for programs.json and the trained model."})
+    programs: list[str] = field(default_factory=lambda: list(PROGRAMS))
+    model: str | None = field(default=None, metadata={"help": "Translates; default: the trained."})
+    max_steps: int = field(default=300, metadata={"help": "Of training."})
+    batch_size: int = field(default=32, metadata={"help": "Lines translated together."})
+    num_beams: int = field(default=5, metadata={"help": "Of translation."})
+    rounds: int = field(default=3, metadata={"help": "Turns of each side; the median counts."})
+    threads: int = field(default=1, metadata={"help": "Of torch, on the CPU."})
+
+    def __post_init__(self) -> None:
+        expect_known("programs", self.programs, PROGRAMS)
+        if not Path(self.data, "test_2016_flickr.en").is_file():
+            raise FileNotFoundError(f"--data {self.data}: expected a folder with Multi30k's files")
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(ProgramArguments).parse_args_into_dataclasses()
+    settle(arguments.threads)
+    run = {"start": start, "train": train, "translate": translate_test_set}
+    results = {program: run[program](arguments) for program in arguments.programs}
+    write(arguments.output_dir, "programs", results)
+
+
+# ---------------------------------------------------------------- start
+
+
+def start(arguments: ProgramArguments) -> dict[str, float]:
+    """How many times as long ours takes."""
+
+    def process(statement: str) -> None:
+        subprocess.run([sys.executable, "-c", statement], check=True)
+
+    imports = {
+        name: functools.partial(timed, functools.partial(process, statement))
+        for name, statement in IMPORTS.items()
+    }
+    importing = speeds(take_turns(imports, arguments.rounds, "Marian"), OURS)
+    with tempfile.TemporaryDirectory() as folder:
+        loads = {}
+        for name in (OURS, "marian"):
+            PEERS[name](SIZES["base"]).save_pretrained(Path(folder, name))
+            load = functools.partial(AutoModelForSeq2SeqLM.from_pretrained, Path(folder, name))
+            loads[name] = functools.partial(timed, load)
+        loading = speeds(take_turns(loads, arguments.rounds, "marian"), OURS)
+    return {
+        "import, Auto classes = 1": importing["Auto classes"],
+        "import, Marian = 1": importing["Marian"],
+        "base from its checkpoint, Marian = 1": loading["marian"],
+    }
+
+
+# ---------------------------------------------------------------- train
+
+
+def train(arguments: ProgramArguments) -> dict[str, float]:
+    """Shares of the time from the first step to the last, and of what goes on around."""
+    data, folder = Path(arguments.data), Path(arguments.output_dir, "model")
+    flags: dict[str, Any] = {
+        "--config": RECIPE,
+        "--output_dir": folder,
+        "--train_source": data / "train.en",
+        "--train_target": data / "train.de",
+        "--validation_source": data / "val.en",
+        "--validation_target": data / "val.de",
+        "--max_steps": arguments.max_steps,
+        "--eval_strategy": "no",
+        "--save_strategy": "steps",
+        "--save_steps": arguments.max_steps,
+        "--average_checkpoints": 1,
+        "--disable_tqdm": True,
+    }
+    words = [str(word) for pair in flags.items() for word in pair]
+    seconds: Counter[str] = Counter()
+    with mock.patch.object(sys, "argv", ["train.py", *words]), watched(seconds):
+        begin = time.perf_counter()
+        training_script.main()
+        total = time.perf_counter() - begin
+    steps = seconds.pop("steps")
+    work = sum(seconds[name] for name in ("forward", "backward", "optimizer"))
+    shares = {f"{name}, of all": seconds[name] / total for name in seconds}
+    return {"forward, backward, optimizer, of all steps": work / steps, **shares}
+
+
+@contextmanager
+def watched(seconds: Counter[str]) -> Iterator[None]:
+    """Adds up the time in each of `PARTS`, but none within another, and in all steps together."""
+    with ExitStack() as patches:
+        inside: list[str] = []
+        for owner, attribute, name in PARTS:
+            part = stopwatch(getattr(owner, attribute), name, seconds, inside)
+            patches.enter_context(mock.patch.object(owner, attribute, part))
+        steps = stopwatch(Trainer.train, "steps", seconds, [])
+        patches.enter_context(mock.patch.object(Trainer, "train", steps))
+        yield
+
+
+def stopwatch(function: Callable, name: str, seconds: Counter[str], inside: list[str]) -> Callable:
+    @functools.wraps(function)  # Trainer reads the signature of `forward`
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        outermost = not inside
+        inside.append(name)
+        begin = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            inside.pop()
+            if outermost:
+                seconds[name] += time.perf_counter() - begin
+
+    return measured
+
+
+# ---------------------------------------------------------------- translate
+
+
+def translate_test_set(arguments: ProgramArguments) -> dict[str, float]:
+    """How many times as fast ours is; the translations are the same."""
+    folder = arguments.model or Path(arguments.output_dir, "model")
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lines = Path(arguments.data, "test_2016_flickr.en").read_text().splitlines()
+    marian, found = as_marian(model), {}
+    options = {"batch_size": arguments.batch_size, "num_beams": arguments.num_beams}
+
+    def ours() -> None:
+        found["ours"] = list(translate(lines, model, tokenizer, **options))
+
+    def plain() -> None:
+        found["plain"] = plain_loop(lines, marian, tokenizer, **options)
+
+    sides = {"ours": functools.partial(timed, ours), "plain": functools.partial(timed, plain)}
+    speed = speeds(take_turns(sides, arguments.rounds, "plain"), "plain")["ours"]
+    same = sum(line == other for line, other in zip(found["ours"], found["plain"], strict=True))
+    return {"speed, plain loop over Marian = 1": speed, "same": same}
+
+
+def plain_loop(
+    lines: list[str],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    num_beams: int,
+) -> list[str]:
+    translations = []
+    for first in range(0, len(lines), batch_size):
+        batch = tokenizer(lines[first : first + batch_size], padding=True, return_tensors="pt")
+        limit = batch["input_ids"].shape[1] + 50
+        generated = model.generate(**batch, num_beams=num_beams, max_new_tokens=limit)
+        translations += tokenizer.batch_decode(generated, skip_special_tokens=True)
+    return translations
+
+
+if __name__ == "__main__":
+    main()

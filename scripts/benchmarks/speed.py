@@ -1,0 +1,268 @@
+"""Race our model against the same architecture in other libraries, on the same work.
+
+python scripts/benchmark.py --output_dir outputs/benchmark
+python scripts/benchmark.py --quick
+
+Five workloads: T1 a training step in float32, T2 the same under bfloat16 autocast, both with label
+smoothing 0.1 and AdamW over batches of similar lengths; G1 greedy and G2 beam search (4 beams) for
+32 sources of mixed lengths, 32 tokens each; G3 greedy for one source. Speeds are real target tokens
+a second, given as ratios to Marian's. Each model has a process of its own, and all take turns,
+round by round, each time in another order. Which pieces of memory a process is given makes one as
+much as a fifth faster than the next of the same model, so all are started several times; the figure
+is the median over the rounds of all starts.
+`torch.nn.Transformer` has no cache, so it only trains; CTranslate2 only decodes, where it is
+installed. Writes benchmark.json, benchmark.md, benchmark.png.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import HfArgumentParser
+
+from scripts.benchmarks import ctranslate2_engine as compiled
+from scripts.benchmarks.peers import BOS, EOS, PAD, PEERS, SIZES, Size, training_loss
+from scripts.benchmarks.turns import Runner, speeds, take_turns
+from scripts.reports import expect_known, markdown, write
+
+REFERENCE = "marian"
+OURS = "vanilla_transformer"
+OURS_BEST = "vanilla_transformer, best setting"
+WORKLOADS = ("T1", "T2", "G1", "G2", "G3")
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # others take 50 times as long
+BEARABLE = [name for name in WORKLOADS if HAS_BFLOAT16 or name != "T2"]
+# What a user may set for speed on a CPU, by size and workload; the README says so.
+INT8 = {"int8": True}
+NARROW = {"dtype": torch.bfloat16} if HAS_BFLOAT16 else {}
+COMPILED: dict[str, Any] = {"compiled": {}}  # with options of torch.compile
+FROZEN = {"compiled": {"freezing": True, "cpp_wrapper": True}}
+BEST_SETTING: dict[str, dict[str, dict[str, Any]]] = {
+    "tiny": {"T1": {"precision": "medium"}, "G1": NARROW or FROZEN, "G2": NARROW, "G3": COMPILED},
+    "base": {"T1": {"precision": "medium"}, "G1": NARROW or INT8, "G2": NARROW or INT8, "G3": INT8},
+}
+NEW_TOKENS, SOURCES, BEAMS = 32, 32, 4
+ALL_PEERS = (*PEERS, *compiled.COMPUTE_TYPES)
+
+
+@dataclass
+class BenchmarkArguments:
+    output_dir: str | None = field(default=None, metadata={"help": "Folder for the three files."})
+    sizes: list[str] = field(default_factory=lambda: list(SIZES))
+    workloads: list[str] = field(
+        default_factory=BEARABLE.copy,
+        metadata={"help": "Default: all, but for T2 on a CPU without bfloat16 products."},
+    )
+    peers: list[str] = field(
+        default_factory=lambda: list(ALL_PEERS if compiled.INSTALLED else PEERS)
+    )
+    starts: int = field(default=3, metadata={"help": "Processes of each model, in succession."})
+    rounds: int = field(default=3, metadata={"help": "Turns of each process."})
+    threads: int = field(default=1, metadata={"help": "Of torch, on the CPU."})
+    tokens: int = field(default=2000, metadata={"help": "Target tokens in a training batch."})
+    quick: bool = field(default=False, metadata={"help": "Tiny only, little work: a glance."})
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        expect_known("sizes", self.sizes, SIZES)
+        expect_known("workloads", self.workloads, WORKLOADS)
+        expect_known("peers", self.peers, ALL_PEERS)
+        for name in ("starts", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: expected a positive number")
+        self.peers = list(dict.fromkeys([*self.peers, OURS, REFERENCE]))
+        if self.quick:
+            self.sizes, self.starts, self.rounds, self.tokens = ["tiny"], 1, 2, 250
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses()
+    seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for start in range(arguments.starts):
+        names = [*arguments.peers, OURS_BEST]
+        runners = {name: Runner(arguments.threads, arguments.seed) for name in names}
+        for size, workload in product(arguments.sizes, arguments.workloads):
+            title = f"{workload} {size}, start {start + 1} of {arguments.starts}"
+            found = race(arguments, runners, size, workload, title)
+            for name, times in found.items():
+                seconds.setdefault((size, workload), {}).setdefault(name, []).extend(times)
+        for runner in runners.values():
+            runner.stop()
+    results = [
+        {"size": size, "workload": workload, "ratios": speeds(times, REFERENCE), "seconds": times}
+        for (size, workload), times in seconds.items()
+    ]
+    write(arguments.output_dir, "benchmark", results, to_markdown(results))
+    if arguments.output_dir is not None:
+        draw(results, Path(arguments.output_dir, "benchmark.png"))
+
+
+def race(
+    arguments: BenchmarkArguments, runners: dict[str, Runner], size: str, workload: str, title: str
+) -> dict[str, list[float]]:
+    """Seconds of each model in each round."""
+    cannot = ["torch"] if workload[0] == "G" else compiled.COMPUTE_TYPES
+    able = {name: runner for name, runner in runners.items() if name not in cannot}
+    begun = [
+        runner.prepare(prepare, arguments, name, size, workload) for name, runner in able.items()
+    ]
+    for preparation in begun:
+        preparation.result()
+    runs = {name: runner.run for name, runner in able.items()}
+    return take_turns(runs, arguments.rounds, REFERENCE, title)
+
+
+def prepare(
+    arguments: BenchmarkArguments, name: str, size: str, workload: str
+) -> Callable[[], None]:
+    """A function that does the workload once with a model of its own."""
+    shape, beams = SIZES[size], BEAMS if workload == "G2" else 1
+    ids = sources(shape, 1 if workload == "G3" else SOURCES, arguments.seed)
+    if name in compiled.COMPUTE_TYPES:
+        translator = compiled.make_translator(shape, name, arguments.threads)
+        return compiled.generation(translator, ids, beams, NEW_TOKENS)
+    setting = BEST_SETTING[size].get(workload, {}) if name == OURS_BEST else {}
+    if arguments.quick and "compiled" in setting:  # it takes a minute
+        setting = {}
+    model = with_setting(PEERS[OURS if name == OURS_BEST else name](shape), setting)
+    if workload[0] == "T":
+        batches = training_batches(shape, arguments.tokens, arguments.seed)
+        work = training(model, batches, narrow=workload == "T2")
+    else:
+        work = generation(model, ids, beams)
+
+    def run() -> None:
+        with matmul_precision(setting.get("precision")):
+            work()
+
+    return run
+
+
+def with_setting(model: torch.nn.Module, setting: dict[str, Any]) -> torch.nn.Module:
+    """The model in another type, with weights of 8 bits, or compiled for sources of one length."""
+    if "int8" in setting:
+        model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    if "compiled" in setting:
+        model.generation_config.cache_implementation = "static"
+        model.forward = torch.compile(model.forward, options=setting["compiled"])
+    return model.to(setting.get("dtype"))
+
+
+@contextmanager
+def matmul_precision(precision: str | None) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision or before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def draw_lengths(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Sentence lengths: mean 27, standard deviation 15, 4 to 100."""
+    return (27 + 15 * torch.randn(count, generator=generator)).round().long().clamp(4, 100)
+
+
+def padded(
+    lengths: torch.Tensor, vocab_size: int, padding: int, generator: torch.Generator
+) -> torch.Tensor:
+    """(batch, longest) random token ids, each row as long as said."""
+    shape = (len(lengths), int(lengths.max()))
+    ids = torch.randint(EOS + 1, vocab_size, shape, generator=generator)
+    return ids.masked_fill(torch.arange(shape[1]) >= lengths[:, None], padding)
+
+
+def training_batches(size: Size, tokens: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Three batches of sentences of similar length, short, middling and long."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = draw_lengths(10000, generator).sort().values
+    batches = []
+    for quantile in (0.25, 0.5, 0.75):
+        start = int(quantile * len(lengths))
+        rows = max(1, tokens // int(lengths[start]))
+        target = lengths[start : start + rows]
+        source = (target + torch.randint(-3, 4, target.shape, generator=generator)).clamp(min=4)
+        ids = padded(source, size.vocab_size, PAD, generator)
+        labels = padded(target, size.vocab_size, -100, generator)
+        batches.append({"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": labels})
+    return batches
+
+
+def training(
+    model: torch.nn.Module, batches: list[dict[str, torch.Tensor]], narrow: bool
+) -> Callable[[], None]:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def run() -> None:
+        for batch in batches:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
+                loss = training_loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def sources(size: Size, count: int, seed: int) -> torch.Tensor:
+    """(count, longest) padded ids of sentences of mixed lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return padded(draw_lengths(count, generator), size.vocab_size, PAD, generator)
+
+
+def generation(
+    model: torch.nn.Module, ids: torch.Tensor, beams: int, new_tokens: int = NEW_TOKENS
+) -> Callable[[], None]:
+    """A function that decodes so many tokens for each row of padded ids."""
+    inputs = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    model.eval().generation_config.eos_token_id = None  # no sentence ends before the others
+
+    def run() -> None:
+        output = model.generate(
+            **inputs, num_beams=beams, do_sample=False, max_new_tokens=new_tokens
+        )
+        assert output.shape == (len(ids), new_tokens + 1)
+        assert (output[:, 0] == BOS).all()
+
+    return run
+
+
+def to_markdown(results: list[dict]) -> str:
+    """A row for each model, a column for each workload and size."""
+    columns = [f"{result['workload']} {result['size']}" for result in results]
+    names = dict.fromkeys(name for result in results for name in result["ratios"])
+    rows = []
+    for name in names:
+        ratios = (result["ratios"].get(name) for result in results)
+        rows.append([name, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
+    return markdown(["", *columns], rows)
+
+
+def draw(results: list[dict], path: Path) -> None:
+    """A group of bars for each workload and size."""
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name for result in results for name in result["ratios"]))
+    figure, axes = plt.subplots(figsize=(1.5 + 1.2 * len(results), 4))
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        heights = [result["ratios"].get(name, 0) for result in results]
+        axes.bar(
+            [place + index * width for place in range(len(results))], heights, width, label=name
+        )
+    axes.set_xticks(
+        [place + 0.4 - width / 2 for place in range(len(results))],
+        [f"{result['workload']}\n{result['size']}" for result in results],
+    )
+    axes.set_ylabel(f"speed, {REFERENCE} = 1")
+    axes.axhline(1, color="black", linewidth=0.5)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()

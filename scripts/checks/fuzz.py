@@ -1,0 +1,137 @@
+"""Throw at the package what nobody should, and count what is neither right nor refused.
+
+python scripts/fuzz.py --output_dir outputs/fuzz
+python scripts/fuzz.py --families generation --cases 1000 --seed 1
+
+Cases come from hypothesis: `fuzz_families.py` has kinds of input, and says what is right;
+`fuzz_comparisons.py` has two ways to the same numbers. Each family runs in a process of its own and
+ends with its first failure, of which the smallest example that was found is printed. Writes
+fuzz.json and fuzz.md.
+"""
+
+import os
+import signal
+import traceback
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as with_seed
+from tqdm.auto import tqdm
+from transformers import HfArgumentParser
+
+from scripts.checks.fuzz_comparisons import COMPARISONS
+from scripts.checks.fuzz_families import FAMILIES as KINDS_OF_INPUT
+from scripts.reports import expect_known, markdown, write
+
+FAMILIES = KINDS_OF_INPUT | COMPARISONS
+OUTCOMES = ("right", "refused", "failed")
+SECONDS = 60  # after which a case hangs
+
+
+@dataclass
+class FuzzArguments:
+    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
+    families: list[str] = field(default_factory=lambda: list(FAMILIES))
+    cases: int = field(default=10_000, metadata={"help": "Of all families together."})
+    seed: int = field(default=0, metadata={"help": "Of the cases."})
+
+    def __post_init__(self) -> None:
+        expect_known("families", self.families, FAMILIES)
+        if self.cases < len(self.families):
+            raise ValueError(f"--cases {self.cases}: expected one for each family at least")
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(FuzzArguments).parse_args_into_dataclasses()
+    results = {}
+    for name, cases in shares(arguments.families, arguments.cases).items():
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            try:
+                results[name] = process.submit(fuzz, name, cases, arguments.seed).result()
+            except BrokenProcessPool:
+                results[name] = {"failed": 1, "example": "the process crashed"}
+    for name, result in results.items():
+        if result.get("example"):
+            print(f"{name}: {result['example']}\n")
+    write(arguments.output_dir, "fuzz", results, to_markdown(results))
+
+
+def shares(families: list[str], cases: int) -> dict[str, int]:
+    """How many of the cases are whose; the first has what rounding leaves."""
+    total = sum(FAMILIES[name].share for name in families)
+    counts = {name: max(1, cases * FAMILIES[name].share // total) for name in families}
+    counts[families[0]] += cases - sum(counts.values())
+    return counts
+
+
+def fuzz(name: str, cases: int, seed: int) -> dict[str, Any]:
+    """Outcomes of so many cases of a family, counted, and the smallest example of a failure."""
+    quieten()
+    family, counts = FAMILIES[name], Counter()
+    example = ""
+
+    @with_seed(seed)
+    @settings(
+        max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )  # fmt: skip
+    @given(family.cases)
+    def run(case: Any) -> None:
+        nonlocal example
+        before = counts["failed"]  # what follows the first failure makes it smaller
+        try:
+            signal.alarm(SECONDS)
+            outcome = family.outcome(case)
+        except Exception:
+            counts["failed"] = 1
+            example = f"{case!r}\n{traceback.format_exc()}"
+            raise
+        finally:
+            signal.alarm(0)
+        if not before:
+            counts[outcome] += 1
+            progress.update()
+
+    with tqdm(total=cases, desc=name, unit="case") as progress:
+        try:
+            run()
+        except Exception as error:
+            example = example or repr(error)
+    return {**counts, "example": example}
+
+
+def quieten() -> None:
+    """What every process begins with: one thread, no warnings, and an alarm for cases that hang."""
+    os.environ.update(TRANSFORMERS_VERBOSITY="error")
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, hang)
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    datasets.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+
+
+def hang(*_: object) -> None:
+    raise TimeoutError(f"no end after {SECONDS} seconds")
+
+
+def to_markdown(results: dict[str, dict[str, Any]]) -> str:
+    """The table."""
+    counted = {
+        name: [result.get(outcome, 0) for outcome in OUTCOMES] for name, result in results.items()
+    }
+    counted["all"] = [sum(column) for column in zip(*counted.values(), strict=True)]
+    rows = ([name, sum(counts), *counts] for name, counts in counted.items())
+    return markdown(["family", "cases", *OUTCOMES], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Train one model on one process and shared out to several, and compare.
+
+python scripts/layouts.py --output_dir outputs/layouts
+python scripts/layouts.py --layouts "1 process" "2, FSDP2" --every_pair
+
+Each layout is a launch of scripts/train.py with the same seed on the same sentence pairs in each
+update; 1 process accumulates what several work on at a time. Then each layout's checkpoint of half
+the training goes on in the next layout. What differs from 1 process, at most, is to be what float32
+rounds. Every final model is loaded here, where nothing is distributed. Writes layouts.json and
+layouts.md. Where there are no GPUs, processes run on CPUs. ZeRO's layouts need DeepSpeed, without
+which they are left out, and go on with their own checkpoints alone.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import AutoModelForSeq2SeqLM, HfArgumentParser
+from transformers.integrations.deepspeed import is_deepspeed_available
+from transformers.utils import logging as transformers_logging
+
+import vanilla_transformer  # noqa: F401  # registers the model
+from scripts.reports import expect_known, markdown, write
+from vanilla_transformer.data.phrases import load_phrases
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def accelerate(config: str, processes: int) -> tuple[str, ...]:
+    """What launches a script through accelerate."""
+    path = REPOSITORY / "vanilla_transformer/recipes/accelerate" / config
+    launcher = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch")
+    return (*launcher, "--config_file", str(path), "--num_processes", str(processes))
+
+
+LAYOUTS = {  # the launcher, and options of `train`
+    "1 process": ((sys.executable,), ()),
+    "2, DDP": (accelerate("ddp.yaml", 2), ()),
+    "4, DDP": (accelerate("ddp.yaml", 4), ()),
+    "2, FSDP2": (accelerate("fsdp2.yaml", 2), ()),
+    "2, FSDP2, full state": (accelerate("fsdp2_full_state.yaml", 2), ()),
+    "2, tensor parallel": (accelerate("tensor_parallel.yaml", 2), ("--tp_size", "2")),
+    "4, tensor parallel, FSDP2": (accelerate("tensor_parallel.yaml", 4), ("--tp_size", "2")),
+    "2, ZeRO 1": (accelerate("deepspeed_zero1.yaml", 2), ()),
+    "2, ZeRO 2": (accelerate("deepspeed_zero2.yaml", 2), ()),
+    "2, ZeRO 3": (accelerate("deepspeed_zero3.yaml", 2), ()),
+}
+ZERO = [layout for layout in LAYOUTS if "ZeRO" in layout]
+ALONE = "1 process"
+SHAPE = (
+    "d_model=32,encoder_layers=2,decoder_layers=2,encoder_attention_heads=2,"
+    "decoder_attention_heads=2,encoder_ffn_dim=64,decoder_ffn_dim=64,dropout=0"
+)
+
+
+@dataclass
+class LayoutArguments:
+    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
+    layouts: list[str] = field(
+        default_factory=lambda: [
+            layout for layout in LAYOUTS if layout not in ZERO or is_deepspeed_available()
+        ]
+    )
+    every_pair: bool = field(
+        default=False, metadata={"help": "Go on in each other layout, not only in the next."}
+    )
+    steps: int = field(default=20, metadata={"help": "Of each training."})
+    pairs: int = field(default=1000, metadata={"help": "Of phrases to train on."})
+
+    def __post_init__(self) -> None:
+        expect_known("layouts", self.layouts, LAYOUTS)
+        if set(ZERO) & set(self.layouts) and not is_deepspeed_available():
+            raise ValueError(f"--layouts {self.layouts}: expected DeepSpeed to be installed")
+        if self.steps < 2 or self.pairs < 100:
+            raise ValueError(
+                f"--steps {self.steps} --pairs {self.pairs}: expected at least 2 and 100"
+            )
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(LayoutArguments).parse_args_into_dataclasses()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as scratch:
+        results = Harness(Path(scratch), arguments).results()
+    write(arguments.output_dir, "layouts", results, to_markdown(results))
+
+
+class Harness:
+    """One training in many layouts."""
+
+    def __init__(self, scratch: Path, arguments: LayoutArguments):
+        self.scratch, self.arguments = scratch, arguments
+        phrases = load_phrases(arguments.pairs, target_language="de")
+        for side in ("source", "target"):
+            (scratch / side).write_text("\n".join(phrases[side]) + "\n", encoding="utf-8")
+
+    def results(self) -> list[dict[str, Any]]:
+        """Of each training, what differs at most from that on 1 process."""
+        layouts, half = self.arguments.layouts, self.arguments.steps // 2
+        zero = [layout for layout in layouts if layout in ZERO]
+        others = [layout for layout in layouts if layout not in (ALONE, *zero)]
+        ring = [ALONE, *others]
+        following = zip(ring, [*others, ALONE], strict=True)
+        every = ((one, other) for one in ring for other in ring if one != other)
+        resumed = [
+            *(every if self.arguments.every_pair else following),
+            *((layout, layout) for layout in zero),
+        ]
+        results = []
+        expected: dict[str, Any] = {}
+        for before, layout in tqdm([*((None, layout) for layout in (*ring, *zero)), *resumed]):
+            folder = self.scratch / f"{before} to {layout}"
+            checkpoint = before and self.scratch / f"None to {before}" / f"checkpoint-{half}"
+            held = self.train(layout, folder, checkpoint)
+            actual = read_training(folder)
+            expected = expected or actual
+            result = {"layout": layout, "resumed from": before, "parameters of a process": held}
+            results.append({**result, **differences(actual, expected)})
+        return results
+
+    def script(self, folder: Path) -> list[str]:
+        """What is launched."""
+        steps = self.arguments.steps
+        command = [
+            "-m", "vanilla_transformer", "train", "--output_dir", folder, "--preset", "tiny",
+            "--train_source", self.scratch / "source", "--train_target", self.scratch / "target",
+            "--config_overrides", SHAPE, "--vocab_size", 500, "--max_tokens", 250,
+            "--batches_per_update", 4, "--max_steps", steps, "--learning_rate", 3e-3,
+            "--save_strategy", "steps", "--save_steps", max(1, steps // 2), "--logging_steps", 1,
+            "--report_to", "none", "--disable_tqdm", "true",
+        ]  # fmt: skip
+        return list(map(str, command))
+
+    def train(
+        self, layout: str, folder: Path, checkpoint: Path | None = None, *more: str
+    ) -> int | None:
+        """Train, from a checkpoint on if there is one, with more options if there are any; the
+        parameters that a process holds, if they are not all."""
+        launcher, options = LAYOUTS[layout]
+        command = [*launcher, *self.script(folder), *options, *more]
+        if checkpoint is not None:
+            command += ["--resume_from_checkpoint", str(checkpoint)]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        process = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment,
+            cwd=REPOSITORY,  # where accelerate's files look for those of DeepSpeed
+        )  # fmt: skip
+        if process.returncode:
+            raise RuntimeError(f"{folder.name} failed:\n{process.stderr}")
+        held = re.search(r"This process holds ([\d,]+) of the parameters", process.stderr)
+        return held and int(held[1].replace(",", ""))
+
+
+def read_training(folder: Path) -> dict[str, Any]:
+    """The loss of each step, and the weights in the end."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    return {
+        "losses": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
+        "weights": dict(model.named_parameters()),
+    }
+
+
+def differences(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """The largest of the loss at any step, and of any weight."""
+    losses, weights = expected["losses"], expected["weights"]
+    assert actual["losses"].keys() == losses.keys(), "a step is missing"
+    assert actual["weights"].keys() == weights.keys(), "a weight is missing"
+    return {
+        "loss": max(abs(actual["losses"][step] - losses[step]) for step in losses),
+        "weights": max(
+            (actual["weights"][name] - weights[name]).abs().max().item() for name in weights
+        ),
+    }
+
+
+def to_markdown(results: list[dict[str, Any]]) -> str:
+    """The table."""
+    rows = []
+    for result in results:
+        held = result["parameters of a process"]
+        rows.append(
+            [result["layout"], result["resumed from"], f"{held:,}" if held else "all"]
+            + [f"{result[name]:.1e}" for name in ("loss", "weights")]
+        )
+    header = ["processes, layout", "resumed from", "parameters in each", "loss", "weights"]
+    return markdown(header, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""BPE-dropout: the paper's algorithm, the same for one seed, epoch and text."""
+
+import json
+from collections import Counter
+from copy import deepcopy
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import as_typed, small_config
+from datasets import Dataset, DatasetDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import (
+    CLIPTokenizer,
+    GemmaTokenizer,
+    GPT2Tokenizer,
+    LlamaTokenizer,
+    NllbTokenizer,
+    PreTrainedTokenizerFast,
+    RobertaTokenizer,
+    WhisperTokenizer,
+)
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.bpe_dropout import BPEDropout, with_bpe_dropout
+from vanilla_transformer.data.parallel_text import DataArguments, tokenize_dataset
+from vanilla_transformer.data.token_batches import count_tokens
+from vanilla_transformer.training.arguments import TranslationTrainingArguments
+from vanilla_transformer.training.trainer import make_trainer
+
+TEXTS = ["a house by the lake", "ein Haus am See", "the lake is deep", "der See ist tief"]
+
+
+ODD_TEXTS = ["</s> <0x41> 12", "中文 😀 lakes", "<s>", "The  LAKE\n", ""]
+
+
+def with_template(tokenizer, template):
+    """A copy with other special tokens around a text."""
+    copy = deepcopy(tokenizer)
+    copy.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return copy
+
+
+@cache
+def tokenizer_of(family):
+    """A small tokenizer as other projects make them."""
+    if family is None:
+        backend = Tokenizer(models.BPE(unk_token="[UNK]", continuing_subword_prefix="##"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        special = {"special_tokens": ["[UNK]"], "continuing_subword_prefix": "##"}
+        trainer = trainers.BpeTrainer(vocab_size=80, show_progress=False, **special)
+        backend.train_from_iterator(TEXTS, trainer)
+        new = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    else:
+        languages = {"src_lang": "eng_Latn", "tgt_lang": "deu_Latn"}
+        empty = family(**languages if family is NllbTokenizer else {})
+        new = empty.train_new_from_iterator(TEXTS * 3, 500, show_progress=False)
+    new.add_tokens(["lake"])
+    return new
+
+
+FAMILIES = [
+    GPT2Tokenizer,  # bytes, no special tokens around a text
+    RobertaTokenizer,  # <s> $A </s>
+    WhisperTokenizer,  # two tokens in front
+    LlamaTokenizer,  # no pre-tokenizer: a text is one word
+    GemmaTokenizer,
+    CLIPTokenizer,  # end_of_word_suffix
+    NllbTokenizer,  # language codes: others for targets
+    None,  # continuing_subword_prefix
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=30) | st.sampled_from([*TEXTS, *ODD_TEXTS]))
+def test_without_dropout_it_is_the_tokenizer(tokenizer, text):
+    assert BPEDropout(tokenizer, 0.0).encode(text) == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(max_size=30) | st.sampled_from([*TEXTS, *ODD_TEXTS]))
+def test_without_dropout_it_is_any_bpe_tokenizer(family, text):
+    tokenizer = tokenizer_of(family)
+    encoder = BPEDropout(tokenizer, 0.0)
+    assert encoder.encode(text) == tokenizer(text)["input_ids"]
+    assert encoder.encode(text, as_target=True) == tokenizer(text_target=text)["input_ids"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_and_added_tokens_stay_whole(family):
+    tokenizer = tokenizer_of(family)
+    added = tokenizer.added_tokens_decoder
+    own = tokenizer("the lake is deep")["input_ids"]
+    ids = BPEDropout(tokenizer, 1.0).encode("the lake is deep")
+    assert len(ids) > len(own)
+    assert [token for token in ids if token in added] == [token for token in own if token in added]
+    assert tokenizer.convert_ids_to_tokens(ids).count("lake") == 1
+
+
+def test_the_text_stands_between_the_special_tokens(tokenizer):
+    """A checkpoint's tokenizer may open texts too: `<s> $A </s>` came out as `A <s> </s>`."""
+    tokenizer = with_template(tokenizer, "<s> $A </s>")
+    ids = BPEDropout(tokenizer, 1.0).encode("the lake")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", *" the lake", "</s>"]
+
+
+def test_sources_and_targets_have_their_own_language_codes():
+    tokenizer = tokenizer_of(NllbTokenizer)
+    pairs = Dataset.from_list([{"source": "the deep", "target": "der See"}])
+    example = with_bpe_dropout(pairs, None, BPEDropout(tokenizer, 1.0))[0]
+    tokens = {side: tokenizer.convert_ids_to_tokens(ids) for side, ids in example.items()}
+    assert tokens["input_ids"] == ["eng_Latn", *"▁the▁deep", "</s>"]
+    assert tokens["labels"] == ["deu_Latn", *"▁der▁See", "</s>"]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("max_length", [0, 1, 2, 3, 4, 100])
+def test_longer_texts_are_cut_as_the_tokenizer_cuts_them(tokenizer, side, max_length):
+    """Also below the number of special tokens, where none is cut."""
+    tokenizer = with_template(tokenizer, "<s> $A </s>")
+    tokenizer.truncation_side = side
+    for text in [*TEXTS, *ODD_TEXTS]:
+        expected = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
+        assert BPEDropout(tokenizer, 0.0).encode(text, max_length=max_length) == expected
+        ids = BPEDropout(tokenizer, 0.5).encode(text, max_length=max_length)
+        assert (ids[0], ids[-1]) == (1, 2)
+        assert len(ids) <= max_length or max_length < 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=30), epoch=st.integers(0, 99))
+def test_what_is_cut_otherwise_is_the_same_text(tokenizer, text, epoch):
+    ids = BPEDropout(tokenizer, 0.5).encode(text, epoch)
+    expected = tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == expected
+
+
+def test_with_certain_dropout_every_character_stands_alone(tokenizer):
+    ids = BPEDropout(tokenizer, 1.0).encode("the lake")
+    assert tokenizer.convert_ids_to_tokens(ids) == [*" the lake", "</s>"]
+
+
+def exact_distribution(tokens, merges, dropout):
+    """Algorithm 1 of the paper, by enumeration: each merge is there with probability 1 - dropout,
+    the first by rank, then by position, is made; where there is none, that is the end."""
+    places = sorted(
+        (merges.index((left, right)), place)
+        for place, (left, right) in enumerate(pairwise(tokens))
+        if (left, right) in merges
+    )
+    result = Counter({tokens: dropout ** len(places)})
+    for dropped, (_, place) in enumerate(places):
+        merged = (*tokens[:place], tokens[place] + tokens[place + 1], *tokens[place + 2 :])
+        for outcome, share in exact_distribution(merged, merges, dropout).items():
+            result[outcome] += share * (1 - dropout) * dropout**dropped
+    return result
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+def test_segmentations_come_as_often_as_the_papers_algorithm_says(tokenizer, dropout):
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    expected = exact_distribution(tuple(" lake"), merges, dropout)
+    assert len(expected) > 3
+    encoder, trials = BPEDropout(tokenizer, dropout), 10_000
+    found = Counter(
+        tuple(tokenizer.convert_ids_to_tokens(encoder.encode("lake", epoch)[:-1]))
+        for epoch in range(trials)
+    )
+    assert found.keys() <= expected.keys()
+    for tokens, share in expected.items():
+        deviation = (share * (1 - share) / trials) ** 0.5
+        assert found[tokens] / trials == pytest.approx(share, abs=4 * deviation), tokens
+
+
+def test_seed_epoch_and_text_decide(tokenizer):
+    text = " ".join(TEXTS)
+    encoder = BPEDropout(tokenizer, 0.3, seed=1)
+    again = BPEDropout(tokenizer, 0.3, seed=1)
+    assert encoder.encode(text, 5) == again.encode(text, 5)
+    assert encoder.encode(text, 5) != encoder.encode(text, 6)
+    assert encoder.encode(text, 5) != BPEDropout(tokenizer, 0.3, seed=2).encode(text, 5)
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.5])
+def test_dropout_is_a_probability(tokenizer, dropout):
+    message = f"bpe_dropout={dropout}: expected a probability"
+    with pytest.raises(ValueError, match=message):
+        BPEDropout(tokenizer, dropout)
+    with pytest.raises(ValueError, match=message):
+        DataArguments(dataset_name="phrases", bpe_dropout=dropout)
+
+
+MERGES = {"vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3}, "merges": [("a", "b")]}
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        (models.WordLevel({"a": 0}, unk_token="a"), "WordLevel"),
+        (models.BPE(**MERGES, ignore_merges=True), "BPE with ignore_merges=True"),
+        (models.BPE(**MERGES, dropout=0.1), "BPE with dropout=0.1"),
+    ],
+)
+def test_other_tokenizers_are_refused(model, kind):
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
+    message = f"expected a plain BPE tokenizer, not this {kind}"
+    with pytest.raises(ValueError, match=message):
+        BPEDropout(other, 0.1)
+
+
+def test_a_token_with_several_merges_is_spelt_in_characters():
+    """A vocabulary of SentencePiece has a merge for each pair that makes up a token, also one of
+    tokens that no merge makes: here "bc"."""
+    vocab = {token: number for number, token in enumerate(["a", "b", "c", "ab", "bc", "abc"])}
+    merges = [("a", "bc"), ("a", "b"), ("ab", "c")]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab, merges)))
+    for dropout, tokens in ((0.0, ["abc"]), (1.0, ["a", "b", "c"])):
+        ids = BPEDropout(tokenizer, dropout).encode("abc")
+        assert tokenizer.convert_ids_to_tokens(ids) == tokens
+
+
+def test_the_tokenizer_that_training_saves_is_as_it_was(tokenizer):
+    tokenizer("the lake")  # without truncation
+    before = tokenizer.backend_tokenizer.to_str()
+    BPEDropout(tokenizer, 0.1)
+    assert tokenizer.backend_tokenizer.to_str() == before
+
+
+class TaggingTokenizer(PreTrainedTokenizerFast):
+    """Adds a token that the pipeline of `tokenizers` knows nothing of."""
+
+    def _encode_plus(self, *args, **kwargs):
+        encoded = super()._encode_plus(*args, **kwargs)
+        encoded["input_ids"] = [0, *encoded["input_ids"]]
+        return encoded
+
+
+def test_a_tokenizer_that_cannot_be_followed_is_refused(tokenizer):
+    tagging = TaggingTokenizer(tokenizer_object=Tokenizer(models.BPE(**MERGES)))
+    for other in (tagging, with_template(tokenizer, "$A </s> $A")):
+        message = f"bpe_dropout: without dropout .* differ from those of {type(other).__name__}"
+        with pytest.raises(ValueError, match=message):
+            BPEDropout(other, 0.1)
+
+
+# ---------------------------------------------------------------- in training
+
+
+@pytest.fixture
+def pairs():
+    rows = [{"source": text, "target": other} for text in TEXTS for other in TEXTS]
+    return Dataset.from_list(rows)
+
+
+@pytest.fixture
+def encoded(tokenizer, pairs):
+    data = DatasetDict({"train": pairs})
+    tokenized = tokenize_dataset(data, tokenizer, DataArguments(dataset_name="phrases"))["train"]
+    return with_bpe_dropout(pairs, tokenized, BPEDropout(tokenizer, 0.3, seed=3), None, 6)
+
+
+def test_a_data_set_differs_from_epoch_to_epoch_and_says_the_same(tokenizer, pairs, encoded):
+    epochs = []
+    for epoch in (0, 1, 0):
+        encoded.set_epoch(epoch)
+        epochs.append([encoded[row] for row in range(len(encoded))])
+    assert epochs[0] == epochs[2] != epochs[1]
+    for pair, example in zip(pairs, epochs[1], strict=True):
+        assert tokenizer.decode(example["input_ids"], skip_special_tokens=True) == pair["source"]
+        assert len(example["labels"]) <= 6
+
+
+def test_its_lengths_are_those_without_dropout(encoded):
+    source, target = count_tokens(encoded)
+    assert source.tolist() == [len(ids) for ids in encoded.tokenized["input_ids"]]
+    assert target.tolist() == [len(ids) for ids in encoded.tokenized["labels"]]
+
+
+def test_a_stream_gives_the_same_tokens(pairs, encoded):
+    stream = with_bpe_dropout(pairs.to_iterable_dataset(), None, encoded.encoder, None, 6)
+    for epoch in (0, 4):
+        encoded.set_epoch(epoch)
+        stream.set_epoch(epoch)
+        assert list(stream) == [encoded[row] for row in range(len(encoded))]
+
+
+def trainer_for(folder, tokenizer, dataset, dropout=0.1, **options):
+    torch.manual_seed(0)
+    config = small_config(vocab_size=len(tokenizer), dropout=dropout)
+    model = VanillaTransformerForConditionalGeneration(config)
+    arguments = TranslationTrainingArguments(
+        output_dir=as_typed(folder),
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **{"max_steps": 7, "save_strategy": "steps", "save_steps": 5, **options},
+    )
+    return make_trainer(model, tokenizer, arguments, {"train": dataset})
+
+
+@pytest.mark.parametrize("batches", ["max_tokens", "per_device_train_batch_size"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_resumed_run_ends_in_the_same_weights(
+    tokenizer, pairs, encoded, tmp_path, batches, workers, streaming
+):
+    """Of 16 pairs four make a batch: step 5 is the first of the second epoch."""
+    size = {"max_tokens": 40, "per_device_train_batch_size": 4}[batches]
+    options = {batches: size, "dataloader_num_workers": workers}
+    data = encoded
+    if streaming:
+        if batches != "max_tokens":
+            pytest.skip("transformers does not count epochs of a stream it resumes")
+        data = with_bpe_dropout(pairs.to_iterable_dataset(), None, encoded.encoder)
+    whole = trainer_for(tmp_path, tokenizer, data, **options)
+    whole.train()
+    again = trainer_for(tmp_path, tokenizer, data, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    for (name, weight), (_, other) in zip(
+        whole.model.named_parameters(), again.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(weight, other), name
+
+
+def test_loading_processes_learn_of_the_epoch_even_if_they_live_on(tokenizer, encoded, tmp_path):
+    weights = []
+    for options in (
+        {"dataloader_num_workers": 0},
+        {"dataloader_num_workers": 1},
+        {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+    ):
+        options = {"max_tokens": 40, "dropout": 0.0, "save_strategy": "no", **options}
+        trainer = trainer_for(tmp_path, tokenizer, encoded, **options)
+        trainer.train()
+        weights.append(torch.cat([weight.flatten() for weight in trainer.model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])

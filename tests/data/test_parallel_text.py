@@ -1,0 +1,593 @@
+"""Parallel text: what is accepted, what arrives, what is refused and in which words."""
+
+import gzip
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+from transformers import DataCollatorForSeq2Seq, HfArgumentParser, PreTrainedTokenizerFast
+
+from vanilla_transformer.data.parallel_text import (
+    PAIR_FEATURES,
+    DataArguments,
+    iter_texts,
+    load_parallel_dataset,
+    tokenize_dataset,
+)
+from vanilla_transformer.data.tokenization import train_tokenizer
+
+MULTI30K = Path(__file__).parents[3] / "shared" / "data" / "multi30k"
+
+PAIRS = [
+    ("the dog", "der Hund"),
+    (" spaces  inside ", "tab\tinside "),
+    ("007", "NA"),
+    ("2024-01-01", "null"),
+    ('"quoted, text"', "it's \\n 5' 3\""),
+    ("separators \u2028 \u2029 \x0b \x0c \x1c \x85 of Unicode", "Bu\u0308cher"),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(itertools.chain(*PAIRS), 300, show_progress=False)
+
+
+def write(path: Path, content: str | bytes) -> str:
+    data = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
+
+
+def write_sides(folder: Path, pairs: list[tuple[str, str]], split: str = "train") -> dict[str, str]:
+    """The arguments that name two text files with these pairs."""
+    names = (f"{split}_source", f"{split}_target")
+    return {
+        name: write(folder / name, "".join(f"{line}\n" for line in side))
+        for name, side in zip(names, zip(*pairs, strict=True), strict=True)
+    }
+
+
+def load(**arguments: Any) -> DatasetDict:
+    return load_parallel_dataset(DataArguments(**arguments))
+
+
+def pairs_of(dataset: Dataset | IterableDataset) -> list[tuple[str, str]]:
+    rows = list(dataset)
+    assert all(set(row) == {"source", "target"} for row in rows)
+    return [(row["source"], row["target"]) for row in rows]
+
+
+# Arguments
+
+
+def test_arguments_come_from_the_command_line_and_explain_themselves(tmp_path):
+    files = write_sides(tmp_path, PAIRS)
+    line = [f"--{name}={value}" for name, value in files.items()]
+    line += ["--max_source_length=9", "--streaming", "--source_lang=en", "--target_lang=de"]
+    (arguments,) = HfArgumentParser(DataArguments).parse_args_into_dataclasses(line)
+    assert arguments == DataArguments(
+        **files, max_source_length=9, streaming=True, source_lang="en", target_lang="de"
+    )
+    assert all(option.metadata["help"] for option in fields(DataArguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "no data is named: give dataset_name, or train_source and train_target"),
+        ({"source_lang": "en", "target_lang": "de"}, "no data is named"),
+        ({"train_source": "{text}"}, "train_source is given without train_target"),
+        ({"test_target": "{text}"}, "test_target is given without test_source"),
+        (
+            {"dataset_name": "a", "source_column": "b"},
+            "source_column is given without target_column",
+        ),
+        ({"dataset_name": "a", "target_lang": "de"}, "target_lang is given without source_lang"),
+        (
+            {"dataset_name": "a", "validation_file": "{csv}"},
+            "dataset_name='a' and local validation files are both given",
+        ),
+        (
+            {"train_file": "{csv}", "train_source": "{text}", "train_target": "{text}"},
+            "train_file and train_source are both given: choose one",
+        ),
+        (
+            {"train_file": "{csv}", "dataset_config_name": "de-en"},
+            "dataset_config_name is given without dataset_name",
+        ),
+        ({"train_file": "{folder}/no.csv"}, "the train data names no file: .*no.csv"),
+        ({"test_file": "{folder}"}, "the test data names no file: "),
+        (
+            {"train_source": "{text}", "train_target": "{folder}/no.de"},
+            "the train data names no file: .*no.de",
+        ),
+        (
+            {"train_file": "{text}"},
+            "train_file='.*text.txt' must end in one of .csv, .tsv, .json, .jsonl, .parquet",
+        ),
+        (
+            {"train_file": "{parquet}"},
+            r"train_file='.*table.parquet.gz': parquet is compressed inside, .* without .gz",
+        ),
+        (
+            {"dataset_name": "phrases", "source_lang": "de"},
+            "phrases are in English: source_lang='de' is not",
+        ),
+        (
+            {"dataset_name": "phrases", "phrases_train_size": -1},
+            "phrases_train_size=-1 must be at least 0",
+        ),
+        ({"dataset_name": "a", "max_source_length": 0}, "max_source_length=0 must be at least 1"),
+        ({"dataset_name": "a", "max_test_samples": -5}, "max_test_samples=-5 must be at least 1"),
+        (
+            {"dataset_name": "a", "preprocessing_num_workers": 0},
+            "preprocessing_num_workers=0 must be at least 1",
+        ),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path, arguments, message):
+    places = {
+        "text": write(tmp_path / "text.txt", "a\n"),
+        "csv": write(tmp_path / "table.csv", "source,target\na,b\n"),
+        "parquet": write(tmp_path / "table.parquet.gz", ""),
+        "folder": str(tmp_path),
+    }
+    filled = {
+        name: value.format(**places) if isinstance(value, str) else value
+        for name, value in arguments.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        DataArguments(**filled)
+
+
+# Two text files
+
+
+def test_two_text_files_become_pairs_in_order(tmp_path):
+    files = write_sides(tmp_path, PAIRS) | write_sides(tmp_path, PAIRS[1:], "test")
+    loaded = load(**files)
+    assert set(loaded) == {"train", "test"}
+    assert pairs_of(loaded["train"]) == PAIRS
+    assert pairs_of(loaded["test"]) == PAIRS[1:]
+    assert loaded["train"].split == "train"
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_lines_end_at_newlines_only(tmp_path, suffix):
+    """A reader with universal newlines would make five lines of the first three."""
+    source = write(tmp_path / f"a{suffix}", b"\xef\xbb\xbfone\rstill one\r\n\xef\xbb\xbftwo\r\r\nx")
+    target = write(tmp_path / f"b{suffix}", "eins\nzwei\x85\u2028\x1c\ndrei\n")
+    loaded = load(train_source=source, train_target=target)
+    assert pairs_of(loaded["train"]) == [
+        ("one\rstill one", "eins"),
+        ("\ufefftwo\r", "zwei\x85\u2028\x1c"),
+        ("x", "drei"),
+    ]
+
+
+@pytest.mark.parametrize(("source", "target"), [(3, 1), (2, 3), (0, 1)])
+def test_sides_of_different_length_are_refused(tmp_path, source, target):
+    a, b = write(tmp_path / "a.en", "x\n" * source), write(tmp_path / "a.de", "x\n" * target)
+    with pytest.raises(ValueError, match=rf"a\.en has {source} lines and .*a\.de has {target}$"):
+        load(train_source=a, train_target=b)
+
+
+def test_bad_utf8_is_found_by_file_and_line(tmp_path):
+    files = write_sides(tmp_path, PAIRS)
+    bad = write(tmp_path / "bad", b"fine\nalso \xc3\xa4\nnot \xe4 this\n" + b"fine\n" * 3)
+    with pytest.raises(ValueError, match=r"bad, line 3: not UTF-8 \(invalid continuation byte\)"):
+        load(**files | {"train_target": bad})
+
+
+def test_a_damaged_gzip_file_is_named(tmp_path):
+    whole = gzip.compress(b"".join(b"line %d\n" % i for i in range(1000)))
+    cut, other = tmp_path / "cut.gz", tmp_path / "other.gz"
+    cut.write_bytes(whole[:-20])
+    other.write_bytes(b"plain text")
+    for path, message in ((cut, r"cut\.gz: damaged gzip"), (other, "damaged gzip")):
+        with pytest.raises(ValueError, match=message):
+            load(train_source=str(path), train_target=str(path))
+
+
+def test_every_file_is_checked_before_anything_is_stored(tmp_path, cache):
+    files = write_sides(tmp_path, PAIRS) | write_sides(tmp_path, PAIRS, "test")
+    write(Path(files["test_target"]), "one line\n")
+    with pytest.raises(ValueError, match=r"test_source has 6 lines and .*test_target has 1"):
+        load(**files)
+    assert not cache.exists()
+
+
+def test_a_corpus_is_mapped_from_a_file_that_is_written_once(tmp_path):
+    files = write_sides(tmp_path, PAIRS)
+    first, second = load(**files)["train"], load(**files)["train"]
+    assert first.cache_files
+    assert first.cache_files == second.cache_files
+
+
+def test_a_changed_file_gives_new_data(tmp_path):
+    files = write_sides(tmp_path, [("a", "b")])
+    assert pairs_of(load(**files)["train"]) == [("a", "b")]
+    write_sides(tmp_path, [("a", "c"), ("d", "e")])
+    assert pairs_of(load(**files)["train"]) == [("a", "c"), ("d", "e")]
+
+
+# One file with columns
+
+
+def quote(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
+
+
+def write_parquet(path: Path, rows: dict[str, list[Any]]) -> str:
+    Dataset.from_dict(rows).to_parquet(path)
+    return str(path)
+
+
+WRITERS: dict[str, Callable[[Path, list[tuple[str, str]]], str]] = {
+    "csv": lambda path, pairs: write(
+        path, "".join(f"{quote(a)},{quote(b)}\r\n" for a, b in [("en", "de"), *pairs])
+    ),
+    "json": lambda path, pairs: write(path, json.dumps([{"en": a, "de": b} for a, b in pairs])),
+    "jsonl": lambda path, pairs: write(
+        path, "".join(json.dumps({"en": a, "de": b}) + "\n" for a, b in pairs)
+    ),
+    "parquet": lambda path, pairs: write_parquet(
+        path, {"en": [a for a, _ in pairs], "de": [b for _, b in pairs]}
+    ),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "suffix", ["csv", "csv.gz", "json", "json.gz", "jsonl", "jsonl.gz", "parquet"]
+)
+def test_text_in_columns_arrives_unchanged(tmp_path, suffix, streaming):
+    """Dates, numbers and the names of nothing stay the text that they are."""
+    pairs = [*PAIRS, ("two\nlines", "zwei\r\nZeilen")]
+    file = WRITERS[suffix.removesuffix(".gz")](tmp_path / f"train.{suffix}", pairs)
+    loaded = load(train_file=file, source_lang="en", target_lang="de", streaming=streaming)
+    assert pairs_of(loaded["train"]) == pairs
+
+
+def test_tsv_knows_no_quoting(tmp_path):
+    file = write(tmp_path / "test.tsv", 'en\tde\n"open, quote\tsay "a" ""\r\n\t\\n\n')
+    assert pairs_of(load(test_file=file)["test"]) == [('"open, quote', 'say "a" ""'), ("", "\\n")]
+
+
+def test_json_without_a_list_has_an_object_a_line(tmp_path):
+    rows = [{"translation": {"en": "a", "de": "b"}}, {"translation": {"en": "c", "de": "d"}}]
+    file = write(tmp_path / "train.json", "\n".join(map(json.dumps, rows)) + "\n\n")
+    loaded = load(train_file=file, source_lang="de", target_lang="en")
+    assert pairs_of(loaded["train"]) == [("b", "a"), ("d", "c")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "en,de\na,b\n\nc\n", "a.csv, record 3: 1 fields, but the header has 2"),
+        ("a.csv", 'en,de\na,b\n"a" b,c\n', "a.csv, line 3: ',' expected after '\"'"),
+        ("a.tsv", "en\tde\na\tb\na\tb\tc\n", "a.tsv, record 3: 3 fields, but the header has 2"),
+        (
+            "a.jsonl",
+            '{"a": "b", "c": "d"}\n\n{"a": }\n',
+            r"a.jsonl, line 3: not valid JSON \(Expecting",
+        ),
+        ("a.json", '[{"a": "b"},\n{"a": }]', r"a.json, line 2: not valid JSON \(Expecting"),
+        ("a.jsonl", '{"a": "x", "b": "y"}\n7\n', "a.jsonl, line 2: int is not an object"),
+        ("a.jsonl", '{"a": "b", "c": 7}\n', "column 'c' must hold text, not 7"),
+        ("a.csv", "en,de\n", "a.csv: there is no sentence pair"),
+        ("a.csv", "", "a.csv: there is no sentence pair"),
+        ("a.csv", "en,de\na,\n ,b\n", "a.csv: every sentence pair of the train data has a blank"),
+    ],
+)
+def test_a_defect_in_a_file_is_named(tmp_path, name, content, message):
+    with pytest.raises(ValueError, match=message):
+        load(train_file=write(tmp_path / name, content))
+
+
+def test_a_column_that_is_not_text_is_refused(tmp_path):
+    file = write_parquet(tmp_path / "a.parquet", {"a": ["x"], "b": [7]})
+    with pytest.raises(ValueError, match="column 'b' must hold text, not 7"):
+        load(train_file=file)
+
+
+# Columns
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "chosen"),
+    [
+        ({"en": "s", "de": "t", "id": "-"}, {"source_lang": "en", "target_lang": "de"}, "st"),
+        ({"en": "t", "de": "s", "id": "-"}, {"source_lang": "de", "target_lang": "en"}, "st"),
+        (
+            {"id": "-", "translation": {"de": "t", "en": "s"}},
+            {"source_lang": "en", "target_lang": "de"},
+            "st",
+        ),
+        ({"x": "-", "source": "s", "target": "t"}, {}, "st"),
+        ({"target": "t", "source": "s"}, {}, "st"),
+        ({"anything": "s", "else": "t"}, {}, "st"),
+        ({"anything": "s", "else": "t"}, {"source_lang": "en", "target_lang": "de"}, "st"),
+        (
+            {"en": "-", "de": "-", "b": "s", "c": "t"},
+            {
+                "source_lang": "en",
+                "target_lang": "de",
+                "source_column": "b",
+                "target_column": "c",
+            },
+            "st",
+        ),
+        ({"a": "-", "b": "s"}, {"source_column": "b", "target_column": "b"}, "ss"),
+        ({"a.b": "s", "a.c": "t"}, {"source_column": "a.b", "target_column": "a.c"}, "st"),
+        (
+            {"source": "t", "target": "s"},
+            {"source_column": "target", "target_column": "source"},
+            "st",
+        ),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_columns_are_chosen_by_name_then_language_then_order(
+    tmp_path, suffix, row, arguments, chosen
+):
+    path = tmp_path / f"train.{suffix}"
+    if suffix == "jsonl":
+        write(path, json.dumps(row))
+    else:
+        Dataset.from_list([row]).to_parquet(path)
+    loaded = load(train_file=str(path), **arguments)
+    assert pairs_of(loaded["train"]) == [tuple(chosen)]
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "message"),
+    [
+        (
+            {"a": "s", "b": "t"},
+            {"source_column": "a", "target_column": "c"},
+            "no columns 'a' and 'c', only: a, b$",
+        ),
+        ({"a": "s", "b": "t", "c": "-"}, {}, "no columns 'source' and 'target', only: a, b, c$"),
+        (
+            {"translation": {"en": "s", "de": "t"}},
+            {"source_lang": "en", "target_lang": "fr"},
+            "no columns 'translation.en' and 'translation.fr', only: translation.en, ",
+        ),
+        (
+            {"translation": {"en": "s", "de": "t"}},
+            {},
+            "no columns 'source' and 'target', only: translation.en, translation.de",
+        ),
+    ],
+)
+def test_a_missing_column_is_named_along_with_those_present(tmp_path, row, arguments, message):
+    file = write(tmp_path / "train.jsonl", json.dumps(row))
+    with pytest.raises(ValueError, match=f"train.jsonl: there are {message}"):
+        load(train_file=file, **arguments)
+
+
+# Blank sides and limits
+
+GAPS = [{"a": "1", "b": "2"}, {"a": None, "b": "3"}, {"a": "4", "b": " \t"}, {"a": "5", "b": "6"}]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_blank_pairs_leave_the_training_data_only_and_are_counted(tmp_path, suffix, caplog):
+    file = tmp_path / f"gaps.{suffix}"
+    if suffix == "jsonl":
+        write(file, "\n".join(map(json.dumps, GAPS)))
+    else:
+        Dataset.from_list(GAPS).to_parquet(file)
+    with caplog.at_level(logging.WARNING, "vanilla_transformer"):
+        loaded = load(train_file=str(file), validation_file=str(file), test_file=str(file))
+    assert pairs_of(loaded["train"]) == [("1", "2"), ("5", "6")]
+    for split in ("validation", "test"):
+        assert pairs_of(loaded[split]) == [("1", "2"), ("", "3"), ("4", " \t"), ("5", "6")]
+    messages = [record.message for record in caplog.records]
+    assert messages == [f"{file}: left out 2 pairs with a blank side"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_limits_take_the_first_pairs(tmp_path, streaming):
+    files = write_sides(tmp_path, [("", "x"), *PAIRS]) | write_sides(tmp_path, PAIRS, "test")
+    limits = {"max_train_samples": 2, "max_test_samples": 99, "max_validation_samples": 1}
+    loaded = load(**files, **limits, streaming=streaming)
+    assert pairs_of(loaded["train"]) == PAIRS[:2]
+    assert pairs_of(loaded["test"]) == PAIRS
+
+
+# Datasets by name
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> str:
+    """A folder laid out like a dataset on the Hub, with a `translation` column as wmt14 has it."""
+    languages = datasets.Translation(languages=["de", "en"])
+    features = datasets.Features({"translation": languages, "score": datasets.Value("float32")})
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for split in ("train", "validation", "test"):
+        rows = [{"translation": {"en": a, "de": b}, "score": 0.5} for a, b in [*PAIRS, ("", "x")]]
+        Dataset.from_list(rows, features=features).to_parquet(folder / f"{split}.parquet")
+    return str(folder)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_named_dataset_has_its_translations_split_into_two_columns(repository, streaming):
+    names = {"dataset_name": repository, "source_lang": "de", "target_lang": "en"}
+    loaded = load(**names, streaming=streaming)
+    assert set(loaded) == {"train", "validation", "test"}
+    swapped = [(de, en) for en, de in PAIRS]
+    assert pairs_of(loaded["train"]) == swapped
+    assert pairs_of(loaded["test"]) == [*swapped, ("x", "")]
+
+
+def test_a_configuration_of_a_named_dataset_is_chosen(tmp_path):
+    for name in ("de-en", "fr-en"):
+        Dataset.from_dict({"a": [name], "b": ["x"]}).to_parquet(tmp_path / f"{name}.parquet")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- config_name: de-en\n  data_files: de-en.parquet\n"
+        "- config_name: fr-en\n  data_files: fr-en.parquet\n---\n"
+    )
+    loaded = load(dataset_name=str(tmp_path), dataset_config_name="fr-en")
+    assert pairs_of(loaded["train"]) == [("fr-en", "x")]
+
+
+def test_a_named_dataset_without_the_usual_splits_is_refused(tmp_path):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    Dataset.from_dict({"a": ["x"], "b": ["y"]}).to_parquet(folder / "dump.parquet")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        "  - split: dump\n    path: dump.parquet\n---\n"
+    )
+    with pytest.raises(ValueError, match="none of the splits train, validation, test, only: dump"):
+        load(dataset_name=str(folder))
+
+
+def test_a_named_dataset_without_rows_is_refused(tmp_path):
+    empty = Dataset.from_dict({"source": [], "target": []}, features=PAIR_FEATURES)
+    empty.to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match=r"the test data of .* holds no sentence pair"):
+        load(dataset_name=str(tmp_path), streaming=True)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_phrases_are_generated_in_the_sizes_asked_for(streaming):
+    pytest.importorskip("num2words")
+    pytest.importorskip("babel")
+    loaded = load(
+        dataset_name="phrases",
+        target_lang="fr",
+        phrases_train_size=20,
+        phrases_validation_size=0,
+        phrases_test_size=5,
+        phrases_seed=3,
+        streaming=streaming,
+    )
+    from vanilla_transformer.data.phrases import load_phrases
+
+    assert set(loaded) == {"train", "test"}
+    assert len(pairs_of(loaded["test"])) == 5
+    expected = load_phrases(20, target_language="fr", split="train", seed=3)
+    assert pairs_of(loaded["train"]) == pairs_of(expected)
+
+
+# Tokens
+
+
+@pytest.fixture
+def parallel(tmp_path: Path) -> tuple[DatasetDict, DataArguments]:
+    files = write_sides(tmp_path, PAIRS) | write_sides(tmp_path, PAIRS[:2], "validation")
+    arguments = DataArguments(**files)
+    return load_parallel_dataset(arguments), arguments
+
+
+def test_sources_and_targets_become_ids(parallel, tokenizer):
+    tokens = tokenize_dataset(parallel[0], tokenizer, parallel[1])
+    assert set(tokens) == {"train", "validation"}
+    assert tokens["train"].column_names == ["input_ids", "labels", "length"]
+    for row, (source, target) in zip(tokens["train"], PAIRS, strict=True):
+        assert row["input_ids"] == tokenizer(source)["input_ids"]
+        assert row["labels"] == tokenizer(text_target=target)["input_ids"]
+        assert row["length"] == max(len(row["input_ids"]), len(row["labels"]))
+
+
+def test_each_side_is_cut_to_its_own_limit_and_keeps_eos(parallel, tokenizer):
+    whole = tokenize_dataset(parallel[0], tokenizer, parallel[1])["train"]
+    limits = replace(parallel[1], max_source_length=4, max_target_length=3)
+    cut = tokenize_dataset(parallel[0], tokenizer, limits)["train"]
+    for long, short in zip(whole, cut, strict=True):
+        assert len(long["input_ids"]) > 4
+        assert short["input_ids"] == [*long["input_ids"][:3], tokenizer.eos_token_id]
+        assert short["labels"] == [*long["labels"][:2], tokenizer.eos_token_id]
+        assert short["length"] == 4
+
+
+def test_workers_give_the_same_ids(parallel, tokenizer):
+    arguments = replace(parallel[1], preprocessing_num_workers=2)
+    tokens = tokenize_dataset(parallel[0], tokenizer, arguments)["train"]
+    assert len(tokens.cache_files) == 2  # a part from each worker
+    assert tokens["input_ids"][:] == [tokenizer(source)["input_ids"] for source, _ in PAIRS]
+    assert tokens["labels"][:] == [tokenizer(target)["input_ids"] for _, target in PAIRS]
+
+
+def test_a_stream_gives_the_same_ids(parallel, tokenizer):
+    arguments = replace(parallel[1], streaming=True, max_source_length=4)
+    stream = tokenize_dataset(load_parallel_dataset(arguments), tokenizer, arguments)["train"]
+    assert isinstance(stream, IterableDataset)
+    assert list(stream) == list(tokenize_dataset(parallel[0], tokenizer, arguments)["train"])
+
+
+def test_the_cache_knows_the_tokenizer_but_not_what_it_was_used_for(parallel, tokenizer):
+    """Padding and truncation leave their traces in a fast tokenizer; only its vocabulary counts."""
+    dataset, arguments = parallel
+    first = tokenize_dataset(dataset, tokenizer, arguments)["train"]
+    tokenizer(["a", "b c"], padding=True, truncation=True, max_length=5)
+    again = tokenize_dataset(dataset, tokenizer, arguments)["train"]
+    assert first.cache_files == again.cache_files
+
+    other = train_tokenizer(["other text"], 300, show_progress=False)
+    different = tokenize_dataset(dataset, other, arguments)["train"]
+    assert different[0]["input_ids"] == other(PAIRS[0][0])["input_ids"]
+    assert different[0]["input_ids"] != first[0]["input_ids"]
+
+
+def test_the_stock_collator_makes_the_batches(parallel, tokenizer):
+    tokens = tokenize_dataset(parallel[0], tokenizer, parallel[1])["train"]
+    collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
+    rows = [tokens[0], tokens[1]]
+    batch = collator(tokens.remove_columns("length").select(range(2)).to_list())
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    for name, padding in (("input_ids", tokenizer.pad_token_id), ("labels", -100)):
+        width = batch[name].shape[1]
+        assert width % 8 == 0
+        assert batch[name].tolist() == [
+            row[name] + [padding] * (width - len(row[name])) for row in rows
+        ]
+    assert batch["attention_mask"].sum(1).tolist() == [len(row["input_ids"]) for row in rows]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_texts_of_both_sides_train_a_tokenizer(tmp_path, streaming):
+    loaded = load(**write_sides(tmp_path, PAIRS), streaming=streaming)
+    texts = iter_texts(loaded["train"])
+    assert next(texts) == PAIRS[0][0]
+    rest = sorted([PAIRS[0][0], *texts])
+    assert rest == sorted(itertools.chain(*PAIRS))
+
+
+# Real text
+
+
+@pytest.mark.skipif(not MULTI30K.is_dir(), reason="needs the Multi30k text in ../shared/data")
+def test_multi30k_arrives_whole(tmp_path):
+    stems = {"validation": "val", "test": "test_2016_flickr"}
+    files = {
+        f"{split}_{side}": str(MULTI30K / f"{stem}.{language}")
+        for split, stem in stems.items()
+        for side, language in (("source", "en"), ("target", "de"))
+    }
+    loaded = load(**files)
+    assert loaded.num_rows == {"validation": 1014, "test": 1000}
+    for split in stems:
+        for side in ("source", "target"):
+            text = "".join(f"{line}\n" for line in loaded[split][side])
+            assert text.encode() == Path(files[f"{split}_{side}"]).read_bytes()

@@ -1,0 +1,65 @@
+"""Lines as they come: as many at once as have arrived, in UTF-8 both ways."""
+
+import io
+import os
+import sys
+
+import pytest
+
+from vanilla_transformer.data.text_files import open_output, read_arrived
+
+
+@pytest.fixture
+def pipe():
+    read, write = os.pipe()
+    with open(read, "rb") as source, open(write, "wb", buffering=0) as sink:
+        yield source, sink
+
+
+def test_a_line_is_there_before_the_next_is_written(pipe):
+    source, sink = pipe
+    lists = read_arrived(source, "pipe")
+    for line in ("a house", "", "der See"):
+        sink.write(f"{line}\n".encode())
+        assert next(lists) == [line]
+    sink.write(b"cut ")
+    sink.write(b"in two\nwithout ")
+    assert next(lists) == ["cut in two"]
+    sink.write(b"an end")
+    sink.close()
+    assert list(lists) == [["without an end"]]
+
+
+def test_lines_that_have_arrived_come_together(pipe):
+    source, sink = pipe
+    sink.write(b"see\n" * 1000)
+    sink.close()
+    assert list(read_arrived(source, "pipe")) == [["see"] * 1000]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1 << 20])
+def test_lines_end_where_they_end_however_they_come(tmp_path, monkeypatch, size):
+    monkeypatch.setattr("vanilla_transformer.data.text_files.READ_SIZE", size)
+    path = tmp_path / "lines"
+    path.write_bytes(b"\xef\xbb\xbfone\r\ntw\ro\xe2\x80\xa8\n\nlast")
+    with path.open("rb") as file:
+        lines = [line for lines in read_arrived(file, "lines") for line in lines]
+    assert lines == ["one", "tw\ro\u2028", "", "last"]
+
+
+def test_a_line_that_is_not_utf8_is_named_by_its_number_in_the_whole(pipe):
+    source, sink = pipe
+    lists = read_arrived(source, "pipe")
+    sink.write(b"one\ntwo\n")
+    assert next(lists) == ["one", "two"]
+    sink.write(b"three\n\xff\n")
+    with pytest.raises(ValueError, match="pipe, line 4: not UTF-8"):
+        next(lists)
+
+
+def test_standard_output_is_utf8_in_any_locale(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    with open_output(None) as file:
+        file.write("größer\n")
+    assert written.getvalue() == "größer\n".encode()

@@ -1,0 +1,476 @@
+"""Batches of so many tokens: the budget holds, no pair is lost, and a run can be taken up again."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, random_ids, run_ranks, small_config
+from datasets import Dataset
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.token_batches import (
+    TokenBudgetArguments,
+    TokenBudgetSampler,
+    TokenBudgetStream,
+    TokenBudgetTrainer,
+    count_tokens,
+)
+
+MULTI30K = REPOSITORY.parent / "shared/data/multi30k"
+
+
+def random_lengths(pairs=500, seed=0):
+    """Sources as in Multi30k, some 14 words, and targets somewhat longer or shorter."""
+    random = np.random.default_rng(seed)
+    source = random.normal(14, 4, pairs).round().clip(4, 45).astype(int)
+    target = (source + random.normal(0, 2.5, pairs)).round().clip(3, 50).astype(int)
+    return source, target
+
+
+def samplers(processes, *, max_tokens=200, lengths=None, **options):
+    source, target = lengths or random_lengths()
+    return [
+        TokenBudgetSampler(source, target, max_tokens, num_replicas=processes, rank=rank, **options)
+        for rank in range(processes)
+    ]
+
+
+# ---------------------------------------------------------------- the sampler
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("max_tokens", [50, 200, 4096])
+def test_every_pair_comes_once_within_the_budget(processes, shuffle, max_tokens):
+    source, target = random_lengths()
+    parts = [
+        list(sampler) for sampler in samplers(processes, max_tokens=max_tokens, shuffle=shuffle)
+    ]
+    batches = [batch for part in parts for batch in part]
+    assert sorted(index for batch in batches for index in batch) == list(range(len(source)))
+    for batch in batches:
+        assert len(batch) * max(source[batch].max(), target[batch].max()) <= max_tokens
+    assert len({len(part) for part in parts}) == 1
+    assert len(parts[0]) == len(samplers(processes, max_tokens=max_tokens)[0])
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("pairs", [7, 8, 9, 500])
+def test_gathered_rows_are_even_and_in_the_samplers_order(processes, pairs):
+    options = {"lengths": random_lengths(pairs), "shuffle": False, "even_rows": True}
+    parts = samplers(processes, max_tokens=60, **options)
+    source, target = parts[0].lengths
+    gathered = []
+    for batches in zip(*parts, strict=True):
+        assert len({len(batch) for batch in batches}) == 1
+        for batch in batches:
+            assert len(batch) * max(source[batch].max(), target[batch].max()) <= 60
+            gathered += batch
+    assert gathered == parts[0].order.tolist()
+    assert sorted(gathered[:pairs]) == list(range(pairs))
+    assert 0 <= len(gathered) - pairs < processes
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(
+    pairs=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=40),
+    max_tokens=st.integers(1, 40),
+    processes=st.integers(1, 4),
+    options=st.fixed_dictionaries(
+        {
+            "multiple_of": st.integers(1, 6),
+            "even_rows": st.booleans(),
+            "shuffle": st.booleans(),
+            "oversized": st.sampled_from(["alone", "drop"]),
+        }
+    ),
+)
+@example([(5, 5)] * 3, 5, 2, {"multiple_of": 1, "even_rows": False, "shuffle": False})
+@example([(3, 3)] * 7, 9, 2, {"multiple_of": 1, "even_rows": True, "shuffle": True})
+def test_processes_share_any_pairs_in_as_many_batches_none_of_them_empty(
+    pairs, max_tokens, processes, options
+):
+    lengths = tuple(np.array(pairs).T)
+    longest = np.maximum(*lengths)
+    divisor = math.lcm(processes, options["multiple_of"])
+    kept = range(len(pairs))
+    if options.get("oversized") == "drop":
+        kept = np.flatnonzero(longest <= max_tokens).tolist()
+    assume(len(kept) >= divisor and max_tokens >= longest.min())
+    parts = samplers(processes, max_tokens=max_tokens, lengths=lengths, **options)
+    for epoch in range(2):
+        for part in parts:
+            part.set_epoch(epoch)
+        steps = list(zip(*parts, strict=True))
+        assert len(steps) == len(parts[0])
+        batches = [batch for step in steps for batch in step]
+        assert all(batches)
+        assert len(batches) % divisor == 0
+        times = Counter(index for batch in batches for index in batch)
+        copies = (times - Counter(kept)).values()
+        if options["even_rows"]:
+            assert all(len(batch) == len(step[0]) for step in steps for batch in step)
+            assert list(copies) in ([], [-len(kept) % processes])
+        else:
+            assert not copies
+        assert not Counter(kept) - times
+        together = processes if options["even_rows"] else 1
+        too_few = len(batches) + divisor > times.total() // together * together
+        for batch in batches:
+            fits = len(batch) * longest[batch].max() <= max_tokens
+            assert fits or len(batch) == 1 or too_few
+
+
+def test_an_epoch_is_shuffled_by_seed_and_number_alone():
+    (sampler,) = samplers(1)
+    (other,) = samplers(1, seed=1)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    second = list(sampler)
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert second != first
+    assert {frozenset(batch) for batch in second} != {frozenset(batch) for batch in first}
+    assert len(second) == len(first)
+    assert list(other) != first
+
+
+def test_processes_share_the_batches_of_one():
+    (alone,) = samplers(1, max_tokens=95)
+    assert len(alone) == 88
+    pair = samplers(2, max_tokens=95)
+    together = [batch for batches in zip(*pair, strict=True) for batch in batches]
+    assert together == list(alone)
+
+
+def test_the_largest_batch_is_halved_where_there_is_one_too_many():
+    (alone,) = samplers(1, max_tokens=100, shuffle=False)
+    assert len(alone) == 83
+    pair = samplers(2, max_tokens=100, shuffle=False)
+    together = [batch for batches in zip(*pair, strict=True) for batch in batches]
+    assert len(together) == 84
+    (whole,) = (batch for batch in alone if batch not in together)
+    assert len(whole) == max(map(len, alone))
+    first, second = (batch for batch in together if batch not in list(alone))
+    assert first + second == whole
+    assert abs(len(first) - len(second)) <= 1
+
+
+@pytest.mark.parametrize("oversized", ["alone", "drop"])
+def test_pairs_longer_than_the_budget_are_alone_or_counted(oversized):
+    source, target = np.array([5, 90, 4, 6]), np.array([5, 4, 80, 6])
+    (sampler,) = samplers(1, max_tokens=40, lengths=(source, target), oversized=oversized)
+    batches = sorted(sorted(batch) for batch in sampler)
+    if oversized == "alone":
+        assert [1] in batches
+        assert [2] in batches
+        assert sampler.dropped == 0
+    else:
+        assert batches == [[0, 3]]
+        assert sampler.dropped == 2
+    assert sampler.oversized == 2
+
+
+def test_padding_is_counted():
+    (sampler,) = samplers(1, max_tokens=12, lengths=(np.array([2, 4]), np.array([4, 4])))
+    assert len(list(sampler)) == 1
+    assert sampler.padding() == pytest.approx(1 - 14 / 16)
+
+
+@pytest.mark.skipif(not MULTI30K.is_dir(), reason="the Multi30k text is not there")
+def test_batches_of_multi30k_are_padded_by_less_than_a_tenth():
+    sides = [(MULTI30K / f"train.{suffix}").read_text().splitlines() for suffix in ("en", "de")]
+    lengths = tuple(np.array([len(line.split()) + 1 for line in lines]) for lines in sides)
+    (sampler,) = samplers(1, max_tokens=4096, lengths=lengths)
+    assert sampler.padding() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "options", "message"),
+    [
+        ([3, 4], [3], {}, "2 sources and 1 targets: expected as many"),
+        ([], [], {}, "there is no sentence pair"),
+        ([3, 0], [3, 4], {}, "the source of pair 1 has no token (1 such pairs)"),
+        ([3, 5], [0, 0], {}, "the target of pair 0 has no token (2 such pairs)"),
+        ([30], [9], {}, "max_tokens=20 fits no pair: the shortest takes 30 tokens"),
+        ([3], [3], {"num_replicas": 2}, "1 sentence pairs for 2 processes"),
+        ([3], [3], {"rank": 1}, "rank=1: expected one of 1 processes"),
+        ([3], [3], {"oversized": "split"}, "oversized='split': expected one of alone, drop"),
+    ],
+)
+def test_what_cannot_be_batched_is_refused(source, target, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TokenBudgetSampler(source, target, 20, **options)
+
+
+# ---------------------------------------------------------------- streams
+
+
+def examples(pairs=100, seed=0):
+    source, target = random_lengths(pairs, seed)
+    return [
+        {
+            "input_ids": random_ids(1, source[index], seed=index)[0].tolist(),
+            "labels": random_ids(1, target[index], seed=index + 1)[0].tolist(),
+        }
+        for index in range(pairs)
+    ]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("buffer_size", [10, 33, 1000])
+def test_a_stream_is_batched_whole_and_evenly(processes, buffer_size):
+    pairs = examples()
+    parts = [
+        list(
+            TokenBudgetStream(
+                pairs, 200, buffer_size=buffer_size, num_replicas=processes, rank=rank
+            )
+        )
+        for rank in range(processes)
+    ]
+    assert len({len(part) for part in parts}) == 1
+    met = [example for part in parts for batch in part for example in batch]
+    assert sorted(map(str, met)) == sorted(map(str, pairs))
+    for batch in (batch for part in parts for batch in part):
+        longest = max(len(ids) for example in batch for ids in example.values())
+        assert len(batch) * longest <= 200
+
+
+def test_workers_of_a_stream_share_its_batches_in_order():
+    stream = TokenBudgetStream(examples(), 200, buffer_size=40)
+    loaders = [
+        torch.utils.data.DataLoader(stream, batch_size=None, num_workers=workers)
+        for workers in (0, 2)
+    ]
+    alone, shared = (
+        [[example["labels"] for example in batch] for batch in loader] for loader in loaders
+    )
+    assert str(alone) == str(shared)
+
+
+def test_a_stream_is_repeated_in_another_order():
+    stream = TokenBudgetStream(examples(), 200, repeat=True)
+    batches = [str(batch) for batch, _ in zip(stream, range(3 * 15), strict=False)]
+    epoch = list(TokenBudgetStream(examples(), 200))
+    assert len(epoch) < len(batches)
+    assert batches[: len(epoch)] != batches[len(epoch) : 2 * len(epoch)]
+
+
+def test_a_stream_that_can_be_read_only_once_says_so():
+    stream = TokenBudgetStream(iter(examples()), 200, repeat=True)
+    with pytest.raises(ValueError, match="the stream holds no sentence pair in epoch 1"):
+        list(stream)
+
+
+def test_tokens_are_counted_alike_in_tables_and_lists():
+    pairs = examples()
+    table = Dataset.from_list(pairs).shuffle(seed=0)
+    for one, other in zip(count_tokens(table), count_tokens(list(table)), strict=True):
+        assert one.tolist() == other.tolist()
+    source, target = count_tokens(table.remove_columns("labels"))
+    assert source.tolist() == target.tolist()
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+@dataclass
+class Arguments(TokenBudgetArguments, Seq2SeqTrainingArguments):
+    pass
+
+
+class Recorder(TokenBudgetTrainer, Seq2SeqTrainer):
+    """Remembers what it was trained on."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.seen = [*getattr(self, "seen", []), inputs["labels"].tolist()]
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+@pytest.fixture
+def make_trainer(tmp_path, tokenizer):
+    def make(data, **options):
+        torch.manual_seed(0)
+        defaults = {
+            "max_tokens": 200,
+            "max_steps": 8,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "output_dir": str(tmp_path),
+        }
+        model = VanillaTransformerForConditionalGeneration(small_config())
+        return Recorder(
+            model=model,
+            args=Arguments(**{**defaults, **options}),
+            train_dataset=data,
+            eval_dataset=data,
+            data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        )
+
+    return make
+
+
+@pytest.fixture
+def data():
+    return Dataset.from_list(examples(60))
+
+
+def test_a_trainer_sees_every_pair_once_an_epoch(make_trainer, data):
+    trainer = make_trainer(data, max_steps=-1, num_train_epochs=2)
+    trainer.train()
+    labels = [tuple(id for id in row if id != -100) for batch in trainer.seen for row in batch]
+    assert sorted(labels) == sorted(2 * [tuple(ids) for ids in data["labels"]])
+    assert trainer.state.global_step == len(trainer.seen) == 2 * len(trainer.get_train_dataloader())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_a_run_taken_up_in_mid_epoch_goes_on_with_the_very_batch(
+    make_trainer, data, tmp_path, streaming, options
+):
+    # dropout's random numbers are resumed too, so that the weights are the same bit for bit
+    options = {**options, "max_steps": 9, "save_strategy": "steps", "save_steps": 5}
+    source = data.to_iterable_dataset() if streaming else data
+    whole = make_trainer(source, **options)
+    whole.train()
+    again = make_trainer(source, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert again.seen == whole.seen[-len(again.seen) :]
+    assert len(again.seen) < len(whole.seen)
+    for (name, weight), (_, other) in zip(
+        whole.model.named_parameters(), again.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(weight, other), name
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_loading_processes_share_a_stream_and_lose_nothing(make_trainer, data, shards):
+    stream = data.to_iterable_dataset(num_shards=shards)
+    seen = []
+    for workers in (0, 2):
+        trainer = make_trainer(stream, max_steps=12, dataloader_num_workers=workers)
+        trainer.train()
+        seen.append(trainer.seen)
+    assert seen[0] == seen[1]
+
+
+def test_a_data_seed_of_its_own_decides_the_order(make_trainer, data):
+    orders = []
+    for seeds in ({"seed": 5, "data_seed": 0}, {"seed": 6, "data_seed": 0}, {"seed": 6}):
+        loader = make_trainer(data, **seeds).get_train_dataloader()
+        orders.append([batch["labels"].tolist() for batch in loader])
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_predictions_come_in_the_order_of_the_data(make_trainer, data):
+    trainer = make_trainer(data, eval_max_tokens=150)
+    trainer.model.eval()
+    output = trainer.predict(data)
+    for row, labels in zip(output.label_ids, data["labels"], strict=True):
+        assert [id for id in row if id != -100] == labels
+    plain = make_trainer(data, per_device_eval_batch_size=1)
+    plain.model.load_state_dict(trainer.model.state_dict())
+    expected = plain.predict(data)
+    for actual, wanted, labels in zip(
+        output.predictions[0], expected.predictions[0], data["labels"], strict=True
+    ):
+        np.testing.assert_allclose(
+            actual[: len(labels)], wanted[: len(labels)], atol=1e-5, rtol=1e-4
+        )
+
+
+def test_without_a_budget_batches_are_transformers_own(make_trainer, data):
+    trainer = make_trainer(data, max_tokens=None, per_device_train_batch_size=7)
+    assert trainer.get_train_dataloader().batch_sampler.batch_size == 7
+    assert trainer.get_eval_dataloader().batch_sampler.batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0: expected a positive number of tokens"),
+        ({"eval_max_tokens": -1}, "eval_max_tokens=-1: expected a positive number of tokens"),
+        ({"oversized": "split"}, "oversized='split': expected alone, cut or drop"),
+    ],
+)
+def test_budgets_that_cannot_be_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        Arguments(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+# ---------------------------------------------------------------- several processes
+
+PROGRAM = """
+import sys
+import numpy, torch
+from safetensors.torch import load_file, save_file
+from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq
+from conftest import small_config
+from test_token_batches import Arguments, Recorder, examples
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.tokenization import train_tokenizer
+
+folder, accumulation = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+torch.manual_seed(0)
+data = Dataset.from_list(examples(61))
+model = VanillaTransformerForConditionalGeneration(small_config(dropout=0.0))
+tokenizer = train_tokenizer(["a b", "c d"], 300, show_progress=False)
+trainer = Recorder(
+    model=model,
+    args=Arguments(
+        output_dir=folder,
+        max_tokens=int(sys.argv[3]),
+        eval_max_tokens=150,
+        gradient_accumulation_steps=accumulation,
+        num_train_epochs=2,
+        learning_rate=1e-2,
+        max_grad_norm=0.0,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=1,
+        use_cpu=True,
+    ),
+    train_dataset=data,
+    data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+)
+trainer.train()
+output = trainer.predict(data)
+for row, labels in zip(output.label_ids, data["labels"], strict=True):
+    assert [id for id in row if id != -100] == labels
+if trainer.is_world_process_zero():
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    tensors = {name: weight.detach() for name, weight in model.named_parameters()}
+    save_file({"losses": torch.tensor(losses), **tensors}, folder + "/trained.safetensors")
+torch.save(trainer.seen, f"{folder}/seen-{trainer.args.process_index}.pt")
+trainer.accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("max_tokens", [pytest.param(100, marks=pytest.mark.slow), 120])
+def test_two_processes_learn_what_one_does_that_accumulates(tmp_path, max_tokens):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    trained, seen = [], []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        options = [folder, 3 - processes, max_tokens]
+        failed, output = run_ranks(processes, tmp_path / "program.py", *options, cwd=tmp_path)
+        assert not failed, output
+        trained.append(load_file(folder / "trained.safetensors"))
+        seen.append([torch.load(folder / f"seen-{rank}.pt") for rank in range(processes)])
+    alone, pair = seen[0][0], [batch for both in zip(*seen[1], strict=True) for batch in both]
+    assert pair == alone
+    torch.testing.assert_close(trained[1], trained[0], atol=1e-4, rtol=1e-3)

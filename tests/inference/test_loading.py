@@ -1,0 +1,82 @@
+"""Models are loaded in one way by all scripts, with options that are checked first."""
+
+import pytest
+import torch
+from conftest import run_command
+
+from vanilla_transformer.inference.loading import LoadingArguments
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float64"])
+def test_a_model_has_the_precision_asked_for(model, tokenizer, tmp_path, dtype):
+    model.bfloat16().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    options = LoadingArguments(device="cpu", dtype=dtype, attn_implementation="eager")
+    loaded, its_tokenizer = options.load(tmp_path)
+    assert loaded.dtype == (torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
+    assert loaded.config._attn_implementation == "eager"
+    assert its_tokenizer.get_vocab() == tokenizer.get_vocab()
+
+
+def with_accelerator(monkeypatch, kind, count):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    device = torch.device(kind) if count else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: device)
+
+
+@pytest.mark.parametrize(("kind", "count", "expected"), [("xpu", 2, "xpu"), ("xpu", 0, "cpu")])
+def test_any_accelerator_is_the_default(monkeypatch, kind, count, expected):
+    with_accelerator(monkeypatch, kind, count)
+    assert LoadingArguments().device == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "xpu", "xpu:1"])
+def test_devices_of_this_machine_are_taken(monkeypatch, device):
+    with_accelerator(monkeypatch, "xpu", 2)
+    assert LoadingArguments(device=device).device == device
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda", "xpu:2", "meta", ""])
+def test_devices_that_are_not_there_are_refused(monkeypatch, device):
+    with_accelerator(monkeypatch, "xpu", 2)
+    message = f"device='{device}': expected one of xpu, xpu:0, xpu:1, cpu"
+    with pytest.raises(ValueError, match=message):
+        LoadingArguments(device=device)
+
+
+FLAGS = {
+    "translate": ["--input", "text"],
+    "evaluate": ["--source", "text", "--target", "text"],
+    "score": ["--source", "text", "--target", "text"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text").write_text("a house\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", FLAGS)
+def test_all_scripts_load_alike(script, folder, checkpoint):
+    flags = ["--device", "cpu", "--dtype", "bfloat16", "--attn_implementation", "eager"]
+    flags += ["--trust_remote_code", "--model", checkpoint, *FLAGS[script]]
+    assert run_command(script, *flags, cwd=folder).stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", FLAGS)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "gpu"], "device='gpu': expected one of"),
+        (["--dtype", "int8"], "dtype='int8': expected one of auto, float32"),
+        (["--dtype", "half_float"], "dtype='half_float': expected one of auto, float32"),
+    ],
+)
+def test_wrong_names_are_refused_before_a_model_is_looked_for(script, flags, message, folder):
+    process = run_command(
+        script, "--model", "nowhere", *flags, *FLAGS[script], cwd=folder, check=False
+    )
+    assert process.returncode != 0
+    assert message in process.stderr.splitlines()[-1]

@@ -1,0 +1,296 @@
+"""A file goes through whole, in order, once: whatever stops on the way, however many work on it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from conftest import run_command, run_ranks
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, CTRLTokenizer
+
+from vanilla_transformer.inference.parallel_translation import (
+    LINES_PER_CHUNK,
+    fingerprint,
+    transform_file,
+)
+
+LINES = [f"line {number}" for number in range(23)] + ["", "last, without an end"]
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "in.txt"
+    path.write_text("\n".join(LINES))
+    return path
+
+
+class Worker:
+    """Doubles each line, remembers which it has seen, and fails at one of them if told to."""
+
+    def __init__(self, fails_at=None):
+        self.seen, self.fails_at = [], fails_at
+
+    def __call__(self, lines, first):
+        for number, line in enumerate(lines, first):
+            if number == self.fails_at:
+                raise RuntimeError("stopped")
+            self.seen.append(number)
+            yield f"{number} {line}"
+
+
+EXPECTED = "".join(f"{number} {line}\n" for number, line in enumerate(LINES))
+
+
+def run(worker, source, **options):
+    output = source.with_name("out.txt")
+    transform_file(worker, source, output, {"model": "m"}, **{"lines_per_chunk": 4, **options})
+    return output
+
+
+def test_lines_come_out_in_order(source):
+    assert run(Worker(), source).read_text() == EXPECTED
+    assert {path.name for path in source.parent.iterdir()} == {"in.txt", "out.txt"}
+
+
+def test_an_empty_file_gives_an_empty_file(source):
+    source.write_text("")
+    assert run(Worker(), source).read_text() == ""
+
+
+def test_what_is_done_is_not_done_again(source):
+    source.with_name("out.txt").write_text("of an earlier job\n")
+    first = Worker(fails_at=14)
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(first, source)
+    assert source.with_name("out.txt").read_text() == "of an earlier job\n"
+    second = Worker()
+    assert run(second, source).read_text() == EXPECTED
+    assert second.seen == list(range(12, len(LINES)))  # of the chunk that was stopped, all
+
+
+def test_an_attempt_that_ended_while_merging_only_merges(source, monkeypatch):
+    merge = "vanilla_transformer.inference.parallel_translation._merge"
+    with monkeypatch.context() as patch:
+        patch.setattr(merge, lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space left"):
+            run(Worker(), source)
+    again = Worker()
+    assert run(again, source).read_text() == EXPECTED
+    assert again.seen == []
+
+
+@pytest.mark.parametrize("change", ["source", "settings", "lines_per_chunk"])
+def test_another_job_is_refused(source, change):
+    with pytest.raises(RuntimeError):
+        run(Worker(fails_at=9), source)
+    options = {}
+    if change == "source":
+        source.write_text("other")
+    elif change == "lines_per_chunk":
+        options = {"lines_per_chunk": 5}
+    else:
+        parts = source.with_name("out.txt.parts")
+        job = json.loads((parts / "job.json").read_text())
+        (parts / "job.json").write_text(json.dumps({**job, "model": "another"}))
+    unfinished = r"=.*: expected .* as in the unfinished .*out\.txt\.parts; remove"
+    with pytest.raises(ValueError, match=unfinished):
+        run(Worker(), source, **options)
+
+
+def test_a_kill_while_cleaning_up_leaves_no_part_to_another_job(source, monkeypatch):
+    """Whichever file is the last to be removed: the next job is refused, or all lines are its."""
+    output, parts = source.with_name("out.txt"), source.with_name("out.txt.parts")
+    for survived in range(20):
+        with monkeypatch.context() as patch:
+            for name in ("unlink", "rmdir"):
+                patch.setattr(os, name, dies_after(survived, getattr(os, name)))
+            try:
+                run(Worker(), source)
+            except Killed:
+                killed = True
+            else:
+                killed = False
+        kept = parts.exists() and "job.json" in os.listdir(parts)
+        another = {"model": "another"}
+        try:
+            transform_file(lambda lines, _: lines, source, output, another, lines_per_chunk=4)
+        except ValueError:
+            assert kept
+            assert run(Worker(), source).read_text() == EXPECTED
+        else:
+            assert output.read_text() == "".join(f"{line}\n" for line in LINES)
+        assert not parts.exists()
+        if not killed:
+            assert survived > len(LINES) / 4
+            return
+    pytest.fail("the clean-up does not end")
+
+
+class Killed(BaseException):
+    """No code handles it."""
+
+
+def dies_after(calls, function):
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls -= 1
+        if calls < 0:
+            raise Killed
+        return function(*args, **kwargs)
+
+    return counted
+
+
+def test_other_files_in_the_folder_of_parts_stay(source):
+    parts = source.with_name("out.txt.parts")
+    parts.mkdir()
+    (parts / "notes").write_text("mine")
+    assert run(Worker(), source).read_text() == EXPECTED
+    assert [path.name for path in parts.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("processes", [2, 3, 9])
+def test_processes_share_the_chunks(source, processes):
+    barrier = threading.Barrier(processes)
+    workers = [Worker() for _ in range(processes)]
+    threads = [
+        threading.Thread(
+            target=run,
+            args=(worker, source),
+            kwargs={
+                "process_index": index,
+                "num_processes": processes,
+                "wait_for_everyone": lambda: barrier.wait(10),
+            },
+        )
+        for index, worker in enumerate(workers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert source.with_name("out.txt").read_text() == EXPECTED
+    assert sorted(number for worker in workers for number in worker.seen) == list(range(len(LINES)))
+
+
+def test_more_lines_take_no_more_memory(tmp_path):
+    """Lines are read a chunk at a time: the file is never there as a whole."""
+    import tracemalloc
+
+    source = tmp_path / "in.txt"
+    with source.open("w") as file:
+        for number in range(200_000):
+            file.write(f"{number} {'x' * 40}\n")
+    tracemalloc.start()
+    transform_file(lambda lines, first: lines, source, tmp_path / "out.txt", {})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (tmp_path / "out.txt").read_bytes() == source.read_bytes()
+    assert peak < source.stat().st_size / 4
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path):
+    return shutil.copytree(checkpoint, tmp_path / "model")
+
+
+def fingerprint_of(folder):
+    return fingerprint(
+        AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    )
+
+
+def train_further(folder):
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1
+    model.save_pretrained(folder)
+
+
+def test_a_fingerprint_is_of_the_content_alone(folder):
+    before = fingerprint_of(folder)
+    assert fingerprint_of(folder.rename(folder.with_name("moved"))) == before
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "change"),
+    [
+        ("weights", train_further),
+        ("config", lambda folder: edit_json(folder / "config.json", activation_function="gelu")),
+        (
+            "generation_config",
+            lambda folder: edit_json(folder / "generation_config.json", num_beams=3),
+        ),
+        ("tokenizer", lambda folder: edit_json(folder / "tokenizer.json", normalizer=None)),
+        (
+            "tokenizer",
+            lambda folder: edit_json(folder / "tokenizer_config.json", split_special_tokens=False),
+        ),
+    ],
+)
+def test_a_fingerprint_shows_what_changed(folder, changed, change):
+    before = fingerprint_of(folder)
+    change(folder)
+    after = fingerprint_of(folder)
+    assert {name for name in before if before[name] != after[name]} == {changed}
+
+
+def test_a_fingerprint_is_of_the_precision_and_of_slow_tokenizers_too(model, tmp_path):
+    def with_merges(*merges):
+        (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "a": 1, "b": 2, "c": 3}))
+        (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+        return fingerprint(model, CTRLTokenizer.from_pretrained(tmp_path))
+
+    before = with_merges("a b", "b c")
+    assert with_merges("a b", "b c") == before
+    assert with_merges("b c", "a b")["tokenizer"] != before["tokenizer"]
+    model.bfloat16()
+    assert with_merges("a b", "b c")["weights"] != before["weights"]
+
+
+def test_a_killed_translation_is_resumed_with_the_same_model_alone(folder):
+    """Killed half way, with other weights in the same folder, with its own in another folder."""
+    cwd, chunks = folder.parent, 3
+    (cwd / "in.txt").write_text("a house\nthe lake is deep\n" * (LINES_PER_CHUNK // 2 * chunks))
+    flags = ["--input", "in.txt", "--output", "out.txt", "--max_new_tokens", "1"]
+    flags += ["--batch_size", "512", "--device", "cpu", "--model"]
+    command = [sys.executable, "-m", "vanilla_transformer", "translate", *flags, "model"]
+    process = subprocess.Popen(command, cwd=cwd)
+    while not (cwd / "out.txt.parts/0").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = (cwd / "out.txt.parts/0").read_text()
+
+    shutil.copytree(folder, cwd / "moved")
+    train_further(folder)
+    refused = run_command("translate", *flags, "model", cwd=cwd, check=False)
+    assert refused.returncode != 0
+    assert "ValueError: weights='" in refused.stderr.splitlines()[-1]
+    assert "out.txt.parts; remove" in refused.stderr.splitlines()[-1]
+
+    run_command("translate", *flags, "moved", cwd=cwd)
+    assert (cwd / "out.txt").read_text() == done * chunks
+    assert not (cwd / "out.txt.parts").exists()
+
+
+def test_two_processes_translate_as_one(checkpoint, tmp_path):
+    (tmp_path / "in.txt").write_text("a house\n\nthe lake is deep\n" * 5)
+    flags = ["--model", checkpoint, "--input", "in.txt", "--max_new_tokens", 4, "--device", "cpu"]
+    run_command("translate", *flags, "--output", "one.txt", cwd=tmp_path)
+    translate = ("-m", "vanilla_transformer", "translate")
+    failed, printed = run_ranks(2, *translate, *flags, "--output", "two.txt", cwd=tmp_path)
+    assert not failed, printed
+    assert (tmp_path / "two.txt").read_text() == (tmp_path / "one.txt").read_text()
+    assert (tmp_path / "one.txt").read_text().count("\n") == 15

@@ -1,0 +1,56 @@
+"""Scores of given pairs are the model's log-probabilities, in the order of the pairs."""
+
+import pytest
+from conftest import run_command
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from vanilla_transformer.inference import scoring
+from vanilla_transformer.inference.scoring import score_pairs
+
+PAIRS = [
+    ("a house by the lake", "ein Haus am See"),
+    ("the lake", "der See ist tief und tief und tief"),
+    ("", "tief"),
+    ("the lake is deep", ""),
+]
+
+
+@pytest.fixture
+def translator(checkpoint):
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    return model, AutoTokenizer.from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 2048])
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_scores_are_log_probabilities_in_order(monkeypatch, translator, max_tokens, window):
+    monkeypatch.setattr(scoring, "PAIRS_PER_WINDOW", window)
+    model, tokenizer = translator
+    scores = list(score_pairs(PAIRS, model, tokenizer, max_tokens=max_tokens))
+    for (source, target), score in zip(PAIRS, scores, strict=True):
+        labels = tokenizer(text_target=target, return_tensors="pt")["input_ids"]
+        loss = model(**tokenizer(source, return_tensors="pt"), labels=labels).loss  # a mean
+        assert score.tokens == labels.shape[1]
+        assert score.log_probability == pytest.approx(-loss.item() * score.tokens, abs=1e-4)
+
+
+def test_the_script_writes_a_line_for_each_pair(translator, checkpoint, tmp_path):
+    def script(*flags):
+        model = ("--model", checkpoint)
+        return run_command("score", *model, *flags, cwd=tmp_path, check=False)
+
+    for place, name in enumerate(("source", "target")):
+        text = "".join(pair[place] + "\n" for pair in PAIRS)
+        (tmp_path / name).write_text(text)
+    process = script("--source", "source", "--target", "target")
+    assert process.returncode == 0, process.stderr
+    for line, score in zip(
+        process.stdout.splitlines(), score_pairs(PAIRS, *translator), strict=True
+    ):
+        log_probability, tokens = line.split("\t")
+        assert float(log_probability) == pytest.approx(score.log_probability, abs=1e-4)
+        assert int(tokens) == score.tokens
+    (tmp_path / "shorter").write_text("one line\n")
+    process = script("--source", "source", "--target", "shorter", "--output", "scores")
+    assert "source has 4 lines and shorter 1: expected as many" in process.stderr
+    assert not (tmp_path / "scores").exists()

@@ -1,0 +1,162 @@
+"""Lines in, lines out: order, blank lines, batches by length, bounded reading."""
+
+import json
+
+import pytest
+from conftest import REPOSITORY, run_ranks
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.text_files import read_lines
+from vanilla_transformer.inference.translation import (
+    BATCHES_PER_WINDOW,
+    translate,
+    translate_n_best,
+)
+
+LINES = ["a house", "", "the lake is deep the lake is deep", "see", "  \t ", "ein Haus am See"]
+NASTY = ["😀 🏳️‍🌈", "שלום עולם", "a\x00b\x07\x1b[0m", "</s><pad>", "a " * 5000, "\u2028"]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def alone(model, tokenizer):
+    def generate(line):
+        inputs = tokenizer(line, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=6)[0]
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    return [generate(line) if line.strip() else "" for line in LINES]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
+def test_order_is_kept_and_blank_lines_stay_blank(model, tokenizer, alone, batch_size):
+    results = translate(LINES, model, tokenizer, batch_size=batch_size, max_new_tokens=6)
+    assert list(results) == alone
+
+
+def test_batches_hold_lines_of_similar_length(model, tokenizer, monkeypatch):
+    lengths = []
+    generate = type(model).generate
+
+    def spy(self, input_ids, **kwargs):
+        lengths.append(kwargs["attention_mask"].sum(-1).tolist())
+        return generate(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(type(model), "generate", spy)
+    lines = ["see " * n for n in (1, 9, 5, 5, 1, 9)]
+    list(translate(lines, model, tokenizer, batch_size=2, max_new_tokens=2))
+    assert [max(row) for row in lengths] == sorted((max(row) for row in lengths), reverse=True)
+    assert all(max(row) - min(row) <= 2 for row in lengths)
+
+
+TOGETHER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from accelerate import Accelerator
+from test_translation import TWO_WINDOWS
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from vanilla_transformer.inference.translation import translate
+
+accelerator = Accelerator(cpu=True)
+model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[2])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+generate, lines = model.generate, []
+model.generate = lambda **inputs: lines.extend(inputs["input_ids"]) or generate(**inputs)
+made = list(translate(TWO_WINDOWS, model, tokenizer, batch_size=2, together=True))
+with open(f"{accelerator.process_index}.json", "w") as file:
+    json.dump([made, len(lines)], file)
+accelerator.end_training()
+"""
+
+TWO_WINDOWS = ["see " * (n % 7) for n in range(2 * BATCHES_PER_WINDOW + 9)]
+
+
+def test_two_processes_work_on_half_of_the_batches_each(model, checkpoint, tokenizer, tmp_path):
+    (tmp_path / "program.py").write_text(TOGETHER)
+    program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
+    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    assert not failed, output
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    expected = list(translate(TWO_WINDOWS, model, tokenizer, batch_size=2))
+    assert [made for made, _ in ranks] == [expected] * 2
+    assert sum(lines for _, lines in ranks) == sum(bool(line) for line in TWO_WINDOWS)
+    assert abs(ranks[0][1] - ranks[1][1]) <= 2
+
+
+def test_lines_are_read_a_window_at_a_time(model, tokenizer):
+    read = []
+    source = (read.append(n) or "see" for n in range(10**9))
+    translations = translate(source, model, tokenizer, batch_size=1, max_new_tokens=1)
+    next(translations)
+    assert len(read) == BATCHES_PER_WINDOW
+
+
+@pytest.mark.parametrize("line", NASTY, ids=lambda line: ascii(line)[:12])
+def test_any_text_is_taken(model, tokenizer, line):
+    (translation,) = translate([line], model, tokenizer, max_new_tokens=3)
+    assert isinstance(translation, str)
+
+
+def test_generation_options_reach_the_model(model, tokenizer):
+    with pytest.raises(ValueError, match="no_such_option"):
+        list(translate(["see"], model, tokenizer, no_such_option=1))
+
+
+def test_n_best_lists_are_ranked_by_the_scores_of_the_beam(model, tokenizer):
+    options = {"num_beams": 4, "max_new_tokens": 6, "length_penalty": 0.0}
+    lists = list(translate_n_best(LINES, model, tokenizer, 3, batch_size=2, **options))
+    assert len(lists) == len(LINES)
+    assert [hypotheses[0].text for hypotheses in lists] == list(
+        translate(LINES, model, tokenizer, **options)
+    )
+    for line, hypotheses in zip(LINES, lists, strict=True):
+        scores = [hypothesis.score for hypothesis in hypotheses]
+        assert scores == sorted(scores, reverse=True)
+        if not line.strip():
+            assert hypotheses == [("", 0.0)]
+            continue
+        inputs = tokenizer(line, return_tensors="pt")
+        outputs = model.generate(
+            **inputs, num_return_sequences=3, return_dict_in_generate=True, **options
+        )
+        log_probabilities = [log_probability(model, inputs, row) for row in outputs.sequences]
+        assert scores == pytest.approx(log_probabilities, abs=1e-4)
+
+
+def log_probability(model, inputs, row):
+    """Of a whole output, the token that starts it aside, padding at its end aside."""
+    labels = row[1:][None]
+    logits = model(**inputs, decoder_input_ids=row[:-1][None]).logits.log_softmax(-1)
+    chosen = logits.gather(-1, labels[..., None])[..., 0]
+    return chosen[labels != model.config.pad_token_id].sum().item()
+
+
+@pytest.mark.parametrize(("n_best", "beams"), [(0, 4), (5, 4), (1, 1), (2, None)])
+def test_n_best_lists_need_as_many_beams(model, tokenizer, n_best, beams):
+    message = f"n_best={n_best} with num_beams={beams or 1}: expected"
+    with pytest.raises(ValueError, match=message):
+        list(translate_n_best(["see"], model, tokenizer, n_best, num_beams=beams))
+
+
+def test_a_batch_size_that_cannot_be_is_named(model, tokenizer):
+    with pytest.raises(ValueError, match="batch_size=0: expected a positive integer"):
+        list(translate(["see"], model, tokenizer, batch_size=0))
+
+
+def test_training_mode_does_not_disturb(model, tokenizer, alone):
+    model.train()
+    assert list(translate(LINES, model, tokenizer, max_new_tokens=6)) == alone
+
+
+def test_lines_end_at_newlines_only():
+    content = [b"\xef\xbb\xbfone\r\n", b"tw\ro\xe2\x80\xa8\n", b"\n", b"last"]
+    assert list(read_lines(content, "f")) == ["one", "tw\ro\u2028", "", "last"]
+
+
+def test_a_line_that_is_not_utf8_is_named():
+    with pytest.raises(ValueError, match=r"in\.txt, line 2: not UTF-8"):
+        list(read_lines([b"fine\n", b"\xff\n"], "in.txt"))

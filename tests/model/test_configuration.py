@@ -1,0 +1,131 @@
+"""The configuration: the paper's numbers, and an error for each value that can't be."""
+
+import json
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.model.configuration_vanilla_transformer import PRESETS
+
+
+def test_the_defaults_are_the_papers_base_model():
+    config = VanillaTransformerConfig()
+    assert (config.encoder_layers, config.decoder_layers) == (6, 6)
+    assert (config.d_model, config.encoder_ffn_dim, config.decoder_ffn_dim) == (512, 2048, 2048)
+    assert (config.encoder_attention_heads, config.decoder_attention_heads) == (8, 8)
+    assert (config.dropout, config.label_smoothing) == (0.1, 0.1)
+    assert config.norm_position == "post"
+    assert config.position_encoding == "sinusoidal"
+    assert config.activation_function == "relu"
+    assert config.scale_embedding
+    assert config.tie_word_embeddings
+    assert config.shares_embeddings
+
+
+def test_transformers_names_lead_to_ours():
+    config = VanillaTransformerConfig(d_model=64, encoder_layers=2, encoder_attention_heads=4)
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (64, 2, 4)
+
+
+@pytest.mark.parametrize("decoder_vocab_size", [None, 70])
+def test_each_stack_can_be_seen_as_a_model_of_its_own(decoder_vocab_size):
+    config = VanillaTransformerConfig(
+        vocab_size=50,
+        decoder_vocab_size=decoder_vocab_size,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=8,
+    )
+    decoder = config.get_text_config(decoder=True)
+    assert (decoder.num_hidden_layers, decoder.num_attention_heads) == (3, 8)
+    assert decoder.vocab_size == (decoder_vocab_size or 50)
+    assert config.get_text_config(encoder=True).num_hidden_layers == 2
+    assert config.get_text_config() is config
+    assert config.decoder_vocab_size == decoder_vocab_size
+
+
+def test_it_survives_saving(tmp_path):
+    config = VanillaTransformerConfig.from_preset("B-dk16", vocab_size=99, norm_position="pre")
+    config.save_pretrained(tmp_path)
+    assert VanillaTransformerConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+    assert json.loads((tmp_path / "config.json").read_text())["head_dim"] == 16
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_changes_what_its_row_says_and_nothing_else(name):
+    base, preset = VanillaTransformerConfig(), VanillaTransformerConfig.from_preset(name)
+    changed = {
+        field
+        for field in VanillaTransformerConfig.__dataclass_fields__
+        if getattr(base, field) != getattr(preset, field)
+    }
+    assert changed == {k for k, v in PRESETS[name].items() if getattr(base, k) != v}
+
+
+def test_a_preset_takes_overrides():
+    config = VanillaTransformerConfig.from_preset("big", dropout=0.1, vocab_size=100)
+    assert (config.d_model, config.dropout, config.vocab_size) == (1024, 0.1, 100)
+
+
+def test_an_unknown_preset_is_named():
+    with pytest.raises(ValueError, match=r"unknown preset 'huge': expected one of base, A-h1"):
+        VanillaTransformerConfig.from_preset("huge")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"d_model": -1}, "d_model=-1: expected a positive integer"),
+        ({"vocab_size": 0}, "vocab_size=0: expected a positive integer"),
+        ({"decoder_vocab_size": 0}, "decoder_vocab_size=0: expected a positive integer"),
+        ({"encoder_layers": 0}, "encoder_layers=0: expected a positive integer"),
+        ({"head_dim": -4}, "head_dim=-4: expected a positive integer"),
+        ({"decoder_ffn_dim": "2048"}, "'decoder_ffn_dim' expected int, got str"),
+        ({"d_model": 100}, "d_model=100 is not divisible by encoder_attention_heads=8"),
+        ({"decoder_attention_heads": 7}, "not divisible by decoder_attention_heads=7"),
+        ({"d_model": 33, "head_dim": 4}, "d_model=33: sinusoidal positions come in pairs"),
+        ({"dropout": 1.0}, r"dropout=1.0: expected a number in \[0, 1\)"),
+        ({"attention_dropout": -0.1}, "attention_dropout=-0.1: expected a number in"),
+        ({"label_smoothing": 2}, "label_smoothing=2: expected a number in"),
+        ({"layer_norm_eps": 0.0}, "layer_norm_eps=0.0: expected a number above 0"),
+        ({"norm_position": "middle"}, "'norm_position' expected one of .*'post', 'pre'.*middle"),
+        ({"position_encoding": "rope"}, "'position_encoding' expected one of .*rope"),
+        ({"activation_function": "reluu"}, "activation_function='reluu': expected one of gelu"),
+        (
+            {"vocab_size": 10, "pad_token_id": 10},
+            "pad_token_id=10 is outside the vocabulary: .* 10",
+        ),
+        ({"eos_token_id": [2, -1]}, r"eos_token_id=\[2, -1\] is outside the vocabulary"),
+        (
+            {"decoder_vocab_size": 5, "decoder_start_token_id": 6},
+            "decoder_start_token_id=6 is outside the vocabulary: expected 0 <= id < 5",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(fields, message):
+    with pytest.raises(StrictDataclassError, match=message):
+        VanillaTransformerConfig(**fields)
+
+
+def test_d_k_and_d_v_are_independent():
+    config = VanillaTransformerConfig(
+        vocab_size=50, d_model=32, head_dim=6, value_head_dim=10, encoder_layers=1, decoder_layers=1
+    )
+    attention = VanillaTransformerForConditionalGeneration(config).model.decoder.layers[0]
+    assert attention.encoder_attn.q_proj.weight.shape == (8 * 6, 32)
+    assert attention.encoder_attn.k_proj.weight.shape == (8 * 6, 32)
+    assert attention.encoder_attn.v_proj.weight.shape == (8 * 10, 32)
+    assert attention.encoder_attn.out_proj.weight.shape == (32, 8 * 10)
+
+
+def test_other_names_of_a_field_set_it_before_anything_follows():
+    config = VanillaTransformerConfig(hidden_size=64, num_attention_heads=4)
+    assert (config.d_model, config.encoder_attention_heads) == (64, 4)
+    assert VanillaTransformerConfig(hidden_size=64).head_dim == 8
+    assert VanillaTransformerConfig(d_model=64, hidden_size=64).d_model == 64
+    with pytest.raises(
+        ValueError, match="hidden_size=8 is another name of d_model=16: expected one"
+    ):
+        VanillaTransformerConfig(d_model=16, hidden_size=8)

@@ -1,0 +1,200 @@
+"""Logits of what is asked for: in pieces, or of the likeliest tokens alone, they are the same."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import SMALL, random_ids, small_config
+from torch import nn
+
+from vanilla_transformer import (
+    VanillaTransformerForCausalLM,
+    VanillaTransformerForConditionalGeneration,
+)
+from vanilla_transformer.model import logits as logits_module
+from vanilla_transformer.model.generation import COUNTS_TOKENS_BY_SCORES
+from vanilla_transformer.model.logits import BestTokens, _topk, project
+
+SEARCHES = {
+    "beams": {"num_beams": 3},
+    "all beams": {"num_beams": 4, "num_return_sequences": 4},
+    "several ends": {"num_beams": 3, "eos_token_id": [2, 5, 7, 9, 11]},
+    "no end": {"num_beams": 3, "eos_token_id": None},
+    "gnmt": {"num_beams": 3, "length_penalty_type": "gnmt", "early_stopping": "never"},
+    "as many as tokens": {"num_beams": SMALL["vocab_size"]},
+    "without a cache": {"num_beams": 3, "use_cache": False},
+    "static cache": {"num_beams": 3, "cache_implementation": "static"},
+}
+
+
+@pytest.fixture(params=[VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM])
+def model(request):
+    torch.manual_seed(0)
+    return request.param(small_config()).eval()
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "in pieces"])
+def in_pieces(request, monkeypatch):
+    """As for a large matrix: pieces of seven tokens."""
+    if request.param:
+        monkeypatch.setattr(logits_module, "LARGE", 0)
+        monkeypatch.setattr(logits_module, "PIECE", 7 * SMALL["d_model"] * 4)
+
+
+@pytest.fixture
+def uses(monkeypatch):
+    """How often beam search looked at the best tokens alone."""
+    calls = []
+    logits = BestTokens.logits
+    monkeypatch.setattr(BestTokens, "logits", lambda *args: (calls.append(1), logits(*args))[1])
+    return calls
+
+
+def search(model, ids, **options):
+    return model.generate(ids, **{"max_new_tokens": 7, **options})
+
+
+@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
+def test_the_best_tokens_are_all_that_beam_search_needs(model, options, in_pieces, uses):
+    ids = random_ids(3, 6)
+    found = search(model, ids, **options)
+    assert bool(uses) == COUNTS_TOKENS_BY_SCORES
+    uses.clear()
+    scored = {"return_dict_in_generate": True, "output_scores": True}  # of all tokens
+    expected = search(model, ids, **options, **scored).sequences
+    assert not uses
+    assert found.tolist() == expected.tolist()
+
+
+def test_a_source_and_a_target_vocabulary_of_different_sizes(in_pieces):
+    torch.manual_seed(0)
+    config = small_config(decoder_vocab_size=61)
+    model = VanillaTransformerForConditionalGeneration(config).eval()
+    scored = {"return_dict_in_generate": True, "output_scores": True}
+    found = search(model, random_ids(3, 6), num_beams=3)
+    assert (
+        found.tolist() == search(model, random_ids(3, 6), num_beams=3, **scored).sequences.tolist()
+    )
+    assert found.max() >= SMALL["vocab_size"]
+
+
+class Contrary(VanillaTransformerForConditionalGeneration):
+    """Prefers what its parent dislikes."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = -output.logits
+        return output
+
+
+def with_hook(model):
+    model.register_forward_hook(lambda module, args, output: output)
+
+
+def with_another_forward(model):
+    model.forward = model.forward
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"do_sample": True},
+        {"min_new_tokens": 3},
+        {"bad_words_ids": [[5]]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_whoever_changes_scores_sees_them_all(model, options, uses):
+    search(model, random_ids(3, 6), num_beams=3, **options)
+    assert not uses
+
+
+@pytest.mark.parametrize("change", [with_hook, with_another_forward])
+def test_whoever_changes_logits_sees_them_all(model, change, uses):
+    change(model)
+    search(model, random_ids(3, 6), num_beams=3)
+    assert not uses
+
+
+def test_a_subclass_that_changes_logits_sees_them_all(uses):
+    torch.manual_seed(0)
+    contrary, ids = Contrary(small_config()).eval(), random_ids(3, 6)
+    found = search(contrary, ids, num_beams=3, eos_token_id=None)
+    assert not uses
+    scored = {"return_dict_in_generate": True, "output_scores": True}
+    again = search(contrary, ids, num_beams=3, eos_token_id=None, **scored)
+    assert found.tolist() == again.sequences.tolist()
+
+
+def test_hooks_of_the_projection_see_all_logits_and_may_keep_them(model):
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
+    search(model, random_ids(3, 6), num_beams=3)
+    kept = [logits.clone() for logits in seen]
+    first = seen[0].flatten(0, -2)
+    assert first.shape == (9, SMALL["vocab_size"])
+    assert (first < 0).any()  # not taken for exponentials
+    torch.testing.assert_close(seen, kept)
+
+
+def test_each_thread_searches_for_itself(model):
+    sources = [random_ids(2, 6, seed=seed) for seed in range(8)]
+    beams = [2 + seed % 3 for seed in range(8)]
+    expected = [
+        search(model, ids, num_beams=width).tolist()
+        for ids, width in zip(sources, beams, strict=True)
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(search, model, ids, num_beams=width)
+            for ids, width in zip(sources, beams, strict=True)
+        ]
+        found = [job.result().tolist() for job in jobs]
+    assert found == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_log_probabilities_are_among_all_tokens(dtype, in_pieces):
+    torch.manual_seed(0)
+    projection = nn.Linear(24, 50, bias=False, dtype=dtype)
+    states = torch.randn(6, 1, 24, dtype=dtype) * 5
+    best = BestTokens(8)
+    with torch.no_grad():
+        logits, expected = best.logits(states, projection), projection(states)
+    wide = expected.to(torch.promote_types(dtype, torch.float32))[:, 0]
+    values, tokens = wide.topk(8)
+    assert logits[:, 0].tolist() == values.tolist()
+    assert wide.gather(1, best.tokens).tolist() == values.tolist()
+    torch.testing.assert_close(best(None, logits[:, 0]), wide.log_softmax(-1).gather(1, tokens))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 24), (3, 1, 24), (2, 5, 24)])
+def test_pieces_make_the_whole(shape, in_pieces):
+    torch.manual_seed(0)
+    projection, states = nn.Linear(24, 50, bias=False), torch.randn(shape)
+    expected = projection(states)
+    with torch.no_grad():
+        torch.testing.assert_close(project(states, projection), expected)
+    assert project(states, projection).requires_grad
+
+
+def test_autocast_and_biases_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(logits_module, "LARGE", 0)
+    states = torch.randn(3, 1, 24)
+    with torch.no_grad():
+        biased = nn.Linear(24, 50)
+        torch.testing.assert_close(project(states, biased), biased(states))
+        plain = nn.Linear(24, 50, bias=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert project(states, plain).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 24, 63, 64, 72, 800, 1001])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_best_of_columns_are_the_best(columns, count):
+    torch.manual_seed(0)
+    scores, count = torch.randn(5, columns), min(columns, count)
+    values, places = scores.topk(count)
+    found, where = _topk(scores, count)
+    assert (found.tolist(), where.tolist()) == (values.tolist(), places.tolist())

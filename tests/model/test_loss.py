@@ -1,0 +1,263 @@
+"""The loss and its gradients: those of torch's cross-entropy, without all logits in memory."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import random_ids, small_config
+from torch import nn
+from torch.nn import functional as F
+
+from vanilla_transformer import (
+    VanillaTransformerForCausalLM,
+    VanillaTransformerForConditionalGeneration,
+)
+from vanilla_transformer.model import loss as loss_module
+from vanilla_transformer.model.loss import (
+    label_smoothed_cross_entropy,
+    projected_cross_entropy,
+)
+
+CLASSES = [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
+
+
+def seq2seq(**options):
+    torch.manual_seed(0)
+    return VanillaTransformerForConditionalGeneration(small_config(**options))
+
+
+# ---------------------------------------------------------------- logits that are there
+
+
+def of_logits(states, projection, *rest):
+    """The loss of logits that exist, as a function of states."""
+    return label_smoothed_cross_entropy(projection(states), *rest)
+
+
+LOSSES = pytest.mark.parametrize("loss", [of_logits, projected_cross_entropy])
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+def test_a_forbidden_token_costs_what_it_costs_torch(eps):
+    # The mean of a row with -inf is -inf, and 0 * inf was NaN.
+    logits, labels = torch.randn(2, 3, 11), torch.tensor([[1, 2, -100], [10, 4, 0]])
+    logits[:, :, 7] = -torch.inf
+    ours = label_smoothed_cross_entropy(logits, labels, eps)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=eps)
+    torch.testing.assert_close(ours, expected)
+    assert ours.isfinite() == (eps == 0)
+
+
+@LOSSES
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+def test_a_nan_in_a_row_without_label_reaches_no_gradient(loss, eps):
+    torch.manual_seed(0)
+    projection, labels = nn.Linear(8, 50, bias=False), torch.tensor([[3, -100, 4]])
+    states = torch.randn(1, 3, 8)
+    results = []
+    for value in (0.0, torch.nan):
+        inputs = states.clone()
+        inputs[0, 1] = value
+        inputs.requires_grad_()
+        total = loss(inputs, projection, labels, eps)
+        results.append((total, *torch.autograd.grad(total, (inputs, projection.weight))))
+    expected, found = results
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1])
+    if loss is projected_cross_entropy:  # a product with the row is not ours to prevent
+        torch.testing.assert_close(found[2], expected[2])
+
+
+# ---------------------------------------------------------------- logits that never exist
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("rows_at_a_time", [1, 5, 256])
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_the_projected_loss_and_its_gradients_are_torchs(
+    monkeypatch, label_smoothing, rows_at_a_time, weight
+):
+    monkeypatch.setattr(loss_module, "_rows_at_a_time", lambda *_: (rows_at_a_time, 3))
+    torch.manual_seed(0)
+    states = torch.randn(3, 7, 8, dtype=torch.float64, requires_grad=True)
+    projection = nn.Linear(8, 50, bias=False, dtype=torch.float64)
+    labels = torch.randint(50, (3, 7))
+    labels[1, 2:] = -100
+    ours = projected_cross_entropy(states, projection, labels, label_smoothing, 10)
+    torchs = F.cross_entropy(
+        projection(states).flatten(0, 1),
+        labels.flatten(),
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+    torch.testing.assert_close(ours, torchs / 10)
+    wanted = (states, projection.weight)
+    torch.testing.assert_close(
+        torch.autograd.grad(weight * ours, wanted, retain_graph=True),
+        torch.autograd.grad(weight * torchs / 10, wanted),
+    )
+    torch.autograd.grad(ours, wanted)  # the same graph once more
+
+
+def test_a_batch_without_labels_has_no_loss_and_no_gradient():
+    states = torch.randn(2, 3, 8, requires_grad=True)
+    labels = torch.full((2, 3), -100)
+    loss = projected_cross_entropy(states, nn.Linear(8, 50, bias=False), labels)
+    loss.backward()
+    assert loss == 0
+    assert not states.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_projected_loss_in_half_precision_is_near(dtype):
+    torch.manual_seed(0)
+    states, projection = torch.randn(4, 9, 32), nn.Linear(32, 300, bias=False)
+    labels = torch.randint(300, (4, 9))
+    results = []
+    for enabled in (False, True):
+        inputs = states.clone().requires_grad_()
+        projection.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            loss = projected_cross_entropy(inputs, projection, labels, 0.1)
+        loss.backward()
+        results.append((loss.detach(), inputs.grad, projection.weight.grad.clone()))
+    (loss, *gradients), (narrow_loss, *narrow_gradients) = results
+    torch.testing.assert_close(narrow_loss, loss, rtol=1e-3, atol=0)
+    for gradient, narrow in zip(gradients, narrow_gradients, strict=True):
+        assert narrow.dtype == torch.float32
+        assert (narrow - gradient).norm() < 2e-2 * gradient.norm()
+
+
+def test_a_label_outside_the_vocabulary_is_named():
+    projection = nn.Linear(8, 50, bias=False)
+    for label in (50, -1):
+        labels = torch.tensor([[3, label, -100]])
+        with pytest.raises(IndexError, match=f"label {label} is out of range: expected 0 <= label"):
+            projected_cross_entropy(torch.randn(1, 3, 8), projection, labels)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_as_many_labels_in_another_shape_are_refused(training):
+    inputs = {"input_ids": random_ids(2, 4), "decoder_input_ids": random_ids(2, 3)}
+    with pytest.raises(
+        ValueError, match=r"labels of shape \(3, 2\) for predictions of shape \(2, 3\)"
+    ):
+        seq2seq().train(training)(**inputs, labels=random_ids(3, 2))
+
+
+def test_a_projection_that_is_more_than_a_matrix_is_called():
+    torch.manual_seed(0)
+    model = seq2seq(dropout=0.0).train()
+    inputs = {"input_ids": random_ids(2, 6), "labels": random_ids(2, 5)}
+    expected = model(**inputs).loss
+    calls = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(model(**inputs).loss, expected)
+    assert calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", ["states", "projection", "both", "no_grad"])
+def test_a_gradient_that_nobody_wants_is_not_computed(monkeypatch, frozen, dtype):
+    # A frozen head, as under LoRA, cost a matrix of its size and half of the products.
+    torch.manual_seed(0)
+    states, projection = torch.randn(2, 5, 8, dtype=dtype), nn.Linear(8, 50, bias=False).to(dtype)
+    labels = torch.randint(50, (2, 5))
+    expected = projected_cross_entropy(states, projection, labels, 0.1)
+    states.requires_grad_(frozen == "projection")
+    projection.requires_grad_(frozen == "states")
+    made, products = [], []
+    for name, calls in (("zeros_like", made), ("mm", products)):
+        before = getattr(torch, name)
+        spy = lambda *args, b=before, c=calls, **kw: c.append(args) or b(*args, **kw)  # noqa: E731
+        monkeypatch.setattr(torch, name, spy)
+    with torch.set_grad_enabled(frozen != "no_grad"):
+        loss = projected_cross_entropy(states, projection, labels, 0.1)
+    torch.testing.assert_close(loss, expected)
+    assert loss.requires_grad == (frozen in ("states", "projection"))
+    assert len(made) == (frozen == "states")
+    extra = {"states": dtype != torch.float32, "projection": 1}.get(frozen, 0)
+    assert len(products) == 1 + extra
+    if loss.requires_grad:
+        loss.backward()
+        wanted = projection.weight if frozen == "states" else states
+        assert wanted.grad.any()
+
+
+def test_softmax_is_not_asked_to_write_over_its_input(monkeypatch):
+    # torch promises nothing of an output that shares memory with the input.
+    softmax, shared = torch.softmax, []
+
+    def spy(scores, *args, out=None, **kwargs):
+        shared.append(out is not None and out.data_ptr() == scores.data_ptr())
+        return softmax(scores, *args, out=out, **kwargs)
+
+    monkeypatch.setattr(torch, "softmax", spy)
+    for dtype in (torch.float32, torch.bfloat16):
+        states = torch.randn(1, 4, 8, dtype=dtype, requires_grad=True)
+        projected_cross_entropy(states, nn.Linear(8, 50, bias=False, dtype=dtype), IDS)
+    assert shared
+    assert not any(shared)
+
+
+# ---------------------------------------------------------------- what a training step returns
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+
+
+def plainly(model):
+    return model
+
+
+def under_autocast(model):
+    def step(**inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**inputs)
+
+    return step
+
+
+def by_accelerate(model):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("way", [plainly, under_autocast, by_accelerate, compiled])
+def test_a_training_step_returns_the_same_everywhere(cls, way):
+    # Logits came when asked for, but under a wrapper of accelerate's, which copies outputs, never.
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1}
+    model = cls(small_config(dropout=0.0, label_smoothing=0.0, **sizes))
+    inputs = {"input_ids": random_ids(2, 5), "labels": random_ids(2, 5)}
+    expected = model.eval()(**inputs)
+    step = way(model.train())
+    near = {"rtol": 0.05, "atol": 0.05} if way in (under_autocast, by_accelerate) else {}
+    outputs = step(**inputs)
+    assert outputs.logits is None
+    assert outputs.get("logits") is None
+    assert "logits" not in outputs
+    assert outputs[0] is outputs.loss
+    torch.testing.assert_close(outputs.loss, expected.loss, **near)
+    outputs = step(**inputs, skip_logits=False)
+    assert outputs[1] is outputs.logits
+    torch.testing.assert_close(outputs.logits.float(), expected.logits, **near)
+    torch.testing.assert_close(outputs.loss, expected.loss, **near)
+    assert outputs.logits.requires_grad
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_logits_may_be_skipped_in_evaluation(cls):
+    model, inputs = cls(small_config()).eval(), {"input_ids": IDS, "labels": IDS}
+    skipped = model(**inputs, skip_logits=True)
+    assert skipped.logits is None
+    torch.testing.assert_close(skipped.loss, model(**inputs).loss)
+    assert model(input_ids=IDS, skip_logits=True, **target(model)).logits is not None
+
+
+def target(model):
+    return {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}

@@ -1,0 +1,149 @@
+"""One saved folder loads through every Auto class and the pipeline, with the package and without.
+
+Each test runs in a fresh process: what is registered there is what its own imports register.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from conftest import random_ids
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+LOAD_EVERYTHING = """
+    import json, sys
+    import torch
+    from transformers import (
+        AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM,
+        AutoModelForTextEncoding, AutoTokenizer, pipeline,
+    )
+
+    folder, resaved = sys.argv[1], sys.argv[2]
+    trust = {"trust_remote_code": True} if sys.argv[3] else {}
+    config = AutoConfig.from_pretrained(folder, **trust)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, **trust)
+    results = {
+        "config": type(config).__name__,
+        "text": tokenizer.decode(tokenizer("ein Haus")["input_ids"], skip_special_tokens=True),
+        "logits": model(input_ids=ids, decoder_input_ids=ids).logits.sum().item(),
+        "generated": model.generate(ids, max_new_tokens=5).tolist(),
+    }
+    for auto in (AutoModel, AutoModelForTextEncoding, AutoModelForCausalLM):
+        loaded = auto.from_pretrained(folder, **trust)
+        inputs = {"decoder_input_ids": ids} if auto is AutoModel else {}
+        results[auto.__name__] = [type(loaded).__name__, loaded(ids, **inputs)[0].sum().item()]
+    translate = pipeline("translation", model=folder, **trust)
+    results["pipeline"] = translate(["a house", ""], max_new_tokens=5)
+    text2text = pipeline("text2text-generation", model=folder, **trust)
+    results["text2text"] = text2text("a house", max_new_tokens=5)
+    pair = pipeline("translation_en_to_de", model=folder, **trust)
+    results["pair"] = pair("a house", max_new_tokens=5)
+    model.save_pretrained(f"{resaved}/model")
+    tokenizer.save_pretrained(f"{resaved}/model")
+    translate.save_pretrained(f"{resaved}/pipeline")
+    results["module"] = type(model).__module__
+    print(json.dumps(results))
+"""
+
+
+def load_everything(folder, resaved, cache, package):
+    """Load the folder in a new process, `package` importable there or not."""
+    code = textwrap.dedent(LOAD_EVERYTHING)
+    # A None among the modules makes every import of that name fail.
+    absent = 'import sys; sys.modules["vanilla_transformer"] = None\n'
+    code = ("import vanilla_transformer\n" if package else absent) + code
+    process = subprocess.run(
+        [sys.executable, "-c", code, str(folder), str(resaved), "" if package else "trust"],
+        env={**os.environ, "HF_MODULES_CACHE": str(cache)},
+        cwd=cache,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint, tmp_path_factory):
+    """What the processes saw: with the package, without it, and without it from each new folder."""
+    root = tmp_path_factory.mktemp("processes")
+    runs = {}
+    for name, folder, package in [
+        ("with", checkpoint, True),
+        ("without", checkpoint, False),
+        ("saved again", root / "without" / "model", False),
+        ("saved by the pipeline", root / "with" / "pipeline", False),
+    ]:
+        cache = root / name / "modules"
+        cache.mkdir(parents=True)
+        runs[name] = load_everything(folder, root / name, cache, package)
+    return runs
+
+
+def test_the_package_serves_where_it_is_installed(loaded):
+    assert loaded["with"]["module"] == "vanilla_transformer.model.modeling_vanilla_transformer"
+
+
+def test_the_folders_own_code_serves_where_it_is_not(loaded):
+    assert loaded["without"]["module"].startswith("transformers_modules.")
+
+
+def test_every_auto_class_finds_its_model(loaded):
+    found = loaded["with"]
+    assert found["config"] == "VanillaTransformerConfig"
+    assert found["AutoModel"][0] == "VanillaTransformerModel"
+    assert found["AutoModelForTextEncoding"][0] == "VanillaTransformerEncoderModel"
+    assert found["AutoModelForCausalLM"][0] == "VanillaTransformerForCausalLM"
+
+
+@pytest.mark.parametrize("run", ["without", "saved again", "saved by the pipeline"])
+def test_results_are_the_same_everywhere(loaded, run):
+    expected, actual = dict(loaded["with"]), dict(loaded[run])
+    expected.pop("module"), actual.pop("module")
+    assert actual == expected
+
+
+def test_the_results_are_this_processs_own(loaded, checkpoint):
+    model = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    logits = model(input_ids=ids, decoder_input_ids=ids).logits
+    assert loaded["with"]["logits"] == pytest.approx(logits.sum().item(), rel=1e-4)
+    assert loaded["with"]["generated"] == model.generate(ids, max_new_tokens=5).tolist()
+    assert loaded["with"]["text"] == "ein Haus"
+    assert loaded["with"]["pipeline"][1] == {"translation_text": ""}
+    assert loaded["with"]["pair"] == loaded["with"]["pipeline"][:1]
+
+
+@pytest.mark.parametrize("save", ["model", "config"])
+def test_whatever_is_saved_carries_all_the_code(model, tmp_path, save):
+    (model if save == "model" else model.config).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert set(config["auto_map"]) == {
+        "AutoConfig",
+        "AutoModel",
+        "AutoModelForSeq2SeqLM",
+        "AutoModelForTextEncoding",
+        "AutoModelForCausalLM",
+    }
+    files = {reference.split(".")[0] for reference in config["auto_map"].values()}
+    files |= {task["impl"].split(".")[0] for task in config["custom_pipelines"].values()}
+    for file in {*files, "generation"}:
+        assert (tmp_path / f"{file}.py").is_file()
+
+
+def test_saving_a_second_time_gives_the_same_config(model, tmp_path):
+    model.save_pretrained(tmp_path / "first")
+    loaded = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path / "first")
+    loaded(input_ids=random_ids(1, 3), decoder_input_ids=random_ids(1, 3))
+    loaded.save_pretrained(tmp_path / "second")
+    for name in ("config.json", "generation_config.json"):
+        first, second = ((tmp_path / run / name).read_text() for run in ("first", "second"))
+        assert first == second

@@ -1,0 +1,184 @@
+"""The mean of checkpoints is what the formula says, and of one architecture."""
+
+import json
+import re
+import weakref
+
+import pytest
+import torch
+from conftest import random_ids, run_command, small_config
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.training import averaging
+from vanilla_transformer.training.averaging import average_checkpoints, find_checkpoints
+
+
+def save(folder, seed, **options):
+    torch.manual_seed(seed)
+    model = VanillaTransformerForConditionalGeneration(small_config(**options))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer):
+    """A training's folder: checkpoints of the steps 5, 10 and 100."""
+    for step in (5, 10, 100):
+        folder = tmp_path / f"run/checkpoint-{step}"
+        save(folder, seed=step)
+        tokenizer.save_pretrained(folder)
+        for name in ("trainer_state.json", "optimizer.pt", "rng_state_0.pth"):
+            (folder / name).write_text("{}")
+    (tmp_path / "run/checkpoint-200").mkdir()  # it holds no weights
+    return tmp_path / "run"
+
+
+def test_the_mean_is_that_of_each_weight(run, tmp_path):
+    output = average_checkpoints(find_checkpoints(run, last=2), tmp_path / "mean")
+    parts = [load_file(run / f"checkpoint-{step}/model.safetensors") for step in (10, 100)]
+    mean = load_file(output / "model.safetensors")
+    assert mean.keys() == parts[0].keys()
+    for name, weight in mean.items():
+        expected = (parts[0][name].double() + parts[1][name].double()) / 2
+        torch.testing.assert_close(weight.double(), expected, atol=1e-8, rtol=1e-6)
+
+
+def test_a_mean_is_a_model_without_the_trainers_state(run, tmp_path):
+    output = average_checkpoints(find_checkpoints(run, last=3), tmp_path / "mean")
+    model = AutoModelForSeq2SeqLM.from_pretrained(output)
+    assert model.lm_head.weight is model.model.shared.weight
+    assert AutoTokenizer.from_pretrained(output).pad_token is not None
+    model.generate(random_ids(1, 3), max_new_tokens=2)
+    state = {"trainer_state.json", "optimizer.pt", "rng_state_0.pth"}
+    assert not state & {path.name for path in output.iterdir()}
+
+
+def test_the_mean_of_equal_models_is_that_model(run, tmp_path):
+    folder = run / "checkpoint-5"
+    output = average_checkpoints([folder] * 3, tmp_path / "mean")
+    for name, weight in load_file(output / "model.safetensors").items():
+        assert torch.equal(weight, load_file(folder / "model.safetensors")[name])
+
+
+def test_weights_in_several_files_are_averaged_alike(run, tmp_path):
+    folders = [tmp_path / str(step) for step in (5, 10)]
+    for folder, step in zip(folders, (5, 10), strict=True):
+        model = AutoModelForSeq2SeqLM.from_pretrained(run / f"checkpoint-{step}")
+        model.save_pretrained(folder, max_shard_size="20KB")
+        assert (folder / "model.safetensors.index.json").is_file()
+    whole = average_checkpoints(find_checkpoints(run, steps=[5, 10]), tmp_path / "whole")
+    parts = average_checkpoints(folders, tmp_path / "parts")
+    one, other = (AutoModelForSeq2SeqLM.from_pretrained(path) for path in (whole, parts))
+    for weight, expected in zip(other.parameters(), one.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+
+
+def test_no_checkpoint_is_in_memory_as_a_whole(run, tmp_path, monkeypatch):
+    size = sum(
+        weight.numel() for weight in load_file(run / "checkpoint-5/model.safetensors").values()
+    )
+    alive, most = 0, 0
+
+    class Watched:
+        """A file that counts how much of what was read of it is still there."""
+
+        def __init__(self, *args, **kwargs):
+            self.file = real(*args, **kwargs)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            self.file.__exit__(*error)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            return self.file.get_slice(name)
+
+        def get_tensor(self, name):
+            nonlocal alive, most
+            tensor = self.file.get_tensor(name)
+            alive += tensor.numel()
+            most = max(most, alive)
+            weakref.finalize(tensor, self.forget, tensor.numel())
+            return tensor
+
+        def forget(self, numel):
+            nonlocal alive
+            alive -= numel
+
+    real = averaging.safe_open
+    monkeypatch.setattr(averaging, "safe_open", Watched)
+    average_checkpoints(find_checkpoints(run, last=3), tmp_path / "mean")
+    assert 0 < most < size
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"last": 4}, "there are checkpoints of the steps [5, 10, 100], expected 4"),
+        (
+            {"steps": [5, 7, 200]},
+            "there are checkpoints of the steps [5, 10, 100], expected [7, 200]",
+        ),
+    ],
+)
+def test_steps_that_do_not_exist_are_named(run, wanted, message):
+    with pytest.raises(FileNotFoundError, match=re.escape(message)):
+        find_checkpoints(run, **wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"d_model": 32}, "its d_model is 32, not 24"),
+        ({"decoder_layers": 2}, "its decoder_layers is 2, not 3"),
+    ],
+)
+def test_another_architecture_is_refused_before_anything_is_written(
+    run, tmp_path, options, message
+):
+    save(tmp_path / "other", seed=0, **options)
+    with pytest.raises(ValueError, match="holds another architecture.*" + message):
+        average_checkpoints([run / "checkpoint-5", tmp_path / "other"], tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
+def test_tensors_of_another_name_are_refused(run, tmp_path):
+    config = json.loads((run / "checkpoint-5/config.json").read_text())
+    save(tmp_path / "other", seed=0, tie_word_embeddings=False)
+    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="tensors differ in name or shape, such as"):
+        average_checkpoints([run / "checkpoint-5", tmp_path / "other"], tmp_path / "mean")
+
+
+def test_nothing_and_no_model_are_refused(run, tmp_path):
+    with pytest.raises(ValueError, match="there is no checkpoint to average"):
+        average_checkpoints([], tmp_path / "mean")
+    with pytest.raises(FileNotFoundError, match=re.escape("expected a model's config.json")):
+        average_checkpoints([run / "checkpoint-200"], tmp_path / "mean")
+    (run / "checkpoint-5/model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=re.escape("expected a model's weights")):
+        average_checkpoints([run / "checkpoint-5"], tmp_path / "mean")
+
+
+def test_the_script_averages_and_refuses(run, tmp_path):
+    def script(*flags):
+        return run_command("average", *flags, cwd=tmp_path, check=False)
+
+    output = tmp_path / "mean"
+    process = script("--checkpoints_of", run, "--steps", 5, 100, "--output_dir", output)
+    assert process.returncode == 0, process.stderr
+    expected = average_checkpoints(find_checkpoints(run, steps=[5, 100]), tmp_path / "expected")
+    weights = [load_file(folder / "model.safetensors") for folder in (output, expected)]
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name])
+    again = script("--checkpoints_of", run, "--last", 1, "--output_dir", output)
+    assert f"--output_dir {output} already holds a model" in again.stderr
+    neither = script("--checkpoints_of", run, "--output_dir", tmp_path / "new")
+    assert "expected one of --last and --steps" in neither.stderr

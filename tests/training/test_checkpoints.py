@@ -1,0 +1,283 @@
+"""Checkpoints are whole or not there, and what was stopped ends as if it had not been."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import small_trainer
+from safetensors.torch import load_file
+from transformers import TrainerState
+
+from vanilla_transformer.training import checkpoints
+from vanilla_transformer.training.arguments import TranslationTrainingArguments
+from vanilla_transformer.training.checkpoints import (
+    ASIDE,
+    CHECKSUMS,
+    WholeCheckpointTrainer,
+    checkpoints_in,
+    defect_of,
+    newest_whole_checkpoint,
+)
+from vanilla_transformer.training.trainer import find_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer):
+    small_trainer(tmp_path, tokenizer).train()
+    return tmp_path
+
+
+# ---------------------------------------------------------------- writing
+
+
+def test_a_checkpoint_holds_all_files_and_their_checksums(run):
+    folder = run / "checkpoint-8"
+    contents = json.loads((folder / CHECKSUMS).read_text())
+    assert set(contents) == {path.name for path in folder.iterdir()} - {CHECKSUMS}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} < set(contents)
+    assert list(checkpoints_in(run)) == [2, 4, 6, 8]
+    assert all(defect_of(path) is None for path in checkpoints_in(run).values())
+    assert not (run / ASIDE).exists()
+
+
+@pytest.mark.parametrize("file", ["trainer_state.json", "optimizer.pt", CHECKSUMS])
+def test_what_is_being_written_has_no_name_yet(tokenizer, tmp_path, monkeypatch, file):
+    """As a disk that is full while the third checkpoint is written."""
+
+    def stop(args):
+        if any("checkpoint-6" in str(arg) for arg in args):
+            raise OSError(28, "No space left on device")
+
+    owner, name = {
+        "trainer_state.json": (TrainerState, "save_to_json"),
+        "optimizer.pt": (torch, "save"),
+        CHECKSUMS: (checkpoints, "_write_checksums"),
+    }[file]
+    write = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: stop(args) or write(*args))
+    trainer = small_trainer(tmp_path, tokenizer)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert list(checkpoints_in(tmp_path)) == [2, 4]
+    assert newest_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    assert (tmp_path / ASIDE / "checkpoint-6").is_dir()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+@pytest.mark.parametrize("leave_folder", [False, True])
+def test_a_folder_removed_while_it_is_written_is_written_again(
+    tokenizer, tmp_path, monkeypatch, caplog, file, leave_folder
+):
+    """Of what was written before the folder disappeared nothing may lack in the end."""
+    disturbed = []
+
+    def remove(args):
+        if disturbed or not any("checkpoint-6" in str(arg) for arg in args):
+            return
+        disturbed.append(file)
+        aside = tmp_path / ASIDE / "checkpoint-6"
+        shutil.rmtree(tmp_path)
+        if leave_folder:
+            aside.mkdir(parents=True)
+
+    owner, name = {
+        "model.safetensors": (WholeCheckpointTrainer, "_save"),
+        "optimizer.pt": (torch, "save"),
+        "trainer_state.json": (TrainerState, "save_to_json"),
+    }[file]
+    write = getattr(owner, name)
+    monkeypatch.setattr(
+        owner,
+        name,
+        lambda *args, **kwargs: remove([*args, *kwargs.values()]) or write(*args, **kwargs),
+    )
+    small_trainer(tmp_path, tokenizer).train()
+    assert disturbed
+    assert "was removed while it was written: once more" in caplog.text
+    assert list(checkpoints_in(tmp_path)) == [6, 8]
+    files = {path.name for path in (tmp_path / "checkpoint-8").iterdir()}
+    assert {path.name for path in (tmp_path / "checkpoint-6").iterdir()} == files
+    assert defect_of(tmp_path / "checkpoint-6") is None
+
+
+def test_one_that_was_whole_but_had_no_name_yet_gets_it(run):
+    """As when the power went between the two renames that replace a checkpoint of the same step."""
+    (run / ASIDE).mkdir(exist_ok=True)
+    (run / "checkpoint-8").rename(run / ASIDE / "checkpoint-8")
+    assert newest_whole_checkpoint(run) == run / "checkpoint-8"
+    (run / "checkpoint-8").rename(run / ASIDE / "checkpoint-8")
+    (run / ASIDE / "checkpoint-8/optimizer.pt").unlink()
+    assert newest_whole_checkpoint(run) == run / "checkpoint-6"
+
+
+def test_what_an_earlier_run_left_half_written_is_removed(tokenizer, tmp_path):
+    (tmp_path / ASIDE / "checkpoint-2").mkdir(parents=True)
+    (tmp_path / ASIDE / "checkpoint-2/nonsense").touch()
+    small_trainer(tmp_path, tokenizer, max_steps=2).train()
+    assert not (tmp_path / "checkpoint-2/nonsense").exists()
+    assert defect_of(tmp_path / "checkpoint-2") is None
+
+
+BEST = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # the first is the worst, hence the best
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "learning_rate": 1e-2,
+}
+
+
+def assert_loaded(trainer, checkpoint):
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        assert torch.equal(trainer.model.get_parameter(name), weight), name
+
+
+def test_so_many_are_kept_and_the_best_among_them(tokenizer, tmp_path):
+    trainer = small_trainer(tmp_path, tokenizer, save_total_limit=2, **BEST)
+    trainer.train()
+    assert list(checkpoints_in(tmp_path)) == [2, 8]
+    state = json.loads((tmp_path / "checkpoint-2/trainer_state.json").read_text())
+    for best in (trainer.state.best_model_checkpoint, state["best_model_checkpoint"]):
+        assert Path(best).samefile(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize(("folder", "limit"), [("./out", 1), ("../here/out", 2), (".", 1)])
+def test_the_best_is_found_however_the_folder_is_written(
+    tokenizer, tmp_path, monkeypatch, folder, limit
+):
+    here = tmp_path / "here"
+    (here / "out").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    trainer = small_trainer(folder, tokenizer, save_total_limit=limit, **BEST)
+    trainer.train()
+    assert list(checkpoints_in(folder)) == [2, 8][:limit]
+    assert_loaded(trainer, here / folder / "checkpoint-2")
+    assert Path(trainer.state.best_model_checkpoint).samefile(here / folder / "checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    ("folder", "resumed"),
+    [
+        ("out/", "{here}/out/checkpoint-4"),
+        ("{here}/out", "./out/checkpoint-4/"),
+        ("elsewhere", "./out/checkpoint-4/"),
+    ],
+)
+def test_the_best_is_found_again_by_another_name(tokenizer, tmp_path, monkeypatch, folder, resumed):
+    """It is neither removed in favour of newer ones, nor forgotten where training goes on in
+    another folder."""
+    monkeypatch.chdir(tmp_path)
+    small_trainer("./out", tokenizer, max_steps=4, **BEST).train()
+    folder, resumed = (name.format(here=tmp_path) for name in (folder, resumed))
+    trainer = small_trainer(folder, tokenizer, save_total_limit=2, **BEST)
+    trainer.train(resume_from_checkpoint=resumed)
+    assert_loaded(trainer, tmp_path / "out/checkpoint-2")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_best_is_found_again_where_the_folder_is_now(tokenizer, tmp_path, monkeypatch, copied):
+    monkeypatch.chdir(tmp_path)
+    small_trainer("out", tokenizer, max_steps=4, **BEST).train()
+    (shutil.copytree if copied else shutil.move)("out", "now")
+    trainer = small_trainer("now", tokenizer, save_total_limit=2, **BEST)
+    trainer.train(resume_from_checkpoint="now/checkpoint-4")
+    assert trainer.state.best_model_checkpoint == "now/checkpoint-2"
+    assert list(checkpoints_in("now")) == [2, 8]
+    assert_loaded(trainer, tmp_path / "now/checkpoint-2")
+
+
+def test_a_step_that_is_saved_again_replaces_its_checkpoint(run, tokenizer):
+    trainer = small_trainer(run, tokenizer)
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    assert list(checkpoints_in(run)) == [2, 4, 6, 8]
+    assert all(defect_of(path) is None for path in checkpoints_in(run).values())
+
+
+# ---------------------------------------------------------------- damage
+
+
+def damage_by(kind, path):
+    content = path.read_bytes()
+    if kind == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif kind == "one bit":
+        middle = len(content) // 2
+        flipped = bytes([content[middle] ^ 1])
+        path.write_bytes(content[:middle] + flipped + content[middle + 1 :])
+    else:
+        path.unlink()
+
+
+FILES = [
+    "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
+    "config.json", "tokenizer.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["truncated", "one bit", "missing"])
+def test_damage_is_named_and_passed_over(run, caplog, kind):
+    for file in FILES:
+        newest = max(checkpoints_in(run).values(), key=lambda path: int(path.name[11:]))
+        path = newest / file
+        content = path.read_bytes()
+        damage_by(kind, path)
+        assert defect_of(newest).startswith(str(path))
+        with caplog.at_level(logging.WARNING):
+            assert newest_whole_checkpoint(run) == run / "checkpoint-6"
+        assert str(path) in caplog.text
+        caplog.clear()
+        path.write_bytes(content)
+    assert newest_whole_checkpoint(run) == newest
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused(run):
+    damage_by("one bit", run / "checkpoint-6/optimizer.pt")
+    arguments = TranslationTrainingArguments(
+        output_dir=str(run), use_cpu=True, resume_from_checkpoint=str(run / "checkpoint-6")
+    )
+    with pytest.raises(ValueError, match=r"checkpoint-6/optimizer.pt is not as it was written"):
+        find_checkpoint(arguments)
+
+
+def test_where_none_is_whole_all_are_named(run):
+    for path in checkpoints_in(run).values():
+        damage_by("truncated", path / "optimizer.pt")
+    message = r"is whole: .*checkpoint-8/optimizer.pt has \d+ bytes.*checkpoint-2/optimizer.pt"
+    with pytest.raises(ValueError, match=message):
+        newest_whole_checkpoint(run)
+
+
+def test_other_trainers_checkpoints_are_looked_at_too(run):
+    folder = run / "checkpoint-8"
+    (folder / CHECKSUMS).unlink()
+    assert defect_of(folder) is None
+    damage_by("truncated", folder / "model.safetensors")
+    assert defect_of(folder).startswith(f"{folder / 'model.safetensors'} can't be read")
+    (folder / "trainer_state.json").unlink()
+    assert defect_of(folder) == f"{folder / 'trainer_state.json'} is missing"
+
+
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [
+        ("model.safetensors", "weights"),
+        ("optimizer.pt", "optimizer state"),
+        ("scheduler.pt", "schedule"),
+        ("rng_state.pth", "state of random numbers"),
+    ],
+)
+def test_a_checkpoint_that_has_lost_its_checksums_and_more_is_not_whole(run, file, part):
+    """As where somebody removes the folder while it gets its name: without one of these, training
+    would go on, and go elsewhere."""
+    for name in (CHECKSUMS, file):
+        (run / "checkpoint-8" / name).unlink()
+    assert defect_of(run / "checkpoint-8") == f"{run / 'checkpoint-8'} holds no {part}"
+
+
+def test_checksums_that_are_none_are_a_defect(run):
+    (run / "checkpoint-8" / CHECKSUMS).write_text("[1]")
+    assert defect_of(run / "checkpoint-8").endswith("can't be read")

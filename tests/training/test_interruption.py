@@ -1,0 +1,273 @@
+"""A signal ends training with a checkpoint; what goes on from it ends as if none had come."""
+
+import os
+import signal
+from contextlib import nullcontext
+
+import pytest
+import torch
+from conftest import REPOSITORY, run_ranks, small_trainer
+from transformers import TrainerCallback
+
+from vanilla_transformer.training.checkpoints import checkpoints_in, defect_of
+from vanilla_transformer.training.trainer import average_last
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+
+
+class Signal(TrainerCallback):
+    """Sends this process a signal in the midst of a step, or of the evaluation after it."""
+
+    def __init__(self, number, step, times=1, evaluating=False):
+        self.number, self.step, self.times, self.evaluating = number, step, times, evaluating
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if not self.evaluating and state.global_step == self.step - 1:
+            self.send()
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if self.evaluating and state.global_step == self.step:
+            self.send()
+
+    def send(self):
+        for _ in range(self.times):
+            os.kill(os.getpid(), self.number)
+
+
+def weights_of(trainer):
+    return torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
+
+
+def evaluations(trainer):
+    history = trainer.state.log_history
+    return [(log["step"], log["eval_loss"]) for log in history if "eval_loss" in log]
+
+
+@BOTH
+def test_a_signal_leaves_a_checkpoint_and_its_exit_code(tokenizer, tmp_path, number):
+    whole = small_trainer(tmp_path / "whole", tokenizer)
+    whole.train()
+    before = signal.getsignal(number)
+    trainer = small_trainer(tmp_path / "stopped", tokenizer, Signal(number, 5), save_strategy="no")
+    trainer.train()
+    assert signal.getsignal(number) == before
+    with pytest.raises(SystemExit) as stopped:
+        trainer.exit_if_interrupted()
+    assert stopped.value.code == 128 + number
+    assert list(checkpoints_in(tmp_path / "stopped")) == [5]
+    again = small_trainer(tmp_path / "stopped", tokenizer)
+    again.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-5"))
+    again.exit_if_interrupted()
+    assert torch.equal(weights_of(again), weights_of(whole))
+
+
+EVALUATING = pytest.mark.parametrize(
+    "options", [{"eval_strategy": "steps", "eval_steps": 3}, {"eval_strategy": "epoch"}], ids=str
+)
+BEST = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # an early one
+    "save_strategy": "best",
+    "learning_rate": 1e-2,
+    "per_device_eval_batch_size": 2,
+}
+
+
+@EVALUATING
+@pytest.mark.parametrize(
+    ("evaluating", "folder"), [(False, "stopped"), (True, "stopped"), (True, "elsewhere")]
+)
+def test_an_evaluation_ends_at_once_and_is_made_later(
+    tokenizer, tmp_path, options, evaluating, folder
+):
+    """Six steps are an epoch, and two times three: the signal comes before or in their
+    evaluation. The best model is chosen by all of them."""
+    whole = small_trainer(tmp_path / "whole", tokenizer, **options, **BEST)
+    whole.train()
+    one = Signal(signal.SIGTERM, 6, evaluating=evaluating)
+    trainer = small_trainer(tmp_path / "stopped", tokenizer, one, **options, **BEST)
+    with pytest.raises(SystemExit) if evaluating else nullcontext():
+        trainer.train()
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        trainer.exit_if_interrupted()
+    assert 6 in checkpoints_in(tmp_path / "stopped")
+    assert 6 not in dict(evaluations(trainer))
+    again = small_trainer(tmp_path / folder, tokenizer, **options, **BEST)
+    again.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-6"))
+    assert evaluations(again) == evaluations(whole)
+    assert again.state.best_global_step == whole.state.best_global_step
+    assert torch.equal(weights_of(again), weights_of(whole))
+
+
+@EVALUATING
+def test_the_last_step_is_evaluated_later_too(tokenizer, tmp_path, options):
+    """Its number is no multiple of three, nor is it the last of an epoch."""
+    one = Signal(signal.SIGTERM, 8, evaluating=True)
+    stopped = small_trainer(tmp_path, tokenizer, one, **options, **BEST)
+    with pytest.raises(SystemExit):
+        stopped.train()
+    again = small_trainer(tmp_path, tokenizer, **options, **BEST)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert evaluations(again)[:-1] == evaluations(stopped)
+    assert evaluations(again)[-1][0] == 8
+
+
+def test_an_evaluation_that_is_made_later_may_be_stopped_too(tokenizer, tmp_path):
+    """The checkpoint of its step is there, with the random numbers to go on with."""
+    options = {"eval_strategy": "steps", "eval_steps": 3, **BEST}
+    whole = small_trainer(tmp_path / "whole", tokenizer, **options)
+    whole.train()
+    resumed = None
+    for _ in range(2):
+        one = Signal(signal.SIGTERM, 6, evaluating=True)
+        trainer = small_trainer(tmp_path / "stopped", tokenizer, one, **options)
+        with pytest.raises(SystemExit):
+            trainer.train(resume_from_checkpoint=resumed)
+        resumed = str(tmp_path / "stopped/checkpoint-6")
+    again = small_trainer(tmp_path / "stopped", tokenizer, **options)
+    again.train(resume_from_checkpoint=resumed)
+    assert evaluations(again) == evaluations(whole)
+    assert torch.equal(weights_of(again), weights_of(whole))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"max_steps": -1, "num_train_epochs": 1.5},
+        pytest.param(
+            {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "epoch"},
+            marks=pytest.mark.slow,
+        ),
+        {"max_tokens": 8, "gradient_accumulation_steps": 2},
+        pytest.param({"max_tokens": 8, "streaming": True}, marks=pytest.mark.slow),
+        {"eval_strategy": "steps", "eval_steps": 2, **BEST, "save_strategy": "steps"},
+    ],
+    ids=str,
+)
+def test_a_run_that_is_resumed_at_its_end_makes_no_more_steps(tokenizer, tmp_path, options):
+    """As one that is killed while its checkpoints are averaged, or in its last evaluation."""
+
+    def train(resumed=None):
+        streaming = {"streaming": False, **options}.pop("streaming")
+        others = {name: value for name, value in options.items() if name != "streaming"}
+        trainer = small_trainer(tmp_path, tokenizer, average_checkpoints=2, **others)
+        if streaming:
+            trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+        trainer.train(resume_from_checkpoint=resumed)
+        trained = weights_of(trainer)
+        average_last(trainer)
+        return trainer.state, list(checkpoints_in(tmp_path)), trained, weights_of(trainer)
+
+    state, checkpoints, *weights = train()
+    newest = f"checkpoint-{checkpoints[-1]}"
+    again, checkpoints_again, *weights_again = train(str(tmp_path / newest))
+    assert again.global_step == state.global_step == checkpoints[-1]
+    assert again.epoch == state.epoch
+    assert checkpoints_again == checkpoints
+    for ours, expected in zip(weights_again, weights, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_run_with_more_steps_goes_on_from_the_end_of_another(tokenizer, tmp_path):
+    small_trainer(tmp_path, tokenizer, max_steps=4).train()
+    trainer = small_trainer(tmp_path, tokenizer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert trainer.state.global_step == 8
+
+
+def test_evaluations_change_nothing_in_the_training(tokenizer, tmp_path):
+    without = small_trainer(tmp_path / "without", tokenizer)
+    without.train()
+    options = {"eval_strategy": "steps", "eval_steps": 1}
+    evaluated = small_trainer(tmp_path / "evaluated", tokenizer, **options)
+    evaluated.train()
+    assert torch.equal(weights_of(evaluated), weights_of(without))
+
+
+def test_the_same_signal_twice_stops_at_once(tokenizer, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    trainer = small_trainer(tmp_path, tokenizer, Signal(signal.SIGINT, 5, times=2))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert signal.getsignal(signal.SIGINT) == before
+    assert list(checkpoints_in(tmp_path)) == [2, 4]
+
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from conftest import small_trainer
+from test_interruption import Signal
+from transformers import AutoTokenizer
+
+rank = int(os.environ["RANK"])
+callbacks = [Signal(signal.SIGTERM, 3)] if rank == 1 else []
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+trainer = small_trainer("out", tokenizer, *callbacks, ddp_backend="gloo", save_strategy="no")
+trainer.train()
+assert trainer.state.global_step == 3, trainer.state.global_step
+Path(f"ended-{rank}").touch()
+trainer.exit_if_interrupted()
+"""
+
+
+AT_ITS_END = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from conftest import small_trainer
+from test_interruption import weights_of
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+options = {"ddp_backend": "gloo", "max_tokens": 8}
+whole = small_trainer("out", tokenizer, **options)
+whole.train()
+again = small_trainer("out", tokenizer, **options)
+again.train(resume_from_checkpoint="out/checkpoint-8")
+assert again.state.global_step == 8, again.state.global_step
+assert weights_of(again).equal(weights_of(whole))
+again.accelerator.end_training()
+"""
+
+
+def test_two_processes_make_no_more_steps_either(checkpoint, tmp_path):
+    (tmp_path / "program.py").write_text(AT_ITS_END)
+    program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
+    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    assert not failed, output
+    assert list(checkpoints_in(tmp_path / "out")) == [2, 4, 6, 8]
+
+
+STALLED = """
+import os, sys, time
+from vanilla_transformer.training.arguments import TranslationTrainingArguments
+
+arguments = TranslationTrainingArguments("out", use_cpu=True, ddp_timeout=5)
+if os.environ["RANK"] == "1":
+    time.sleep(600)
+import torch
+from torch import distributed
+distributed.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_process_waits_for_another_no_longer_than_told(tmp_path):
+    """On CPUs transformers forgets to say so; the others then wait for 30 minutes."""
+    (tmp_path / "program.py").write_text(STALLED)
+    failed, output = run_ranks(2, tmp_path / "program.py", cwd=tmp_path)
+    assert failed
+    assert "Timed out" in output
+
+
+def test_of_two_processes_one_is_told_and_both_stop_after_the_same_step(checkpoint, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
+    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    assert failed
+    assert "not left" not in output
+    assert {path.name for path in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}, output
+    assert list(checkpoints_in(tmp_path / "out")) == [3]
+    assert defect_of(tmp_path / "out/checkpoint-3") is None

@@ -1,0 +1,349 @@
+"""However a training is shared out to processes, it is the same training."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from conftest import REPOSITORY, Payload
+from safetensors.torch import load_file
+from transformers import Seq2SeqTrainingArguments
+from transformers.integrations import deepspeed
+
+from scripts.checks import layouts
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.token_batches import TokenBudgetSampler
+from vanilla_transformer.training import arguments
+from vanilla_transformer.training.arguments import TranslationTrainingArguments
+from vanilla_transformer.training.distributed import TRAINS_PARTS
+from vanilla_transformer.training.trainer import find_checkpoint
+
+CONFIGS = sorted((REPOSITORY / "vanilla_transformer/recipes/accelerate").glob("*.yaml"))
+every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+
+
+LAST = "checkpoint-4"
+
+
+@pytest.fixture(autouse=True)
+def need_a_trainer_of_parts(request):
+    if "tensor parallel" in request.node.name and not TRAINS_PARTS:
+        pytest.skip("needs transformers 5.19: training of a model that it has split up")
+
+
+AT_EXIT = """
+import atexit, os, sys
+
+@atexit.register
+def expect_to_have_left():
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        print("This process ends in a group that it has not left", file=sys.stderr, flush=True)
+        os._exit(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory):
+    """Trains the model of scripts/layouts.py for four steps; checkpoints are of the second. A
+    process that ends without having left the others, which at times aborts it, fails."""
+    scratch = tmp_path_factory.mktemp("layouts")
+    (scratch / "sitecustomize.py").write_text(AT_EXIT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(scratch), prepend=os.pathsep)
+        yield layouts.Harness(scratch, layouts.LayoutArguments(steps=4, pairs=100))
+
+
+@pytest.fixture(scope="module")
+def train(harness):
+    """A layout's training, or what it makes of another one's checkpoint; each is made once."""
+    made = {}
+
+    def train(layout, before=None):
+        if (layout, before) not in made:
+            checkpoint = before and train(before)[0] / "checkpoint-2"
+            folder = harness.scratch / f"{before} to {layout}"
+            made[layout, before] = folder, harness.train(layout, folder, checkpoint)
+        return made[layout, before]
+
+    return train
+
+
+def assert_same(actual, expected):
+    """Adam divides by the size of gradients, which lets it make more of what is rounded in them."""
+    differences = layouts.differences(
+        layouts.read_training(actual), layouts.read_training(expected)
+    )
+    assert differences["loss"] < 1e-5
+    assert differences["weights"] < 1e-4
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("layout", ["2, FSDP2", "2, tensor parallel"])
+def test_models_in_parts_learn_what_one_process_does(train, layout):
+    folder, held = train(layout)
+    expected, _ = train("1 process")
+    assert_same(folder, expected)
+    parameters = sum(
+        tensor.numel() for tensor in load_file(expected / "model.safetensors").values()
+    )
+    assert parameters / 2 <= held < 0.6 * parameters
+    if "FSDP" in layout:
+        parts = {path.name for path in folder.glob("checkpoint-4/pytorch_model_fsdp_0/*.distcp")}
+        assert parts == {"__0_0.distcp", "__1_0.distcp"}
+
+
+@pytest.mark.parametrize("layout", ["2, FSDP2", "2, tensor parallel"])
+def test_one_process_goes_on_where_several_have_stopped(train, layout):
+    assert_same(train("1 process", layout)[0], train("1 process")[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["2, DDP", "2, FSDP2", "2, tensor parallel"])
+def test_what_is_resumed_at_its_end_ends_as_it_was(harness, layout):
+    """Nothing is left to do, in mid-epoch, but to score the model: all processes do together."""
+    folder, small = harness.scratch / f"in mid-epoch on {layout}", ["--max_tokens", "60"]
+    harness.train(layout, folder, None, *small)
+    sides = [f"--validation_{side}={harness.scratch / side}" for side in ("source", "target")]
+    expected = layouts.read_training(folder)["weights"]
+    scores = []
+    for name in (layout, "1 process"):
+        again = harness.scratch / f"{layout}, at its end on {name}"
+        harness.train(name, again, folder / LAST, *small, *sides)
+        assert json.loads((again / "trainer_state.json").read_text())["global_step"] == 4
+        for key, weight in layouts.read_training(again)["weights"].items():
+            assert torch.equal(weight, expected[key]), key
+        card = (again / "README.md").read_text()
+        scores.append(card.partition("## Scores")[2].partition("## Training")[0])
+    assert "| validation |" in scores[0]
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [name for name in layouts.LAYOUTS if name not in layouts.ZERO])
+@pytest.mark.parametrize("layout", [name for name in layouts.LAYOUTS if name not in layouts.ZERO])
+def test_any_layout_goes_on_where_any_other_has_stopped(train, layout, before):
+    assert_same(train(layout, before)[0], train("1 process")[0])
+
+
+@pytest.mark.parametrize("layout", ["2, FSDP2", "2, tensor parallel"])
+def test_the_model_saved_in_the_end_is_as_one_process_saves_it(train, layout):
+    folder, expected = train(layout)[0], train("1 process")[0]
+    assert load_file(folder / "model.safetensors").keys() == (
+        load_file(expected / "model.safetensors").keys()
+    )
+    assert (folder / "config.json").read_text() == (expected / "config.json").read_text()
+    model = VanillaTransformerForConditionalGeneration.from_pretrained(folder)
+    assert not any(type(one).__name__ == "DTensor" for one in model.parameters())
+    assert model.lm_head.weight is model.get_encoder().embed_tokens.weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts.ZERO)
+def test_deepspeed_learns_what_one_process_does(train, layout, tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    expected = train("1 process")[0]
+    assert_same(train(layout)[0], expected)
+    assert_same(train(layout, layout)[0], expected)
+    checkpoint = train(layout)[0] / "checkpoint-2"
+    with pytest.raises(ValueError, match="holds DeepSpeed's optimizer state, expected one: "):
+        find_checkpoint(Unprepared(str(tmp_path), resume_from_checkpoint=str(checkpoint)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts.ZERO)
+def test_a_payload_among_deepspeeds_records_stays_asleep(train, harness, mark, layout):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    planted = harness.scratch / f"planted in {layout}"
+    shutil.copytree(train(layout)[0] / "checkpoint-2", planted)
+    (planted / "checksums.json").unlink()  # which know the files that are there
+    for path in planted.glob("global_step2/*optim_states.pt"):
+        torch.save({"optimizer_state_dict": Payload(mark)}, path)
+    with pytest.raises(RuntimeError, match="Weights only load failed"):
+        harness.train(layout, harness.scratch / f"from planted, {layout}", planted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "average"),
+    [
+        ("2, DDP", 2),
+        ("2, FSDP2", 0),  # shards can't be averaged, which is refused
+        ("2, FSDP2, full state", 2),
+        ("2, tensor parallel", 0),
+        ("2, tensor parallel", 2),
+        ("2, ZeRO 2", 2),
+        ("2, ZeRO 3", 0),
+    ],
+)
+def test_the_best_or_the_mean_is_that_of_one_process(harness, layout, average):
+    """The best: for once of the highest loss, which is not the last."""
+    if layout in layouts.ZERO:
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    options = {
+        "validation_source": harness.scratch / "source",
+        "validation_target": harness.scratch / "target",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        **({"average_checkpoints": average} if average else {}),
+    }
+    more = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    folders = [harness.scratch / f"{layout}, {average}, {side}" for side in ("one", "other")]
+    for folder, name in zip(folders, (layout, "1 process"), strict=True):
+        harness.train(name, folder, None, *more)
+    assert_same(*folders)
+    best, last = (
+        load_file(folder / "model.safetensors") for folder in (folders[1], folders[1] / LAST)
+    )
+    assert all(not torch.equal(best[name], last[name]) for name in last)
+
+
+@pytest.mark.slow
+def test_the_table_names_layouts_and_differences(tmp_path, capsys, monkeypatch):
+    options = ["--steps", "2", "--pairs", "100", "--layouts", "2, DDP", "--output_dir"]
+    monkeypatch.setattr("sys.argv", ["layouts.py", *options, str(tmp_path)])
+    layouts.main()
+    results = json.loads((tmp_path / "layouts.json").read_text())
+    assert [(result["layout"], result["resumed from"]) for result in results] == [
+        ("1 process", None),
+        ("2, DDP", None),
+        ("2, DDP", "1 process"),
+        ("1 process", "2, DDP"),
+    ]
+    assert results[0]["loss"] == results[0]["weights"] == 0
+    assert all(result["weights"] < 1e-5 for result in results)
+    assert capsys.readouterr().out.strip() == (tmp_path / "layouts.md").read_text().strip()
+
+
+def test_a_layout_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="--layouts 3, DDP: expected of 1 process; 2, DDP"):
+        layouts.LayoutArguments(layouts=["3, DDP"])
+
+
+# ---------------------------------------------------------------- batches and updates
+
+
+def test_an_epoch_has_the_same_batches_on_any_number_of_processes():
+    lengths = torch.randint(4, 40, (2, 203), generator=torch.Generator().manual_seed(0)).numpy()
+
+    def batches(processes):
+        parts = [
+            TokenBudgetSampler(*lengths, 100, num_replicas=processes, rank=rank, multiple_of=8)
+            for rank in range(processes)
+        ]
+        return [batch for together in zip(*parts, strict=True) for batch in together]
+
+    alone = batches(1)
+    assert len(alone) % 8 == 0
+    assert sorted(index for batch in alone for index in batch) == list(range(203))
+    for processes in (2, 4, 8):
+        assert batches(processes) == alone
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "accumulated"),
+    [(1, {}, 8), (4, {}, 2), (4, {"tp_size": 2}, 4), (8, {}, 1)],
+)
+def test_updates_are_of_as_many_batches_on_any_number_of_processes(
+    tmp_path, monkeypatch, processes, options, accumulated
+):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setattr(arguments, "TRAINS_PARTS", True)
+    prepared = Unprepared(output_dir=str(tmp_path), batches_per_update=8, **options)
+    assert prepared.gradient_accumulation_steps == accumulated
+
+
+def test_tensor_parallelism_is_refused_by_a_transformers_that_does_not_train_it(
+    tmp_path, monkeypatch
+):
+    """5.17 had one process alone gather the weights for a checkpoint: gloo aborted it."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(arguments, "TRAINS_PARTS", False)
+    with pytest.raises(ValueError, match=r"tp_size=2: expected transformers 5\.19 or newer, not 5"):
+        Unprepared(output_dir=str(tmp_path), tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        ({"batches_per_update": 6}, {}, "batches_per_update=6: expected a multiple of 4"),
+        ({"batches_per_update": 0}, {}, "batches_per_update=0: expected a multiple of 4"),
+        ({"tp_size": 3}, {}, "tp_size=3: expected a divisor of 4 processes"),
+        (
+            {"average_checkpoints": 2},
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"},
+            "average_checkpoints=2: expected FSDP with FULL_STATE_DICT",
+        ),
+    ],
+)
+def test_work_that_cannot_be_shared_out_so_is_refused(
+    tmp_path, monkeypatch, options, environment, message
+):
+    for name, value in {"WORLD_SIZE": "4", **environment}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        Unprepared(output_dir=str(tmp_path), **options)
+
+
+class Unprepared(TranslationTrainingArguments):
+    """Arguments of one process of several, without the others."""
+
+    distributed_state = None
+    _setup_devices = torch.device("cpu")
+
+
+# ---------------------------------------------------------------- accelerate's files
+
+
+@every_config
+def test_accelerate_knows_each_option_of_its_files(path):
+    config = load_config_from_file(str(path))
+    known = vars(launch_command_parser().parse_args(["train"]))
+    assert {*config.fsdp_config, *config.deepspeed_config} <= known.keys()
+    layer = config.fsdp_config.get("fsdp_transformer_layer_cls_to_wrap")
+    assert layer in (None, *VanillaTransformerForConditionalGeneration._no_split_modules)
+
+
+@every_config
+def test_each_file_says_how_it_is_used(path):
+    comment = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    words = comment.split()
+    assert (
+        words[words.index("--config_file") + 1]
+        == f"vanilla_transformer/recipes/accelerate/{path.name}"
+    )
+    assert (REPOSITORY / words[words.index("--config") + 1]).is_file()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_is_to_do_what_the_trainer_does(tmp_path, monkeypatch, stage):
+    path = REPOSITORY / f"vanilla_transformer/recipes/accelerate/deepspeed_zero{stage}.yaml"
+    file = load_config_from_file(str(path)).deepspeed_config["deepspeed_config_file"]
+    assert not {"mixed_precision", "zero_stage"} & load_config_from_file(str(path)).to_dict().keys()
+
+    class WithoutDeepSpeed(deepspeed.HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
+        pass  # transformers' own class, where deepspeed is not installed, is no configuration
+
+    monkeypatch.setattr(deepspeed, "dep_version_check", lambda package: None)
+    config = WithoutDeepSpeed(str(REPOSITORY / file))
+    deepspeed.unset_hf_deepspeed_config()
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path), gradient_accumulation_steps=3, max_grad_norm=0.5, use_cpu=True
+    )
+    config.trainer_config_process(arguments)
+    config.trainer_config_finalize(arguments, None, 10)
+    assert "auto" not in json.dumps(config.config)
+    assert config.config["zero_optimization"]["stage"] == stage
+    assert config.config["gradient_accumulation_steps"] == 3
+    assert config.config["gradient_clipping"] == 0.5
+    gathers = "stage3_gather_16bit_weights_on_model_save"
+    assert config.config["zero_optimization"].get(gathers, stage != 3)  # else no model is saved

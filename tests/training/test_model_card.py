@@ -1,0 +1,206 @@
+"""The card says what the run was, no more and no less, wherever the model goes."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from conftest import small_trainer
+from huggingface_hub import HfApi
+from transformers import AutoModelForSeq2SeqLM
+
+from vanilla_transformer.cli import train
+from vanilla_transformer.data.parallel_text import DataArguments
+from vanilla_transformer.training.arguments import (
+    ModelArguments,
+    TranslationTrainingArguments,
+    parse_arguments,
+)
+from vanilla_transformer.training.model_card import write_model_card
+
+GROUPS = (ModelArguments, DataArguments, TranslationTrainingArguments)
+SHAPE = "encoder_layers=1,decoder_layers=1,d_model=32,encoder_ffn_dim=32,decoder_ffn_dim=32"
+TRAIN = {
+    "dataset_name": "phrases",
+    "target_lang": "fr",
+    "source_lang": "en",
+    "phrases_train_size": 40,
+    "phrases_validation_size": 4,
+    "phrases_test_size": 4,
+    "preset": "tiny",
+    "vocab_size": 320,
+    "config_overrides": SHAPE,
+    "per_device_train_batch_size": 8,
+    "max_steps": 4,
+    "save_steps": 2,
+    "report_to": "none",
+    "use_cpu": True,
+}
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("la casa\n")
+    return path
+
+
+def card_of(model, folder, *flags):
+    """The card of a run with these flags, its header and the recipe on it."""
+    flags = ["--use_cpu", "--output_dir", folder, *flags]
+    arguments = parse_arguments(GROUPS, list(map(str, flags)))
+    log = {"steps": 4, "epochs": 1.0}
+    card = write_model_card(model, {}, log, *arguments).read_text(encoding="utf-8")
+    recipe = card.split("```yaml")[1].split("```")[0]
+    return card, yaml.safe_load(card.split("---")[1]), yaml.safe_load(recipe)
+
+
+def recipe_file(folder, **options):
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
+
+
+def test_the_recipe_is_all_that_was_set(model, tmp_path):
+    given = {
+        "dataset_name": "phrases",
+        "max_tokens": 4096,
+        "eval_max_tokens": 2048,
+        "tokenizer_name": "somewhere",
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": 1e-5},
+        "generation_kwargs": {"length_penalty": 0.6, "length_penalty_type": "gnmt"},
+        "optim_target_modules": ["fc1"],
+    }
+    _, _, recipe = card_of(model, tmp_path, "--config", recipe_file(tmp_path, **given))
+    assert given.items() <= recipe.items()
+    assert not {"report_to", "debug", "label_names", "accelerator_config"} & recipe.keys()
+
+
+@pytest.mark.parametrize("flags", [["--hub_token", "hf_s3cr3t"], ["--hub-token=hf_s3cr3t"]])
+def test_no_secret_is_told(model, tmp_path, monkeypatch, flags):
+    monkeypatch.setattr("sys.argv", ["train", *flags, "--max_tokens", "9"])
+    card, _, recipe = card_of(model, tmp_path, "--dataset_name", "phrases", *flags)
+    assert "s3cr3t" not in card
+    assert "hub_token" not in recipe
+    assert "--max_tokens 9" in card
+
+
+@pytest.mark.parametrize("spelling", ["--train_source", "--train-source"])
+def test_local_files_do_not_inherit_the_languages_of_a_recipes_data_set(
+    model, text, tmp_path, spelling
+):
+    recipe = recipe_file(tmp_path, dataset_name="some/set", source_lang="en", target_lang="de")
+    flags = ["--config", recipe, spelling, text, "--train_target", text]
+    card, header, _ = card_of(model, tmp_path, *flags)
+    assert "for sequence-to-sequence tasks, trained on `text`" in card
+    assert "language" not in header
+    card, header, _ = card_of(model, tmp_path, *flags, "--source_lang=it", "--target_lang=de")
+    assert "for it to de, trained on `text`" in card
+    assert header["language"] == ["it", "de"]
+
+
+def test_languages_that_a_recipe_gives_its_own_files_stay(model, text, tmp_path):
+    files = {"train_source": str(text), "train_target": str(text)}
+    recipe = recipe_file(tmp_path, **files, source_lang="it", target_lang="de")
+    other = ["--validation_source", text, "--validation_target", text]
+    _, header, _ = card_of(model, tmp_path, "--config", recipe, *other)
+    assert header["language"] == ["it", "de"]
+
+
+@pytest.mark.parametrize("folder", ["outputs/mine", ".", "../here/outputs"])
+def test_the_snippet_names_the_folder_as_it_was_typed(model, tmp_path, monkeypatch, folder):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    card, _, _ = card_of(model, folder, "--dataset_name", "phrases")
+    assert f'pipeline("translation", model="{folder}", trust_remote_code=True)' in card
+    assert f"# {Path(folder).resolve().name}\n" in card
+
+
+# ---------------------------------------------------------------- the Hub
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """What a stand-in of the Hub is given: each upload's message and its card, if it has one."""
+    made = []
+
+    def create_repo(self, repo_id, **options):
+        return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+    def upload(message, card, run_as_future=False):
+        made.append((message, card.read_text() if card.exists() else None))
+        future = Future()
+        future.set_result(None)
+        return future if run_as_future else None
+
+    def upload_folder(self, *, folder_path, commit_message, run_as_future=False, **options):
+        assert options["repo_id"].startswith("me/")
+        return upload(commit_message, Path(folder_path, "README.md"), run_as_future)
+
+    def upload_file(self, *, path_or_fileobj, path_in_repo, commit_message, **options):
+        assert options["repo_id"].startswith("me/")
+        assert path_in_repo == "README.md"
+        return upload(commit_message, Path(path_or_fileobj))
+
+    for method in (create_repo, upload_folder, upload_file):
+        monkeypatch.setattr(HfApi, method.__name__, method)
+    return made
+
+
+def flags_of(**options):
+    return [part for name, value in options.items() for part in (f"--{name}", value)]
+
+
+def test_every_push_holds_our_card_and_the_last_one_the_scores(train_here, uploads, tmp_path):
+    folder = tmp_path / "pushed"
+    push = {"push_to_hub": True, "hub_token": "hf_s3cr3t", "hub_always_push": True}
+    train_here(*flags_of(**TRAIN, **push, output_dir=folder))
+    messages = [message for message, _ in uploads]
+    assert messages[0] == "Training in progress, step 2"
+    assert "Model save" in messages
+    for _, card in uploads:
+        assert 'model="me/pushed"' in card
+        assert "for en to fr, trained on `phrases`" in card
+        assert "s3cr3t" not in card
+    assert "\n2 steps" in uploads[0][1]
+    assert "None are measured yet" in uploads[0][1]
+    last = uploads[-1][1]
+    assert "\n4 steps" in last
+    assert "| test |" in last
+    assert last == (folder / "README.md").read_text()
+
+
+def test_a_trainer_without_a_run_has_transformers_card(tokenizer, uploads, tmp_path):
+    trainer = small_trainer(tmp_path, tokenizer, push_to_hub=True, max_steps=2)
+    trainer.train()
+    trainer.push_to_hub()
+    assert "generated automatically" in uploads[-1][1]
+
+
+# ---------------------------------------------------------------- precision
+
+
+def test_scores_are_those_of_the_model_that_others_will_load(train_here, tmp_path, monkeypatch):
+    """In its own precision, not under autocast of bfloat16, nor with products that are rounded."""
+    seen = []
+
+    def translate(lines, model, tokenizer, **options):
+        inputs = {"input_ids": torch.tensor([[5, 6, 2]]), "decoder_input_ids": torch.tensor([[1]])}
+        seen.append((model.eval()(**inputs).logits, torch.get_float32_matmul_precision()))
+        return ["" for _ in lines]
+
+    monkeypatch.setattr(train, "translate", translate)
+    rounded = {"bf16": True, "float32_matmul_precision": "medium"}
+    train_here(*flags_of(**TRAIN, **rounded, output_dir=tmp_path / "model"))
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
+    inputs = {"input_ids": torch.tensor([[5, 6, 2]]), "decoder_input_ids": torch.tensor([[1]])}
+    expected = model(**inputs).logits
+    for logits, precision in seen:
+        assert precision == "highest"
+        assert logits.dtype == torch.float32
+        assert torch.equal(logits, expected)
+    assert len(seen) == 2

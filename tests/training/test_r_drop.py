@@ -1,0 +1,139 @@
+"""R-Drop: two passes, two cross-entropies, and half the divergences between them."""
+
+import pytest
+import torch
+from conftest import as_typed, random_ids, small_config
+from datasets import Dataset
+from torch.nn import functional as F
+from transformers import MarianConfig, MarianMTModel
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.training.arguments import TranslationTrainingArguments
+from vanilla_transformer.training.r_drop import r_drop_loss
+from vanilla_transformer.training.trainer import make_trainer
+
+BATCH, LENGTH, VOCABULARY = 3, 5, 11
+
+
+@pytest.fixture
+def logits():
+    torch.manual_seed(0)
+    return torch.randn(2 * BATCH, LENGTH, VOCABULARY, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture
+def labels():
+    labels = random_ids(BATCH, LENGTH, VOCABULARY)
+    labels[0, 3:] = -100
+    return labels
+
+
+def by_the_paper(logits, labels, alpha, label_smoothing, items):
+    """Equations 2 and 3, summed over tokens and divided by their number."""
+    total = 0.0
+    for row, position in (labels != -100).nonzero().tolist():
+        one, other = (logits[half + row, position].log_softmax(-1) for half in (0, BATCH))
+        for log_p in (one, other):
+            gold = labels[row, position]
+            total -= (1 - label_smoothing) * log_p[gold] + label_smoothing * log_p.mean()
+        forward = F.kl_div(other, one, log_target=True, reduction="sum")
+        backward = F.kl_div(one, other, log_target=True, reduction="sum")
+        total += alpha / 2 * (forward + backward)
+    return total / items
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("items", [None, 40])
+def test_loss_and_gradient_are_the_papers(logits, labels, label_smoothing, items):
+    loss = r_drop_loss(logits, labels, 5.0, label_smoothing, items)
+    expected = by_the_paper(logits, labels, 5.0, label_smoothing, items or (labels != -100).sum())
+    torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-10)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    (wanted,) = torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(gradient, wanted, atol=1e-10, rtol=1e-10)
+
+
+def trainer_for(model, tokenizer, folder, **options):
+    arguments = TranslationTrainingArguments(
+        output_dir=as_typed(folder), report_to="none", disable_tqdm=True, use_cpu=True, **options
+    )
+    rows = [{"input_ids": [5, 6, 7, 2], "labels": [8, 9, 2]}, {"input_ids": [9, 2], "labels": [2]}]
+    return make_trainer(model, tokenizer, arguments, {"train": Dataset.from_list(rows * 4)})
+
+
+def inputs_of(trainer):
+    return next(iter(trainer.get_train_dataloader()))
+
+
+def test_a_training_step_takes_two_passes_with_other_dropout(tokenizer, model, tmp_path):
+    trainer = trainer_for(model, tokenizer, tmp_path, r_drop_alpha=5.0)
+    inputs = inputs_of(trainer)
+    model.train()
+    torch.manual_seed(1)
+    loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=torch.tensor(20))
+    labels = inputs.pop("labels")
+    torch.manual_seed(1)
+    twice = model(**{name: torch.cat([value, value]) for name, value in inputs.items()}).logits
+    assert not torch.equal(*twice.chunk(2))
+    torch.testing.assert_close(loss, r_drop_loss(twice, labels, 5.0, 0.1, 20))
+
+
+def test_without_dropout_it_is_twice_the_plain_loss(tokenizer, tmp_path):
+    model = VanillaTransformerForConditionalGeneration(small_config(dropout=0.0))
+    trainer = trainer_for(model, tokenizer, tmp_path, r_drop_alpha=5.0)
+    plain = trainer_for(model, tokenizer, tmp_path)
+    inputs = inputs_of(plain)
+    model.train()
+    torch.testing.assert_close(
+        trainer.compute_loss(model, dict(inputs)), 2 * plain.compute_loss(model, dict(inputs))
+    )
+
+
+def test_evaluation_is_plain(tokenizer, model, tmp_path):
+    losses = [
+        trainer.compute_loss(model.eval(), inputs_of(trainer_for(model, tokenizer, tmp_path)))
+        for trainer in (
+            trainer_for(model, tokenizer, tmp_path, r_drop_alpha=5.0),
+            trainer_for(model, tokenizer, tmp_path),
+        )
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_accumulated_passes_equal_those_of_one_batch(tokenizer, tmp_path):
+    """Without dropout: with it no two runs draw alike. What is tested is the weighing of tokens."""
+    weights = []
+    for size, accumulation in ((8, 1), (2, 4)):
+        torch.manual_seed(0)
+        model = VanillaTransformerForConditionalGeneration(small_config(dropout=0.0))
+        options = {"per_device_train_batch_size": size, "optim": "sgd", "max_steps": 3}
+        trainer = trainer_for(
+            model,
+            tokenizer,
+            tmp_path,
+            r_drop_alpha=5.0,
+            gradient_accumulation_steps=accumulation,
+            save_strategy="no",
+            **options,
+        )
+        trainer.train()
+        weights.append(torch.cat([weight.flatten() for weight in model.parameters()]))
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-5)
+
+
+def test_any_sequence_to_sequence_model_will_do(tokenizer, tmp_path):
+    config = MarianConfig(
+        vocab_size=50, decoder_vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, pad_token_id=0, decoder_start_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    options = {"max_steps": 20, "logging_steps": 1, "learning_rate": 1e-2}
+    trainer = trainer_for(MarianMTModel(config), tokenizer, tmp_path, r_drop_alpha=1.0, **options)
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_alpha_is_not_negative(tmp_path):
+    with pytest.raises(ValueError, match="r_drop_alpha=-1: expected a number from 0"):
+        TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True, r_drop_alpha=-1)

@@ -1,0 +1,215 @@
+"""Nothing that is read is ever run: payloads planted in every file stay asleep."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import REPOSITORY, Payload, run_command, small_config
+from datasets import Dataset
+from safetensors.torch import save_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.parallel_text import DataArguments, load_parallel_dataset
+from vanilla_transformer.training.arguments import TranslationTrainingArguments
+from vanilla_transformer.training.averaging import average_checkpoints
+from vanilla_transformer.training.checkpoints import CHECKSUMS, defect_of
+from vanilla_transformer.training.trainer import make_trainer
+
+
+def plant(path, mark):
+    path.write_bytes(pickle.dumps(Payload(mark)))
+
+
+def plant_as_torch_does(path, mark):
+    torch.save({"state": Payload(mark)}, path)
+
+
+PLANTERS = pytest.mark.parametrize("planter", [plant, plant_as_torch_does])
+
+
+@PLANTERS
+def test_the_payload_does_wake_where_pickles_are_trusted(tmp_path, planter):
+    planter(tmp_path / "file.bin", tmp_path / "trace")
+    if planter is plant:
+        pickle.loads((tmp_path / "file.bin").read_bytes())
+    else:
+        torch.load(tmp_path / "file.bin", weights_only=False)
+    assert (tmp_path / "trace").exists()
+
+
+@PLANTERS
+def test_weights_in_a_pickle(checkpoint, tmp_path, mark, planter):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    (folder / "model.safetensors").unlink()
+    planter(folder / "pytorch_model.bin", mark)
+    with pytest.raises(Exception, match=r"(?i)weights_only|unpickl|unsafe|pickle"):
+        AutoModelForSeq2SeqLM.from_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        average_checkpoints([folder], tmp_path / "mean")
+
+
+def trainer_in(folder, tokenizer, **options):
+    torch.manual_seed(0)
+    model = VanillaTransformerForConditionalGeneration(small_config(vocab_size=len(tokenizer)))
+    arguments = TranslationTrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        save_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    rows = [{"input_ids": [5, 2], "labels": [8, 2]}] * 4
+    return make_trainer(model, tokenizer, arguments, {"train": Dataset.from_list(rows)})
+
+
+@PLANTERS
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_the_state_of_a_training(tokenizer, tmp_path, mark, planter, file):
+    trainer_in(tmp_path, tokenizer).train()
+    checkpoint = tmp_path / "checkpoint-1"
+    (checkpoint / CHECKSUMS).unlink()
+    planter(checkpoint / file, mark)
+    with pytest.raises(Exception, match=r"(?i)weights_only|unpickl|unsafe|pickle"):
+        trainer_in(tmp_path, tokenizer).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_the_arguments_of_a_training_are_never_read(tokenizer, tmp_path, mark):
+    trainer_in(tmp_path, tokenizer).train()
+    checkpoint = tmp_path / "checkpoint-1"
+    (checkpoint / CHECKSUMS).unlink()
+    plant(checkpoint / "training_args.bin", mark)
+    trainer = trainer_in(tmp_path, tokenizer)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("name", ["train.pkl", "train.pickle", "train.pt", "train.npy"])
+def test_data_in_a_pickle(tmp_path, mark, name, monkeypatch):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    plant(folder / name, mark)
+    with pytest.raises(ValueError, match="must end in one of"):
+        DataArguments(train_file=str(folder / name))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(Exception, match=r"(?i)no .*data files|supported|couldn't find"):
+        load_parallel_dataset(DataArguments(dataset_name=str(folder)))
+
+
+def test_code_beside_a_model_is_run_only_on_request(checkpoint, tmp_path, mark):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    for path in folder.glob("*.py"):
+        path.write_text(f"import os\nos.mkdir({str(mark)!r})\n{path.read_text()}")
+    (tmp_path / "text").write_text("see\n")
+    text = ["--source", "text", "--target", "text"]
+    for command in (
+        ["translate", "--model", "model", "--input", "text", "--max_new_tokens", "2"],
+        ["evaluate", "--model", "model", *text],
+        ["score", "--model", "model", *text],
+        ["plot", "attention", "--model", "model", "--source", "see", "--output", "maps.png"],
+    ):
+        run_command(*command, cwd=tmp_path)
+    assert (tmp_path / "maps.png").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "{folder}/secret.safetensors"])
+def test_an_index_of_weights_leads_nowhere_else(checkpoint, tmp_path, name):
+    """The secret is what a hostile index would have averaged into a model to be handed on."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    save_file({"secret": torch.ones(2)}, tmp_path / "secret.safetensors")
+    folder = tmp_path / "model"
+    model.save_pretrained(folder, max_shard_size="20KB")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["secret"] = name.format(folder=tmp_path)
+    index.write_text(json.dumps(content))
+    with pytest.raises(FileNotFoundError, match=r"secret\.safetensors"):
+        average_checkpoints([folder], tmp_path / "mean")
+
+
+@pytest.mark.parametrize("name", ["../secret", "{folder}/secret"])
+def test_checksums_lead_nowhere_else(tmp_path, name):
+    (tmp_path / "secret").write_text("secret")
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    contents = {name.format(folder=tmp_path): [6, 0]}
+    (folder / CHECKSUMS).write_text(json.dumps(contents))
+    assert defect_of(folder) == f"{folder / CHECKSUMS} can't be read"
+
+
+def test_a_tokenizers_file_is_data(checkpoint, tmp_path, mark):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    plant(folder / "tokenizer.json", mark)
+    with pytest.raises(Exception, match=r"(?i)utf-8|tokenizer|expected"):
+        AutoTokenizer.from_pretrained(folder)
+
+
+HOSTILE_SIZES = [
+    ("vocab_size", 10**12, "expected at most 16777216"),
+    ("decoder_vocab_size", 10**12, "expected at most 16777216"),
+    ("encoder_layers", 10**9, "expected at most 1000"),
+    ("decoder_layers", 10**9, "expected at most 1000"),
+    ("max_position_embeddings", 10**12, "expected at most 16777216"),
+    ("d_model", 2**40, "expected at most 16777216"),
+    ("encoder_ffn_dim", 10**30, "expected at most 16777216"),
+    ("head_dim", 2**24, "encoder_attention_heads=2 of head_dim=16777216: expected at most"),
+    ("hidden_size", -3, "hidden_size=-3 is another name of d_model=24: expected one"),
+    ("vocab_size", 1e12, "expected int, got float"),
+    ("d_model", "512", "expected int, got str"),
+    # as large as may be, but not as the checkpoint is
+    ("vocab_size", 2**24, "vocab_size=16777216.*: .* that the checkpoint lacks"),
+    ("decoder_vocab_size", 2**24, "decoder_vocab_size=16777216.*: .* that the checkpoint lacks"),
+    ("encoder_ffn_dim", 2**24, "encoder_ffn_dim=16777216.*: .* that the checkpoint lacks"),
+]
+LOAD = """
+import json, resource, sys
+from pathlib import Path
+from transformers import AutoModelForSeq2SeqLM
+import vanilla_transformer
+kept = json.loads(Path("config.json").read_text())
+for name, value, expected in json.loads(sys.argv[1]):
+    Path("config.json").write_text(json.dumps({**kept, name: value}))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        AutoModelForSeq2SeqLM.from_pretrained(".")
+        print("loaded")
+    except MemoryError:
+        print("memory")
+    except Exception as error:
+        print(" ".join(str(error).split()))
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert taken < 200_000, f"{name}={value} took {taken} kB"
+"""
+
+
+def test_hostile_sizes_are_refused_before_memory_is_taken(checkpoint, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    for path in folder.glob("*.py"):
+        path.unlink()
+    program = f"import resource\nresource.setrlimit(resource.RLIMIT_AS, (8 * 2**30,) * 2)\n{LOAD}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(HOSTILE_SIZES)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(HOSTILE_SIZES)
+    for (name, value, expected), line in zip(HOSTILE_SIZES, lines, strict=True):
+        assert name in line, (name, value, line)
+        assert re.search(expected, line), (name, value, line)

@@ -1,0 +1,697 @@
+"""Recipes, output folders, and a `Seq2SeqTrainer` over our model."""
+
+import io
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import REPOSITORY, as_typed, small_config, small_trainer
+from datasets import Dataset
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+)
+from transformers.integrations import TensorBoardCallback
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration, plotting
+from vanilla_transformer.data.parallel_text import DataArguments
+from vanilla_transformer.inference.metrics import make_compute_metrics
+from vanilla_transformer.training.arguments import (
+    ModelArguments,
+    TranslationTrainingArguments,
+    parse_arguments,
+)
+from vanilla_transformer.training.model_card import write_model_card
+from vanilla_transformer.training.trainer import (
+    CurvesCallback,
+    TranslationTrainer,
+    average_last,
+    find_checkpoint,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+)
+
+GROUPS = (ModelArguments, DataArguments, TranslationTrainingArguments)
+
+
+def write_recipe(folder, **options):
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"dataset_name": "phrases", **options}))
+    return str(path)
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def test_a_recipe_gives_defaults_and_flags_override_them(tmp_path):
+    recipe = write_recipe(
+        tmp_path, preset="tiny", learning_rate="1.0e-3", max_steps=7, predict_with_generate=True
+    )
+    model_args, data_args, training_args = parse_arguments(
+        GROUPS, ["--config", recipe, "--max_steps", "9", "--output_dir", str(tmp_path)]
+    )
+    assert (model_args.preset, data_args.dataset_name) == ("tiny", "phrases")
+    assert (training_args.learning_rate, training_args.max_steps) == (1e-3, 9)
+    assert training_args.predict_with_generate
+
+
+def test_without_a_recipe_flags_are_all(tmp_path):
+    model_args, _, _ = parse_arguments(
+        GROUPS, ["--dataset_name", "phrases", "--preset", "big", "--output_dir", str(tmp_path)]
+    )
+    assert model_args.preset == "big"
+
+
+def test_local_files_replace_the_recipes_data_set(tmp_path):
+    recipe = write_recipe(tmp_path, dataset_name="some/dataset", dataset_config_name="de-en")
+    text = tmp_path / "text"
+    text.write_text("a\n")
+    flags = ["--config", recipe, "--train_source", str(text), f"--train_target={text}"]
+    _, data_args, _ = parse_arguments(GROUPS, [*flags, "--output_dir", str(tmp_path)])
+    assert data_args.dataset_name is None
+    assert data_args.dataset_config_name is None
+    assert data_args.train_source == str(text)
+
+
+def test_an_unknown_option_in_a_recipe_is_named(tmp_path):
+    recipe = write_recipe(tmp_path, learning_rat=1)
+    with pytest.raises(ValueError, match=r"recipe.yaml: unknown options learning_rat"):
+        parse_arguments(GROUPS, ["--config", recipe])
+
+
+def test_a_recipe_must_be_a_mapping(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("- a\n- b\n")
+    with pytest.raises(ValueError, match="expected a mapping from options to values"):
+        parse_arguments(GROUPS, ["--config", str(path)])
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.yaml"):
+        parse_arguments(GROUPS, ["--config", str(tmp_path / "nowhere.yaml")])
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "vanilla_transformer/recipes").glob("*.yaml")), ids=str
+)
+def test_every_recipe_parses(path, tmp_path):
+    model_args, data_args, _ = parse_arguments(
+        GROUPS, ["--config", str(path), "--output_dir", str(tmp_path)]
+    )
+    assert data_args.dataset_name
+    assert small_config(**{**model_args.overrides(), "d_model": 24})
+
+
+def test_config_overrides_are_typed():
+    arguments = ModelArguments(config_overrides="dropout=0.2, norm_position=pre,head_dim=null")
+    assert arguments.overrides() == {"dropout": 0.2, "norm_position": "pre", "head_dim": None}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "huge"}, "preset='huge': expected one of base"),
+        ({"config_overrides": "dropuot=1"}, "config_overrides has 'dropuot': no field"),
+        ({"config_overrides": "dropout"}, "config_overrides has 'dropout': expected name=value"),
+        ({"float32_matmul_precision": "low"}, "float32_matmul_precision='low': expected highest"),
+    ],
+)
+def test_model_options_that_cannot_be_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        ModelArguments(**options)
+
+
+# ---------------------------------------------------------------- output folders
+
+
+def checkpoint_at(folder, step):
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "trainer_state.json").write_text("{}")
+    (path / "optimizer.pt").write_text("")
+    (path / "checksums.json").write_text("{}")
+    return str(path)
+
+
+def arguments_for(folder, resume=None):
+    return Seq2SeqTrainingArguments(output_dir=as_typed(folder), resume_from_checkpoint=resume)
+
+
+def test_a_new_or_empty_folder_is_started_in(tmp_path):
+    assert find_checkpoint(arguments_for(tmp_path / "new")) is None
+    assert find_checkpoint(arguments_for(tmp_path)) is None
+    assert find_checkpoint(arguments_for(tmp_path, "auto")) is None
+
+
+def test_resuming_takes_the_newest_checkpoint(tmp_path):
+    first, newest = checkpoint_at(tmp_path, 5), checkpoint_at(tmp_path, 20)
+    for resume, expected in (("true", newest), ("auto", newest), (first, first)):
+        assert Path(find_checkpoint(arguments_for(tmp_path, resume))).samefile(expected)
+
+
+@pytest.mark.parametrize("folder", ["out", "./out/", "../here/out"])
+@pytest.mark.parametrize("resume", ["true", "auto", "./out/checkpoint-5/"])
+def test_resuming_finds_what_people_type(tmp_path, monkeypatch, folder, resume):
+    (tmp_path / "here").mkdir()
+    expected = checkpoint_at(tmp_path / "here/out", 5)
+    monkeypatch.chdir(tmp_path / "here")
+    assert Path(find_checkpoint(arguments_for(folder, resume))).samefile(expected)
+
+
+@pytest.mark.parametrize("resume", ["true", "auto", "checkpoint-5"])
+@pytest.mark.parametrize(
+    ("state", "plugin", "message"),
+    [
+        ("scheduler.txt", None, "holds no optimizer state, expected one: --model_name"),
+        ("global_step5", None, "holds DeepSpeed's optimizer state, expected one: --model_name"),
+        ("optimizer.pt", object(), "holds no optimizer state, expected that of DeepSpeed: --model"),
+    ],
+)
+def test_an_optimizer_does_not_begin_anew_in_silence(
+    tmp_path, monkeypatch, resume, state, plugin, message
+):
+    path = Path(checkpoint_at(tmp_path, 5))
+    (path / "optimizer.pt").rename(path / state)
+    monkeypatch.chdir(tmp_path)
+    arguments = arguments_for(".", resume)
+    arguments.deepspeed_plugin = plugin  # as transformers sets it, for any value but None
+    with pytest.raises(ValueError, match=f"checkpoint-5 {message}"):
+        find_checkpoint(arguments)
+
+
+@pytest.mark.parametrize("content", ["checkpoint-3/trainer_state.json", "config.json"])
+def test_a_folder_that_holds_a_model_is_left_alone(tmp_path, content):
+    (tmp_path / content).parent.mkdir(exist_ok=True)
+    (tmp_path / content).write_text("{}")
+    with pytest.raises(FileExistsError, match="already holds a model: choose another folder"):
+        find_checkpoint(arguments_for(tmp_path))
+
+
+def test_resuming_from_nothing_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
+        find_checkpoint(arguments_for(tmp_path, "true"))
+    with pytest.raises(FileNotFoundError, match="elsewhere: not a trainer's checkpoint"):
+        find_checkpoint(arguments_for(tmp_path, "elsewhere"))
+
+
+def test_a_file_is_no_output_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="file is a file: expected a folder"):
+        find_checkpoint(arguments_for(tmp_path / "file", "auto"))
+
+
+def test_a_checkpoint_of_another_shape_is_not_resumed(checkpoint, tokenizer):
+    overrides = (
+        "d_model=24,encoder_layers=2,decoder_layers=3,encoder_attention_heads=2,"
+        "decoder_attention_heads=4,encoder_ffn_dim=40,decoder_ffn_dim=36"
+    )
+    arguments = ModelArguments(config_overrides=overrides)
+    assert make_model(arguments, tokenizer, str(checkpoint)).config.d_model == 24
+    other = ModelArguments(config_overrides=overrides + ",norm_position=pre")
+    with pytest.raises(ValueError, match="another model: its norm_position is 'post', this run's"):
+        make_model(other, tokenizer, str(checkpoint))
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.fixture
+def splits(tokenizer):
+    pairs = [("a house", "ein Haus"), ("the lake", "der See"), ("deep", "tief")] * 4
+    rows = {
+        "input_ids": [tokenizer(source)["input_ids"] for source, _ in pairs],
+        "labels": [tokenizer(text_target=target)["input_ids"] for _, target in pairs],
+    }
+    return {
+        "train": Dataset.from_dict(rows),
+        "validation": Dataset.from_dict(rows).select(range(3)),
+    }
+
+
+def training_arguments(folder, **options):
+    defaults = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
+    return TranslationTrainingArguments(output_dir=as_typed(folder), **{**defaults, **options})
+
+
+def small_model(tokenizer, **overrides):
+    torch.manual_seed(0)
+    config = small_config(vocab_size=len(tokenizer), **{"dropout": 0.0, **overrides})
+    return VanillaTransformerForConditionalGeneration(config)
+
+
+def weights_after(trainer):
+    trainer.train()
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def test_the_trainer_learns_and_leaves_a_whole_folder(tokenizer, splits, tmp_path):
+    arguments = training_arguments(
+        tmp_path,
+        max_steps=60,
+        predict_with_generate=True,
+        eval_strategy="steps",
+        eval_steps=30,
+        generation_num_beams=2,
+    )
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    trainer.train()
+    trainer.save_model()
+    history = trainer.state.log_history
+    scores = [entry for entry in history if "eval_bleu" in entry]
+    assert len(scores) == 2
+    assert scores[-1]["eval_exact_match"] == 100
+    assert history[0]["loss"] > 3 * scores[-1]["eval_loss"]
+    saved = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path)
+    assert saved.generation_config.num_beams == 2
+    assert saved.config.use_cache
+    assert (tmp_path / "tokenizer.json").is_file()
+    assert (tmp_path / "modeling_vanilla_transformer.py").is_file()
+    assert Image.open(tmp_path / "curves.png").size[0] > 500
+
+
+@pytest.mark.parametrize(("pause", "times"), [(0.0, 3), (60.0, 1)])
+def test_curves_are_drawn_as_often_as_they_may(tokenizer, tmp_path, monkeypatch, pause, times):
+    """After each of two evaluations and in the end, or in the end alone."""
+    drawn = []
+    monkeypatch.setattr(plotting, "save", lambda figure, path: drawn.append(path))
+    monkeypatch.setattr(CurvesCallback, "PAUSE", pause)
+    options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "no"}
+    small_trainer(tmp_path, tokenizer, **options).train()
+    assert drawn == [tmp_path / "curves.png"] * times
+
+
+@pytest.mark.parametrize(("ours", "longest"), [(False, 20), (True, 1 + 3 + 50)])
+def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_path, ours, longest):
+    """Seq2SeqTrainer leaves max_length=20 in the model: our trainer is there to undo it."""
+    model = small_model(tokenizer, eos_token_id=None)
+    trainer = (TranslationTrainer if ours else Seq2SeqTrainer)(
+        model=model,
+        args=training_arguments(tmp_path, predict_with_generate=True),
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        processing_class=tokenizer,
+        compute_metrics=make_compute_metrics(tokenizer),
+    )
+    trainer.evaluate(splits["validation"])
+    trainer.save_model()
+    saved = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path)
+    assert saved.generate(torch.tensor([[5, 6, 7]])).shape[1] == longest
+
+
+def test_accumulated_steps_equal_one_large_batch(tokenizer, splits, tmp_path):
+    results = []
+    for size, accumulation in ((12, 1), (3, 4)):
+        arguments = training_arguments(
+            tmp_path,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            max_steps=3,
+            optim="sgd",
+        )
+        results.append(
+            weights_after(make_trainer(small_model(tokenizer), tokenizer, arguments, splits))
+        )
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
+
+
+def test_trainers_own_label_smoothing_equals_ours(tokenizer, splits, tmp_path):
+    results = []
+    for ours, theirs in ((0.2, 0.0), (0.0, 0.2)):
+        arguments = training_arguments(tmp_path, label_smoothing_factor=theirs, optim="sgd")
+        model = small_model(tokenizer, label_smoothing=ours)
+        results.append(weights_after(make_trainer(model, tokenizer, arguments, splits)))
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"r_drop_alpha": 1.0}, {"label_smoothing_factor": 0.1}])
+def test_a_run_in_bfloat16_learns_evaluates_resumes_and_loads(tokenizer, splits, tmp_path, options):
+    def trainer_in(folder, **more):
+        arguments = training_arguments(
+            tmp_path / folder,
+            bf16=True,
+            predict_with_generate=True,
+            eval_strategy="steps",
+            eval_steps=10,
+            save_strategy="steps",
+            save_steps=10,
+            **{"max_steps": 30, **options, **more},
+        )
+        model = small_model(tokenizer, label_smoothing=0.0)
+        return make_trainer(model, tokenizer, arguments, splits)
+
+    trainer = trainer_in("whole")
+    whole = weights_after(trainer)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses[-1] < losses[0] / 4
+    scores = trainer.evaluate()
+    assert scores["eval_loss"] < losses[0]
+    assert scores["eval_bleu"] >= 0
+
+    resumed = trainer_in("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-20"))
+    parameters = [p.detach().flatten() for p in resumed.model.parameters()]
+    assert torch.equal(torch.cat(parameters), whole)
+
+    trainer.save_model()
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "whole")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    inputs = tokenizer("the lake", return_tensors="pt")
+    assert tokenizer.decode(loaded.generate(**inputs)[0], skip_special_tokens=True) == "der See"
+
+
+def test_resuming_ends_in_the_same_weights(tokenizer, splits, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    model = small_model(tokenizer, dropout=0.1)
+    whole = weights_after(
+        make_trainer(model, tokenizer, training_arguments(tmp_path / "a", **options), splits)
+    )
+    trainer = make_trainer(
+        small_model(tokenizer, dropout=0.1),
+        tokenizer,
+        training_arguments(tmp_path / "b", **options),
+        splits,
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+    resumed = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    assert torch.equal(whole, resumed)
+
+
+def test_a_stock_trainer_needs_nothing_of_ours(tokenizer, splits, tmp_path):
+    model = small_model(tokenizer)
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=training_arguments(tmp_path, gradient_checkpointing=True),
+        train_dataset=splits["train"],
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+    )
+    assert trainer.train().training_loss > 0
+
+
+@pytest.mark.parametrize("folder", [".", "../mine/"])
+def test_the_card_bears_the_name_of_the_folder(tokenizer, tmp_path, monkeypatch, folder):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    data = DataArguments(dataset_name="phrases")
+    log = {"steps": 4, "epochs": 1.0}
+    arguments = (ModelArguments(), data, training_arguments(folder))
+    card = write_model_card(small_model(tokenizer), {}, log, *arguments)
+    assert card == tmp_path / "mine/README.md"
+    assert "# mine\n" in card.read_text()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_weights_that_are_missing_are_reported(tokenizer, tmp_path, caplog, tied):
+    """A matrix that is several weights is saved once, and is no less there."""
+    options = {
+        "config": {"tie_word_embeddings": tied},
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "average_checkpoints": 2,
+    }
+    trainer = small_trainer(tmp_path, tokenizer, **options)
+    trainer.train()
+    average_last(trainer)
+    again = small_trainer(tmp_path, tokenizer, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert "missing keys" not in caplog.text
+    weights = load_file(tmp_path / "checkpoint-6/model.safetensors")
+    missing = {"lm_head.weight", "model.shared.weight"} & weights.keys()
+    missing.add(next(name for name in weights if "layers.0" in name))
+    save_file(
+        {name: weight for name, weight in weights.items() if name not in missing},
+        tmp_path / "checkpoint-6/model.safetensors",
+    )
+    again._load_from_checkpoint(str(tmp_path / "checkpoint-6"))
+    (line,) = (line for line in caplog.text.splitlines() if "missing keys" in line)
+    assert {name for name in weights if f"'{name}'" in line} == missing
+
+
+# ---------------------------------------------------------------- averaged checkpoints
+
+
+@pytest.mark.parametrize("wanted", [2, 9])
+def test_the_mean_of_the_last_checkpoints_becomes_the_model(tokenizer, splits, tmp_path, wanted):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+    arguments = training_arguments(tmp_path, average_checkpoints=wanted, **options)
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    trainer.train()
+    (tmp_path / "checkpoint-9").mkdir()  # it holds no weights
+    average_last(trainer)
+    saved = [
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / f"checkpoint-{step}").state_dict()
+        for step in (2, 4, 6)
+    ][-wanted:]
+    for name, weight in trainer.model.state_dict().items():
+        expected = torch.stack([weights[name] for weights in saved]).mean(0)
+        torch.testing.assert_close(weight, expected, atol=1e-6, rtol=1e-5)
+    assert trainer.model.lm_head.weight is trainer.model.model.shared.weight
+
+
+def test_without_checkpoints_the_model_stays_as_it_is(tokenizer, tmp_path, caplog):
+    """As in another folder than that of a run that had reached its end."""
+    small_trainer(tmp_path / "run", tokenizer).train()
+    trainer = small_trainer(tmp_path / "elsewhere", tokenizer, average_checkpoints=2)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-8"))
+    average_last(trainer)
+    assert "there are not 2 checkpoints to average" in caplog.text
+    for name, weight in load_file(tmp_path / "run/checkpoint-8/model.safetensors").items():
+        assert torch.equal(trainer.model.get_parameter(name), weight), name
+
+
+@pytest.mark.parametrize(
+    ("metric", "scores", "chosen"),
+    [
+        ("bleu", {2: 9.0, 4: 1.0, 6: 8.0, 8: 7.0}, (2, 6)),
+        ("loss", {2: 9.0, 4: 1.0, 6: 2.0}, (4, 6)),
+    ],
+)
+def test_the_mean_can_be_that_of_the_best(tokenizer, splits, tmp_path, metric, scores, chosen):
+    """The checkpoint of step 8 is without a score in one case, and takes no part."""
+    arguments = training_arguments(
+        tmp_path,
+        average_checkpoints=2,
+        load_best_model_at_end=True,
+        metric_for_best_model=metric,
+        predict_with_generate=True,
+        max_steps=8,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    trainer.train()
+    trainer.state.log_history = [
+        {"step": step, f"eval_{metric}": score} for step, score in scores.items()
+    ]
+    average_last(trainer)
+    saved = [
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / f"checkpoint-{step}").state_dict()
+        for step in chosen
+    ]
+    for name, weight in trainer.model.state_dict().items():
+        expected = torch.stack([weights[name] for weights in saved]).mean(0)
+        torch.testing.assert_close(weight, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_models_generation_config_holds_what_a_recipe_wishes(tokenizer, splits, tmp_path):
+    wished = {"length_penalty": 0.6, "length_penalty_type": "gnmt", "early_stopping": "never"}
+    for given in (wished, json.dumps(wished)):
+        arguments = training_arguments(tmp_path, generation_num_beams=4, generation_kwargs=given)
+        trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+        trainer.save_model()
+        saved = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).generation_config
+        assert {name: getattr(saved, name) for name in wished} == wished
+        assert saved.num_beams == 4
+
+
+def test_a_field_that_no_generation_config_has_is_named(tmp_path):
+    message = "generation_kwargs has 'lenght_penalty': no field of GenerationConfig"
+    with pytest.raises(ValueError, match=message):
+        training_arguments(tmp_path, generation_kwargs={"lenght_penalty": 0.6})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"average_checkpoints": 0}, "average_checkpoints=0: expected a positive number"),
+        (
+            {"average_checkpoints": 5, "save_total_limit": 2, "save_strategy": "steps"},
+            "average_checkpoints=5: save_total_limit=2 keeps fewer",
+        ),
+        ({"average_checkpoints": 5, "save_strategy": "no"}, "save_strategy='no' keeps none"),
+    ],
+)
+def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+@pytest.mark.parametrize("metric", ["bleu", "eval_exact_match"])
+def test_a_metric_of_translations_needs_translations(tmp_path, metric):
+    options = {"metric_for_best_model": metric, "eval_strategy": "steps"}
+    with pytest.raises(ValueError, match=f"metric_for_best_model={metric}: expected predict_with"):
+        training_arguments(tmp_path, **options)
+    assert training_arguments(tmp_path, predict_with_generate=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_terminal", "expected"),
+    [
+        ({}, True, False),
+        ({}, False, True),
+        ({"disable_tqdm": False}, False, False),
+        ({"disable_tqdm": True}, True, True),
+    ],
+)
+def test_bars_are_for_terminals_unless_wished_elsewhere(
+    tmp_path, monkeypatch, options, is_terminal, expected
+):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **options)
+    assert arguments.disable_tqdm == expected
+
+
+def test_the_help_tells_of_all_ways_to_resume(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(GROUPS, ["--help"])
+    assert "'auto' for the same or," in " ".join(capsys.readouterr().out.split())
+
+
+def test_cutting_to_the_budget_limits_both_sides(tmp_path):
+    data = DataArguments(dataset_name="phrases", max_target_length=20)
+    arguments = training_arguments(tmp_path, max_tokens=50)
+    arguments.limit(data)
+    assert (data.max_source_length, data.max_target_length) == (None, 20)
+    arguments.oversized = "cut"
+    arguments.limit(data)
+    assert (data.max_source_length, data.max_target_length) == (50, 20)
+
+
+def test_tensorboard_is_used_where_installed_unless_it_is_not_wished(tokenizer, splits, tmp_path):
+    pytest.importorskip("tensorboard")
+    for options, expected in (({}, True), ({"report_to": "none"}, False)):
+        arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **options)
+        trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+        callbacks = trainer.callback_handler.callbacks
+        assert any(isinstance(one, TensorBoardCallback) for one in callbacks) == expected
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_training_outlives_its_tensorboard_events(tokenizer, splits, tmp_path):
+    """The folder goes at step 2; its writer notices in the midst of training, or at the end."""
+    pytest.importorskip("tensorboard")
+
+    class Remove(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                shutil.rmtree(tmp_path)
+
+    arguments = training_arguments(
+        tmp_path, max_steps=6, logging_steps=1, report_to="tensorboard", disable_tqdm=True
+    )
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    trainer.add_callback(Remove())
+    trainer.train()
+    assert trainer.state.global_step == 6
+
+
+def test_the_tokenizer_is_the_checkpoints_the_named_one_or_a_new_one(checkpoint, tokenizer):
+    pairs = Dataset.from_dict({"source": ["a house"] * 9, "target": ["ein Haus"] * 9})
+    new = make_tokenizer(ModelArguments(vocab_size=290), pairs, None)
+    assert len(new) < 290
+    named = make_tokenizer(ModelArguments(tokenizer_name=str(checkpoint)), pairs, None)
+    resumed = make_tokenizer(ModelArguments(vocab_size=290), pairs, str(checkpoint))
+    assert named.get_vocab() == resumed.get_vocab() == tokenizer.get_vocab()
+
+
+def byte_level(folder, template, **tokens):
+    """A tokenizer of bytes as GPT-2's or BART's, with these special tokens, in a folder."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = list(tokens.values())
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        [], trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet)
+    )
+    ids = [(token, backend.token_to_id(token)) for token in special]
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "start"),
+    [
+        ("$A </s>", {"pad_token": "<pad>", "eos_token": "</s>"}, "<pad>"),
+        ("<s> $A </s>", {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>"}, "<s>"),
+    ],
+    ids=["T5's", "BART's"],
+)
+def test_a_foreign_tokenizer_is_trained_with(tmp_path, template, tokens, start):
+    named = ModelArguments(
+        tokenizer_name=byte_level(tmp_path / "tokenizer", template, **tokens),
+        preset="tiny",
+        config_overrides="d_model=32,encoder_layers=1,decoder_layers=1,dropout=0.0",
+    )
+    tokenizer = make_tokenizer(named, None, None)
+    model = make_model(named, tokenizer, None)
+    assert model.config.decoder_start_token_id == tokenizer.convert_tokens_to_ids(start)
+    pairs = [("ab", "ba"), ("bc", "cb")]
+    rows = {
+        "input_ids": [tokenizer(source)["input_ids"] for source, _ in pairs],
+        "labels": [tokenizer(text_target=target)["input_ids"] for _, target in pairs],
+    }
+    data = Dataset.from_dict(rows)
+    arguments = training_arguments(
+        tmp_path / "run", max_steps=150, learning_rate=3e-3, predict_with_generate=True
+    )
+    trainer = make_trainer(model, tokenizer, arguments, {"train": data, "validation": data})
+    trainer.train()
+    assert trainer.evaluate()["eval_exact_match"] == 100
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "message"),
+    [
+        ("$A </s>", {"eos_token": "</s>"}, "the tokenizer has no pad_token, expected one"),
+        ("$A", {"pad_token": "<pad>"}, "the tokenizer has no eos_token, expected one"),
+        ("$A", {"pad_token": "<pad>", "eos_token": "</s>"}, "does not add its eos_token '</s>'"),
+    ],
+)
+def test_a_tokenizer_that_nothing_can_be_learnt_with_is_refused(
+    tmp_path, template, tokens, message
+):
+    named = ModelArguments(tokenizer_name=byte_level(tmp_path, template, **tokens))
+    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))}: .*{re.escape(message)}"):
+        make_tokenizer(named, None, None)
+
+
+def test_fine_tuning_starts_from_the_checkpoint(checkpoint, tokenizer):
+    model = make_model(ModelArguments(model_name_or_path=str(checkpoint)), tokenizer, None)
+    expected = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint)
+    assert torch.equal(model.lm_head.weight, expected.lm_head.weight)

@@ -1,0 +1,1 @@
+"""The commands of `vanilla-transformer`, a file each."""

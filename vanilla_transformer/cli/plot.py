@@ -1,0 +1,161 @@
+r"""Draw training and what a model does, as PNG and SVG.
+
+    python scripts/plot.py curves outputs/a outputs/b --output pictures/curves
+    python scripts/plot.py schedule --settings 512/4000 512/8000 256/4000 --output pictures/schedule
+    python scripts/plot.py positions --d_model 512 --length 100 --output pictures/positions
+    python scripts/plot.py attention --model outputs/a --source "A dog runs." --layer all \
+        --output pictures/attention.svg
+
+curves: loss and BLEU of trainings that are done or still going on. schedule: the learning rate of
+the paper. positions: the sinusoids, or those of `--model`. attention: weights of each head for a
+sentence and its `--target`, or the model's own translation. An `--output` that ends in .png, .svg
+or .pdf is that file alone.
+"""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
+
+from matplotlib.figure import Figure
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from .. import VanillaTransformerConfig
+from ..model.modeling_vanilla_transformer import SinusoidalPositions
+from ..plotting import (
+    KINDS,
+    attention_maps,
+    expect_numbers,
+    expect_sentences,
+    picture_paths,
+    plot_attention,
+    plot_curves,
+    plot_positions,
+    plot_schedule,
+    position_encodings,
+    read_runs,
+    save,
+)
+
+
+def main() -> None:
+    arguments = make_parser().parse_args()
+    picture_paths(arguments.output)  # a name that can't be is refused before work starts
+    for path in save(arguments.draw(arguments), arguments.output):
+        print(path)
+
+
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    pictures = parser.add_subparsers(required=True, metavar="picture")
+
+    def add(name: str, draw: Callable[[Namespace], Figure], description: str) -> ArgumentParser:
+        picture = pictures.add_parser(name, help=description, description=description)
+        picture.set_defaults(draw=draw)
+        formats = ".png, .svg or .pdf; without a suffix, .png and .svg."
+        picture.add_argument("--output", required=True, help=formats)
+        return picture
+
+    curves = add("curves", draw_curves, "Loss and BLEU of trainings over steps.")
+    curves.add_argument("runs", nargs="+", help="Output folders.")
+
+    schedule = add("schedule", draw_schedule, "The paper's learning rate over steps.")
+    usual = "512/4000 512/8000 256/4000"
+    schedule.add_argument(
+        "--settings",
+        nargs="+",
+        type=setting,
+        default=[setting(text) for text in usual.split()],
+        help=f"d_model/warmup steps of each line. Default: {usual}.",
+    )
+    schedule.add_argument("--steps", type=int, default=20_000, help="Default: 20000.")
+
+    positions = add("positions", draw_positions, "Positional encodings.")
+    whose = positions.add_mutually_exclusive_group()
+    whose.add_argument("--d_model", type=int, default=128, help="Of sinusoids. Default: 128.")
+    whose.add_argument("--model", help="Or a model's folder, whose positions may be learned.")
+    positions.add_argument(
+        "--stack", choices=("encoder", "decoder"), default="encoder", help="Of the model."
+    )
+    positions.add_argument("--length", type=int, default=100, help="Positions. Default: 100.")
+    positions.add_argument("--dimensions", nargs="+", type=int, help="Those drawn as lines.")
+
+    attention = add("attention", draw_attention, "Attention weights of each head.")
+    attention.add_argument("--model", required=True, help="Folder or Hub name.")
+    attention.add_argument("--source", required=True, help="A sentence.")
+    attention.add_argument("--target", help="Default: the model's own translation.")
+    attention.add_argument(
+        "--kind", choices=KINDS, default="cross", help="Default: cross, from decoder to encoder."
+    )
+    attention.add_argument("--layer", type=layer, help="From 1 on, or all. Default: the last.")
+    attention.add_argument("--heads", nargs="+", type=int, help="From 1 on. Default: all.")
+    return parser
+
+
+def setting(text: str) -> tuple[int, int]:
+    """d_model and warmup steps, of "512/4000"."""
+    d_model, _, warmup_steps = text.partition("/")
+    if not (d_model.isdecimal() and warmup_steps.isdecimal()):
+        raise ArgumentTypeError(f"{text!r}: expected d_model/warmup steps, such as 512/4000")
+    return int(d_model), int(warmup_steps)
+
+
+def layer(text: str) -> int | str:
+    """A number, or "all"."""
+    if text != "all" and not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r}: expected a number from 1 on, or all")
+    return text if text == "all" else int(text)
+
+
+def draw_curves(arguments: Namespace) -> Figure:
+    return plot_curves(read_runs(arguments.runs))
+
+
+def draw_schedule(arguments: Namespace) -> Figure:
+    return plot_schedule(arguments.settings, arguments.steps)
+
+
+def draw_positions(arguments: Namespace) -> Figure:
+    if arguments.model is None:
+        config = VanillaTransformerConfig(
+            d_model=arguments.d_model, encoder_attention_heads=1, decoder_attention_heads=1
+        )
+        positions = SinusoidalPositions(config)
+    else:
+        config = AutoConfig.from_pretrained(arguments.model)
+        if config.model_type != VanillaTransformerConfig.model_type:
+            raise ValueError(
+                f"{arguments.model} is of type {config.model_type}: expected vanilla_transformer"
+            )
+        model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model)
+        positions = getattr(model.model, arguments.stack).embed_positions
+    return plot_positions(
+        position_encodings(positions, arguments.length),
+        dimensions=arguments.dimensions,
+        kind=config.position_encoding,
+    )
+
+
+def draw_attention(arguments: Namespace) -> Figure:
+    expect_sentences(source=arguments.source, target=arguments.target)
+    config = AutoConfig.from_pretrained(arguments.model)
+    stack = "encoder" if arguments.kind == "encoder" else "decoder"
+    if not hasattr(config, f"{stack}_layers"):
+        raise ValueError(
+            f"{arguments.model} is of type {config.model_type}: expected an encoder and a decoder, "
+            "as in vanilla_transformer, marian or bart"
+        )
+    last = getattr(config, f"{stack}_layers")
+    layers = {None: [last], "all": range(1, last + 1)}.get(arguments.layer, [arguments.layer])
+    expect_numbers("--layer", layers, last)
+    expect_numbers("--heads", arguments.heads or [], getattr(config, f"{stack}_attention_heads"))
+    maps = attention_maps(
+        AutoModelForSeq2SeqLM.from_pretrained(arguments.model, attn_implementation="eager"),
+        AutoTokenizer.from_pretrained(arguments.model),
+        arguments.source,
+        arguments.target,
+        arguments.kind,
+    )
+    return plot_attention(maps, layers=layers, heads=arguments.heads)
+
+
+if __name__ == "__main__":
+    main()

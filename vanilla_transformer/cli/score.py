@@ -1,0 +1,47 @@
+"""Score given translations: a line of log-probability and number of tokens for each pair.
+
+    python scripts/score.py --model outputs/phrases --source test.en --target test.de
+
+The logarithm is natural, the end of the sentence counts, and label smoothing has no part in it.
+"""
+
+import sys
+from dataclasses import dataclass, field
+
+from transformers import HfArgumentParser
+
+from ..data.text_files import expect_parallel, open_output, read_file
+from ..inference.loading import LoadingArguments
+from ..inference.scoring import score_pairs
+
+
+@dataclass
+class ScoreArguments:
+    model: str = field(metadata={"help": "Folder or Hub name of a sequence-to-sequence model."})
+    source: str = field(metadata={"help": "File with a source a line."})
+    target: str = field(metadata={"help": "File with a translation a line."})
+    output: str | None = field(default=None, metadata={"help": "Default: standard output."})
+    max_tokens: int = field(default=2048, metadata={"help": "Of a batch, on either side."})
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"--max_tokens {self.max_tokens}: expected a positive number")
+        expect_parallel(self.source, self.target)
+
+
+def main() -> None:
+    parser = HfArgumentParser((ScoreArguments, LoadingArguments))
+    arguments, loading = parser.parse_args_into_dataclasses()
+    scores = score_pairs(
+        zip(read_file(arguments.source), read_file(arguments.target), strict=True),
+        *loading.load(arguments.model),
+        max_tokens=arguments.max_tokens,
+        show_progress=sys.stderr.isatty(),
+    )
+    with open_output(arguments.output) as output:
+        for score in scores:
+            print(f"{score.log_probability:.6f}\t{score.tokens}", file=output)
+
+
+if __name__ == "__main__":
+    main()

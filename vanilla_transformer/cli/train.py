@@ -1,0 +1,114 @@
+r"""Train a translation model from scratch, or fine-tune one.
+
+    vanilla-transformer train --config phrases --output_dir outputs/phrases
+    vanilla-transformer train --config multi30k_tiny --output_dir outputs/m30k
+    torchrun --nproc_per_node 2 -m vanilla_transformer train --config multi30k_tiny \
+        --train_source train.en --train_target train.de \
+        --validation_source valid.en --validation_target valid.de --output_dir outputs/mine
+    torchrun --nproc_per_node 2 -m vanilla_transformer train --tp_size 2 ...  # a model in parts
+    accelerate launch --config_file fsdp2.yaml -m vanilla_transformer train ...
+
+Every option of `Seq2SeqTrainingArguments` is one of this script's; `--help` lists them all.
+"""
+
+import json
+import logging
+from typing import Any
+
+import torch
+from transformers import set_seed
+from transformers.utils import logging as transformers_logging
+
+from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
+from ..data.parallel_text import (
+    DataArguments,
+    load_parallel_dataset,
+    tokenize_dataset,
+)
+from ..inference.metrics import score_translations
+from ..inference.translation import translate
+from ..training.arguments import (
+    ModelArguments,
+    TranslationTrainingArguments,
+    parse_arguments,
+)
+from ..training.distributed import load_whole, tensor_parallel
+from ..training.trainer import (
+    average_last,
+    find_checkpoint,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+)
+
+logger = logging.getLogger("train")
+
+
+def main() -> None:
+    model_args, data_args, training_args = parse_arguments(
+        (ModelArguments, DataArguments, TranslationTrainingArguments)
+    )
+    training_args.limit(data_args)
+    logging.basicConfig(
+        format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO
+    )
+    transformers_logging.set_verbosity_warning()
+    checkpoint = find_checkpoint(training_args)
+    set_seed(training_args.seed)
+
+    pairs = load_parallel_dataset(data_args)
+    training_args.expect_data(pairs, data_args.streaming)
+    tokenizer = make_tokenizer(model_args, pairs["train"], checkpoint)
+    model = make_model(model_args, tokenizer, checkpoint)
+    if training_args.tp_size > 1:
+        sizes = training_args.tp_size, training_args.data_parallel_size
+        model = tensor_parallel(model, *sizes)
+    with training_args.main_process_first(desc="tokenising"):
+        splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
+    if data_args.bpe_dropout:
+        encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
+        limits = (data_args.max_source_length, data_args.max_target_length)
+        splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
+    logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
+
+    trainer = make_trainer(model, tokenizer, training_args, splits)
+    trainer.card_arguments = model_args, data_args
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.exit_if_interrupted()
+    average_last(trainer)
+    trainer.save_model()
+    trainer.save_state()
+    torch.set_float32_matmul_precision("highest")  # the card's scores are those of users
+    model = load_whole(model, training_args.output_dir).to(training_args.device)
+    scores = {
+        split: evaluate(model, tokenizer, pairs[split], training_args)
+        for split in ("validation", "test")
+        if split in pairs
+    }
+    trainer.accelerator.end_training()  # torch aborts processes, at times, that don't leave a group
+    if trainer.is_world_process_zero():
+        trainer.finish_card(model, scores)
+        logger.info("The model, its curves and its card are in %s", training_args.output_dir)
+
+
+def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict[str, Any]:
+    """Translate a split, all processes together, and score it, on the first."""
+    is_first = training_args.process_index == 0
+    translations = translate(
+        (pair["source"] for pair in pairs),
+        model,
+        tokenizer,
+        batch_size=training_args.per_device_eval_batch_size,
+        show_progress=is_first and not training_args.disable_tqdm,
+        together=True,
+    )
+    predictions = list(translations)
+    if not is_first:
+        return {}
+    scores = score_translations(predictions, [pair["target"] for pair in pairs])
+    print(json.dumps(scores))
+    return scores
+
+
+if __name__ == "__main__":
+    main()

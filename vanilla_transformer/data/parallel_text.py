@@ -1,0 +1,534 @@
+"""Parallel text, from wherever it comes to token ids.
+
+    load_parallel_dataset   Hub, local files or `phrases`  ->  columns source, target
+    iter_texts              both columns, for `train_tokenizer`
+    tokenize_dataset        source, target                 ->  columns input_ids, labels, length
+
+Batches are made by transformers' own `DataCollatorForSeq2Seq`. Nothing here holds a corpus in
+memory: a dataset is an Arrow file mapped into it, or a stream.
+"""
+
+import csv
+import gzip
+import json
+import logging
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+from pathlib import Path
+from reprlib import repr
+from typing import Any
+
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    IterableDataset,
+    IterableDatasetDict,
+    NamedSplit,
+    Value,
+    load_dataset,
+)
+from transformers import PreTrainedTokenizerBase
+
+from .text_files import decode_lines, expect_unicode, read_lines
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "validation", "test")
+FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+PAIR_FEATURES = Features({"source": Value("string"), "target": Value("string")})
+
+
+def _option(help: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class DataArguments:
+    """Where the sentence pairs come from and how much of them is used, for `HfArgumentParser`.
+
+    The data has one origin: a Hub dataset, the built-in `phrases`, or local files. Each split of
+    local data is either two text files with a sentence a line, or one file with two columns.
+
+    Raises:
+        ValueError: an argument lacks its counterpart, contradicts another, names a missing file or
+            is out of range; or no data is named at all.
+    """
+
+    dataset_name: str | None = _option(
+        "Name of a dataset on the Hub, a local folder that holds one, or 'phrases' for the "
+        "built-in generated phrases."
+    )
+    dataset_config_name: str | None = _option("Configuration of the dataset, e.g. de-en of wmt14.")
+    source_lang: str | None = _option("Language to translate from, e.g. en.")
+    target_lang: str | None = _option("Language to translate to, e.g. de.")
+    source_column: str | None = _option(
+        "Column with the source text. Default: the source language inside a 'translation' column, "
+        "else the column named like it, else 'source', else the first of two columns."
+    )
+    target_column: str | None = _option("Column with the target text. Default: alike.")
+    train_source: str | None = _option("Source side of the training data, plain text or .gz.")
+    train_target: str | None = _option("Target side of the training data, plain text or .gz.")
+    validation_source: str | None = _option("Source side of the validation data.")
+    validation_target: str | None = _option("Target side of the validation data.")
+    test_source: str | None = _option("Source side of the test data.")
+    test_target: str | None = _option("Target side of the test data.")
+    train_file: str | None = _option(
+        "Training data in columns: csv (quoted as usual) and tsv (no quoting at all) with a header "
+        "line, json or jsonl, plain or .gz; or parquet."
+    )
+    validation_file: str | None = _option("Validation data in columns.")
+    test_file: str | None = _option("Test data in columns.")
+    phrases_train_size: int = _option("Number of generated training pairs.", 300_000)
+    phrases_validation_size: int = _option("Number of generated validation pairs.", 1000)
+    phrases_test_size: int = _option("Number of generated test pairs.", 1000)
+    phrases_seed: int = _option("Seed of the generated pairs.", 0)
+    max_source_length: int | None = _option(
+        "Cut longer sources to this many tokens, the final </s> included. Default: no limit."
+    )
+    max_target_length: int | None = _option(
+        "Cut longer targets to this many tokens, the final </s> included. Default: no limit."
+    )
+    bpe_dropout: float = _option(
+        "Cut training texts into other tokens in each epoch: the probability of leaving out a "
+        "merge, 0.1 in its paper. max_tokens counts tokens as they are without.",
+        0.0,
+    )
+    max_train_samples: int | None = _option("Use only the first pairs of the training data.")
+    max_validation_samples: int | None = _option("Use only the first pairs of the validation data.")
+    max_test_samples: int | None = _option("Use only the first pairs of the test data.")
+    preprocessing_num_workers: int | None = _option(
+        "Processes that tokenize; has no effect when streaming."
+    )
+    streaming: bool = _option("Read the data while training instead of storing it first.", False)
+
+    def __post_init__(self) -> None:
+        self._check_pairs()
+        self._check_origin()
+        self._check_files()
+        self._check_numbers()
+
+    def paths(self, split: str) -> tuple[str, ...]:
+        """The local files of a split: one with columns, a source and a target, or none."""
+        file = getattr(self, f"{split}_file")
+        if file is not None:
+            return (file,)
+        source, target = getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
+        return () if source is None else (source, target)
+
+    def _check_pairs(self) -> None:
+        pairs = [("source_column", "target_column")]
+        pairs += [(f"{split}_source", f"{split}_target") for split in SPLITS]
+        if self.dataset_name != "phrases":
+            pairs.append(("source_lang", "target_lang"))
+        for pair in pairs:
+            given = [name for name in pair if getattr(self, name) is not None]
+            if len(given) == 1:
+                missing = pair[1] if given[0] == pair[0] else pair[0]
+                raise ValueError(f"{given[0]} is given without {missing}")
+
+    def _check_origin(self) -> None:
+        local = [split for split in SPLITS if self.paths(split)]
+        if not local and self.dataset_name is None:
+            raise ValueError(
+                "no data is named: give dataset_name, or train_source and train_target, or "
+                "train_file (or the same for validation or test)"
+            )
+        if local and self.dataset_name is not None:
+            raise ValueError(
+                f"dataset_name={self.dataset_name!r} and local {local[0]} files are both given: "
+                "the data has one origin"
+            )
+        for split in local:
+            if getattr(self, f"{split}_file") and getattr(self, f"{split}_source"):
+                raise ValueError(f"{split}_file and {split}_source are both given: choose one")
+        if self.dataset_config_name is not None and self.dataset_name is None:
+            raise ValueError("dataset_config_name is given without dataset_name")
+        if self.dataset_name == "phrases" and self.source_lang not in (None, "en"):
+            raise ValueError(f"phrases are in English: source_lang={self.source_lang!r} is not")
+
+    def _check_files(self) -> None:
+        for split in SPLITS:
+            for path in self.paths(split):
+                if not Path(path).is_file():
+                    raise ValueError(f"the {split} data names no file: {path}")
+            file = getattr(self, f"{split}_file")
+            if file is not None and _suffix(file) not in FILE_SUFFIXES:
+                raise ValueError(
+                    f"{split}_file={file!r} must end in one of {', '.join(FILE_SUFFIXES)}, "
+                    "or the same with .gz"
+                )
+            if file is not None and file.lower().endswith(".parquet.gz"):
+                raise ValueError(
+                    f"{split}_file={file!r}: parquet is compressed inside, use it without .gz"
+                )
+
+    def _check_numbers(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                continue
+            least = 1 if option.default is None else 0
+            if value < least:
+                raise ValueError(f"{option.name}={value} must be at least {least}")
+        if not 0 <= self.bpe_dropout <= 1:
+            raise ValueError(f"bpe_dropout={self.bpe_dropout}: expected a probability")
+
+
+def load_parallel_dataset(arguments: DataArguments) -> DatasetDict | IterableDatasetDict:
+    """Load the sentence pairs.
+
+    Local files are read through once before anything else happens, so that a defect in the last
+    line of the last file shows at once. Lines end in "\\n" or "\\r\\n" and nowhere else, a byte
+    order mark is dropped; otherwise text arrives as it is. A missing value is the empty string.
+    Training pairs with a blank side are left out and their number is logged; validation and test
+    data keep every pair in order.
+
+    Returns:
+        the splits present among train, validation and test, each with the columns `source` and
+        `target` (strings); an `IterableDatasetDict` if `arguments.streaming`.
+
+    Raises:
+        ValueError: there is no such split or column, no pair, or a value that is not text; a file
+            is not valid UTF-8, JSON, CSV or gzip (the message names file and line); or the two
+            sides have different numbers of lines (both are named).
+    """
+    if arguments.dataset_name == "phrases":
+        splits = _load_phrases(arguments)
+    elif arguments.dataset_name is not None:
+        splits = _load_from_hub(arguments.dataset_name, arguments)
+    else:
+        splits = _load_files(arguments)
+    for split, dataset in splits.items():
+        limit = getattr(arguments, f"max_{split}_samples")
+        if limit is not None:
+            known = dataset.num_rows if isinstance(dataset, Dataset) else limit
+            splits[split] = dataset.take(min(limit, known))
+    return IterableDatasetDict(splits) if arguments.streaming else DatasetDict(splits)
+
+
+def iter_texts(dataset: Dataset | IterableDataset) -> Iterator[str]:
+    """Yield every source and every target of one split, for the training of a tokenizer."""
+    for batch in dataset.select_columns(["source", "target"]).iter(batch_size=1000):
+        yield from batch["source"]
+        yield from batch["target"]
+
+
+def tokenize_dataset(
+    dataset: DatasetDict | IterableDatasetDict,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: DataArguments,
+) -> DatasetDict | IterableDatasetDict:
+    """Turn `source` and `target` into token ids.
+
+    Returns:
+        the same splits with the columns `input_ids` and `labels` (lists of ids, each closed by the
+        tokenizer's `</s>`, also after truncation) and `length` (the longer of the two, by which
+        `train_sampling_strategy="group_by_length"` groups). `DataCollatorForSeq2Seq` adds the
+        `attention_mask` and pads; `Seq2SeqTrainer` drops `length` before the model sees it.
+    """
+    limits = {
+        "max_source_length": arguments.max_source_length,
+        "max_target_length": arguments.max_target_length,
+    }
+    options: dict[str, Any] = {
+        "batched": True,
+        "fn_kwargs": {"tokenizer": tokenizer, **limits},
+        "remove_columns": list(PAIR_FEATURES),
+    }
+    if isinstance(dataset, DatasetDict):
+        ids = [Value("int32")]
+        options["features"] = Features({"input_ids": ids, "labels": ids, "length": Value("int32")})
+        options["num_proc"] = arguments.preprocessing_num_workers
+        options["desc"] = "Tokenizing"
+    return dataset.map(_tokenize, **options)
+
+
+def _tokenize(
+    batch: dict[str, list[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_source_length: int | None,
+    max_target_length: int | None,
+) -> dict[str, list[Any]]:
+    def limit(length: int | None) -> dict[str, Any]:
+        return {"truncation": length is not None, "max_length": length}
+
+    sources = tokenizer(batch["source"], **limit(max_source_length))["input_ids"]
+    targets = tokenizer(text_target=batch["target"], **limit(max_target_length))["input_ids"]
+    lengths = [max(len(ids), len(labels)) for ids, labels in zip(sources, targets, strict=True)]
+    return {"input_ids": sources, "labels": targets, "length": lengths}
+
+
+# Origins
+
+
+def _load_phrases(arguments: DataArguments) -> dict[str, Dataset | IterableDataset]:
+    from .phrases import load_phrases
+
+    splits = {
+        split: load_phrases(
+            getattr(arguments, f"phrases_{split}_size"),
+            target_language=arguments.target_lang or "de",
+            split=split,
+            seed=arguments.phrases_seed,
+        )
+        for split in SPLITS
+        if getattr(arguments, f"phrases_{split}_size") > 0
+    }
+    if arguments.streaming:
+        return {split: dataset.to_iterable_dataset() for split, dataset in splits.items()}
+    return splits
+
+
+def _load_from_hub(name: str, arguments: DataArguments) -> dict[str, Dataset | IterableDataset]:
+    tables = load_dataset(name, arguments.dataset_config_name, streaming=arguments.streaming)
+    present = [split for split in SPLITS if split in tables]
+    if not present:
+        raise ValueError(
+            f"{name} has none of the splits {', '.join(SPLITS)}, only: {', '.join(tables)}"
+        )
+    return {split: _table_to_pairs(tables[split], split, name, arguments) for split in present}
+
+
+def _load_files(arguments: DataArguments) -> dict[str, Dataset | IterableDataset]:
+    files = {split: paths for split in SPLITS if (paths := arguments.paths(split))}
+    columns = {
+        split: _check_rows(paths, split, arguments)
+        for split, paths in files.items()
+        if _suffix(paths[0]) != ".parquet" or len(paths) == 2
+    }
+    splits: dict[str, Dataset | IterableDataset] = {}
+    for split, paths in files.items():
+        if split in columns:
+            splits[split] = _rows_to_pairs(paths, columns[split], split, arguments.streaming)
+        else:
+            table = load_dataset(
+                "parquet", data_files={split: paths[0]}, split=split, streaming=arguments.streaming
+            )
+            splits[split] = _table_to_pairs(table, split, paths[0], arguments)
+    return splits
+
+
+def _table_to_pairs(
+    table: Dataset | IterableDataset, split: str, name: str, arguments: DataArguments
+) -> Dataset | IterableDataset:
+    """Reduce a dataset with any columns to `source` and `target`."""
+    first = next(iter(table), None)
+    if first is None:
+        raise ValueError(f"the {split} data of {name} holds no sentence pair")
+    source, target = _choose_columns(list(_flat(first)), arguments, f"the {split} data of {name}")
+    # "translation.en" is a key of the column "translation", unless there is a column of that name.
+    used = {column if column in first else column.split(".")[0] for column in (source, target)}
+    table = table.select_columns(sorted(used))
+    pairs = table.map(
+        _clean_batch,
+        batched=True,
+        remove_columns=sorted(used),
+        features=PAIR_FEATURES,
+        fn_kwargs={"columns": (source, target), "drop_blank": split == "train", "name": name},
+    )
+    if isinstance(pairs, Dataset):
+        _report_blank(table.num_rows - pairs.num_rows, pairs.num_rows, split, name)
+    return pairs
+
+
+def _clean_batch(
+    batch: dict[str, list[Any]], columns: tuple[str, str], drop_blank: bool, name: str
+) -> dict[str, list[str]]:
+    names = list(batch)
+    rows = (_flat(dict(zip(names, row, strict=True))) for row in zip(*batch.values(), strict=True))
+    pairs = list(_clean(rows, columns, drop_blank, name))
+    return {side: [pair[side] for pair in pairs] for side in PAIR_FEATURES}
+
+
+# Local files
+
+
+def _check_rows(paths: tuple[str, ...], split: str, arguments: DataArguments) -> tuple[str, str]:
+    """Read a split of local data through, and name the columns of its source and target."""
+    name = " and ".join(paths)
+    first = next(_read_rows(paths), None)
+    if first is None:
+        raise ValueError(f"{name}: there is no sentence pair")
+    columns = _choose_columns(list(first), arguments, name)
+    blank = kept = 0
+    for pair in _read_pairs(paths, columns, drop_blank=False):
+        if split == "train" and _is_blank(pair):
+            blank += 1
+        else:
+            kept += 1
+    _report_blank(blank, kept, split, name)
+    return columns
+
+
+def _rows_to_pairs(
+    paths: tuple[str, ...], columns: tuple[str, str], split: str, streaming: bool
+) -> Dataset | IterableDataset:
+    stats = [Path(path).stat() for path in paths]
+    arguments = {
+        "paths": tuple(str(Path(path).resolve()) for path in paths),
+        "columns": columns,
+        "drop_blank": split == "train",
+        # A part of the cache's key: a file that has changed is read anew.
+        "stamp": tuple((stat.st_size, stat.st_mtime_ns) for stat in stats),
+    }
+    make = IterableDataset.from_generator if streaming else Dataset.from_generator
+    return make(_read_pairs, PAIR_FEATURES, gen_kwargs=arguments, split=NamedSplit(split))
+
+
+def _read_pairs(
+    paths: tuple[str, ...], columns: tuple[str, str], drop_blank: bool, stamp: Any = None
+) -> Iterator[dict[str, str]]:
+    return _clean(_read_rows(paths), columns, drop_blank, " and ".join(paths))
+
+
+def _read_rows(paths: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    if len(paths) == 2:
+        return _read_parallel_text(*paths)
+    suffix = _suffix(paths[0])
+    return _read_json(paths[0]) if suffix.startswith(".json") else _read_table(paths[0])
+
+
+def _read_parallel_text(source: str, target: str) -> Iterator[dict[str, Any]]:
+    lines = zip_longest(_read_lines(source), _read_lines(target))
+    for count, (source_line, target_line) in enumerate(lines):
+        if source_line is None or target_line is None:
+            longer = target if source_line is None else source
+            counts = {source: count, target: count, longer: count + 1 + sum(1 for _ in lines)}
+            raise ValueError(
+                f"{source} has {counts[source]} lines and {target} has {counts[target]}"
+            )
+        yield {"source": source_line, "target": target_line}
+
+
+def _read_table(path: str) -> Iterator[dict[str, Any]]:
+    """The records of a csv or tsv file by the names in its first record."""
+    if _suffix(path) == ".tsv":
+        records: Iterator[list[str]] = (line.split("\t") for line in _read_lines(path))
+    else:
+        records = _read_csv(path)
+    header = next(records, [])
+    for number, record in enumerate(records, start=2):
+        if len(record) != len(header):
+            raise ValueError(
+                f"{path}, record {number}: {len(record)} fields, but the header has {len(header)}"
+            )
+        yield dict(zip(header, record, strict=True))
+
+
+def _read_csv(path: str) -> Iterator[list[str]]:
+    reader = csv.reader(_decode_lines(path), strict=True)
+    try:
+        yield from filter(None, reader)
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+
+
+def _read_json(path: str) -> Iterator[dict[str, Any]]:
+    """The objects of a file with one a line, or (which takes memory) with one list of them."""
+    start = next((line for line in _read_lines(path) if line.strip()), "")
+    if start.lstrip().startswith("["):
+        texts: Iterable[str] = ["\n".join(_read_lines(path))]
+    else:
+        texts = _read_lines(path)
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            continue
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            line = number + error.lineno - 1
+            raise ValueError(f"{path}, line {line}: not valid JSON ({error.msg})") from error
+        except (ValueError, RecursionError) as error:  # too long a number, too deep
+            raise ValueError(f"{path}, line {number}: not readable JSON ({error})") from error
+        for row in value if isinstance(value, list) else [value]:
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: {type(row).__name__} is not an object")
+            yield _flat(row)
+
+
+def _read_lines(path: str) -> Iterator[str]:
+    with _opened(path) as file:
+        yield from read_lines(file, path)
+
+
+def _decode_lines(path: str) -> Iterator[str]:
+    with _opened(path) as file:
+        yield from decode_lines(file, path)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Iterable[bytes]]:
+    with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
+        try:
+            yield file
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"{path}: damaged gzip ({error})") from error
+
+
+def _suffix(path: str) -> str:
+    return Path(path.lower().removesuffix(".gz")).suffix
+
+
+# Rows
+
+
+def _choose_columns(present: list[str], arguments: DataArguments, name: str) -> tuple[str, str]:
+    """The columns of source and target among those present, a dictionary's keys written a.b."""
+    if arguments.source_column is not None and arguments.target_column is not None:
+        choices = [(arguments.source_column, arguments.target_column)]
+    else:
+        choices = [("source", "target")]
+        if arguments.source_lang is not None and arguments.target_lang is not None:
+            languages = (arguments.source_lang, arguments.target_lang)
+            inside = (f"translation.{languages[0]}", f"translation.{languages[1]}")
+            choices = [inside, languages, *choices]
+        if len(present) == 2 and not present[0].startswith("translation."):
+            choices.append((present[0], present[1]))
+    for source, target in choices:
+        if source in present and target in present:
+            return source, target
+    source, target = choices[0]
+    raise ValueError(
+        f"{name}: there are no columns {source!r} and {target!r}, only: {', '.join(present)}"
+    )
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Name the keys of a dictionary in a row like columns: {"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for column, value in row.items():
+        if isinstance(value, dict):
+            flat.update({f"{column}.{key}": inner for key, inner in value.items()})
+        else:
+            flat[column] = value
+    return flat
+
+
+def _clean(
+    rows: Iterable[dict[str, Any]], columns: tuple[str, str], drop_blank: bool, name: str
+) -> Iterator[dict[str, str]]:
+    for row in rows:
+        pair = {}
+        for side, column in zip(PAIR_FEATURES, columns, strict=True):
+            text = row.get(column)
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"{name}: column {column!r} must hold text, not {repr(text)}")
+            pair[side] = text or ""
+            expect_unicode(pair[side], f"{name}: column {column!r}")
+        if not (drop_blank and _is_blank(pair)):
+            yield pair
+
+
+def _is_blank(pair: dict[str, str]) -> bool:
+    return not all(text.strip() for text in pair.values())
+
+
+def _report_blank(blank: int, kept: int, split: str, name: str) -> None:
+    if kept == 0:
+        raise ValueError(f"{name}: every sentence pair of the {split} data has a blank side")
+    if blank:
+        logger.warning("%s: left out %d pairs with a blank side", name, blank)

@@ -1,0 +1,1 @@
+"""From files and streams to translations, scores and metrics."""

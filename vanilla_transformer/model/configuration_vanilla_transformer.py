@@ -1,0 +1,354 @@
+"""Configuration of the 2017 Transformer, and the rows of the paper's Table 3 as presets.
+
+Source: Vaswani et al. (2017), "Attention Is All You Need", https://arxiv.org/abs/1706.03762
+"""
+
+import copy
+from typing import TYPE_CHECKING, Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+if TYPE_CHECKING:
+    # Never executed: transformers saves a file together with the files that it imports relatively,
+    # so these lines put every model and the pipeline into every checkpoint folder.
+    from .modeling_vanilla_transformer import VanillaTransformerModel  # noqa: F401
+    from .pipelines import TranslationPipeline  # noqa: F401
+    from .single_stack import VanillaTransformerForCausalLM  # noqa: F401
+
+_MODELING = "modeling_vanilla_transformer"
+_SINGLE_STACK = "single_stack"
+AUTO_MAP = {
+    "AutoConfig": "configuration_vanilla_transformer.VanillaTransformerConfig",
+    "AutoModel": f"{_MODELING}.VanillaTransformerModel",
+    "AutoModelForSeq2SeqLM": f"{_MODELING}.VanillaTransformerForConditionalGeneration",
+    "AutoModelForTextEncoding": f"{_SINGLE_STACK}.VanillaTransformerEncoderModel",
+    "AutoModelForCausalLM": f"{_SINGLE_STACK}.VanillaTransformerForCausalLM",
+}
+CUSTOM_PIPELINES = {
+    "translation": {
+        "impl": "pipelines.TranslationPipeline",
+        "pt": ["AutoModelForSeq2SeqLM"],
+    },
+    "text2text-generation": {
+        "impl": "pipelines.Text2TextGenerationPipeline",
+        "pt": ["AutoModelForSeq2SeqLM"],
+    },
+}
+
+
+class CustomPipelines(dict):
+    """What `pipeline()` looks a task up in by its full name, to alter in place what it finds."""
+
+    def __contains__(self, task: object) -> bool:
+        return super().__contains__(self._base(task))
+
+    def __getitem__(self, task: object) -> dict[str, Any]:
+        return copy.deepcopy(super().__getitem__(self._base(task)))
+
+    @staticmethod
+    def _base(task: object) -> object:
+        """The task that "translation_en_to_de" and the like are served by."""
+        return "translation" if str(task).startswith("translation_") else task
+
+
+def _layers(n: int) -> dict[str, Any]:
+    return {"encoder_layers": n, "decoder_layers": n}
+
+
+def _heads(h: int, d_k: int) -> dict[str, Any]:
+    return {"encoder_attention_heads": h, "decoder_attention_heads": h, "head_dim": d_k}
+
+
+def _ffn(d_ff: int) -> dict[str, Any]:
+    return {"encoder_ffn_dim": d_ff, "decoder_ffn_dim": d_ff}
+
+
+# What each row changes in the base model, which is the configuration's default (Table 3).
+# "tiny" is not the paper's: the Multi30k model of Wu et al. (2021), https://aclanthology.org/2021.acl-long.480
+PRESETS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "A-h1": _heads(1, 512),
+    "A-h4": _heads(4, 128),
+    "A-h16": _heads(16, 32),
+    "A-h32": _heads(32, 16),
+    "B-dk16": {"head_dim": 16, "value_head_dim": 64},
+    "B-dk32": {"head_dim": 32, "value_head_dim": 64},
+    "C-N2": _layers(2),
+    "C-N4": _layers(4),
+    "C-N8": _layers(8),
+    "C-d256": {"d_model": 256, "head_dim": 32},
+    "C-d1024": {"d_model": 1024, "head_dim": 128},
+    "C-ff1024": _ffn(1024),
+    "C-ff4096": _ffn(4096),
+    "D-drop0.0": {"dropout": 0.0},
+    "D-drop0.2": {"dropout": 0.2},
+    "D-ls0.0": {"label_smoothing": 0.0},
+    "D-ls0.2": {"label_smoothing": 0.2},
+    "E-learned": {"position_encoding": "learned"},
+    "big": {"d_model": 1024, **_ffn(4096), **_heads(16, 64), "dropout": 0.3},
+    "tiny": {"d_model": 128, **_ffn(256), **_heads(4, 32), **_layers(4), "dropout": 0.3},
+}
+
+# What no model has more of, so that a hostile file can't name what takes all memory or time: a
+# thousand layers are the deepest published (https://arxiv.org/abs/2203.00555), and float32, in
+# which positions are encoded, counts no further than 2^24.
+MOST_LAYERS, MOST = 1000, 2**24
+
+
+@strict
+class VanillaTransformerConfig(PreTrainedConfig):
+    """Hyper-parameters of the encoder-decoder Transformer; the defaults are the paper's base model.
+
+    Args:
+        vocab_size: Tokens in the vocabulary that source and target share, or in the source's.
+        decoder_vocab_size: Tokens in a target vocabulary of its own (it may be of equal size);
+            `None` shares the source's.
+        d_model: Width of every layer's input and output.
+        encoder_layers, decoder_layers: N.
+        encoder_attention_heads, decoder_attention_heads: h.
+        encoder_ffn_dim, decoder_ffn_dim: d_ff.
+        head_dim: d_k, the width of a query or key in one head; `None` becomes d_model / h, and
+            stays where encoder and decoder differ in h.
+        value_head_dim: d_v, the width of a value in one head; `None` is d_k.
+        attention_bias: Biases in the four projections of attention. The paper's are plain matrices.
+        dropout: P_drop, on each sub-layer's output and on embedding plus position (section 5.4).
+        attention_dropout: Dropout on the attention weights. Not in the paper.
+        activation_dropout: Dropout inside the feed-forward network. Not in the paper.
+        activation_function: Name in transformers' `ACT2FN`.
+        label_smoothing: epsilon_ls (section 5.4), used by the model's own loss while training.
+        norm_position: "post" is LayerNorm(x + Sublayer(x)), the paper's; "pre" is
+            x + Sublayer(LayerNorm(x)) with one more LayerNorm after each stack.
+        layer_norm_eps: Added to the variance; tensor2tensor's value, the paper names none.
+        position_encoding: "sinusoidal" knows no length limit; "learned" is row (E) of Table 3.
+        max_position_embeddings: Number of learned positions; a mere hint for sinusoids.
+        scale_embedding: Multiply embeddings by sqrt(d_model) on input (section 3.4).
+        tie_word_embeddings: Source embedding, target embedding and pre-softmax projection are one
+            matrix (section 3.4); with two vocabularies, the latter two.
+        pad_token_id, bos_token_id, eos_token_id, decoder_start_token_id: Special token ids.
+        use_cache: Keep keys and values of earlier positions while generating.
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: A value of the wrong type, out of range, or at
+            odds with another; the message names it and what was expected.
+    """
+
+    model_type = "vanilla_transformer"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "encoder_attention_heads",
+        "num_hidden_layers": "encoder_layers",
+    }
+    # Names within a stack, or in the models around it: each class keeps what it has of them.
+    base_model_tp_plan = {
+        "shared": "embedding_rowwise",
+        "embed_tokens": "embedding_rowwise",
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.out_proj": "rowwise",
+        "layers.*.encoder_attn.q_proj": "colwise",
+        "layers.*.encoder_attn.k_proj": "colwise",
+        "layers.*.encoder_attn.v_proj": "colwise",
+        "layers.*.encoder_attn.out_proj": "rowwise",
+        "layers.*.ffn.fc1": "colwise",
+        "layers.*.ffn.fc2": "rowwise",
+    }
+    base_model_fsdp_plan = {"layers.*": "free_full_weight"}
+    _auto_class = "AutoConfig"
+
+    vocab_size: int = 37000
+    decoder_vocab_size: int | None = None
+    d_model: int = 512
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    encoder_attention_heads: int = 8
+    decoder_attention_heads: int = 8
+    encoder_ffn_dim: int = 2048
+    decoder_ffn_dim: int = 2048
+    head_dim: int | None = None
+    value_head_dim: int | None = None
+    attention_bias: bool = False
+    dropout: float | int = 0.1
+    attention_dropout: float | int = 0.0
+    activation_dropout: float | int = 0.0
+    activation_function: str = "relu"
+    label_smoothing: float | int = 0.1
+    norm_position: Literal["post", "pre"] = "post"
+    layer_norm_eps: float = 1e-6
+    position_encoding: Literal["sinusoidal", "learned"] = "sinusoidal"
+    max_position_embeddings: int = 1024
+    scale_embedding: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    decoder_start_token_id: int | None = 1
+    is_encoder_decoder: bool = True
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # Every folder carries all the code, so every Auto class resolves from it.
+        kwargs["auto_map"] = dict(AUTO_MAP)
+        # `pipeline()` demands trust for whatever it finds here, even where the code is installed.
+        kwargs.pop("custom_pipelines", None)
+        if __name__.startswith("transformers_modules."):
+            kwargs["custom_pipelines"] = CustomPipelines(CUSTOM_PIPELINES)
+        self._take_other_names(kwargs)
+        heads = self.encoder_attention_heads
+        if self.head_dim is None and heads == self.decoder_attention_heads:
+            # transformers reads the width of keys and values from here; bad sizes are named below
+            self.head_dim = self.d_model // heads if heads and self.d_model % heads == 0 else None
+        super().__post_init__(**kwargs)
+
+    def _take_other_names(self, given: dict[str, Any]) -> None:
+        """Let `hidden_size` and the like be set before anything follows from them."""
+        for alias in given.keys() & self.attribute_map.keys():
+            name, value = self.attribute_map[alias], given.pop(alias)
+            held = getattr(self, name)
+            if held not in (value, self.__dataclass_fields__[name].default):
+                raise ValueError(
+                    f"{alias}={value!r} is another name of {name}={held!r}: expected one"
+                )
+            setattr(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is saved, the pipelines included, for processes that lack this package."""
+        return {**super().to_dict(), "custom_pipelines": copy.deepcopy(CUSTOM_PIPELINES)}
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> "VanillaTransformerConfig":
+        """The configuration of a row of the paper's Table 3.
+
+        Args:
+            name: A key of `PRESETS`, such as "base", "big", "A-h1", "E-learned" or "tiny".
+            overrides: Fields set on top of the preset's.
+
+        Raises:
+            ValueError: No preset has that name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}: expected one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **overrides})
+
+    @property
+    def target_vocab_size(self) -> int:
+        """Tokens that the decoder reads and predicts."""
+        return self.decoder_vocab_size or self.vocab_size
+
+    @property
+    def shares_embeddings(self) -> bool:
+        """Whether source and target embedding are one matrix (section 3.4)."""
+        return self.tie_word_embeddings and self.decoder_vocab_size is None
+
+    def get_text_config(
+        self, decoder: bool | None = None, encoder: bool | None = None
+    ) -> PreTrainedConfig:
+        """This configuration, or one stack's share of it under the names of a single stack."""
+        if decoder and not encoder and self.decoder_vocab_size is None:
+            # The base class renames decoder_vocab_size to vocab_size, which can't be None.
+            explicit = copy.copy(self)
+            explicit.decoder_vocab_size = self.vocab_size
+            return super(VanillaTransformerConfig, explicit).get_text_config(decoder=True)
+        return super().get_text_config(decoder=decoder, encoder=encoder)
+
+    def for_both_stacks(self) -> "VanillaTransformerConfig":
+        """The same for encoder and decoder, also where it was saved from one of them alone."""
+        return self._with(is_encoder_decoder=True)
+
+    def for_one_stack(self, stack: Literal["encoder", "decoder"]) -> "VanillaTransformerConfig":
+        """The same for a stack alone. The other's sizes follow it, because transformers reads
+        `num_hidden_layers`, `num_attention_heads` and `vocab_size` from the encoder's."""
+        fields: dict[str, Any] = {
+            f"{either}_{size}": getattr(self, f"{stack}_{size}")
+            for either in ("encoder", "decoder")
+            for size in ("layers", "attention_heads", "ffn_dim")
+        }
+        fields["vocab_size"] = self.vocab_size if stack == "encoder" else self.target_vocab_size
+        fields["head_dim"] = self.head_dim or self.d_model // fields["encoder_attention_heads"]
+        return self._with(is_encoder_decoder=False, decoder_vocab_size=None, **fields)
+
+    def _with(self, **fields: Any) -> "VanillaTransformerConfig":
+        """This configuration if it has these values, or else a copy that has."""
+        if all(getattr(self, name) == value for name, value in fields.items()):
+            return self
+        config = copy.deepcopy(self)
+        for name, value in fields.items():
+            setattr(config, name, value)
+        return config
+
+    def validate_sizes(self) -> None:
+        """Every size is a positive integer, and not larger than any model's."""
+        stacks = ("layers", "attention_heads", "ffn_dim")
+        sizes = [f"{stack}_{size}" for stack in ("encoder", "decoder") for size in stacks]
+        sizes += ["vocab_size", "d_model", "max_position_embeddings"]
+        for name in (*sizes, "decoder_vocab_size", "head_dim", "value_head_dim"):
+            value = getattr(self, name)
+            if value is None and name not in sizes:
+                continue
+            most = MOST_LAYERS if name.endswith("layers") else MOST
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: expected a positive integer")
+            if value > most:
+                raise ValueError(f"{name}={value!r}: expected at most {most}")
+
+    def validate_widths(self) -> None:
+        """Without `head_dim` the heads divide d_model; all heads together are no wider than a
+        model may be; sinusoids need an even d_model."""
+        for name in ("encoder_attention_heads", "decoder_attention_heads"):
+            heads = getattr(self, name)
+            if self.head_dim is None and self.d_model % heads:
+                raise ValueError(
+                    f"d_model={self.d_model} is not divisible by {name}={heads}: "
+                    "expected a multiple, or an explicit head_dim"
+                )
+            for width in ("head_dim", "value_head_dim"):
+                value = getattr(self, width) or 1
+                if heads * value > MOST:
+                    raise ValueError(
+                        f"{name}={heads} of {width}={value}: expected at most {MOST} together"
+                    )
+        if self.position_encoding == "sinusoidal" and self.d_model % 2:
+            raise ValueError(
+                f"d_model={self.d_model}: sinusoidal positions come in pairs of sine and cosine, "
+                "expected an even number"
+            )
+
+    def validate_probabilities(self) -> None:
+        """Rates of dropout and label smoothing lie in [0, 1), the layer norm's epsilon above 0."""
+        for name in ("dropout", "attention_dropout", "activation_dropout", "label_smoothing"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"{name}={value!r}: expected a number in [0, 1)")
+        if not self.layer_norm_eps > 0:
+            raise ValueError(f"layer_norm_eps={self.layer_norm_eps!r}: expected a number above 0")
+
+    def validate_activation(self) -> None:
+        """The activation function is one that transformers has."""
+        if self.activation_function not in ACT2FN:
+            raise ValueError(
+                f"activation_function={self.activation_function!r}: "
+                f"expected one of {', '.join(sorted(ACT2FN))}"
+            )
+
+    def validate_token_ids(self) -> None:
+        """Special ids lie in the vocabulary that they index (the base class only warns)."""
+        source, target = self.vocab_size, self.target_vocab_size
+        limits = {
+            "pad_token_id": min(source, target),
+            "bos_token_id": min(source, target),
+            "eos_token_id": min(source, target),
+            "decoder_start_token_id": target,
+        }
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            for token_id in value if isinstance(value, list) else [value]:
+                if token_id is not None and not 0 <= token_id < limit:
+                    raise ValueError(
+                        f"{name}={value!r} is outside the vocabulary: expected 0 <= id < {limit}"
+                    )
+
+
+__all__ = ["PRESETS", "VanillaTransformerConfig"]

@@ -1,0 +1,230 @@
+"""Label smoothing (section 5.4): cross-entropy against a target that is not quite sure.
+
+The target distribution is (1 - eps) on the label plus eps / V on each of the V tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from .validation import expect_labels, out_of_range
+
+ROWS = 256  # of logits, worked on at a time
+
+
+def label_smoothed_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    label_smoothing: float = 0.0,
+    num_items_in_batch: torch.Tensor | int | None = None,
+) -> torch.Tensor:
+    """Cross-entropy against (1 - eps) on the label plus eps / vocabulary on every token.
+
+    Args:
+        logits: (batch, length, vocabulary).
+        labels: (batch, length); -100 takes no part.
+        label_smoothing: eps.
+        num_items_in_batch: What the sum is divided by, where other batches share one gradient
+            step; by default this batch's own labels.
+
+    Raises:
+        ValueError: `labels` and `logits` differ in batch or length.
+        IndexError: A label is neither -100 nor in the vocabulary (on the CPU).
+    """
+    expect_labels(labels, logits)
+    labels = labels.to(logits.device)
+    # The gradient of a row without a label is 0, but 0 times NaN is NaN.
+    scores = logits.to(at_least_float32(logits.dtype)).masked_fill((labels == -100)[..., None], 0)
+    with _naming_bad_labels(labels, logits.shape[-1]):
+        total = F.cross_entropy(
+            scores.flatten(0, -2),
+            labels.flatten(),
+            label_smoothing=label_smoothing,
+            reduction="sum",
+        )
+    return total / _count_items(labels, num_items_in_batch)
+
+
+def projected_cross_entropy(
+    states: torch.Tensor,
+    projection: nn.Linear,
+    labels: torch.Tensor,
+    label_smoothing: float = 0.0,
+    num_items_in_batch: torch.Tensor | int | None = None,
+) -> torch.Tensor:
+    """As `label_smoothed_cross_entropy` of `projection(states)`, which is never whole in memory.
+
+    Only rows with a label are projected. `states` are (batch, length, d_model).
+    """
+    expect_labels(labels, states)
+    if torch.compiler.is_compiling() or not is_plain_matrix(projection):
+        logits = projection(states)
+        return label_smoothed_cross_entropy(logits, labels, label_smoothing, num_items_in_batch)
+    rows, flat = states.flatten(0, -2), labels.to(states.device).flatten()
+    labelled = (flat != -100).nonzero()[:, 0]
+    if len(labelled) < len(flat):
+        rows, flat = rows[labelled], flat[labelled]
+    matrix, kind = projection.weight, states.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else matrix.dtype
+    # Of no use without autograd, and where weights are frozen.
+    wanted = [torch.is_grad_enabled() and one.requires_grad for one in (rows, matrix)]
+    with torch.autocast(kind, enabled=False), _naming_bad_labels(flat, len(matrix)):
+        items = _count_items(flat, num_items_in_batch)
+        return ProjectedCrossEntropy.apply(
+            rows, matrix, flat, label_smoothing, dtype, items, *wanted
+        )
+
+
+class ProjectedCrossEntropy(torch.autograd.Function):
+    """What is behind `projected_cross_entropy`: from states to loss and gradients, a few rows at a
+    time. Neither logits nor probabilities of all rows ever exist.
+
+    With p = softmax(states projection^T), the gradient at the logits is p less (1 - eps) on the
+    label less eps / V everywhere. The last part is the same in each column, as is its part in the
+    loss, so that both come from the mean row of the projection instead of from V columns.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        projection: torch.Tensor,
+        labels: torch.Tensor,
+        label_smoothing: float,
+        dtype: torch.dtype,
+        items: torch.Tensor | int,
+        wants_grad_states: bool,
+        wants_grad_projection: bool,
+    ) -> torch.Tensor:
+        """(rows, d_model) states and a (vocabulary, d_model) matrix, which are multiplied in
+        `dtype`, to a sum of -log p over `items`."""
+        eps, wide = label_smoothing, at_least_float32(dtype)
+        ctx.dtypes, ctx.items = (states.dtype, projection.dtype), items
+        mean_row = projection.mean(0).to(wide)
+        states, projection = states.to(dtype), projection.to(dtype)
+        total = -eps * (states.sum(0, dtype=wide) @ mean_row)
+        grad_states = torch.empty_like(states)
+        grad_projection = product = None
+        if wants_grad_projection:
+            grad_projection = torch.zeros_like(projection, dtype=wide)
+            product = torch.empty_like(projection) if wide != dtype else None
+        rows, cached_rows = _rows_at_a_time(states, len(projection))
+        logits = states.new_empty(min(rows, len(states)), len(projection))
+        errors = torch.empty_like(logits)
+        for part, gold, grad_part in _split(rows, states, labels, grad_states):
+            scores = torch.mm(part, projection.t(), out=logits[: len(part)])
+            error = errors[: len(part)]
+            for piece, piece_gold, out in _split(cached_rows, scores, gold, error):
+                total += _softmax_less_label(piece, piece_gold[:, None], 1 - eps, out)
+            if wants_grad_states:
+                torch.mm(error, projection, out=grad_part)
+            if grad_projection is not None:
+                _add_product(grad_projection, error, part, product)
+        if wants_grad_states:
+            grad_states -= (eps * mean_row).to(states.dtype)
+        if grad_projection is not None:
+            grad_projection -= eps / len(projection) * states.sum(0, dtype=wide)
+            grad_projection /= items
+        ctx.save_for_backward(grad_states if wants_grad_states else None, grad_projection)
+        return total / items
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients that `forward` has found already. The projection's is large: on a CPU it is
+        not written again to multiply it by 1. That of states may be too narrow for 1 / items."""
+        grad_states, grad_projection = ctx.saved_tensors
+        if grad_states is not None:
+            grad_states = grad_states.to(ctx.dtypes[0]) * (grad_total / ctx.items)
+        if grad_projection is not None:
+            grad_projection = grad_projection.to(ctx.dtypes[1])
+            if grad_total.device.type != "cpu" or grad_total != 1:
+                grad_projection = grad_projection * grad_total
+        return grad_states, grad_projection, *(None,) * 6
+
+
+def _add_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: torch.Tensor | None
+) -> None:
+    """Adds left^T right to a total; where that is wider than they are, by way of `product`."""
+    if product is None:
+        total.addmm_(left.t(), right)
+        return
+    torch.mm(left.t(), right, out=product)
+    for wide, narrow in _split(ROWS, total, product):
+        wide += narrow
+
+
+def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:
+    """How many rows of logits to have at a time, and how many of them in the cache of a CPU.
+
+    Products in half precision are so fast that adding them up in float32, once for each part,
+    takes its time: hence fewer and larger parts there. On a GPU each kernel wants much to do.
+    """
+    if states.device.type != "cpu":
+        rows = max(1, 2**26 // vocab_size)
+        return rows, rows
+    rows = min(ROWS if states.dtype.itemsize > 2 else 2 * ROWS, max(1, 2**24 // vocab_size))
+    return rows, max(1, 2**17 // vocab_size)
+
+
+def _softmax_less_label(
+    scores: torch.Tensor, labels: torch.Tensor, weight: float, out: torch.Tensor
+) -> torch.Tensor:
+    """Writes softmax(scores), less `weight` on each row's label, into `out`; returns the sum of
+    log(normaliser) - weight * score of the label."""
+    wide = at_least_float32(scores.dtype)
+    highest = scores.amax(-1, keepdim=True).to(wide)
+    label_score = scores.gather(-1, labels).to(wide)
+    same = out if out.dtype == wide else None
+    probabilities = torch.softmax(scores, -1, dtype=wide, out=same)
+    log_normalizer = highest - probabilities.amax(-1, keepdim=True).log()  # exp(0) / normaliser
+    probabilities.scatter_add_(-1, labels, torch.full_like(highest, -weight))
+    if same is None:
+        out.copy_(probabilities)
+    return (log_normalizer - weight * label_score).sum()
+
+
+def _split(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def is_plain_matrix(projection: nn.Module) -> bool:
+    """Whether a call is only a product: nothing quantised, adapted, parallel or offloaded."""
+    hooks = (
+        projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection)
+    )
+    plain = type(projection) is nn.Linear and type(projection.weight) is nn.Parameter
+    return plain and projection.bias is None and not hooks
+
+
+@contextmanager
+def _naming_bad_labels(labels: torch.Tensor, vocab_size: int) -> Iterator[None]:
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        if "out of bounds" not in str(error):
+            raise
+        raise out_of_range(labels[labels != -100], vocab_size, "label") from None
+
+
+def _count_items(
+    labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+) -> torch.Tensor | int:
+    """What a sum of losses is divided by."""
+    if num_items_in_batch is None:
+        return (labels != -100).sum().clamp(min=1)
+    if isinstance(num_items_in_batch, torch.Tensor):
+        return num_items_in_batch.to(labels.device)
+    return num_items_in_batch
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Half precision widened to float32; float64 stays."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,189 @@
+# Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
+"""What every model is to transformers, and the paper does not speak of: how weights start, what
+runs in parallel, and matrices that grow and shrink."""
+
+import re
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+from transformers import initialization as init
+
+from .configuration_vanilla_transformer import VanillaTransformerConfig
+from .validation import expect_weights
+
+
+class VanillaTransformerPreTrainedModel(PreTrainedModel):
+    """What all models share."""
+
+    config: VanillaTransformerConfig
+    config_class = VanillaTransformerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["VanillaTransformerLayer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config)
+        if self.can_generate():
+            # One that counts as made from a configuration loses `length_penalty_type` on loading.
+            self.generation_config._from_model_config = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Start a module's weights as tensor2tensor does; the paper does not say.
+
+        | weights                                          | start                       |
+        |--------------------------------------------------|-----------------------------|
+        | embeddings, learned positions, untied projection | normal, std d_model^-0.5    |
+        | matrices of attention and feed-forward networks  | uniform, Xavier             |
+        | biases                                           | 0                           |
+        | layer normalisation                              | gain 1, bias 0              |
+        """
+        if isinstance(module, nn.Embedding) or module is self.get_output_embeddings():
+            init.normal_(module.weight, std=self.config.d_model**-0.5)
+        elif isinstance(module, nn.Linear):
+            init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+
+    @staticmethod
+    def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+        """As transformers', which takes memory for all that a checkpoint lacks before it says so
+        (5.17 to 5.23)."""
+        if load_config.pretrained_model_name_or_path is not None:
+            expect_weights(model, loading_info.missing_and_mismatched())
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
+    def init_parallel_plans(self) -> None:
+        """Keep of the plans, which serve every class and each stack, what names a part of this."""
+        super().init_parallel_plans()
+        parts = chain(self.named_modules(), self.named_parameters())
+        names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in parts}
+        for plan in (self._tp_plan, self._fsdp_plan):
+            for name in plan.keys() - names:
+                del plan[name]
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The shared matrix; the source's where source and target have matrices of their own."""
+        return getattr(*self._embedding_owner())
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Put another matrix in the place of `get_input_embeddings`'s."""
+        setattr(*self._embedding_owner(), value)
+
+    def _embedding_owner(self) -> tuple[nn.Module, str]:
+        model = self.base_model
+        if hasattr(model, "shared"):
+            return model, "shared"
+        stack = getattr(model, "encoder", None) or getattr(model, "decoder", model)
+        return stack, "embed_tokens"
+
+    def _resize_token_embeddings(
+        self,
+        new_num_tokens: int | None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """The source's matrix; the target's and the projection follow if the vocabulary is one."""
+        sizes = (new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if self.config.is_encoder_decoder and not self.config.shares_embeddings:
+            # the base class resizes the source's and the projection, never the target's
+            one_vocabulary = self.config.decoder_vocab_size is None
+            stack = self.get_decoder() if one_vocabulary else self.get_encoder()
+            stack.embed_tokens = self._get_resized_embeddings(stack.embed_tokens, *sizes)
+            if not one_vocabulary:
+                return stack.embed_tokens
+        return super()._resize_token_embeddings(*sizes)
+
+    def resize_decoder_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """Resize the target's embedding and the projection, where the target has a vocabulary of
+        its own; `resize_token_embeddings` resizes the source's.
+
+        Raises:
+            ValueError: Source and target share a vocabulary.
+        """
+        if self.config.decoder_vocab_size is None:
+            raise ValueError(
+                "decoder_vocab_size=None: source and target share a vocabulary, "
+                "expected a call of resize_token_embeddings"
+            )
+        decoder, projection = self.get_decoder(), self.get_output_embeddings()
+        decoder.embed_tokens = self._get_resized_embeddings(
+            decoder.embed_tokens, new_num_tokens, pad_to_multiple_of, mean_resizing
+        )
+        rows = decoder.embed_tokens.num_embeddings
+        if projection is not None:
+            self.set_output_embeddings(
+                self._get_resized_lm_head(projection, rows, mean_resizing=mean_resizing)
+            )
+        self.config.decoder_vocab_size = rows
+        self.tie_weights()
+        return decoder.embed_tokens
+
+    def get_position_embeddings(self) -> nn.Embedding | tuple[nn.Embedding, ...]:
+        """The learned positions, those of encoder and decoder where there are both.
+
+        Raises:
+            ValueError: The positions are sinusoids: nothing is learned, and there is no limit.
+        """
+        if self.config.position_encoding != "learned":
+            raise ValueError(
+                f"position_encoding={self.config.position_encoding!r}: expected 'learned'; "
+                "sinusoids have no table and know no limit"
+            )
+        positions = tuple(stack.embed_positions for stack in self._stacks())
+        return positions if self.config.is_encoder_decoder else positions[0]
+
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """Give every stack so many learned positions, the old ones kept as far as they go.
+
+        Raises:
+            ValueError: The positions are sinusoids, or the number is not positive.
+        """
+        self.get_position_embeddings()
+        if new_num_position_embeddings < 1:
+            raise ValueError(
+                f"new_num_position_embeddings={new_num_position_embeddings}: "
+                "expected a positive integer"
+            )
+        self.config.max_position_embeddings = new_num_position_embeddings
+        for stack in self._stacks():
+            old = stack.embed_positions
+            new = type(old)(self.config).to(old.weight.device, old.weight.dtype)
+            self._init_weights(new)
+            kept = min(len(old.weight), len(new.weight))
+            new.weight.data[:kept] = old.weight.data[:kept]
+            stack.embed_positions = new.requires_grad_(old.weight.requires_grad)
+
+    def _stacks(self) -> list[nn.Module]:
+        """Encoder and decoder, as far as they are there."""
+        return [module for module in self.modules() if hasattr(module, "embed_positions")]
+
+
+def count_positions(
+    attention_mask: torch.Tensor | None, embeddings: torch.Tensor, cache: Cache | None
+) -> torch.Tensor:
+    """Positions from 0 at each row's first token on, so that left padding shifts nothing:
+    (batch, length) of a (batch, past_length + length) mask, or (1, length) without one."""
+    length = embeddings.shape[1]
+    if attention_mask is None or attention_mask.ndim != 2:
+        past_length = 0 if cache is None else cache.get_seq_length()
+        return torch.arange(length, device=embeddings.device)[None] + past_length
+    positions = attention_mask.bool().cumsum(-1) - 1
+    return positions.clamp(min=0)[:, -length:].to(embeddings.device)

@@ -1,0 +1,1 @@
+"""From batches to a trained model and its checkpoints."""

@@ -1,0 +1,235 @@
+"""The card that training leaves beside a checkpoint: data, recipe, command and measured scores."""
+
+import json
+import shlex
+import sys
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+from transformers import (
+    PreTrainedModel,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_pt_utils import get_model_param_count
+
+from ..data.parallel_text import DataArguments
+from ..inference.metrics import METRICS
+from .arguments import ModelArguments
+
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ name }}
+
+A {{ model_type }} of {{ parameters }} parameters for {{ direction }}, trained on {{ data }}.
+
+```python
+from transformers import pipeline
+
+translate = pipeline("translation", model="{{ place }}", trust_remote_code=True)
+```
+
+With `import vanilla_transformer` first, `trust_remote_code` is not needed.
+
+## Scores
+
+{{ scores }}
+
+## Training
+
+{{ steps }} steps, {{ epochs }} epochs, on {{ device }}, with torch {{ torch }} and
+transformers {{ transformers }}. The curves are in `curves.png`.
+
+```
+{{ command }}
+```
+
+The options that differ from their defaults, the recipe's included:
+
+```yaml
+{{ recipe }}
+```
+"""
+
+
+class ModelCardTrainer(Trainer):
+    """For any trainer: `class Mine(ModelCardTrainer, Seq2SeqTrainer)`.
+
+    Set `card_arguments` to the model's and the data's arguments: its card is then that of
+    `write_model_card`, and every push to the Hub holds one.
+    """
+
+    card_arguments: tuple[Any, ...] = ()
+    scores: dict[str, dict[str, Any]] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(_CardBeforePush(self))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As `Trainer.create_model_card`, whose arguments our card ignores."""
+        if not self.card_arguments:
+            super().create_model_card(*args, **kwargs)
+        elif self.is_world_process_zero():
+            self._write_card(self.model)
+
+    def finish_card(self, model: PreTrainedModel, scores: dict[str, dict[str, Any]]) -> None:
+        """Write the card with scores, and push it if the model was pushed.
+
+        Args:
+            model: The whole model; the trainer's own may be in parts on other processes.
+            scores: As for `write_model_card`.
+        """
+        self.scores = scores
+        path = self._write_card(model)
+        if self.args.push_to_hub:
+            HfApi().upload_file(
+                path_or_fileobj=path,
+                path_in_repo=path.name,
+                repo_id=self.hub_model_id,
+                token=self.args.hub_token,
+                revision=self.args.hub_revision,
+                commit_message="Model card",
+            )
+
+    def _write_card(self, model: PreTrainedModel) -> Path:
+        log = {"steps": self.state.global_step, "epochs": round(self.state.epoch or 0.0, 2)}
+        model_arguments, data_arguments = self.card_arguments
+        return write_model_card(
+            model, self.scores, log, model_arguments, data_arguments, self.args, self.hub_model_id
+        )
+
+
+class _CardBeforePush(TrainerCallback):
+    """`Trainer` writes a card before it pushes a model, but not before it pushes a checkpoint."""
+
+    def __init__(self, trainer: ModelCardTrainer) -> None:
+        self.trainer = trainer
+
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write ours."""
+        if self.trainer.card_arguments:
+            self.trainer.create_model_card()
+
+
+def write_model_card(
+    model: PreTrainedModel,
+    scores: dict[str, dict[str, Any]] | None,
+    log: dict[str, Any],
+    model_arguments: ModelArguments,
+    data_arguments: DataArguments,
+    training_arguments: Seq2SeqTrainingArguments,
+    repository: str | None = None,
+) -> Path:
+    """Write `README.md` into the run's output folder.
+
+    Args:
+        scores: For each split, what `evaluation.score_translations` measured; `None` before.
+        log: `steps` and `epochs` done.
+        repository: The Hub's, if the model is pushed to one.
+
+    Returns:
+        The card's path.
+    """
+    output_dir = Path(training_arguments.output_dir).resolve()  # "." has no name
+    name = Path(repository or output_dir).name
+    languages = [data_arguments.source_lang, data_arguments.target_lang]
+    arguments = (model_arguments, data_arguments, training_arguments)
+    card = ModelCard.from_template(
+        ModelCardData(
+            language=[language for language in languages if language] or None,
+            library_name="transformers",
+            pipeline_tag="translation",
+            tags=[model.config.model_type],
+            model_name=name,
+            eval_results=_eval_results(scores, data_arguments) or None,
+        ),
+        template_str=TEMPLATE,
+        name=name,
+        place=repository or training_arguments.output_dir,
+        model_type=model.config.model_type,
+        parameters=f"{get_model_param_count(model):,}",
+        direction=" to ".join(filter(None, languages)) or "sequence-to-sequence tasks",
+        data=_data_name(data_arguments),
+        scores=_score_table(scores),
+        device=training_arguments.device.type,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        command=_command(training_arguments.hub_token),
+        recipe=yaml.safe_dump(_changed(arguments), sort_keys=True, allow_unicode=True).strip(),
+        **log,
+    )
+    path = output_dir / "README.md"
+    card.save(path)
+    return path
+
+
+def _data_name(arguments: DataArguments) -> str:
+    if arguments.dataset_name is not None:
+        return f"`{arguments.dataset_name}`"
+    return f"`{Path(arguments.paths('train')[0]).name}`"
+
+
+def _eval_results(
+    scores: dict[str, dict[str, Any]] | None, arguments: DataArguments
+) -> list[EvalResult]:
+    name = _data_name(arguments).strip("`")
+    return [
+        EvalResult(
+            task_type="translation",
+            dataset_type=name,
+            dataset_name=name,
+            dataset_split=split,
+            metric_type=metric,
+            metric_value=round(measured[metric], 2),
+        )
+        for split, measured in (scores or {}).items()
+        for metric in METRICS
+    ]
+
+
+def _score_table(scores: dict[str, dict[str, Any]] | None) -> str:
+    if scores is None:
+        return "None are measured yet."
+    if not scores:
+        return "None were measured: the run had no validation and no test data."
+    rows = ["| split | BLEU | chrF | exact match, % |", "|---|---|---|---|"]
+    for split, measured in scores.items():
+        cells = (f"{measured[metric]:.2f}" for metric in METRICS)
+        rows.append(f"| {split} | {' | '.join(cells)} |")
+    signatures = next(iter(scores.values()))
+    rows += ["", f"BLEU `{signatures['bleu_signature']}`, chrF `{signatures['chrf_signature']}`"]
+    return "\n".join(rows)
+
+
+def _command(token: str | None) -> str:
+    words = [word.replace(token, "<HUB_TOKEN>") if token else word for word in sys.argv]
+    return shlex.join(["python", *words])
+
+
+def _changed(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """What a user or a recipe set: everything that is not at its default, but for secrets."""
+    changed: dict[str, Any] = {}
+    for group in arguments:
+        for name, spec in type(group).__dataclass_fields__.items():
+            default = spec.default if spec.default_factory is MISSING else spec.default_factory()
+            value = getattr(group, name)
+            if not spec.init or not isinstance(value, (str, int, float, bool, list, dict)):
+                continue
+            # `TrainingArguments` turns some names into lists, and masks secrets by their ending.
+            if value not in (default, [default], []) and not name.endswith("_token"):
+                changed[name] = value
+    return json.loads(json.dumps(changed, default=str))
