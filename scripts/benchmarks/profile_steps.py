@@ -22,7 +22,7 @@ from scripts.benchmarks.turns import in_own_process, settle, timed
 from scripts.reports import expect_known, markdown, write
 
 KINDS = {  # by parts of the operations' names, the first that fits
-    "loss, log-probabilities": ("ProjectedCross", "softmax", "exp_", "amax", "logsumexp"),
+    "loss, log-probabilities": ("FusedLinear", "softmax", "exp_", "amax", "logsumexp"),
     "attention": ("scaled_dot_product", "bmm"),  # fused, in all of these
     "matrix products": ("mm", "mkldnn_linear", "linear_backward"),
     "layer normalisation": ("layer_norm",),

@@ -26,8 +26,11 @@ from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
 )
-from vanilla_transformer.model.loss import label_smoothed_cross_entropy
-from vanilla_transformer.model.modeling_vanilla_transformer import scaled_dot_product_attention
+from vanilla_transformer.model.modeling_vanilla_transformer import (
+    VanillaTransformerLayer,
+    label_smoothed_cross_entropy,
+    scaled_dot_product_attention,
+)
 
 SEQ2SEQ = VanillaTransformerForConditionalGeneration
 CAUSAL = VanillaTransformerForCausalLM
@@ -63,7 +66,7 @@ def inputs_for(model, rows=2, length=6, labels=False):
 
 
 def layers_of(model):
-    return [m for m in model.modules() if type(m).__name__ == "VanillaTransformerLayer"]
+    return [m for m in model.modules() if isinstance(m, VanillaTransformerLayer)]
 
 
 def learn(model, inputs):
@@ -363,7 +366,7 @@ def layers_on_disk(model):
     """A device map: layers on the disk, everything else in memory."""
     places = {}
     for name, module in model.named_modules():
-        if type(module).__name__ == "VanillaTransformerLayer":
+        if isinstance(module, VanillaTransformerLayer):
             places[name] = "disk"
         elif not list(module.children()) and ".layers." not in name:
             places[name] = "cpu"

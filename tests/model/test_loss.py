@@ -13,10 +13,9 @@ from vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
 )
 from vanilla_transformer.model import loss as loss_module
-from vanilla_transformer.model.loss import (
-    label_smoothed_cross_entropy,
-    projected_cross_entropy,
-)
+from vanilla_transformer.model.loss import fused_linear_cross_entropy
+from vanilla_transformer.model.modeling_vanilla_transformer import label_smoothed_cross_entropy
+from vanilla_transformer.model.validation import expect_labels
 
 CLASSES = [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
 
@@ -32,6 +31,11 @@ def seq2seq(**options):
 def of_logits(states, projection, *rest):
     """The loss of logits that exist, as a function of states."""
     return label_smoothed_cross_entropy(projection(states), *rest)
+
+
+def projected_cross_entropy(states, projection, *rest):
+    """The loss of logits that never exist."""
+    return fused_linear_cross_entropy(states, projection.weight, *rest)
 
 
 LOSSES = pytest.mark.parametrize("loss", [of_logits, projected_cross_entropy])
@@ -129,11 +133,12 @@ def test_the_projected_loss_in_half_precision_is_near(dtype):
 
 
 def test_a_label_outside_the_vocabulary_is_named():
-    projection = nn.Linear(8, 50, bias=False)
     for label in (50, -1):
-        labels = torch.tensor([[3, label, -100]])
+        labels = torch.tensor([[3, -100, label]])
         with pytest.raises(IndexError, match=f"label {label} is out of range: expected 0 <= label"):
-            projected_cross_entropy(torch.randn(1, 3, 8), projection, labels)
+            expect_labels(labels, torch.randn(1, 3, 8), 50)
+        with pytest.raises(IndexError, match=f"label {label} is out of range: expected 0 <= label"):
+            seq2seq()(input_ids=IDS, labels=labels)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -546,7 +546,7 @@ def test_input_that_cannot_be_is_named(model, inputs, error, message):
 
 
 def test_a_target_is_needed(model):
-    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+    with pytest.raises(ValueError, match="exactly one of decoder_input_ids and decoder_"):
         model(input_ids=random_ids(1, 5))
 
 

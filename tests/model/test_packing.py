@@ -15,7 +15,8 @@ from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
 )
-from vanilla_transformer.model import packing
+from vanilla_transformer.model import attention
+from vanilla_transformer.model.modeling_vanilla_transformer import VanillaTransformerStack
 
 EXACT = {"atol": 1e-5, "rtol": 1e-4}
 NO_DROPOUT = {"dropout": 0.0, "label_smoothing": 0.1, "head_dim": 8}
@@ -116,7 +117,7 @@ def train_once(model, inputs):
     """The loss, the gradients, and (rows, length) of what each stack's first layer returned."""
     shapes = []
     for part in model.train().modules():
-        if hasattr(part, "through_layers"):
+        if isinstance(part, VanillaTransformerStack):
             part.layers[0].register_forward_hook(
                 lambda module, inputs, output: shapes.append(tuple(output.shape[:2]))
             )
@@ -153,7 +154,7 @@ def test_packed_rows_train_as_padded_rows_do(monkeypatch, flash, cls, name):
     inputs = batch_of(cls)
     loss, grads, padded = train_once(with_attention(cls, "sdpa"), inputs)
     # masks of that attention keep packed rows apart too, at the cost of all pairs of tokens
-    monkeypatch.setattr(packing, "keeps_rows_apart", lambda config: True)
+    monkeypatch.setattr(attention, "is_flex", lambda name: not attention.is_flash(name))
     packed_loss, packed_grads, packed = train_once(with_attention(cls, name), inputs)
     expect_equal((packed_loss, packed_grads), (loss, grads))
     tokens = int(inputs["attention_mask"].sum())
@@ -230,14 +231,14 @@ def test_states_of_each_layer_come_in_one_padded_batch(flash):
         expect_equal(states, wanted)
 
 
-def test_several_targets_of_one_source_are_not_packed(flash):
+def test_several_targets_of_one_source_are_packed_too(flash):
     inputs = batch_of(VanillaTransformerForConditionalGeneration)
     for name in ("input_ids", "attention_mask"):
         inputs[name] = inputs[name][:2]
     loss, grads, _ = train_once(seq2seq("sdpa"), inputs)
     unpacked_loss, unpacked_grads, shapes = train_once(seq2seq("flash_attention_2"), inputs)
     expect_equal((unpacked_loss, unpacked_grads), (loss, grads))
-    assert shapes == [(1, 5 + 6), (4, 12)]
+    assert shapes == [(1, 5 + 6), (1, 12 + 4 + 12 + 11)]
 
 
 # ---------------------------------------------------------------- generation

@@ -1,307 +1,463 @@
-# Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
-"""Faster ways to the same numbers: what the model does not owe to the paper but to processors."""
+"""Faster ways to compute what the model file writes out, with the same result.
 
+`attn_implementation="eager"` uses none of them: it runs the equations of the model file.
+
+| faster                              | where                                           |
+|-------------------------------------|-------------------------------------------------|
+| fused or written-out kernels        | "sdpa" on a CPU                                 |
+| beams share the keys of their source| "sdpa", with the cache of `cache.py`            |
+| padding never reaches a layer       | flash and flex attention; the encoder on a CPU  |
+"""
+
+import inspect
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig
-from transformers.integrations.flash_attention import flash_attention_forward
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import create_bidirectional_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_bidirectional_mask,
+    create_causal_mask,
+    flash_attention_mask,
+    flex_attention_mask,
+)
+from transformers.modeling_outputs import BaseModelOutput
 
-from .packing import PackedRows, are_recorded, attend_to_row, is_flash
-from .validation import expect_as_many
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
-# ---------------------------------------------------------------- Random numbers
+# ---------------------------------------------------------------- Kernels
 
-
-class _Masked(torch.autograd.Function):
-    """States where `kept` is 1, scaled: a byte is remembered of each, where torch's product would
-    remember a float."""
-
-    @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.save_for_backward(kept)
-        ctx.scale = scale
-        return (states * kept).mul_(scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Masked.apply(grad, *ctx.saved_tensors, ctx.scale), None, None
+NO_ATTENTION_OPTIONS = {"use_cache", "output_hidden_states"}
 
 
-class Dropout(nn.Dropout):
-    """As torch's, but on the CPU the probability is rounded to a multiple of 2^-16.
+class FastAttentionInterface(AttentionInterface):
+    """transformers' attention functions, with ours in the place of "sdpa" and of flash attention.
 
-    torch draws 64 random bits for each element there, which takes a tenth of a small model's
-    training step; this draws 16.
+    Each takes queries (batch, heads, query_length, d_k), keys (batch, heads, key_length, d_k),
+    values (batch, heads, key_length, d_v) and a mask, and returns the output
+    (batch, query_length, heads, d_v).
     """
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Zero each element with probability p while training, and scale up the others."""
-        dropped = round(self.p * 2**16)
-        if not self.training or dropped == 0:
-            return states
-        if states.device.type != "cpu" or torch.compiler.is_compiling() or dropped == 2**16:
-            return super().forward(states)
-        bits = torch.empty(-(-states.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-        bits = bits.view(torch.int16)[: states.numel()].view(states.shape)
-        kept = (bits >= dropped - 2**15).view(torch.uint8)
-        return _Masked.apply(states, kept, 2**16 / (2**16 - dropped))
+    def get_interface(
+        self, attn_implementation: str, default: AttentionFunction
+    ) -> AttentionFunction:
+        """The function of this name; `default`, the equation written out, for "eager"."""
+        attend = super().get_interface(attn_implementation, default)
+        if attend is sdpa_attention_forward:
+            return partial(sdpa_attention, default)
+        if attend is not default and is_flash(attn_implementation):
+            return partial(flash_attention, attend)
+        return attend
 
 
-# ---------------------------------------------------------------- Lower precision on a CPU
-
-
-def cast_once(states: torch.Tensor) -> torch.Tensor:
-    """What autocast would do to the same states in each of several products."""
-    kind = states.device.type
-    if states.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-        return states.to(torch.get_autocast_dtype(kind))
-    return states
-
-
-OF_NO_ACCOUNT = {"use_cache", "output_hidden_states"}  # to attention itself
-
-
-def fastest(
-    attend: Callable[..., Any],
-    products: Callable[..., Any],
+def sdpa_attention(
+    equation: AttentionFunction,
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
-    mask: Any,
-    options: dict[str, Any],
-) -> Callable[..., Any]:
-    """The attention asked for, unless a CPU has a faster one of the same result, or flash attention
-    is given a mask of four dimensions, which it does not know.
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    rows: "RowsByLength | None" = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `sdpa_attention_forward`, with the fastest kernel of a CPU.
 
     In half precision, or where float32 is multiplied with less precision, torch's fused attention
-    takes several times as long to train. There `products`, the equation written out, serve if their
-    scores are not too many to keep.
+    trains several times slower than the `equation` written out, as long as the scores fit in memory.
     """
-    if isinstance(mask, RowsByLength):
-        return partial(mask.attend, fastest(attend, products, query, key, None, options))
-    if isinstance(mask, dict):
-        return partial(attend_to_row, attend)
-    if attend is flash_attention_forward and mask is not None and mask.ndim == 4:
-        return sdpa_attention_forward
-    foreign = attend is not sdpa_attention_forward or options.keys() - OF_NO_ACCOUNT
-    if foreign or query.device.type != "cpu":
-        return attend
-    if query.requires_grad and _narrow(query.dtype):
-        few = query.shape[2] * key.shape[2] <= 512 * 512
-        return partial(unfused_attention, products) if few else attend
-    return attend if torch.compiler.is_compiling() else fused_attention
+    again = partial(sdpa_attention, equation)
+    if rows is not None:
+        return rows.attend(again, module, query, key, value, **options)
+    if query.shape[0] != key.shape[0]:
+        return attend_with_shared_keys(again, module, query, key, value, attention_mask, **options)
+    attend: AttentionFunction = sdpa_attention_forward
+    known = {"scaling", "dropout"} | NO_ATTENTION_OPTIONS
+    if query.device.type == "cpu" and options.keys() <= known:
+        is_small = query.shape[2] * key.shape[2] <= 512 * 512
+        if query.requires_grad and _is_narrow(query.dtype):
+            attend = partial(unfused_attention, equation) if is_small else attend
+        elif not torch.compiler.is_compiling():
+            attend = fused_attention
+    return attend(module, query, key, value, attention_mask, **options)
 
 
-def _narrow(dtype: torch.dtype) -> bool:
+def _is_narrow(dtype: torch.dtype) -> bool:
     if torch.compiler.is_compiling() or dtype != torch.float32:  # a compiler can't ask for more
         return dtype.itemsize == 2
     return torch.get_float32_matmul_precision() != "highest"
 
 
 def fused_attention(
-    module: nn.Module,
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`sdpa_attention_forward` without its look at other models' options and other devices."""
-    causal = attention_mask is None and module.is_causal and query.shape[2] > 1
+    """`sdpa_attention_forward`, without its checks for options and devices that are not ours."""
+    is_causal = attention_mask is None and module.is_causal and query.shape[2] > 1
     output = F.scaled_dot_product_attention(
-        query, key, value, attention_mask, dropout, is_causal=causal, scale=scaling
+        query, key, value, attention_mask, dropout, is_causal=is_causal, scale=scaling
     )
     return output.transpose(1, 2), None
 
 
 def unfused_attention(
-    products: Callable[..., Any],
-    module: nn.Module,
+    equation: AttentionFunction,
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`products`, with the masks of `sdpa_attention_forward`: one is added to scores, or is True
-    where a key is seen, and a query that sees none gets 0; without one a causal module's queries
-    see no later key."""
+    """The `equation`, with the masks of `sdpa_attention_forward`: a mask is added to the scores, or
+    is True where a key is visible, and a query that sees no key gets 0. Without a mask, the queries
+    of a causal module see no later key."""
     if attention_mask is None and module.is_causal and query.shape[2] > 1:
-        seen = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
-        attention_mask = seen.tril()
+        attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     if attention_mask is None or attention_mask.dtype != torch.bool:
-        return products(module, query, key, value, attention_mask, **kwargs)[0], None
+        return equation(module, query, key, value, attention_mask, **options)[0], None
     added = torch.where(attention_mask, 0.0, torch.finfo(torch.float32).min)
-    output, _ = products(module, query, key, value, added, **kwargs)
+    output, _ = equation(module, query, key, value, added, **options)
     sees_any = attention_mask.any(-1)  # (..., query_length)
     return output if sees_any.all() else output * sees_any.transpose(-1, -2)[..., None], None
 
 
-# ---------------------------------------------------------------- Less to write
-
-
-@lru_cache(maxsize=32)
-def _kept(make: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    return make(*args)
-
-
-def made_once(make: Callable[..., torch.Tensor], beside: torch.Tensor, *args: Any) -> torch.Tensor:
-    """`make(*args)`, a constant, kept for the next time: unless a compiler or an exporter looks on,
-    whose tensors, as that `beside` it, must not be met again."""
-    plain = type(beside) is torch.Tensor and not torch.compiler.is_compiling()
-    return _kept(make, *args) if plain else make(*args)
-
-
-def queries_see_alike(config: PreTrainedConfig) -> bool:
-    """Whether this attention takes a mask (batch, 1, 1, key_length) for all queries."""
-    return config._attn_implementation in ("eager", "sdpa") or is_flash(config)
-
-
-def padding_mask(
-    config: PreTrainedConfig,
-    queries: torch.Tensor,
+def flash_attention(
+    attend: AttentionFunction,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    keys: torch.Tensor,
-) -> torch.Tensor | None:
-    """transformers' mask of keys that are padding, not of query x key where a vector does, or the
-    caller's own of four dimensions. Without a gradient to come, fused attention is given one to be
-    added to scores: torch would make that of a boolean one in each layer. transformers' flash
-    attention would take the mask of keys for that of queries where these are others."""
-    of_others = queries is not keys and is_flash(config)
-    if of_others and attention_mask is not None and attention_mask.ndim == 2:
-        return attention_mask[:, None, None].bool()
-    if queries_see_alike(config):
-        queries = queries[:, :1]
-    mask = create_bidirectional_mask(config, queries, attention_mask, keys)
-    is_boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
-    if config._attn_implementation != "sdpa" or not is_boolean or torch.is_grad_enabled():
-        return mask
-    return torch.zeros_like(mask, dtype=keys.dtype).masked_fill_(~mask, -torch.inf)
+    rows: "PackedInputs | None" = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Flash attention, told where packed rows end. It does not know masks of four dimensions, nor
+    that of keys which are not the queries' own: SDPA takes these."""
+    if rows is not None:
+        keys = rows.target if module.is_causal or rows.source is None else rows.source
+        attention_mask, options = None, options | rows.target.ends_with(keys)
+    elif attention_mask is not None and (attention_mask.ndim == 4 or module.is_cross_attention):
+        if attention_mask.ndim == 2:
+            attention_mask = attention_mask[:, None, None].bool()
+        attend = sdpa_attention_forward
+    return attend(module, query, key, value, attention_mask, **options)
+
+
+def is_flash(attn_implementation: str) -> bool:
+    """Whether this is a flash attention, installed or from the Hub."""
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(attn_implementation) is flash_attention_mask
+
+
+def is_flex(attn_implementation: str) -> bool:
+    """Whether this is torch's flex attention."""
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(attn_implementation) is flex_attention_mask
+
+
+def cast_once(states: torch.Tensor) -> torch.Tensor:
+    """The states in autocast's type, which would otherwise be cast in each of several products."""
+    kind = states.device.type
+    if states.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return states.to(torch.get_autocast_dtype(kind))
+    return states
 
 
 # ---------------------------------------------------------------- Beams that share a source
 
 
-def fold_beams(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """(batch * beams, length, dim) to (batch, beams * length, dim), where beams share keys."""
-    if queries.shape[0] == keys.shape[0]:
-        return queries
-    expect_as_many(queries, keys)
-    return queries.reshape(keys.shape[0], -1, queries.shape[-1])
-
-
-def unfold_beams(
-    rows: int, output: torch.Tensor, weights: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(batch, beams * length, heads, d_v) back to (batch * beams, length, heads, d_v), and weights
-    (batch, heads, beams * length, key_length) likewise."""
-    if output.shape[0] == rows:
-        return output, weights
-    beams = rows // output.shape[0]
-    if weights is not None:
-        weights = weights.unflatten(2, (beams, -1)).movedim(2, 1).flatten(0, 1)
-    return output.unflatten(1, (beams, -1)).flatten(0, 1), weights
-
-
-# ---------------------------------------------------------------- Sentences of similar length
-
-SHORTEST = 0.6  # sentence of a group, over its longest
-
-
-def by_length(
-    layers: Callable[[torch.Tensor, Any], torch.Tensor],
-    config: PreTrainedConfig,
-    options: dict[str, Any],
-    states: torch.Tensor,
+def attend_with_shared_keys(
+    attend: AttentionFunction,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """`layers(states, mask)`, of tokens alone where much of a batch is padding.
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of (batch * beams, heads, length, d_k) queries to (batch, heads, key_length, d_k)
+    keys: the beams of a source become further queries of one row. No query is hidden from another,
+    so that a mask (batch * beams, 1, 1, key_length) says all."""
+    batch, beams = key.shape[0], query.shape[0] // key.shape[0]
+    heads, length = query.shape[1:3]
+    folded = query.unflatten(0, (batch, beams)).transpose(1, 2).flatten(2, 3)
+    if attention_mask is not None:
+        attention_mask = attention_mask[::beams, :, :1]
+    output, _ = attend(module, folded, key, value, attention_mask, **options)
+    return output.reshape(batch * beams, length, heads, -1), None
 
-    What is padding is 0 in what is returned, (batch, length, d_model). That pays on a CPU, where no
-    gradient is to come. Nor may states of each layer be asked for (among `options` or in the
-    configuration), which want one padded batch.
+
+def repeat_sources(
+    targets: torch.Tensor, sources: torch.Tensor, attention_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sources (batch, source_length, d_model) and their mask, repeated where each source has
+    several targets."""
+    times = targets.shape[0] // sources.shape[0]
+    if times == 1:
+        return sources, attention_mask
+    if attention_mask is not None and attention_mask.shape[0] == sources.shape[0]:
+        attention_mask = attention_mask.repeat_interleave(times, 0)
+    return sources.repeat_interleave(times, 0), attention_mask
+
+
+# ---------------------------------------------------------------- Batches without padding
+
+
+class PackedRows:
+    """The tokens of a batch in one row.
+
+    Args:
+        is_token: Which positions of the batch hold a token, boolean, (batch, length).
     """
-    if not is_padded(states, attention_mask) or are_recorded(config, options):
-        return layers(states, padding_mask(config, states, attention_mask, states))
-    assert attention_mask is not None
-    if not attention_mask.any():
-        return torch.zeros_like(states)
-    rows = RowsByLength(config, states, attention_mask)
-    return rows.unpack(layers(rows.states, rows))
+
+    def __init__(self, is_token: torch.Tensor):
+        self.shape = is_token.shape
+        self.places = is_token.flatten().nonzero()[:, 0]  # (tokens,)
+        self.row_of = self.places // self.shape[1]  # (tokens,)
+        self._lengths = is_token.count_nonzero(1)
+
+    def pack(self, states: torch.Tensor) -> torch.Tensor:
+        """(batch, length, ...) to (1, tokens, ...)."""
+        return states.flatten(0, 1)[self.places][None]
+
+    def unpack(self, states: torch.Tensor) -> torch.Tensor:
+        """(1, tokens, dim) to (batch, length, dim), 0 where there is padding."""
+        padded = states.new_zeros(self.shape.numel(), states.shape[-1])
+        return padded.index_copy_(0, self.places, states[0]).unflatten(0, self.shape)
+
+    def unpack_heads(self, states: torch.Tensor) -> torch.Tensor:
+        """(1, heads, tokens, head_dim) to (batch, heads, length, head_dim), likewise."""
+        unpacked = self.unpack(states.transpose(1, 2).flatten(2))
+        return unpacked.unflatten(2, (states.shape[1], -1)).transpose(1, 2)
+
+    def ends_with(self, keys: "PackedRows") -> dict[str, Any]:
+        """Where these rows and those of the keys end, as flash attention takes it."""
+        ends = [F.pad(rows._lengths.cumsum(0), (1, 0)).int() for rows in (self, keys)]
+        longest = [int(rows._lengths.max()) for rows in (self, keys)]
+        return {
+            "cu_seq_lens_q": ends[0],
+            "cu_seq_lens_k": ends[1],
+            "max_length_q": longest[0],
+            "max_length_k": longest[1],
+        }
+
+
+class PackedInputs(NamedTuple):
+    """The rows of a stack's own positions, and those of the source that a decoder attends to."""
+
+    target: PackedRows
+    source: PackedRows | None = None
 
 
 class RowsByLength:
-    """The tokens of a batch as one row, (1, tokens, d_model), those of sentences of similar length
-    beside each other, so that attention, which needs each sentence apart, has little padding."""
+    """The tokens of a batch in one row, rows of similar length next to each other: attention, which
+    needs each row apart, works on groups with little padding.
 
-    def __init__(
-        self, config: PreTrainedConfig, states: torch.Tensor, attention_mask: torch.Tensor
-    ):
-        self.shape = states.shape
+    Args:
+        attention_mask: 1 for tokens, (batch, length).
+    """
+
+    SHORTEST = 0.6  # row of a group, relative to its longest
+
+    def __init__(self, attention_mask: torch.Tensor):
+        self.shape = attention_mask.shape
         self.groups: list[tuple[PackedRows, torch.Tensor | None]] = []  # with the mask of keys
-        self.places: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for rows in _of_similar_length(attention_mask.count_nonzero(1)):
-            mask = attention_mask[rows]
-            columns = mask.any(0).nonzero()[:, 0]
-            place, mask = (rows[:, None], columns), mask[:, columns]
-            group = states[place]
-            mask_of_keys = padding_mask(config, group, mask, group)
-            self.groups.append((PackedRows(group, mask.bool()), mask_of_keys))
-            self.places.append(place)
-        self.states = torch.cat([group.states for group, _ in self.groups], 1)
-        self._lengths = [group.states.shape[1] for group, _ in self.groups]
+        places = []
+        index = torch.arange(attention_mask.numel(), device=attention_mask.device)
+        index = index.view(self.shape)
+        for rows in self._of_similar_length(attention_mask.count_nonzero(1)):
+            is_token = attention_mask[rows].bool()
+            columns = is_token.any(0).nonzero()[:, 0]
+            is_token = is_token[:, columns]
+            group = PackedRows(is_token)
+            places.append(index[rows[:, None], columns].flatten()[group.places])
+            self.groups.append((group, None if is_token.all() else is_token[:, None, None]))
+        self.places = torch.cat([index.new_empty(0), *places])
+        self._tokens = [len(group.places) for group, _ in self.groups]
 
-    def unpack(self, states: torch.Tensor) -> torch.Tensor:
-        """(1, tokens, d_model) to (batch, length, d_model), 0 where there is padding."""
-        padded = self.states.new_zeros(self.shape)
-        parts = states.to(padded.dtype).split(self._lengths, 1)
-        for (group, _), place, part in zip(self.groups, self.places, parts, strict=True):
-            padded[place] = group.unpack(part)
-        return padded
+    pack, unpack = PackedRows.pack, PackedRows.unpack
 
     def attend(
         self,
-        attend: Callable[..., Any],
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *rest: Any,
-        **kwargs: Any,
+        attend: AttentionFunction,
+        module: torch.nn.Module,
+        *heads: torch.Tensor,
+        **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attention group by group, (1, heads, tokens, head_dim) to (1, tokens, heads, d_v)."""
-        outputs = []
-        parts = (states.split(self._lengths, 2) for states in (query, key, value))
-        for (group, mask), *heads in zip(self.groups, *parts, strict=True):
-            unpacked = (group.unpack_heads(states) for states in heads)
-            output, _ = attend(module, *unpacked, mask, **kwargs)
+        outputs = [heads[-1].new_empty(0, *heads[-1].shape[1::2])]
+        parts = (states.split(self._tokens, 2) for states in heads)
+        for (group, mask), *states in zip(self.groups, *parts, strict=True):
+            output, _ = attend(module, *map(group.unpack_heads, states), mask, **options)
             outputs.append(output.flatten(0, 1)[group.places])
         return torch.cat(outputs)[None], None
 
+    def _of_similar_length(self, lengths: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Indices of rows with tokens, group by group, from long to short."""
+        order = lengths.argsort(descending=True)[: int(lengths.count_nonzero())]
+        descending, start = lengths[order].tolist(), 0
+        for end in range(1, len(descending) + 1):
+            if end == len(descending) or descending[end] < self.SHORTEST * descending[start]:
+                yield order[start:end]
+                start = end
 
-def is_padded(states: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
-    """Whether a CPU is better off without the padding of (batch, length, d_model) states."""
-    if states.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
+
+def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., BaseModelOutput]:
+    """A stack's `forward` that sees the tokens of a batch in one row where that saves time, and
+    whose output is 0 where there is padding."""
+    names = list(inspect.signature(forward).parameters)[1:]
+    is_decoder = "encoder_hidden_states" in names
+
+    @wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> BaseModelOutput:
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {name: value for name, value in inputs.items() if value is not None}
+        packed = None
+        if not (torch.compiler.is_compiling() or are_layers_recorded(self.config, given)):
+            pack = pack_decoder_inputs if is_decoder else pack_encoder_inputs
+            packed = pack(self.config, **given)
+        if packed is None:
+            return forward(self, **inputs)
+        rows, changed = packed
+        output = forward(self, **{**inputs, **changed})
+        output.last_hidden_state = rows.unpack(output.last_hidden_state)
+        return output
+
+    return wrapper
+
+
+def are_layers_recorded(config: PreTrainedConfig, options: dict[str, Any]) -> bool:
+    """Whether the caller wants states or attentions of each layer, which come as padded batches."""
+    names = ("output_hidden_states", "output_attentions")
+    return any(options.get(name, getattr(config, name, False)) for name in names)
+
+
+def mask_from_labels(
+    config: PreTrainedConfig,
+    labels: torch.Tensor,
+    decoder_input_ids: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor | None:
+    """A mask (batch, target_length) of everything up to a row's last label, as no loss depends on
+    what follows; None where a mask saves nothing."""
+    name = config._attn_implementation
+    if not (is_flash(name) or is_flex(name)) or are_layers_recorded(config, options):
+        return None
+    if decoder_input_ids is None or decoder_input_ids.shape != labels.shape:
+        return None
+    return (labels != -100).flip(1).cumsum(1).flip(1) > 0
+
+
+def pack_encoder_inputs(
+    config: PreTrainedConfig, attention_mask: torch.Tensor | None = None, **inputs: Any
+) -> "tuple[PackedRows | RowsByLength, dict[str, Any]] | None":
+    """The rows of a padded source, and the encoder's inputs of their tokens alone; None where
+    padding costs little. With "sdpa" it costs time on a CPU, unless gradients are needed."""
+    mask, name = attention_mask, config._attn_implementation
+    if mask is None or mask.ndim != 2:
+        return None
+    if is_flash(name) or is_flex(name):
+        if not mask.any() or mask.all():
+            return None
+        packed = PackedRows(mask.bool())
+        changed = _packed_inputs(packed, mask, **inputs)
+        return packed, changed | _kept_apart(config, PackedInputs(packed))
+    if name != "sdpa" or mask.device.type != "cpu" or torch.is_grad_enabled():
+        return None
+    if mask.shape[0] == 1 or int(mask.count_nonzero()) >= 0.75 * mask.numel():
+        return None
+    rows = RowsByLength(mask)
+    return rows, {**_packed_inputs(rows, mask, **inputs), "attention_mask": None, "rows": rows}
+
+
+def pack_decoder_inputs(
+    config: PreTrainedConfig,
+    attention_mask: torch.Tensor | None = None,
+    encoder_hidden_states: torch.Tensor | None = None,
+    encoder_attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    **inputs: Any,
+) -> tuple[PackedRows, dict[str, Any]] | None:
+    """The rows of padded targets, and the decoder's inputs of their tokens alone; None where the
+    attention can't keep packed rows apart, with a cache, and without padding."""
+    name, source = config._attn_implementation, encoder_hidden_states
+    if past_key_values is not None or not (is_flash(name) or is_flex(name)):
+        return None
+    target = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    sides = [(target, attention_mask)]
+    if source is not None:
+        sides.append((source, encoder_attention_mask))
+    if not _can_be_packed(sides):
+        return None
+    rows = PackedInputs(*(PackedRows(_is_token(*side)) for side in sides))
+    changed = _packed_inputs(rows.target, _is_token(*sides[0]), **inputs)
+    if source is not None:
+        changed["encoder_hidden_states"] = rows.source.pack(source)
+    return rows.target, changed | _kept_apart(config, rows, is_decoder=True)
+
+
+def _packed_inputs(rows: Any, mask: torch.Tensor, **inputs: Any) -> dict[str, Any]:
+    """Token ids or embeddings of the tokens alone, and their positions."""
+    positions = inputs.get("position_ids")
+    if positions is None:
+        positions = (mask.bool().cumsum(-1) - 1).clamp(min=0)
+    packed = {"position_ids": rows.pack(positions.expand(rows.shape))}
+    for name in ("input_ids", "inputs_embeds"):
+        if name in inputs:
+            packed[name] = rows.pack(inputs[name])
+    return packed
+
+
+def _kept_apart(
+    config: PreTrainedConfig, rows: PackedInputs, is_decoder: bool = False
+) -> dict[str, Any]:
+    """The inputs that keep packed rows apart: where they end, or masks."""
+    masks: dict[str, Any] = {"attention_mask": None}
+    if is_decoder:
+        masks["encoder_attention_mask"] = None
+    if is_flash(config._attn_implementation):
+        return {**masks, "rows": rows}
+    masks["attention_mask"] = _block_mask(config, rows.target, rows.target, is_decoder)
+    if rows.source is not None:
+        masks["encoder_attention_mask"] = _block_mask(config, rows.target, rows.source)
+    return masks
+
+
+def _can_be_packed(sides: list[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
+    """Whether each target has a source of its own, and some of what is there is padding."""
+    if len({len(states) for states, _ in sides}) > 1:
         return False
-    if attention_mask is None or attention_mask.ndim != 2 or attention_mask.shape[0] == 1:
+    if any(mask is not None and mask.shape != states.shape[:2] for states, mask in sides):
         return False
-    return int(attention_mask.count_nonzero()) < 0.75 * attention_mask.numel()
+    masks = [mask.bool() for _, mask in sides if mask is not None]
+    return all(mask.any() for mask in masks) and not all(mask.all() for mask in masks)
 
 
-def _of_similar_length(lengths: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Indices of rows that are not empty, group by group, none much shorter than the longest of
-    its group."""
-    order = lengths.argsort(descending=True)[: int(lengths.count_nonzero())]
-    descending, start = lengths[order].tolist(), 0
-    for end in range(1, len(descending) + 1):
-        if end == len(descending) or descending[end] < SHORTEST * descending[start]:
-            yield order[start:end]
-            start = end
+def _is_token(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Which of (batch, length, ...) states belong to tokens: (batch, length), boolean."""
+    if mask is None:
+        return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+    return mask.to(states.device, torch.bool)
+
+
+def _block_mask(
+    config: PreTrainedConfig, queries: PackedRows, keys: PackedRows, is_causal: bool = False
+) -> Any:
+    """transformers' mask for flex attention, in which rows see only themselves."""
+
+    def in_one_row(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        return queries.row_of[query] == keys.row_of[key]
+
+    empty = torch.empty(1, 1, 0, device=queries.places.device)  # gives shape, type and device
+    target, source = (empty.expand(1, len(rows.places), 0) for rows in (queries, keys))
+    if is_causal:
+        return create_causal_mask(config, target, None, None, and_mask_function=in_one_row)
+    return create_bidirectional_mask(config, target, None, source, and_mask_function=in_one_row)

@@ -1,7 +1,6 @@
-"""What the paper's decoding adds to transformers' `GenerationMixin`."""
+"""What the paper's decoding adds to transformers' `GenerationMixin`, and a faster way through it."""
 
 import copy
-import inspect
 import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     Cache,
+    EncoderDecoderCache,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
@@ -16,24 +16,11 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from .cache import (
-    copies_less,
-    copy_less,
-    give_each_beam_its_own,
-    is_plain,
-    masks_itself,
-)
-from .logits import BEST_TOKENS, BestTokens
-from .validation import expect_generation_options, expect_prompt
+from .beam_search import best_tokens, shallow_copy, with_fast_projection
+from .cache import generation_cache, is_generation_cache, repeat_for_each_beam
+from .validation import expect_generation_options, expect_in_range, expect_prompt
 
 LENGTH_PENALTY_TYPES = ("power", "gnmt")
-NOT_AS_THEY_ARE = {"decoder_position_ids", "labels"}
-SHARED_BY_BEAMS = ("encoder_outputs", "attention_mask")
-# transformers 5.17 takes the size of the vocabulary from the configuration instead.
-_continuations = getattr(GenerationMixin, "_get_top_k_continuations", None)
-COUNTS_TOKENS_BY_SCORES = (
-    _continuations is not None and "vocab_size" not in inspect.signature(_continuations).parameters
-)
 
 
 class GNMTLengthPenalty(float):
@@ -49,8 +36,8 @@ class SourceLengthCriteria(StoppingCriteria):
     batch.
 
     Args:
-        max_lengths: Of the targets of each source, the prompt included, (sources,). A source may
-            have several targets, beams or samples, one after another.
+        max_lengths: Of the targets of each source, the prompt included, (sources,). The targets of
+            a source, beams or samples, follow one another.
     """
 
     eos_token_id = None  # its presence makes transformers pad rows that have ended
@@ -60,7 +47,7 @@ class SourceLengthCriteria(StoppingCriteria):
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Whether each of (rows, length) targets has ended, (rows,)."""
-        ended = input_ids.shape[1] >= self.max_lengths
+        ended = input_ids.shape[1] >= self.max_lengths.to(input_ids.device)
         return ended.repeat_interleave(input_ids.shape[0] // len(ended))
 
 
@@ -69,122 +56,117 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
     generation config, or a call, has `length_penalty_type="gnmt"`: hypotheses are ranked by their
     log-probability over ((5 + length) / 6)^`length_penalty`, not over length^`length_penalty`.
 
-    The best is sure to be found with `early_stopping="never"`; else transformers stops by a guess.
+    With `early_stopping="never"` the best hypothesis is found; otherwise transformers may stop
+    before it.
     """
 
     # Section 6.1: "we set the maximum output length during inference to input length + 50"
     extra_output_tokens = 50
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', and for a model in FSDP's shards: FSDP gathers weights for `forward`
-        alone, unless told otherwise, but the encoder is called by itself here.
-
-        Raises:
-            TypeError, ValueError: Something to read or an option is what no model reads or does.
-        """
-        if _in_shards(self) and "generate" not in vars(self):
-            torch.distributed.fsdp.register_fsdp_forward_method(self, "generate")
-            with torch.no_grad():
-                return self.generate(*args, **kwargs)
-        expect_prompt({**dict(zip(["inputs"], args, strict=False)), **kwargs})
-        config = kwargs.get("generation_config") or self.generation_config
-        expect_generation_options({**vars(config), **kwargs}, self.config.target_vocab_size)
-        output = GenerationMixin.generate(self._with_target_vocabulary(), *args, **kwargs)
-        give_each_beam_its_own(getattr(output, "past_key_values", None))
-        return output
-
-    def _prepare_generation_config(
-        self, generation_config: GenerationConfig | None, **kwargs: Any
-    ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """As transformers', which knows no `length_penalty_type`.
-
-        Raises:
-            ValueError: It is none of its choices, or GNMT's alpha is negative or no number.
-        """
-        given = {name: kwargs.pop(name) for name in ("length_penalty_type",) if name in kwargs}
-        config, kwargs = super()._prepare_generation_config(generation_config, **kwargs)
-        kind = given.get("length_penalty_type", getattr(config, "length_penalty_type", "power"))
-        if kind not in LENGTH_PENALTY_TYPES:
-            choices = ", ".join(LENGTH_PENALTY_TYPES)
-            raise ValueError(f"length_penalty_type={kind!r}: expected one of {choices}")
-        alpha = config.length_penalty
-        if kind == "gnmt" and not (alpha is None or 0 <= alpha < math.inf):
-            raise ValueError(
-                f"length_penalty={alpha} with length_penalty_type='gnmt': expected a number from 0"
-            )
-        if kind == "gnmt":
-            config.length_penalty = GNMTLengthPenalty(1.0 if alpha is None else alpha)
-        return config, kwargs
-
-    def _prepare_generated_length(
+    def generate(
         self,
-        generation_config: GenerationConfig,
-        has_default_max_length: bool,
-        has_default_min_length: bool,
-        model_input_name: str,
-        input_ids_length: int,
-        inputs_tensor: torch.Tensor,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
         **kwargs: Any,
-    ) -> GenerationConfig:
-        """Input length + 50 where the caller set no limit; transformers' own default is 20 tokens.
-        This is the longest source's limit: `_sample` and `_beam_search` end each row at its own.
-        Learned positions end where their table does.
+    ) -> Any:
+        """As transformers', with the paper's defaults, and the faster paths of this package.
 
         Args:
-            inputs_tensor: The encoder's input, of shape (batch, source_length) or
-                (batch, source_length, d_model).
+            kwargs: As for transformers, and `length_penalty_type`, "power" or "gnmt".
+
+        Raises:
+            TypeError, ValueError: An input or an option is not what a model can read or do.
+            IndexError: A token id is outside the vocabulary (on the CPU).
         """
-        unlimited = has_default_max_length and generation_config.max_new_tokens is None
-        if unlimited and self.config.is_encoder_decoder:
-            limit = inputs_tensor.shape[1] + self.extra_output_tokens
-            if self.config.position_encoding == "learned":
-                limit = min(limit, self.config.max_position_embeddings - input_ids_length)
-            generation_config.max_new_tokens = limit
-            generation_config.limited_by_source = True
-        return super()._prepare_generated_length(
-            generation_config=generation_config,
-            has_default_max_length=has_default_max_length,
-            has_default_min_length=has_default_min_length,
-            model_input_name=model_input_name,
-            input_ids_length=input_ids_length,
-            inputs_tensor=inputs_tensor,
-            **kwargs,
-        )
-
-    def _expand_inputs_for_generation(
-        self, expand_size: int = 1, **inputs: Any
-    ) -> tuple[torch.LongTensor, dict[str, Any]]:
-        """A source is not repeated for each of its beams or samples: they share what is encoded."""
-        shared = {}
+        if _is_sharded(self) and "generate" not in vars(self):
+            # FSDP gathers weights for `forward` alone, but the encoder is called by itself here.
+            torch.distributed.fsdp.register_fsdp_forward_method(self, "generate")
+            with torch.no_grad():
+                return self.generate(inputs, generation_config, **kwargs)
+        expect_prompt({"inputs": inputs, **kwargs})
+        options = GenerationOptions(self.generation_config, generation_config, kwargs)
+        expect_generation_options(options.all(), self.config.target_vocab_size)
+        options.use_length_penalty_type()
         if self.config.is_encoder_decoder:
-            shared = {name: inputs[name] for name in SHARED_BY_BEAMS if name in inputs}
-            inputs["encoder_outputs"] = {}  # transformers expects something to repeat
-            inputs["attention_mask"] = None
-        input_ids, inputs = super()._expand_inputs_for_generation(expand_size, **inputs)
-        return input_ids, inputs | shared
+            self._limit_by_source(inputs, options)
+            self._use_fast_cache(options)
+        try:
+            with self._without_autograd(options):
+                model = self._with_target_vocabulary()
+                config, kwargs = options.given, options.kwargs
+                output = GenerationMixin.generate(model, inputs, config, **kwargs)
+        except IndexError:
+            expect_in_range(self, {"input_ids": inputs, **kwargs})
+            raise
+        repeat_for_each_beam(getattr(output, "past_key_values", None))
+        is_inference = isinstance(output, torch.Tensor) and output.is_inference()
+        return output.clone() if is_inference else output  # the clone takes part in training
 
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        given = model_kwargs.get("past_key_values")
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        cache = model_kwargs.get("past_key_values")
-        if not self.config.is_encoder_decoder or cache is None:
+    def _limit_by_source(self, inputs: torch.Tensor | None, options: "GenerationOptions") -> None:
+        """Input length + 50 where the caller set no limit; transformers' own default is 20 tokens.
+        Each row ends at its own limit. Learned positions end where their table does."""
+        if options["max_length"] is not None or options["max_new_tokens"] is not None:
             return
-        if given is None and is_plain(cache):
-            copy_less(cache, generation_config.max_length)
-            return
-        # Another kind of cache is reordered with the beams, so that each needs a source of its own.
-        beams = max(generation_config.num_beams, generation_config.num_return_sequences)
-        shared = {name: model_kwargs.get(name) for name in SHARED_BY_BEAMS}
-        _, repeated = super()._expand_inputs_for_generation(
-            beams, is_encoder_decoder=True, **shared
+        kwargs, mask = options.kwargs, options.kwargs.get("attention_mask")
+        encoded = kwargs.get("encoder_outputs")
+        source = next(
+            (
+                one
+                for one in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+                if one is not None
+            ),
+            encoded[0] if encoded is not None else torch.ones(1, 1),
         )
-        model_kwargs.update(repeated)
+        prompt_length = self._prompt_length(options)
+        limit = source.shape[1] + self.extra_output_tokens
+        if self.config.position_encoding == "learned":
+            limit = min(limit, self.config.max_position_embeddings - prompt_length)
+        options["max_new_tokens"] = limit
+        has_ends = options["pad_token_id"] is not None or options["eos_token_id"] is not None
+        if mask is None or mask.ndim != 2 or not has_ends:
+            return
+        lengths = mask.count_nonzero(1) + self.extra_output_tokens
+        if lengths.min() < limit:
+            ends = SourceLengthCriteria(prompt_length + lengths.clamp(max=limit))
+            criteria = kwargs.get("stopping_criteria") or []
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, ends])
+
+    def _prompt_length(self, options: "GenerationOptions") -> int:
+        """Target tokens to begin with: transformers puts the start token before a prompt that lacks
+        it."""
+        prompt = options.kwargs.get("decoder_input_ids")
+        if prompt is None:
+            return 1
+        start = options["decoder_start_token_id"]
+        start = options["bos_token_id"] if start is None else start
+        starts = torch.as_tensor(start, device=prompt.device)
+        return prompt.shape[1] + int((prompt[:, 0] != starts).all())
+
+    def _use_fast_cache(self, options: "GenerationOptions") -> None:
+        """Pass a cache that copies less, where transformers would make a plain dynamic one."""
+        others = ("past_key_values", "cache_implementation", "assistant_model", "custom_generate")
+        others += ("prompt_lookup_num_tokens", "prefill_chunk_size", "penalty_alpha", "dola_layers")
+        if any(options[name] is not None for name in others) or options["is_assistant"]:
+            return
+        if options["use_cache"] is False or self.config._attn_implementation != "sdpa":
+            return
+        rows = max(options["num_beams"] or 1, options["num_return_sequences"] or 1)
+        new_tokens, prompt_length = options["max_new_tokens"], self._prompt_length(options)
+        length = options["max_length"] if new_tokens is None else prompt_length + new_tokens
+        options.kwargs["past_key_values"] = generation_cache(self.config, rows, length)
+
+    def _without_autograd(self, options: "GenerationOptions") -> AbstractContextManager:
+        """torch's inference mode, which saves a twentieth of the time, but whose tensors can't take
+        part in training: only where nothing but token ids remains of a generation."""
+        kwargs, kind = options.kwargs, self.device.type
+        if not is_generation_cache(kwargs.get("past_key_values")):
+            return nullcontext()
+        if options["return_dict_in_generate"] or kwargs.get("synced_gpus") or _is_sharded(self):
+            return nullcontext()
+        if "forward" in vars(self) or kind == "meta":  # compiled, or weights come and go
+            return nullcontext()
+        # autocast keeps the weights that it has cast
+        return nullcontext() if torch.is_autocast_enabled(kind) else torch.inference_mode()
 
     def prepare_inputs_for_generation(
         self,
@@ -196,11 +178,18 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As transformers', which looks in each step for whatever any model might take, and hides
+        """As transformers', which looks in each step for all that any model might take, and hides
         the padding of a target behind the mask that it makes for a static cache."""
         given = {"past_key_values": past_key_values, "attention_mask": attention_mask, **kwargs}
-        as_they_are = not NOT_AS_THEY_ARE & given.keys() and input_ids.device == self.device
-        if masks_itself(past_key_values) and as_they_are:
+        is_static = (
+            isinstance(past_key_values, EncoderDecoderCache) and past_key_values.is_compileable
+        )
+        plain = not {"decoder_position_ids", "labels"} & given.keys()
+        if (
+            (is_static or is_generation_cache(past_key_values))
+            and plain
+            and input_ids.device == self.device
+        ):
             first = 0 if next_sequence_length is None else -next_sequence_length
             new = input_ids[:, first:].clone(memory_format=torch.contiguous_format)
             return {**given, "decoder_input_ids": new}
@@ -213,89 +202,21 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         )
 
     def _sample(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
-        self._end_each_row(input_ids, kwargs)
-        with self._without_autograd(kwargs):
-            output = super()._sample(input_ids, **kwargs)
-        return _fit_for_training(output)
+        """As transformers' (5.17 to 5.23), with a faster projection onto a large vocabulary."""
+        return GenerationMixin._sample(with_fast_projection(self), input_ids, **kwargs)
 
     def _beam_search(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
-        self._end_each_row(input_ids, kwargs)
-        best = self._best_tokens(kwargs)
-        if best is not None:
-            processors = LogitsProcessorList([best])
-            kwargs |= {"logits_to_keep": best, "logits_processor": processors}
-        before = BEST_TOKENS.set(best)
-        try:
-            with self._without_autograd(kwargs):
-                output = super()._beam_search(input_ids, **kwargs)
-        finally:
-            BEST_TOKENS.reset(before)
-        output = _fit_for_training(output)
+        """As transformers' (5.17 to 5.23), looking at the best tokens alone where these decide."""
         config = kwargs["generation_config"]
+        best = best_tokens(self, kwargs)
+        if best is not None:
+            kwargs["logits_processor"] = LogitsProcessorList([best])
+        model = with_fast_projection(self) if best is None else best.model
+        output = GenerationMixin._beam_search(model, input_ids, **kwargs)
         if config._eos_token_tensor is None and config._pad_token_tensor is not None:
             sequences = getattr(output, "sequences", output)
             sequences[sequences < 0] = config._pad_token_tensor  # what transformers fills up with
         return output
-
-    def _end_each_row(self, input_ids: torch.LongTensor, options: dict[str, Any]) -> None:
-        """Add a `SourceLengthCriteria` where the caller set no limit and sources differ in length.
-
-        Args:
-            input_ids: The prompts, (rows, prompt_length).
-            options: The other arguments of a decoding method.
-        """
-        config, mask = options["generation_config"], options.get("attention_mask")
-        is_limited = getattr(config, "limited_by_source", False)
-        if not is_limited or mask is None or mask.ndim != 2 or config._pad_token_tensor is None:
-            return
-        lengths = mask.count_nonzero(1)
-        if lengths.min() < mask.shape[1]:
-            limits = (input_ids.shape[1] + lengths + self.extra_output_tokens).to(input_ids.device)
-            criteria = SourceLengthCriteria(limits.clamp(max=config.max_length))
-            options["stopping_criteria"] = StoppingCriteriaList(
-                [*options["stopping_criteria"], criteria]
-            )
-
-    def _best_tokens(self, options: dict[str, Any]) -> BestTokens | None:
-        """What beam search may look at instead of all tokens, on a CPU: where none of their scores
-        is asked for, changed or drawn by chance."""
-        config = options["generation_config"]
-        asked_for = config.output_scores or config.output_logits
-        changed = options["logits_processor"] or config.do_sample
-        elsewhere = options.get("synced_gpus") or self.device.type != "cpu"
-        # A subclass, a hook, or who replaces `forward`, may do something to logits.
-        ours = "_auto_class" in vars(type(self)) and "forward" not in vars(self)
-        if asked_for or changed or elsewhere or not ours or self._forward_hooks:
-            return None
-        if not COUNTS_TOKENS_BY_SCORES:
-            return None
-        ends = config._eos_token_tensor
-        beams_to_keep = max(2, 1 + (0 if ends is None else len(ends))) * config.num_beams
-        return BestTokens(min(beams_to_keep, self.config.target_vocab_size))
-
-    def _get_top_k_continuations(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        """As transformers', whose tokens are places among the best where it looks at those."""
-        found = super()._get_top_k_continuations(*args, **kwargs)
-        best = BEST_TOKENS.get()
-        if best is not None:
-            _, sequences, beams = found
-            now = kwargs["cur_len"]
-            rows = beams[:, :, now - kwargs["decoder_prompt_len"]]
-            sequences[:, :, now] = best.tokens[rows, sequences[:, :, now]]
-        return found
-
-    def _without_autograd(self, options: dict[str, Any]) -> AbstractContextManager:
-        """torch's inference mode, which takes a twentieth less time, but whose tensors take no part
-        in training: only where token ids are all that is left of a generation."""
-        if options["generation_config"].return_dict_in_generate or options.get("synced_gpus"):
-            return nullcontext()
-        kind = self.device.type
-        if "forward" in vars(self) or kind == "meta":  # compiled, or weights come and go
-            return nullcontext()
-        keeps_weights = torch.is_autocast_enabled(kind)  # those that autocast has cast
-        if keeps_weights or not copies_less(options.get("past_key_values")):
-            return nullcontext()
-        return torch.inference_mode()
 
     def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As transformers', for two vocabularies as well: (batch, generated_length) scores."""
@@ -308,19 +229,66 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         tokens to generate from there."""
         if self.config.decoder_vocab_size in (None, self.config.vocab_size):
             return self
-        model = object.__new__(type(self))  # copy.copy would build one of FSDP's anew
-        model.__dict__.update(self.__dict__)
+        model = shallow_copy(self)
         model.config = copy.copy(self.config)
         model.config.vocab_size = self.config.decoder_vocab_size
         return model
 
 
-def _fit_for_training(output: Any) -> Any:
-    is_of_inference = isinstance(output, torch.Tensor) and output.is_inference()
-    return output.clone() if is_of_inference else output
+class GenerationOptions:
+    """The options of a call of `generate()`: its keywords go before its generation config, and that
+    before the model's. None is unset.
+
+    Args:
+        default: The model's generation config.
+        given: The call's, which is not changed.
+        kwargs: The call's keywords.
+    """
+
+    def __init__(
+        self, default: GenerationConfig, given: GenerationConfig | None, kwargs: dict[str, Any]
+    ):
+        self.default = default
+        self.given = copy.deepcopy(given)
+        self.kwargs = dict(kwargs)
+
+    def all(self) -> dict[str, Any]:
+        """All options."""
+        return {**vars(self.given or self.default), **self.kwargs}
+
+    def __getitem__(self, name: str) -> Any:
+        values = (self.kwargs.get(name), getattr(self.given, name, None))
+        values = (*values, getattr(self.default, name, None))
+        return next((value for value in values if value is not None), None)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.given is None:
+            self.kwargs[name] = value
+        else:  # transformers warns where there are both a config and keywords
+            setattr(self.given, name, value)
+
+    def use_length_penalty_type(self) -> None:
+        """Replace `length_penalty` by the one that `length_penalty_type` names.
+
+        Raises:
+            ValueError: It names none, or GNMT's alpha is negative or no number.
+        """
+        kind, alpha = self["length_penalty_type"] or "power", self["length_penalty"]
+        self.kwargs.pop("length_penalty_type", None)
+        if kind not in LENGTH_PENALTY_TYPES:
+            choices = ", ".join(LENGTH_PENALTY_TYPES)
+            raise ValueError(f"length_penalty_type={kind!r}: expected one of {choices}")
+        if kind == "power":
+            return
+        alpha = 1.0 if alpha is None else alpha
+        if not 0 <= alpha < math.inf:
+            raise ValueError(
+                f"length_penalty={alpha} with length_penalty_type='gnmt': expected a number from 0"
+            )
+        self["length_penalty"] = GNMTLengthPenalty(alpha)
 
 
-def _in_shards(model: torch.nn.Module) -> bool:
+def _is_sharded(model: torch.nn.Module) -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FSDPModule  # not in every build of torch

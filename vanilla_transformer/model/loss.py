@@ -1,89 +1,58 @@
-"""Label smoothing (section 5.4): cross-entropy against a target that is not quite sure.
-
-The target distribution is (1 - eps) on the label plus eps / V on each of the V tokens.
-"""
+"""The label-smoothed loss without logits: from the decoder's states to the loss and its gradients, a
+few rows at a time, as in Liger's fused linear cross-entropy."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
-
-from .validation import expect_labels, out_of_range
+from transformers import PreTrainedConfig
 
 ROWS = 256  # of logits, worked on at a time
 
 
-def label_smoothed_cross_entropy(
-    logits: torch.Tensor,
+def can_fuse(config: PreTrainedConfig, projection: nn.Module) -> bool:
+    """Whether `fused_linear_cross_entropy` may stand in for this projection and the loss."""
+    is_eager = config._attn_implementation == "eager"
+    return not (is_eager or torch.compiler.is_compiling()) and is_plain_matrix(projection)
+
+
+def fused_linear_cross_entropy(
+    states: torch.Tensor,
+    matrix: torch.Tensor,
     labels: torch.Tensor,
     label_smoothing: float = 0.0,
     num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy against (1 - eps) on the label plus eps / vocabulary on every token.
+    """The model file's `label_smoothed_cross_entropy` of logits that never exist as a whole.
 
     Args:
-        logits: (batch, length, vocabulary).
-        labels: (batch, length); -100 takes no part.
+        states: (batch, length, d_model).
+        matrix: The projection, (vocabulary, d_model).
+        labels: (batch, length); -100 takes no part, and its row is not projected.
         label_smoothing: eps.
-        num_items_in_batch: What the sum is divided by, where other batches share one gradient
-            step; by default this batch's own labels.
-
-    Raises:
-        ValueError: `labels` and `logits` differ in batch or length.
-        IndexError: A label is neither -100 nor in the vocabulary (on the CPU).
+        num_items_in_batch: What the sum is divided by; by default the number of labels.
     """
-    expect_labels(labels, logits)
-    labels = labels.to(logits.device)
-    # The gradient of a row without a label is 0, but 0 times NaN is NaN.
-    scores = logits.to(at_least_float32(logits.dtype)).masked_fill((labels == -100)[..., None], 0)
-    with _naming_bad_labels(labels, logits.shape[-1]):
-        total = F.cross_entropy(
-            scores.flatten(0, -2),
-            labels.flatten(),
-            label_smoothing=label_smoothing,
-            reduction="sum",
-        )
-    return total / _count_items(labels, num_items_in_batch)
-
-
-def projected_cross_entropy(
-    states: torch.Tensor,
-    projection: nn.Linear,
-    labels: torch.Tensor,
-    label_smoothing: float = 0.0,
-    num_items_in_batch: torch.Tensor | int | None = None,
-) -> torch.Tensor:
-    """As `label_smoothed_cross_entropy` of `projection(states)`, which is never whole in memory.
-
-    Only rows with a label are projected. `states` are (batch, length, d_model).
-    """
-    expect_labels(labels, states)
-    if torch.compiler.is_compiling() or not is_plain_matrix(projection):
-        logits = projection(states)
-        return label_smoothed_cross_entropy(logits, labels, label_smoothing, num_items_in_batch)
     rows, flat = states.flatten(0, -2), labels.to(states.device).flatten()
-    labelled = (flat != -100).nonzero()[:, 0]
-    if len(labelled) < len(flat):
-        rows, flat = rows[labelled], flat[labelled]
-    matrix, kind = projection.weight, states.device.type
-    autocast = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast else matrix.dtype
-    # Of no use without autograd, and where weights are frozen.
+    with_label = (flat != -100).nonzero()[:, 0]
+    items = max(1, len(with_label)) if num_items_in_batch is None else num_items_in_batch
+    if isinstance(items, torch.Tensor):
+        items = items.to(states.device)
+    if len(with_label) < len(flat):
+        rows, flat = rows[with_label], flat[with_label]
+    kind = states.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else matrix.dtype
+    # No gradient is needed without autograd, or where weights are frozen.
     wanted = [torch.is_grad_enabled() and one.requires_grad for one in (rows, matrix)]
-    with torch.autocast(kind, enabled=False), _naming_bad_labels(flat, len(matrix)):
-        items = _count_items(flat, num_items_in_batch)
-        return ProjectedCrossEntropy.apply(
+    with torch.autocast(kind, enabled=False):
+        return FusedLinearCrossEntropy.apply(
             rows, matrix, flat, label_smoothing, dtype, items, *wanted
         )
 
 
-class ProjectedCrossEntropy(torch.autograd.Function):
-    """What is behind `projected_cross_entropy`: from states to loss and gradients, a few rows at a
-    time. Neither logits nor probabilities of all rows ever exist.
+class FusedLinearCrossEntropy(torch.autograd.Function):
+    """What computes `fused_linear_cross_entropy`.
 
     With p = softmax(states projection^T), the gradient at the logits is p less (1 - eps) on the
     label less eps / V everywhere. The last part is the same in each column, as is its part in the
@@ -202,27 +171,6 @@ def is_plain_matrix(projection: nn.Module) -> bool:
     )
     plain = type(projection) is nn.Linear and type(projection.weight) is nn.Parameter
     return plain and projection.bias is None and not hooks
-
-
-@contextmanager
-def _naming_bad_labels(labels: torch.Tensor, vocab_size: int) -> Iterator[None]:
-    try:
-        yield
-    except (IndexError, RuntimeError) as error:
-        if "out of bounds" not in str(error):
-            raise
-        raise out_of_range(labels[labels != -100], vocab_size, "label") from None
-
-
-def _count_items(
-    labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
-) -> torch.Tensor | int:
-    """What a sum of losses is divided by."""
-    if num_items_in_batch is None:
-        return (labels != -100).sum().clamp(min=1)
-    if isinstance(num_items_in_batch, torch.Tensor):
-        return num_items_in_batch.to(labels.device)
-    return num_items_in_batch
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -2,257 +2,247 @@
 """The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the paper's order.
 
 Section by section, https://arxiv.org/abs/1706.03762, then figure 1 from tokens to the loss.
+
+What makes it fast stands elsewhere, behind three seams: the attention function (`attention.py`),
+the cache (`cache.py`) and the loss without logits (`loss.py`). `attn_implementation="eager"` leaves
+the first and the last out: every product is then one of this file's.
 """
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import LongTensor, Tensor, nn
 from torch.nn import functional as F
 from transformers import Cache
 from transformers.activations import ACT2FN
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import (
-    BaseModelOutput,
-    BaseModelOutputWithPastAndCrossAttentions,
-    Seq2SeqLMOutput,
-    Seq2SeqModelOutput,
-)
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as DecoderOutput
 from transformers.processing_utils import Unpack
-from transformers.utils import ModelOutput, TransformersKwargs
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import (
-    Dropout,
-    by_length,
+    FastAttentionInterface,
     cast_once,
-    fastest,
-    fold_beams,
-    made_once,
-    unfold_beams,
+    mask_from_labels,
+    repeat_sources,
+    without_padding,
 )
-from .cache import causal_mask, new_cache, remember, remember_source
+from .cache import new_cache, update_kv_cache
 from .configuration_vanilla_transformer import VanillaTransformerConfig
+from .dropout import dropout
 from .generation import VanillaTransformerGenerationMixin
-from .logits import at_positions, project
-from .loss import (
-    at_least_float32,
-    label_smoothed_cross_entropy,
-    projected_cross_entropy,
-)
-from .packing import labelled, packed
-from .pretrained import VanillaTransformerPreTrainedModel, count_positions
-from .validation import expect_encoded, expect_inputs, expect_shiftable, look_up
+from .loss import at_least_float32, can_fuse, fused_linear_cross_entropy
+from .pretrained import VanillaTransformerPreTrainedModel, position_ids_from_mask
+from .validation import expect_labels, expect_shiftable, select_positions, validate_inputs
+
+Ids: TypeAlias = LongTensor | None
+Mask: TypeAlias = Tensor | None
+States: TypeAlias = Tensor | None
 
 # ---------------------------------------------------------------- 3.1 Encoder and decoder stacks
 
 
 class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
-    """What encoder and decoder share: embedded tokens plus positions, N layers, a final norm.
+    """What encoder and decoder share: embedded tokens plus positions, and N layers.
 
-    The final layer normalisation belongs to the pre-norm variant; the paper's stack has none.
+    The layer normalisation after them belongs to the pre-norm variant; the paper's stack has none.
     """
 
-    role: Literal["encoder", "decoder"]
-
-    def __init__(self, config: VanillaTransformerConfig):
+    def __init__(self, config: VanillaTransformerConfig, vocab_size: int, layers: list[nn.Module]):
         super().__init__(config)
-        in_encoder = self.role == "encoder"
-        vocab_size = config.vocab_size if in_encoder else config.target_vocab_size
-        layers = range(config.encoder_layers if in_encoder else config.decoder_layers)
         self.embed_tokens = nn.Embedding(vocab_size, config.d_model)
         learned = config.position_encoding == "learned"
         self.embed_positions = (LearnedPositions if learned else SinusoidalPositions)(config)
         self.embed_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.dropout = Dropout(config.dropout)
-        self.layers = nn.ModuleList(
-            VanillaTransformerLayer(config, self.role, index) for index in layers
-        )
+        self.layers = nn.ModuleList(layers)
         post_norm = config.norm_position == "post"
         self.layer_norm = nn.Identity() if post_norm else _layer_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
 
-    @property
-    def _can_record_outputs(self) -> dict[str, OutputRecorder]:
-        attention = VanillaTransformerAttention
-        recorders = {
-            "hidden_states": OutputRecorder(VanillaTransformerLayer),
-            "attentions": OutputRecorder(attention, 1, "self_attn"),
-        }
-        if self.role == "decoder":
-            recorders["cross_attentions"] = OutputRecorder(attention, 1, "encoder_attn")
-        recorders["hidden_states"].num_hidden_layers_key = f"{self.role}_layers"
-        return recorders
-
-    def embed(
-        self,
-        input_ids: torch.LongTensor | None,
-        inputs_embeds: torch.FloatTensor | None,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.LongTensor | None,
-        cache: Cache | None = None,
-    ) -> torch.Tensor:
+    def embed(self, input_ids: Ids, inputs_embeds: States, position_ids: Tensor) -> Tensor:
         """Dropout(sqrt(d_model) * embedding + position), (batch, length, d_model): sections 3.4,
         3.5 and 5.4. `inputs_embeds` are rows of the embedding matrix, not yet scaled."""
-        heads = getattr(self.config, f"{self.role}_attention_heads")
-        model = (self.config.d_model, heads, self.embed_tokens.weight.dtype)
-        expect_inputs(input_ids, inputs_embeds, attention_mask, position_ids, cache, *model)
         if inputs_embeds is None:
-            rows = len(self.embed_tokens.weight)
-            inputs_embeds = look_up(self.embed_tokens, input_ids, rows, "token id")
-        if position_ids is None:
-            position_ids = count_positions(attention_mask, inputs_embeds, cache)
+            inputs_embeds = self.embed_tokens(input_ids)
         positions = self.embed_positions(position_ids, inputs_embeds.dtype)
-        return self.dropout(inputs_embeds * self.embed_scale + positions)
-
-    def through_layers(
-        self, hidden_states: torch.Tensor, *mask_and_source: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """The N layers, over embedded tokens: (batch, length, d_model) in and out."""
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, *mask_and_source, **kwargs)
-        return self.layer_norm(hidden_states)
+        states = inputs_embeds * self.embed_scale + positions
+        return dropout(states, self.config.dropout, self.training)
 
 
 class VanillaTransformerEncoder(VanillaTransformerStack):
-    """Section 3.1: N layers of self-attention and feed-forward network, every position in sight."""
+    """N layers of self-attention and feed-forward network."""
 
-    role = "encoder"
+    def __init__(self, config: VanillaTransformerConfig):
+        layers = [VanillaTransformerEncoderLayer(config, i) for i in range(config.encoder_layers)]
+        super().__init__(config, config.vocab_size, layers)
+
+    @property
+    def _can_record_outputs(self) -> dict[str, OutputRecorder]:
+        return {
+            "hidden_states": _recorded(VanillaTransformerEncoderLayer, "encoder_layers"),
+            "attentions": OutputRecorder(VanillaTransformerAttention, 1, "self_attn"),
+        }
 
     @merge_with_config_defaults
     @capture_outputs
+    @without_padding
     def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutput:
+        self, input_ids: Ids = None, attention_mask: Mask = None, position_ids: Ids = None,
+        inputs_embeds: States = None, **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:  # fmt: skip
         """Encode (batch, source_length) token ids into (batch, source_length, d_model) states."""
         kwargs.pop("past_key_values", None)  # nothing comes before a source
-        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids)
-        layers = partial(self.through_layers, **kwargs)
-        states = packed(layers, self.config, kwargs, (hidden_states, attention_mask))
-        if states is None:
-            states = by_length(layers, self.config, kwargs, hidden_states, attention_mask)
-        return BaseModelOutput(last_hidden_state=states)
+        if position_ids is None:
+            position_ids = position_ids_from_mask(attention_mask, input_ids, inputs_embeds)
+        hidden_states = self.embed(input_ids, inputs_embeds, position_ids)
+        mask = padding_mask(self.config, hidden_states, attention_mask, hidden_states)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, mask, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.layer_norm(hidden_states))
 
 
 class VanillaTransformerDecoder(VanillaTransformerStack):
-    """Section 3.1: as the encoder, but no position sees a later one, and each layer attends to the
-    encoder's output as well, where there is an encoder."""
+    """As the encoder, but no position sees a later one, and each layer attends to the encoder's
+    output as well, where there is an encoder."""
 
-    role = "decoder"
+    def __init__(self, config: VanillaTransformerConfig):
+        layers = [VanillaTransformerDecoderLayer(config, i) for i in range(config.decoder_layers)]
+        super().__init__(config, config.target_vocab_size, layers)
+
+    @property
+    def _can_record_outputs(self) -> dict[str, OutputRecorder]:
+        return {
+            "hidden_states": _recorded(VanillaTransformerDecoderLayer, "decoder_layers"),
+            "attentions": OutputRecorder(VanillaTransformerAttention, 1, "self_attn"),
+            "cross_attentions": OutputRecorder(VanillaTransformerAttention, 1, "encoder_attn"),
+        }
 
     @merge_with_config_defaults
     @capture_outputs
+    @without_padding
     def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        encoder_hidden_states: torch.FloatTensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        self, input_ids: Ids = None, attention_mask: Mask = None, position_ids: Ids = None,
+        encoder_hidden_states: States = None, encoder_attention_mask: Mask = None,
+        past_key_values: Cache | None = None, inputs_embeds: States = None,
+        use_cache: bool | None = None, **kwargs: Unpack[TransformersKwargs],
+    ) -> DecoderOutput:  # fmt: skip
         """Decode (batch, target_length) token ids into (batch, target_length, d_model) states,
         with a mask (batch, past_length + target_length) of their own, the encoder's output
         (batch, source_length, d_model) and its mask (batch, source_length)."""
         if use_cache and past_key_values is None:
             past_key_values = new_cache(self.config)
         past = kwargs.get("cache", past_key_values)  # "cache": that of continuous batching
-        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, position_ids, past)
-        target = (hidden_states, attention_mask)
-        source = (encoder_hidden_states, encoder_attention_mask)
-        layers: Callable = partial(self.through_layers, past_key_values=past_key_values, **kwargs)
-        states = packed(layers, self.config, kwargs, target, source, past_key_values)
-        if states is None:
-            mask = causal_mask(self.config, *target, past_key_values, position_ids)
-            if encoder_hidden_states is not None:
-                source = remember_source(self.config, hidden_states, *source, past_key_values)
-            states = layers(hidden_states, mask, *source)
-        return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=states,
+        if position_ids is None:
+            position_ids = position_ids_from_mask(attention_mask, input_ids, inputs_embeds, past)
+        hidden_states = self.embed(input_ids, inputs_embeds, position_ids)
+        source, source_mask = encoder_hidden_states, encoder_attention_mask
+        if source is not None:
+            source_mask = padding_mask(self.config, hidden_states, source_mask, source)
+        # Position i sees the positions up to i ("masking out", section 3.2.3), but no padding.
+        mask = create_causal_mask(
+            self.config, hidden_states, attention_mask, past_key_values, position_ids=position_ids
+        )
+        kwargs["past_key_values"] = past_key_values
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, mask, source, source_mask, **kwargs)
+        return DecoderOutput(
+            last_hidden_state=self.layer_norm(hidden_states),
             past_key_values=past_key_values if use_cache else None,
         )
 
 
 class VanillaTransformerLayer(GradientCheckpointingLayer):
-    """Self-attention and a feed-forward network. In the decoder the first is causal, and attention
-    to the encoder's output comes between, where there is an encoder."""
+    """The residual rule around each sub-layer of encoder and decoder."""
 
-    def __init__(self, config: VanillaTransformerConfig, role: str, layer_idx: int):
+    def __init__(self, config: VanillaTransformerConfig):
         super().__init__()
-        in_decoder = role == "decoder"
-        attention = (config, getattr(config, f"{role}_attention_heads"), layer_idx)
-        self.self_attn = VanillaTransformerAttention(*attention, is_causal=in_decoder)
-        self.self_attn_layer_norm = _layer_norm(config)
-        if in_decoder and config.is_encoder_decoder:
-            self.encoder_attn = VanillaTransformerAttention(*attention, is_causal=False)
-            self.encoder_attn_layer_norm = _layer_norm(config)
-        self.ffn = VanillaTransformerFeedForward(config, getattr(config, f"{role}_ffn_dim"))
-        self.ffn_layer_norm = _layer_norm(config)
         self.pre_norm = config.norm_position == "pre"
-        self.dropout = Dropout(config.dropout)
+        self.dropout = config.dropout
 
-    def residual(
-        self,
-        hidden_states: torch.Tensor,
-        layer_norm: nn.LayerNorm,
-        sublayer: Callable[..., torch.Tensor],
-    ) -> torch.Tensor:
+    def residual(self, x: Tensor, layer_norm: nn.LayerNorm, sublayer: Callable) -> Tensor:
         """LayerNorm(x + Dropout(Sublayer(x))), or pre-norm x + Dropout(Sublayer(LayerNorm(x)))."""
-        states = sublayer(cast_once(layer_norm(hidden_states) if self.pre_norm else hidden_states))
-        states = hidden_states + (self.dropout(states) if self.training else states)
+        states = sublayer(layer_norm(x) if self.pre_norm else x)
+        states = x + dropout(states, self.dropout, self.training)
         return states if self.pre_norm else layer_norm(states)
 
+
+class VanillaTransformerEncoderLayer(VanillaTransformerLayer):
+    """Self-attention and a feed-forward network."""
+
+    def __init__(self, config: VanillaTransformerConfig, layer_idx: int):
+        super().__init__(config)
+        heads = config.encoder_attention_heads
+        self.self_attn = VanillaTransformerAttention(config, heads, layer_idx)
+        self.self_attn_layer_norm = _layer_norm(config)
+        self.ffn = VanillaTransformerFeedForward(config, config.encoder_ffn_dim)
+        self.ffn_layer_norm = _layer_norm(config)
+
+    def forward(self, hidden_states: Tensor, mask: Mask = None, **kwargs: Any) -> Tensor:
+        """(batch, source_length, d_model) in and out."""
+        hidden_states = self.residual(
+            hidden_states,
+            self.self_attn_layer_norm,
+            lambda x: self.self_attn(x, mask, **kwargs)[0],
+        )
+        return self.residual(hidden_states, self.ffn_layer_norm, self.ffn)
+
+
+class VanillaTransformerDecoderLayer(VanillaTransformerLayer):
+    """Causal self-attention, attention to the encoder's output, and a feed-forward network."""
+
+    def __init__(self, config: VanillaTransformerConfig, layer_idx: int):
+        super().__init__(config)
+        attention = (config, config.decoder_attention_heads, layer_idx)
+        self.self_attn = VanillaTransformerAttention(*attention, is_causal=True)
+        self.self_attn_layer_norm = _layer_norm(config)
+        if config.is_encoder_decoder:
+            self.encoder_attn = VanillaTransformerAttention(*attention, is_cross_attention=True)
+            self.encoder_attn_layer_norm = _layer_norm(config)
+        self.ffn = VanillaTransformerFeedForward(config, config.decoder_ffn_dim)
+        self.ffn_layer_norm = _layer_norm(config)
+
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        source: torch.Tensor | None = None,
-        source_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> torch.Tensor:
+        self, hidden_states: Tensor, mask: Mask, source: States, source_mask: Mask, **kwargs: Any
+    ) -> Tensor:
         """(batch, length, d_model) in and out; `source` is (batch, source_length, d_model)."""
         hidden_states = self.residual(
             hidden_states,
             self.self_attn_layer_norm,
-            lambda x: self.self_attn(x, mask, past_key_values, **kwargs)[0],
+            lambda x: self.self_attn(x, mask, **kwargs)[0],
         )
         if source is not None:
             hidden_states = self.residual(
                 hidden_states,
                 self.encoder_attn_layer_norm,
-                lambda x: self.encoder_attn(x, source_mask, past_key_values, source, **kwargs)[0],
+                lambda x: self.encoder_attn(x, source_mask, source, **kwargs)[0],
             )
         return self.residual(hidden_states, self.ffn_layer_norm, self.ffn)
+
+
+def _layer_norm(config: VanillaTransformerConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+
+
+def _recorded(layer: type[nn.Module], num_layers: str) -> OutputRecorder:
+    recorder = OutputRecorder(layer)
+    recorder.num_hidden_layers_key = num_layers
+    return recorder
 
 
 # ---------------------------------------------------------------- 3.2 Attention
 
 
 def scaled_dot_product_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Unpack[TransformersKwargs],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask,
+    scaling: float, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Equation (1), softmax(Q K^T / sqrt(d_k)) V: the "eager" entry among transformers' attentions.
 
     From queries (batch, heads, query_length, d_k), keys (batch, heads, key_length, d_k), values
@@ -269,24 +259,29 @@ def scaled_dot_product_attention(
     return (weights @ value).transpose(1, 2), weights
 
 
+ALL_ATTENTION_FUNCTIONS = FastAttentionInterface()
+
+
 class VanillaTransformerAttention(nn.Module):
     """Section 3.2.2: Concat(head_1, ..., head_h) W^O, head_i = Attention(QW_i^Q, KW_i^K, VW_i^V).
 
     One class for the three uses of section 3.2.3: over the encoder's own positions, over the
-    decoder's (causal), and from the decoder to the encoder's output (`source`).
+    decoder's (`is_causal`), and from the decoder to the encoder's output (`is_cross_attention`).
     """
 
     def __init__(
-        self, config: VanillaTransformerConfig, num_heads: int, layer_idx: int, is_causal: bool
-    ):
+        self, config: VanillaTransformerConfig, num_heads: int, layer_idx: int,
+        is_causal: bool = False, is_cross_attention: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
         self.is_causal = is_causal
-        self.dropout = config.attention_dropout
+        self.is_cross_attention = is_cross_attention
         self.d_k = config.head_dim or config.d_model // num_heads
         self.d_v = config.value_head_dim or self.d_k
         self.scaling = self.d_k**-0.5
+        self.dropout = config.attention_dropout
         d_model, bias = config.d_model, config.attention_bias
         self.q_proj = nn.Linear(d_model, num_heads * self.d_k, bias=bias)
         self.k_proj = nn.Linear(d_model, num_heads * self.d_k, bias=bias)
@@ -294,13 +289,9 @@ class VanillaTransformerAttention(nn.Module):
         self.out_proj = nn.Linear(num_heads * self.d_v, d_model, bias=bias)
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        source: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, hidden_states: Tensor, mask: Mask = None, source: States = None,
+        past_key_values: Cache | None = None, **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attend from (batch, query_length, d_model) states to themselves and those in the cache,
         or to `source`, (batch, source_length, d_model).
 
@@ -308,28 +299,46 @@ class VanillaTransformerAttention(nn.Module):
             The output (batch, query_length, d_model) and, from the eager attention only, the
             weights (batch, heads, query_length, key_length).
         """
-        states = hidden_states if source is None else source
-
-        def keys_and_values() -> tuple[torch.Tensor, torch.Tensor]:
-            key = _split_heads(self.k_proj(states), self.d_k)
-            return key, _split_heads(self.v_proj(states), self.d_v)
-
-        key, value = remember(keys_and_values, past_key_values, self.layer_idx, source is not None)
-        query = _split_heads(fold_beams(self.q_proj(hidden_states), key), self.d_k)
-        name, eager = self.config._attn_implementation, scaled_dot_product_attention
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-        attend = fastest(attend, eager, query, key, mask, kwargs)
+        hidden_states = cast_once(hidden_states)
+        query = _split_heads(self.q_proj(hidden_states), self.d_k)
+        key, value = update_kv_cache(
+            past_key_values,
+            self.layer_idx,
+            self._keys_and_values,
+            source if self.is_cross_attention else hidden_states,
+            self.is_cross_attention,
+        )
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, scaled_dot_product_attention
+        )
         dropout = self.dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs
         )
-        output, weights = unfold_beams(hidden_states.shape[0], output, weights)
         return self.out_proj(output.flatten(2)), weights
 
+    def _keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        states = cast_once(states)
+        key = _split_heads(self.k_proj(states), self.d_k)
+        return key, _split_heads(self.v_proj(states), self.d_v)
 
-def _split_heads(states: torch.Tensor, head_dim: int) -> torch.Tensor:
+
+def _split_heads(states: Tensor, head_dim: int) -> Tensor:
     """(batch, length, heads * head_dim) to (batch, heads, length, head_dim)."""
     return states.view(*states.shape[:2], states.shape[2] // head_dim, head_dim).transpose(1, 2)
+
+
+def padding_mask(
+    config: VanillaTransformerConfig, queries: Tensor, attention_mask: Mask, keys: Tensor
+) -> Mask:
+    """No query sees padding, the keys for which `attention_mask`, (batch, key_length), is 0."""
+    if attention_mask is None:
+        return None
+    is_other = config._attn_implementation != "sdpa" or attention_mask.ndim != 2
+    if is_other or torch.compiler.is_compiling():
+        return create_bidirectional_mask(config, queries, attention_mask, keys)
+    is_token = attention_mask.to(queries.device, torch.bool)
+    return None if is_token.all() else is_token[:, None, None]  # one row for all queries
 
 
 # ---------------------------------------------------------------- 3.3 Feed-forward networks
@@ -342,23 +351,20 @@ class VanillaTransformerFeedForward(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(config.d_model, ffn_dim)
         self.activation = ACT2FN[config.activation_function]
-        self.dropout = Dropout(config.activation_dropout)
+        self.dropout = config.activation_dropout
         self.fc2 = nn.Linear(ffn_dim, config.d_model)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """(batch, length, d_model) in and out."""
-        return self.fc2(self.dropout(self.activation(self.fc1(hidden_states))))
+        hidden_states = self.activation(self.fc1(hidden_states))
+        return self.fc2(dropout(hidden_states, self.dropout, self.training))
 
 
-def _layer_norm(config: VanillaTransformerConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-
-
-# ---------------------------------------------------------------- 3.4 Embeddings
+# ---------------------------------------------------------------- 3.4 Embeddings and softmax
 
 
 class VanillaTransformerEmbeddedStacks(VanillaTransformerPreTrainedModel):
-    """Encoder, decoder or both, and the embedding matrix that they share (section 3.4)."""
+    """Encoder, decoder or both, and the embedding matrix that they share."""
 
     def __init__(self, config: VanillaTransformerConfig, **stacks: type[VanillaTransformerStack]):
         super().__init__(config)
@@ -371,6 +377,37 @@ class VanillaTransformerEmbeddedStacks(VanillaTransformerPreTrainedModel):
         for name, stack in stacks.items():
             setattr(self, name, stack(config))
         self.post_init()
+
+
+class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
+    """A model and the linear transformation before the softmax, which has the same matrix."""
+
+    def __init__(self, model: VanillaTransformerEmbeddedStacks):
+        config = model.config
+        super().__init__(config)
+        self.model = model
+        self.lm_head = nn.Linear(config.d_model, config.target_vocab_size, bias=False)
+        matrix = "shared" if config.shares_embeddings else "decoder.embed_tokens"
+        self._tied_weights_keys = {"lm_head.weight": f"model.{matrix}.weight"}
+        self.post_init()
+
+    def logits_and_loss(
+        self, hidden_states: Tensor, labels: Ids, num_items: Tensor | int | None,
+        skip_logits: bool | None,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """Logits (batch, length, vocabulary) of (batch, length, d_model) states, and the loss of
+        labels (batch, length), label-smoothed while training."""
+        if labels is None:
+            return self.lm_head(hidden_states), None
+        expect_labels(labels, hidden_states, self.config.target_vocab_size)
+        eps = self.config.label_smoothing if self.training else 0.0
+        skip_logits = self.training if skip_logits is None else skip_logits
+        if skip_logits and can_fuse(self.config, self.lm_head):
+            matrix = self.lm_head.weight
+            return None, fused_linear_cross_entropy(hidden_states, matrix, labels, eps, num_items)
+        logits = self.lm_head(hidden_states)
+        loss = label_smoothed_cross_entropy(logits, labels, eps, num_items)
+        return None if skip_logits else logits, loss
 
 
 # ---------------------------------------------------------------- 3.5 Positional encoding
@@ -386,17 +423,12 @@ class SinusoidalPositions(nn.Module):
         super().__init__()
         self.d_model = config.d_model
 
-    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """(batch, length) positions to (batch, length, d_model) encodings."""
         wide, device = at_least_float32(dtype), position_ids.device
-        frequencies = made_once(_frequencies, position_ids, self.d_model, wide, device)
-        angles = position_ids[..., None] * frequencies
+        exponents = torch.arange(0, self.d_model, 2, dtype=wide, device=device) / self.d_model
+        angles = position_ids[..., None] * 10000.0**-exponents
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(dtype)
-
-
-def _frequencies(d_model: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """1 / 10000^(2i / d_model) for each i, (d_model / 2)."""
-    return 10000.0 ** (-torch.arange(0, d_model, 2, dtype=dtype, device=device) / d_model)
 
 
 class LearnedPositions(nn.Embedding):
@@ -405,9 +437,35 @@ class LearnedPositions(nn.Embedding):
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(config.max_position_embeddings, config.d_model)
 
-    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """(batch, length) positions to (batch, length, d_model) encodings."""
-        return look_up(super().forward, position_ids, len(self.weight), "position").to(dtype)
+        return super().forward(position_ids).to(dtype)
+
+
+# ---------------------------------------------------------------- 5.4 Label smoothing
+
+
+def label_smoothed_cross_entropy(
+    logits: Tensor, labels: Tensor, label_smoothing: float = 0.0,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Tensor:  # fmt: skip
+    """Cross-entropy against (1 - eps) on the label plus eps / vocabulary on every token.
+
+    Args:
+        logits: (batch, length, vocabulary).
+        labels: (batch, length); -100 takes no part.
+        label_smoothing: eps.
+        num_items_in_batch: What the sum is divided by, where several batches share one gradient
+            step; by default the number of this batch's labels.
+    """
+    labels = labels.to(logits.device)
+    # The gradient of a row without a label is 0, but 0 times NaN is NaN.
+    logits = logits.to(at_least_float32(logits.dtype)).masked_fill((labels == -100)[..., None], 0)
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "reduction": "sum"}
+    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
+    if num_items_in_batch is None:
+        num_items_in_batch = (labels != -100).sum().clamp(min=1)
+    return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
 
 
 # ---------------------------------------------------------------- Figure 1
@@ -423,20 +481,14 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         super().__init__(config.for_both_stacks(), **stacks)
 
     @can_return_tuple
+    @validate_inputs
     def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.LongTensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        decoder_inputs_embeds: torch.FloatTensor | None = None,
-        decoder_position_ids: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> Seq2SeqModelOutput:
+        self, input_ids: Ids = None, attention_mask: Mask = None, decoder_input_ids: Ids = None,
+        decoder_attention_mask: Mask = None, encoder_outputs: BaseModelOutput | tuple | None = None,
+        past_key_values: Cache | None = None, inputs_embeds: States = None,
+        decoder_inputs_embeds: States = None, decoder_position_ids: Ids = None,
+        use_cache: bool | None = None, **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqModelOutput:  # fmt: skip
         """Encode the source, unless `encoder_outputs` are given, and decode the target; for the
         arguments see `VanillaTransformerForConditionalGeneration`."""
         positions = kwargs.pop("position_ids", None)
@@ -445,13 +497,14 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         else:
             is_tuple = isinstance(encoder_outputs, tuple)
             encoded = BaseModelOutput(*encoder_outputs[:3]) if is_tuple else encoder_outputs
-            expect_encoded(encoded, self.config.d_model, self.dtype)
+        target = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+        source = repeat_sources(target, encoded.last_hidden_state, attention_mask)
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
             position_ids=decoder_position_ids,
-            encoder_hidden_states=encoded.last_hidden_state,
-            encoder_attention_mask=attention_mask,
+            encoder_hidden_states=source[0],
+            encoder_attention_mask=source[1],
             past_key_values=past_key_values,
             inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,
@@ -469,44 +522,6 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         )
 
 
-class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
-    """A model's states, projected onto the vocabulary and scored: logits and loss."""
-
-    output_class: type[ModelOutput]
-
-    def __init__(self, model: VanillaTransformerEmbeddedStacks):
-        config = model.config
-        super().__init__(config)
-        self.model = model
-        self.lm_head = nn.Linear(config.d_model, config.target_vocab_size, bias=False)
-        matrix = "shared" if config.shares_embeddings else "decoder.embed_tokens"
-        self._tied_weights_keys = {"lm_head.weight": f"model.{matrix}.weight"}
-        self.post_init()
-
-    def predict(
-        self,
-        outputs: ModelOutput,
-        labels: torch.LongTensor | None,
-        logits_to_keep: int | torch.Tensor,
-        num_items_in_batch: torch.Tensor | int | None,
-        skip_logits: bool | None,
-    ) -> ModelOutput:
-        """The outputs, with logits and loss (label-smoothed while training) for states."""
-        states = at_positions(outputs.last_hidden_state, logits_to_keep)
-        known = self.output_class.__dataclass_fields__
-        fields = {name: value for name, value in outputs.items() if name in known}
-        if labels is None:
-            return self.output_class(logits=project(states, self.lm_head, logits_to_keep), **fields)
-        eps = self.config.label_smoothing if self.training else 0.0
-        target = (labels, eps, num_items_in_batch)
-        if self.training if skip_logits is None else skip_logits:
-            loss = projected_cross_entropy(states, self.lm_head, *target)
-            return self.output_class(loss, **fields)
-        logits = project(states, self.lm_head)
-        loss = label_smoothed_cross_entropy(logits, *target)
-        return self.output_class(loss, logits, **fields)
-
-
 class VanillaTransformerForConditionalGeneration(
     VanillaTransformerWithProjection, VanillaTransformerGenerationMixin
 ):
@@ -519,59 +534,47 @@ class VanillaTransformerForConditionalGeneration(
         decoder_attention_mask: (batch, past_length + target_length).
         encoder_outputs: An earlier call's, to encode a source only once.
         past_key_values: Keys and values of earlier target positions and of the source.
-        inputs_embeds: Rows of the embedding matrix in place of `input_ids`, not yet scaled by
-            sqrt(d_model), (batch, source_length, d_model).
-        decoder_inputs_embeds: Likewise in place of `decoder_input_ids`.
-        decoder_position_ids, position_ids: (batch, length); counted from the mask by default.
+        inputs_embeds, decoder_inputs_embeds: Rows of the embedding matrix in place of token ids,
+            not yet scaled by sqrt(d_model), (batch, length, d_model).
+        position_ids, decoder_position_ids: (batch, length); counted from the mask by default.
         labels: Target, (batch, target_length), -100 outside the loss. Gives the loss, and
             `decoder_input_ids` where they are missing.
         use_cache: Return `past_key_values`.
-        logits_to_keep: Predict only the last so many positions, or those of this index.
-        num_items_in_batch: Labels over all batches of a gradient step, which the loss is divided
-            by; `Trainer` gives it.
-        skip_logits: Compute the loss without ever holding all logits, and return None for them.
-            By default where `labels` are given while training, as with Liger's kernels; False
-            returns logits there as well.
+        logits_to_keep: Number of last positions to predict (0 for all), or an index of positions.
+        num_items_in_batch: Labels in all batches of a gradient step, which divide the loss.
+        skip_logits: Return None for logits, which then never exist as a whole. Default: where
+            `labels` are given while training, as with Liger's kernels.
 
     Returns, among others, `loss` and `logits`, (batch, target_length, vocabulary).
 
     Raises:
-        ValueError: Inputs are missing, doubled, or at odds in batch or length.
+        TypeError, ValueError: Inputs are missing, given twice, or don't fit together in shape.
         IndexError: A token id is outside the vocabulary (on the CPU).
     """
 
     _auto_class = "AutoModelForSeq2SeqLM"
-    output_class = Seq2SeqLMOutput
 
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(VanillaTransformerModel(config))
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.LongTensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        decoder_inputs_embeds: torch.FloatTensor | None = None,
-        decoder_position_ids: torch.LongTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        skip_logits: bool | None = None,
+        self, input_ids: Ids = None, attention_mask: Mask = None, decoder_input_ids: Ids = None,
+        decoder_attention_mask: Mask = None, encoder_outputs: BaseModelOutput | tuple | None = None,
+        past_key_values: Cache | None = None, inputs_embeds: States = None,
+        decoder_inputs_embeds: States = None, decoder_position_ids: Ids = None, labels: Ids = None,
+        use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None, skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> Seq2SeqLMOutput:
+    ) -> Seq2SeqLMOutput:  # fmt: skip
         """Predict the target from the source and what comes before in the target."""
         if labels is not None:
             use_cache = False
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             if decoder_attention_mask is None and self.training:
-                decoder_attention_mask = labelled(self.config, kwargs, labels, decoder_input_ids)
+                target = (labels, decoder_input_ids)
+                decoder_attention_mask = mask_from_labels(self.config, *target, kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -585,9 +588,12 @@ class VanillaTransformerForConditionalGeneration(
             use_cache=use_cache,
             **kwargs,
         )
-        return self.predict(outputs, labels, logits_to_keep, num_items_in_batch, skip_logits)
+        states = select_positions(outputs.last_hidden_state, logits_to_keep)
+        logits, loss = self.logits_and_loss(states, labels, num_items_in_batch, skip_logits)
+        rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return Seq2SeqLMOutput(loss, logits, **rest)
 
-    def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
+    def prepare_decoder_input_ids_from_labels(self, labels: LongTensor) -> LongTensor:
         """Outputs, shifted right: (batch, target_length), `decoder_start_token_id` first, and
         `pad_token_id` for -100."""
         config = self.config

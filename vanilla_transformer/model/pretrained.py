@@ -22,7 +22,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     config_class = VanillaTransformerConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["VanillaTransformerLayer"]
+    _no_split_modules = ["VanillaTransformerEncoderLayer", "VanillaTransformerDecoderLayer"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -176,14 +176,18 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return [module for module in self.modules() if hasattr(module, "embed_positions")]
 
 
-def count_positions(
-    attention_mask: torch.Tensor | None, embeddings: torch.Tensor, cache: Cache | None
+def position_ids_from_mask(
+    attention_mask: torch.Tensor | None,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None = None,
+    cache: Cache | None = None,
 ) -> torch.Tensor:
-    """Positions from 0 at each row's first token on, so that left padding shifts nothing:
-    (batch, length) of a (batch, past_length + length) mask, or (1, length) without one."""
-    length = embeddings.shape[1]
+    """Positions from 0 at each row's first token, so that left padding shifts nothing: (batch,
+    length) of a mask (batch, past_length + length), or (1, length) without one."""
+    tokens = inputs_embeds if input_ids is None else input_ids
+    length = tokens.shape[1]
     if attention_mask is None or attention_mask.ndim != 2:
         past_length = 0 if cache is None else cache.get_seq_length()
-        return torch.arange(length, device=embeddings.device)[None] + past_length
+        return torch.arange(length, device=tokens.device)[None] + past_length
     positions = attention_mask.bool().cumsum(-1) - 1
-    return positions.clamp(min=0)[:, -length:].to(embeddings.device)
+    return positions.clamp(min=0)[:, -length:].to(tokens.device)

@@ -4,14 +4,10 @@ language model."""
 
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache
-from transformers.modeling_outputs import (
-    BaseModelOutput,
-    BaseModelOutputWithPastAndCrossAttentions,
-    CausalLMOutputWithPast,
-)
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
@@ -19,12 +15,16 @@ from transformers.utils.generic import can_return_tuple
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .generation import VanillaTransformerGenerationMixin
 from .modeling_vanilla_transformer import (
+    DecoderOutput,
+    Ids,
+    Mask,
+    States,
     VanillaTransformerDecoder,
     VanillaTransformerEmbeddedStacks,
     VanillaTransformerEncoder,
     VanillaTransformerWithProjection,
 )
-from .validation import expect_integers
+from .validation import expect_integers, select_positions, validate_inputs
 
 
 class VanillaTransformerEncoderModel(VanillaTransformerEmbeddedStacks):
@@ -37,14 +37,11 @@ class VanillaTransformerEncoderModel(VanillaTransformerEmbeddedStacks):
         super().__init__(config.for_one_stack("encoder"), encoder=VanillaTransformerEncoder)
 
     @can_return_tuple
+    @validate_inputs
     def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutput:
+        self, input_ids: Ids = None, attention_mask: Mask = None, position_ids: Ids = None,
+        inputs_embeds: States = None, **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:  # fmt: skip
         """Encode (batch, length) token ids into `last_hidden_state`, (batch, length, d_model).
 
         Args:
@@ -61,9 +58,10 @@ class VanillaTransformerDecoderModel(VanillaTransformerEmbeddedStacks):
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(config.for_one_stack("decoder"), decoder=VanillaTransformerDecoder)
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+    @validate_inputs
+    def forward(self, input_ids: Ids = None, **kwargs: Any) -> DecoderOutput:
         """See `VanillaTransformerDecoder.forward`."""
-        return self.decoder(*args, **kwargs)
+        return self.decoder(input_ids, **kwargs)
 
 
 class VanillaTransformerForCausalLM(
@@ -72,7 +70,6 @@ class VanillaTransformerForCausalLM(
     """A language model, the decoder alone with the projection: `AutoModelForCausalLM`."""
 
     _auto_class = "AutoModelForCausalLM"
-    output_class = CausalLMOutputWithPast
     _keys_to_ignore_on_load_unexpected = [r"encoder\.", r"encoder_attn"]
 
     def __init__(self, config: VanillaTransformerConfig):
@@ -80,20 +77,12 @@ class VanillaTransformerForCausalLM(
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        shift_labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        skip_logits: bool | None = None,
+        self, input_ids: Ids = None, attention_mask: Mask = None, position_ids: Ids = None,
+        past_key_values: Cache | None = None, inputs_embeds: States = None, labels: Ids = None,
+        shift_labels: Ids = None, use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None, skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast:  # fmt: skip
         """Predict each next token.
 
         Args:
@@ -123,7 +112,11 @@ class VanillaTransformerForCausalLM(
             use_cache=use_cache if shift_labels is None else False,
             **kwargs,
         )
-        return self.predict(outputs, shift_labels, logits_to_keep, num_items_in_batch, skip_logits)
+        states = select_positions(outputs.last_hidden_state, logits_to_keep)
+        logits, loss = self.logits_and_loss(states, shift_labels, num_items_in_batch, skip_logits)
+        return CausalLMOutputWithPast(
+            loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions
+        )
 
 
 __all__ = ["VanillaTransformerEncoderModel", "VanillaTransformerForCausalLM"]

@@ -1,67 +1,125 @@
-"""What is wrong with an input, in one sentence that names the value and what was expected."""
+"""Checks of inputs at the public boundary: one sentence that names the value and what was expected."""
 
+import inspect
 from collections.abc import Callable, Collection
+from functools import wraps
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-# Parameters that a checkpoint may lack: a gigabyte's, or so many times as many as it has.
+# Parameters that a checkpoint may lack: a gigabyte's, or this many times as many as it has.
 LACKING_ANYWAY, LACKING_TIMES = 2**28, 8
 
 
-def look_up(
-    embedding: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor, rows: int, name: str
-) -> torch.Tensor:
-    """`embedding(ids)`, where an id may be none of the matrix's rows.
+def validate_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's `forward` whose inputs are checked before it starts, and which names a token id or
+    position that has no embedding.
 
     Raises:
-        IndexError: It is none, which shows on the CPU only.
+        TypeError, ValueError: Inputs are missing, given twice, of the wrong type, or their shapes
+            don't fit together.
+        IndexError: A token id or position is out of range (on the CPU).
     """
-    try:
-        return embedding(ids)
-    except IndexError:
-        raise out_of_range(ids, rows, name) from None
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @wraps(forward)
+    def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        expect_inputs(self, inputs)
+        try:
+            return forward(self, **inputs)
+        except IndexError:
+            expect_in_range(self, inputs)
+            raise
+
+    return wrapper
 
 
-def out_of_range(ids: torch.Tensor, limit: int, name: str) -> IndexError:
-    """An error about the first of the ids that is not in [0, limit)."""
-    outside = ids[(ids < 0) | (ids >= limit)]
-    return IndexError(f"{name} {int(outside[0])} is out of range: expected 0 <= {name} < {limit}")
-
-
-def expect_inputs(
-    input_ids: Any,
-    inputs_embeds: Any,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    cache: Any,
-    d_model: int,
-    heads: int,
-    dtype: torch.dtype,
-) -> None:
-    """Raises an error unless there are either integers (batch, length) or embeddings of the
-    model's type (batch, length, d_model), with a mask for them, the same positions for all rows or
-    their own, and no cache but transformers'."""
+def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    """Raises an error unless the inputs of each stack are what it reads, and there are as many
+    targets as sources, or the same number of targets for each source."""
+    config, dtype, cache = model.config, model.dtype, inputs.get("past_key_values")
     if cache is not None and (isinstance(cache, dict) or not hasattr(cache, "update")):
         raise TypeError(f"past_key_values of type {type(cache).__name__}: expected a Cache")
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("expected exactly one of input_ids and inputs_embeds")
-    if inputs_embeds is None:
-        expect_integers(input_ids, "input_ids")
-        shape = input_ids.shape
-    else:
-        expect_states(inputs_embeds, "inputs_embeds", d_model, dtype)
-        shape = inputs_embeds.shape[:2]
-    expect_mask(attention_mask, shape, shape, heads, dtype, cache)
-    if position_ids is None:
+    if not config.is_encoder_decoder:
+        cache = inputs.get("cache", cache)  # "cache": that of continuous batching
+        expect_stack_inputs(config, "encoder", inputs, "", dtype, cache)
         return
-    expect_integers(position_ids, "position_ids")
-    if position_ids.shape[1] != shape[1] or position_ids.shape[0] not in (1, shape[0]):
-        raise ValueError(
-            f"position_ids of shape {tuple(position_ids.shape)} for {shape[0]} rows of {shape[1]} "
-            "tokens: expected a position for each token"
+    encoded = inputs.get("encoder_outputs")
+    if encoded is None:
+        source = expect_stack_inputs(config, "encoder", inputs, "", dtype)
+    else:
+        states = encoded[0] if isinstance(encoded, tuple) and encoded else encoded
+        states = getattr(states, "last_hidden_state", states)
+        expect_states(states, "encoder_outputs", config.d_model, dtype)
+        source = states.shape[:2]
+    target = expect_stack_inputs(config, "decoder", inputs, "decoder_", dtype, cache)
+    expect_as_many(target[0], source[0])
+    heads = config.decoder_attention_heads
+    expect_mask(inputs.get("attention_mask"), target, source, heads, dtype)
+
+
+def expect_stack_inputs(
+    config: Any,
+    stack: str,
+    inputs: dict[str, Any],
+    prefix: str,
+    dtype: torch.dtype,
+    cache: Any = None,
+) -> tuple[int, int]:
+    """(batch, length) of a stack's inputs. Raises an error unless there are either integers (batch,
+    length) or embeddings of the model's type (batch, length, d_model), with a mask for them, and
+    the same positions for all rows or their own."""
+    ids, embeds = inputs.get(f"{prefix}input_ids"), inputs.get(f"{prefix}inputs_embeds")
+    if (ids is None) == (embeds is None):
+        raise ValueError(f"expected exactly one of {prefix}input_ids and {prefix}inputs_embeds")
+    if embeds is None:
+        expect_integers(ids, f"{prefix}input_ids")
+        shape = ids.shape
+    else:
+        expect_states(embeds, f"{prefix}inputs_embeds", config.d_model, dtype)
+        shape = embeds.shape[:2]
+    heads = getattr(config, f"{stack}_attention_heads")
+    expect_mask(inputs.get(f"{prefix}attention_mask"), shape, shape, heads, dtype, cache)
+    positions = inputs.get(f"{prefix}position_ids")
+    if positions is not None:
+        expect_integers(positions, f"{prefix}position_ids")
+        if positions.shape[1] != shape[1] or positions.shape[0] not in (1, shape[0]):
+            raise ValueError(
+                f"{prefix}position_ids of shape {tuple(positions.shape)} for {shape[0]} rows of "
+                f"{shape[1]} tokens: expected a position for each token"
+            )
+    return shape
+
+
+def expect_in_range(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    """Raises IndexError about the first token id or position that has no embedding."""
+    config, cache = model.config, inputs.get("past_key_values")
+    limits = {"": config.vocab_size}
+    if config.is_encoder_decoder:
+        limits["decoder_"] = config.target_vocab_size
+    for prefix, vocab_size in limits.items():
+        ids, embeds = inputs.get(f"{prefix}input_ids"), inputs.get(f"{prefix}inputs_embeds")
+        if ids is not None:
+            raise_if_outside(ids, vocab_size, "token id")
+        given = ids if ids is not None else embeds
+        if given is None or config.position_encoding != "learned":
+            continue
+        positions = inputs.get(f"{prefix}position_ids")
+        if positions is None:
+            past = _past_length(cache) or 0 if prefix or not config.is_encoder_decoder else 0
+            positions = torch.arange(past, past + given.shape[1])
+        raise_if_outside(positions, config.max_position_embeddings, "position")
+
+
+def raise_if_outside(ids: torch.Tensor, limit: int, name: str) -> None:
+    """Raises IndexError about the first of the ids that is not in [0, limit)."""
+    outside = ids[(ids < 0) | (ids >= limit)]
+    if len(outside):
+        raise IndexError(
+            f"{name} {int(outside[0])} is out of range: expected 0 <= {name} < {limit}"
         )
 
 
@@ -92,12 +150,6 @@ def expect_states(states: Any, name: str, d_model: int, dtype: torch.dtype) -> N
             f"{name} of shape {tuple(states.shape)} and {states.dtype}: expected (batch, length, "
             f"{d_model}), all 1 at least, of {dtype}"
         )
-
-
-def expect_encoded(encoder_outputs: Any, d_model: int, dtype: torch.dtype) -> None:
-    """Raises an error unless this has last hidden states, (batch, source_length, d_model)."""
-    states = getattr(encoder_outputs, "last_hidden_state", None)
-    expect_states(states, "encoder_outputs", d_model, dtype)
 
 
 def _past_length(cache: Any) -> int | None:
@@ -235,23 +287,44 @@ def expect_weights(model: PreTrainedModel, lacking: Collection[str]) -> None:
     )
 
 
-def expect_as_many(target: torch.Tensor, source: torch.Tensor) -> None:
+def expect_as_many(targets: int, sources: int) -> None:
     """Raises ValueError unless there are as many targets, or as many for each source."""
-    targets, sources = target.shape[0], source.shape[0]  # len() would make an export's batch fixed
     if sources == 0 or targets == 0 or targets % sources != 0:
         raise ValueError(
             f"{targets} targets for {sources} sources: expected as many, or as many for each source"
         )
 
 
-def expect_labels(labels: torch.Tensor, predictions: torch.Tensor) -> None:
-    """Raises an error unless there is a label for each prediction's last dimension."""
+def expect_labels(labels: Any, predictions: torch.Tensor, vocab_size: int) -> None:
+    """Raises an error unless there is a label for each of (batch, length, ...) predictions, and
+    labels are -100 or in the vocabulary (on the CPU)."""
     expect_tensor(labels, "labels")
     if labels.shape != predictions.shape[:-1]:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} for predictions of shape "
             f"{tuple(predictions.shape[:-1])}: expected one label for each prediction"
         )
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        raise_if_outside(labels[labels != -100], vocab_size, "label")
+
+
+def select_positions(states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """The last of (batch, length, d_model) states, this many or all for 0, or those of an index.
+
+    Raises:
+        TypeError: `logits_to_keep` is neither a number nor a tensor.
+        IndexError: It is no index of positions, or of one that is not there (on the CPU).
+    """
+    if isinstance(logits_to_keep, int):
+        return states[:, slice(-logits_to_keep, None)]
+    expect_tensor(logits_to_keep, "logits_to_keep")
+    try:
+        return states[:, logits_to_keep]
+    except IndexError as error:
+        raise IndexError(
+            f"logits_to_keep of shape {tuple(logits_to_keep.shape)} and {logits_to_keep.dtype}: "
+            f"expected indices of {states.shape[1]} positions; {error}"
+        ) from None
 
 
 def expect_shiftable(labels: Any, **token_ids: int | None) -> None:

@@ -4,7 +4,8 @@ https://arxiv.org/abs/2106.14448)."""
 import torch
 from torch.nn import functional as F
 
-from ..model.loss import at_least_float32, label_smoothed_cross_entropy
+from ..model.loss import at_least_float32
+from ..model.modeling_vanilla_transformer import label_smoothed_cross_entropy
 
 
 def r_drop_loss(

@@ -11,9 +11,13 @@ from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
 )
-from vanilla_transformer.model import logits as logits_module
-from vanilla_transformer.model.generation import COUNTS_TOKENS_BY_SCORES
-from vanilla_transformer.model.logits import BestTokens, _topk, project
+from vanilla_transformer.model import beam_search
+from vanilla_transformer.model.beam_search import (
+    COUNTS_TOKENS_BY_SCORES,
+    BestTokens,
+    project,
+    topk,
+)
 
 SEARCHES = {
     "beams": {"num_beams": 3},
@@ -37,8 +41,8 @@ def model(request):
 def in_pieces(request, monkeypatch):
     """As for a large matrix: pieces of seven tokens."""
     if request.param:
-        monkeypatch.setattr(logits_module, "LARGE", 0)
-        monkeypatch.setattr(logits_module, "PIECE", 7 * SMALL["d_model"] * 4)
+        monkeypatch.setattr(beam_search, "LARGE", 0)
+        monkeypatch.setattr(beam_search, "PIECE", 7 * SMALL["d_model"] * 4)
 
 
 @pytest.fixture
@@ -159,7 +163,7 @@ def test_log_probabilities_are_among_all_tokens(dtype, in_pieces):
     torch.manual_seed(0)
     projection = nn.Linear(24, 50, bias=False, dtype=dtype)
     states = torch.randn(6, 1, 24, dtype=dtype) * 5
-    best = BestTokens(8)
+    best = BestTokens(nn.Module(), 8)
     with torch.no_grad():
         logits, expected = best.logits(states, projection), projection(states)
     wide = expected.to(torch.promote_types(dtype, torch.float32))[:, 0]
@@ -180,7 +184,7 @@ def test_pieces_make_the_whole(shape, in_pieces):
 
 
 def test_autocast_and_biases_are_left_to_torch(monkeypatch):
-    monkeypatch.setattr(logits_module, "LARGE", 0)
+    monkeypatch.setattr(beam_search, "LARGE", 0)
     states = torch.randn(3, 1, 24)
     with torch.no_grad():
         biased = nn.Linear(24, 50)
@@ -196,5 +200,5 @@ def test_the_best_of_columns_are_the_best(columns, count):
     torch.manual_seed(0)
     scores, count = torch.randn(5, columns), min(columns, count)
     values, places = scores.topk(count)
-    found, where = _topk(scores, count)
+    found, where = topk(scores, count)
     assert (found.tolist(), where.tolist()) == (values.tolist(), places.tolist())

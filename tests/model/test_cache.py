@@ -1,0 +1,221 @@
+"""The cache of a generation holds what transformers' does, and copies less."""
+
+import pytest
+import torch
+from conftest import random_ids, small_config
+from transformers import GenerationMixin
+from transformers.cache_utils import DynamicLayer
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.model.cache import GrowingLayer, SourceLayer, generation_cache
+from vanilla_transformer.model.generation import VanillaTransformerGenerationMixin
+
+
+def seq2seq(**options):
+    torch.manual_seed(0)
+    return VanillaTransformerForConditionalGeneration(small_config(**options))
+
+
+def ragged(*lengths):
+    """(rows, longest) token ids and their mask."""
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return random_ids(*mask.shape) * mask, mask
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"num_beams": 3, "do_sample": True},
+        {"num_return_sequences": 3, "do_sample": True},
+        {"num_beams": 3, "use_cache": False},
+        {"num_beams": 3, "cache_implementation": "static"},
+        {"num_beams": 3, "cache_implementation": "offloaded"},
+    ],
+    ids=str,
+)
+def test_generation_is_as_with_transformers_own_caches(monkeypatch, options):
+    if options.get("cache_implementation") == "offloaded" and not torch.cuda.is_available():
+        pytest.skip("transformers offloads caches from a GPU, and there is none")
+    model = seq2seq().eval()
+    source, mask = ragged(9, 2, 5)
+    wanted = {"output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 12}
+
+    def generate():
+        torch.manual_seed(0)
+        return model.generate(source, attention_mask=mask, **options, **wanted)
+
+    ours = generate()
+    monkeypatch.setattr(VanillaTransformerGenerationMixin, "_use_fast_cache", lambda *_: None)
+    theirs = generate()
+    assert torch.equal(ours.sequences, theirs.sequences)
+    torch.testing.assert_close(ours.scores, theirs.scores)
+
+
+def test_a_source_is_kept_once_for_its_beams_until_the_cache_is_handed_out(monkeypatch):
+    model = seq2seq().eval()
+    source, mask = ragged(9, 5)
+    kept, update = [], SourceLayer.update
+
+    def spy(self, keys, values, *args, **kwargs):
+        kept.append(len(keys))
+        return update(self, keys, values, *args, **kwargs)
+
+    monkeypatch.setattr(SourceLayer, "update", spy)
+    outputs = model.generate(
+        source, attention_mask=mask, num_beams=4, max_new_tokens=6, return_dict_in_generate=True
+    )
+    assert kept == [2] * model.config.decoder_layers
+    cache = outputs.past_key_values
+    for part in (cache.self_attention_cache, cache.cross_attention_cache):
+        assert {len(layer.keys) for layer in part.layers} == {8}
+
+
+def test_a_growing_layer_holds_what_transformers_does():
+    torch.manual_seed(0)
+    ours, theirs = GrowingLayer([], 12), DynamicLayer()
+    for step, length in enumerate((3, 1, 1, 4, 1, 1, 1, 1, 9)):
+        states = torch.randn(2, 4, 2, length, 3)
+        for layer in (ours, theirs):
+            layer.update(states[0], states[1, ..., :2])
+            if step == 3:
+                layer.reorder_cache(torch.tensor([1, 1, 0, 3]))
+            if step == 5:
+                layer.crop(-2)
+        torch.testing.assert_close(ours.keys, theirs.keys)
+        torch.testing.assert_close(ours.values, theirs.values)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+def tensors_in(value):
+    """Each tensor that the attributes and items of a value lead to, as an exporter finds them."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif not isinstance(value, (list, tuple)):
+        value = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    return [tensor for part in value for tensor in tensors_in(part)]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_cache_leads_to_no_tensor_but_keys_and_values(num_beams):
+    # An exporter makes an output of each: a mask kept beside the source's keys broke every graph.
+    seen = []
+
+    def look(module, args, output):
+        cache = output.past_key_values
+        for part in (cache.self_attention_cache, cache.cross_attention_cache):
+            for layer in part.layers:
+                kept = [id(layer.keys), id(layer.values)]
+                seen.append([id(tensor) for tensor in tensors_in(layer)] == kept)
+
+    model = seq2seq().eval()
+    model.model.decoder.register_forward_hook(look)
+    source, mask = ragged(9, 2, 5)
+    model.generate(source, attention_mask=mask, max_new_tokens=4, num_beams=num_beams)
+    assert seen
+    assert all(seen)
+
+
+def test_a_growing_layer_copies_seldom():
+    layer, storages = GrowingLayer([], 300), set()
+    for _ in range(500):
+        layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+        storages.add(layer.keys.untyped_storage().data_ptr())
+        room = layer.keys.untyped_storage().nbytes() // (2 * layer.keys.element_size())
+        assert room <= max(300, 2 * layer.keys.shape[2])
+    assert layer.keys.shape[2] == 500
+    assert len(storages) < 12
+
+
+def test_beams_of_all_layers_change_places_through_one_spare_buffer():
+    spare = []
+    layers = [GrowingLayer(spare, 40) for _ in range(3)]
+    for layer in layers:
+        layer.update(torch.zeros(4, 1, 20, 2), torch.zeros(4, 1, 20, 2))
+    storages = set()
+    for _ in range(5):
+        for layer in layers:
+            layer.reorder_cache(torch.tensor([1, 0, 0, 3]))
+            layer.update(torch.zeros(4, 1, 1, 2), torch.zeros(4, 1, 1, 2))
+            storages |= {
+                states.untyped_storage().data_ptr() for states in (layer.keys, layer.values)
+            }
+    assert len(storages) == 7
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
+def test_what_was_generated_may_be_trained_on(options):
+    model = seq2seq()
+    ids = random_ids(2, 5)
+    generated = model.eval().generate(ids, max_new_tokens=4, **options)
+    model.train()(input_ids=generated, labels=generated).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_generation_leaves_autograd_out_where_only_tokens_are_left(num_beams):
+    model = seq2seq().eval()
+    modes = []
+    model.model.decoder.register_forward_pre_hook(
+        lambda module, inputs: modes.append(torch.is_inference_mode_enabled())
+    )
+
+    def modes_of(**options):
+        modes.clear()
+        model.generate(random_ids(2, 5), max_new_tokens=2, num_beams=num_beams, **options)
+        return set(modes)
+
+    assert modes_of() == {True}
+    assert modes_of(return_dict_in_generate=True) == {False}
+    assert modes_of(use_cache=False) == {False}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert modes_of() == {False}
+    model.forward = model.forward  # as compilers and accelerate do
+    assert modes_of() == {False}
+
+
+def test_a_step_takes_the_inputs_that_transformers_would_prepare(monkeypatch):
+    model, prepared = seq2seq().eval(), []
+
+    def both(self, input_ids, **kwargs):
+        ours = prepare(self, input_ids, **kwargs)
+        theirs = GenerationMixin.prepare_inputs_for_generation(self, input_ids, **kwargs)
+        prepared.append((ours, theirs))
+        return ours
+
+    prepare = VanillaTransformerGenerationMixin.prepare_inputs_for_generation
+    monkeypatch.setattr(VanillaTransformerGenerationMixin, "prepare_inputs_for_generation", both)
+    source, mask = ragged(9, 2, 5)
+    start = torch.tensor([[1, 5], [1, 6], [0, 1]])
+    for options in (
+        {},
+        {"decoder_attention_mask": (start > 0).long()},
+        {"output_attentions": True},
+    ):
+        model.generate(
+            source, attention_mask=mask, decoder_input_ids=start, max_new_tokens=3, **options
+        )
+    assert len(prepared) == 9
+    for ours, theirs in prepared:
+        ours = {name: value for name, value in ours.items() if value is not None}
+        theirs = {name: value for name, value in theirs.items() if value is not None}
+        assert ours.keys() == theirs.keys()
+        assert torch.equal(ours.pop("decoder_input_ids"), theirs.pop("decoder_input_ids"))
+        for name in ours:
+            assert ours[name] is theirs[name] or torch.equal(ours[name], theirs[name])
+
+
+def test_inputs_on_another_device_than_the_model_are_left_to_transformers(monkeypatch):
+    def theirs(self, input_ids, **kwargs):
+        return "theirs"
+
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", theirs)
+    model = seq2seq().eval()
+    cache = generation_cache(model.config, 1, 4)
+    here = torch.ones(2, 3, dtype=torch.long)
+    assert model.prepare_inputs_for_generation(here.to("meta"), 1, cache) == "theirs"
+    ours = model.prepare_inputs_for_generation(here, 1, cache)
+    assert ours["decoder_input_ids"].shape == (2, 1)

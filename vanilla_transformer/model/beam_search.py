@@ -1,0 +1,181 @@
+"""The last step of decoding on a CPU: from states to the tokens that a search looks at."""
+
+import inspect
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, LogitsProcessor
+from transformers.utils import ModelOutput
+
+from .loss import at_least_float32, is_plain_matrix
+
+LARGE, PIECE = 2**24, 2**21  # bytes of a projection, and of as much as a CPU's caches hold
+FEW = 512  # rows of states
+# transformers 5.17 takes the size of the vocabulary from the configuration instead.
+_continuations = getattr(GenerationMixin, "_get_top_k_continuations", None)
+COUNTS_TOKENS_BY_SCORES = (
+    _continuations is not None and "vocab_size" not in inspect.signature(_continuations).parameters
+)
+
+
+def shallow_copy(model: Any) -> Any:
+    """A model of the same modules, weights and hooks, whose attributes may be changed while other
+    threads use the first. `copy.copy` would build FSDP's anew."""
+    copied = object.__new__(type(model))
+    copied.__dict__.update(model.__dict__)
+    return copied
+
+
+def may_replace_forward(model: Any) -> bool:
+    """Whether nobody looks at, or changes, what this model's `forward` returns: no subclass, no
+    hook, no replaced method; and whether it runs the fast paths, on a CPU."""
+    is_ours = "_auto_class" in vars(type(model)) and "forward" not in vars(model)
+    is_fast = model.config._attn_implementation != "eager" and model.device.type == "cpu"
+    return is_ours and is_fast and not model._forward_hooks
+
+
+# ---------------------------------------------------------------- The projection in pieces
+
+
+def with_fast_projection(model: Any) -> Any:
+    """The model, or a copy which projects onto a large vocabulary piece by piece."""
+    if not may_replace_forward(model) or not _pays_in_pieces(model.lm_head):
+        return model
+    copied = shallow_copy(model)
+
+    @wraps(model.forward)
+    def forward(logits_to_keep: int = 1, **inputs: Any) -> ModelOutput:
+        outputs = model.model(**inputs)
+        outputs["logits"] = project(outputs.last_hidden_state[:, -1:], model.lm_head)
+        return outputs
+
+    copied.forward = forward
+    return copied
+
+
+def project(states: torch.Tensor, projection: nn.Linear) -> torch.Tensor:
+    """`projection(states)` of (batch, length, d_model), in pieces that a CPU's caches hold: for a
+    few rows and a large vocabulary that takes a third less time."""
+    rows = states.flatten(0, -2)
+    if not _pays_in_pieces(projection, rows):
+        return projection(states)
+    logits = rows.new_empty(len(rows), len(projection.weight))
+    for _ in _in_pieces(rows, projection.weight, logits):
+        pass
+    return logits.unflatten(0, states.shape[:-1])
+
+
+def _pays_in_pieces(projection: nn.Module, rows: torch.Tensor | None = None) -> bool:
+    """Whether pieces are faster for this matrix, and for these rows if they are known."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain_matrix(projection):
+        return False
+    weight = projection.weight
+    if weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or weight.nbytes <= LARGE:
+        return False
+    return rows is None or (1 < len(rows) <= FEW and type(rows) is torch.Tensor)
+
+
+def _in_pieces(
+    rows: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor | None = None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """First token and scores (rows, tokens) of each piece of the vocabulary, written into `out` if
+    that is given, (rows, vocabulary)."""
+    width = max(1, PIECE // matrix[0].nbytes)
+    for first in range(0, len(matrix), width):
+        piece = matrix[first : first + width]
+        where = None if out is None else out[:, first : first + width]
+        yield first, torch.mm(rows, piece.t(), out=where)
+
+
+# ---------------------------------------------------------------- The best tokens
+
+
+def best_tokens(model: Any, options: dict[str, Any]) -> "BestTokens | None":
+    """What beam search may look at instead of all tokens, where none of their scores is asked for,
+    changed or drawn by chance."""
+    config = options["generation_config"]
+    asked_for = config.output_scores or config.output_logits
+    changed = options["logits_processor"] or config.do_sample or options.get("synced_gpus")
+    if asked_for or changed or not COUNTS_TOKENS_BY_SCORES or not may_replace_forward(model):
+        return None
+    ends = config._eos_token_tensor
+    beams_to_keep = max(2, 1 + (0 if ends is None else len(ends))) * config.num_beams
+    return BestTokens(model, min(beams_to_keep, model.config.target_vocab_size))
+
+
+class BestTokens(LogitsProcessor):
+    """Beam search over the `count` best tokens of each row.
+
+    They are all that a step needs, as the best continuations of a sentence are among the best of
+    its beams, and far less than the logits of a vocabulary, of which transformers holds four
+    copies. As the only logits processor, it replaces log-probabilities among the few tokens by
+    those among all.
+
+    Attributes:
+        model: A copy of the model whose `forward` returns logits of the best tokens, best first,
+            and which tells transformers what tokens these are.
+        tokens: Their ids in the last step, (rows, count).
+        log_probs: (rows, count).
+    """
+
+    def __init__(self, model: Any, count: int):
+        self.count = count
+        self.model = shallow_copy(model)
+        self.tokens = self.log_probs = torch.empty(0)
+
+        @wraps(model.forward)
+        def forward(logits_to_keep: int = 1, **inputs: Any) -> ModelOutput:
+            outputs = model.model(**inputs)
+            outputs["logits"] = self.logits(outputs.last_hidden_state[:, -1:], model.lm_head)
+            return outputs
+
+        self.model.forward = forward
+        self.model._get_top_k_continuations = self.continuations
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.Tensor:
+        """Log-probabilities (rows, count), whatever the scores among the few."""
+        return self.log_probs
+
+    def continuations(self, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """As `GenerationMixin._get_top_k_continuations` (5.18 to 5.23), whose tokens are places
+        among the best."""
+        found = GenerationMixin._get_top_k_continuations(self.model, **kwargs)
+        _, sequences, beams = found
+        now = kwargs["cur_len"]
+        rows = beams[:, :, now - kwargs["decoder_prompt_len"]]
+        sequences[:, :, now] = self.tokens[rows, sequences[:, :, now]]
+        return found
+
+    def logits(self, states: torch.Tensor, projection: nn.Linear) -> torch.Tensor:
+        """(rows, 1, d_model) states to (rows, 1, count) logits."""
+        rows, found, log_normalizers = states[:, 0], [], []
+        in_pieces = _pays_in_pieces(projection, rows)
+        whole = [] if in_pieces else [(0, projection(rows))]
+        hooked = not is_plain_matrix(projection)  # who may keep what is theirs
+        for first, narrow in whole or _in_pieces(rows, projection.weight):
+            scores = narrow.to(at_least_float32(narrow.dtype), copy=hooked)
+            values, places = topk(scores, min(self.count, scores.shape[1]))
+            found.append((values, places + first))
+            highest = values[:, :1]
+            normalizer = scores.sub_(highest).exp_().sum(-1, keepdim=True)
+            log_normalizers.append(highest + normalizer.log())
+        values, tokens = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
+        best, places = values.topk(self.count)
+        self.tokens = tokens.gather(-1, places)
+        self.log_probs = best - torch.cat(log_normalizers, -1).logsumexp(-1, keepdim=True)
+        return best[:, None]
+
+
+def topk(scores: torch.Tensor, count: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `scores.topk(count)`, in half the time for a few of many: the best are in those columns of
+    `rows` scores whose best are the best."""
+    if scores.shape[1] % rows or scores.shape[1] < rows * count:
+        return scores.topk(count)
+    columns = scores.unflatten(1, (rows, -1))
+    best = columns.amax(1).topk(count, sorted=False).indices
+    among = columns.gather(2, best[:, None].expand(-1, rows, -1)).flatten(1)
+    values, places = among.topk(count)
+    return values, best.gather(1, places % count) + places // count * columns.shape[2]
