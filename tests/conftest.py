@@ -189,7 +189,7 @@ def _run_in_copy(args, cwd, input, env):
 
 
 def run_ranks(processes, script, *flags, cwd, timeout=240):
-    """A script, or "-m" and a module, in copies of this process, which find each other as `torchrun` lets them:
+    """A script, or "-m" and a module, in copies of this process, which meet as under `torchrun`:
     whether one failed, and what all printed. After a failure the others have 5 seconds to end. One
     that ends without having left the others fails."""
     with socket.socket() as free:

@@ -14,6 +14,8 @@ from transformers import (
 
 from .model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .model.modeling_vanilla_transformer import (
+    VanillaTransformerEncoderModel,
+    VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
     VanillaTransformerModel,
 )
@@ -21,10 +23,6 @@ from .model.pipelines import (
     Text2TextGenerationPipeline,
     TranslationPipeline,
     register_translation_pipelines,
-)
-from .model.single_stack import (
-    VanillaTransformerEncoderModel,
-    VanillaTransformerForCausalLM,
 )
 
 __version__ = "0.1.0"

@@ -67,7 +67,7 @@ def sdpa_attention(
     """As `sdpa_attention_forward`, with the fastest kernel of a CPU.
 
     In half precision, or where float32 is multiplied with less precision, torch's fused attention
-    trains several times slower than the `equation` written out, as long as the scores fit in memory.
+    trains several times slower than the `equation` written out, if the scores fit in memory.
     """
     again = partial(sdpa_attention, equation)
     if rows is not None:
@@ -283,7 +283,8 @@ class RowsByLength:
         self.places = torch.cat([index.new_empty(0), *places])
         self._tokens = [len(group.places) for group, _ in self.groups]
 
-    pack, unpack = PackedRows.pack, PackedRows.unpack
+    pack: Any = PackedRows.pack
+    unpack: Any = PackedRows.unpack
 
     def attend(
         self,
@@ -400,6 +401,7 @@ def pack_decoder_inputs(
     rows = PackedInputs(*(PackedRows(_is_token(*side)) for side in sides))
     changed = _packed_inputs(rows.target, _is_token(*sides[0]), **inputs)
     if source is not None:
+        assert rows.source is not None
         changed["encoder_hidden_states"] = rows.source.pack(source)
     return rows.target, changed | _kept_apart(config, rows, is_decoder=True)
 

@@ -26,9 +26,9 @@ def new_cache(config: PreTrainedConfig) -> Cache:
 def update_kv_cache(
     cache: Cache | None,
     layer_idx: int,
+    is_cross_attention: bool,
     project: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     states: torch.Tensor,
-    is_cross_attention: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all positions so far, (batch, heads, length, head_dim) each: those in the
     cache, and `project(states)` for new ones. The source's are projected once per generation."""
@@ -38,12 +38,11 @@ def update_kv_cache(
         own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         return own.update(*project(states), layer_idx)
     cross = cache.cross_attention_cache
-    layer = cross.layers[layer_idx] if layer_idx < len(cross.layers) else None
     if cache.is_updated.get(layer_idx):
-        return layer.keys, layer.values
+        return cross.layers[layer_idx].keys, cross.layers[layer_idx].values
     cache.is_updated[layer_idx] = True
-    if isinstance(layer, SourceLayer):
-        states = states[:: layer.rows_per_source]
+    if is_generation_cache(cache):
+        states = states[:: cross.layers[layer_idx].rows_per_source]
     return cross.update(*project(states), layer_idx)
 
 
@@ -156,7 +155,7 @@ def is_generation_cache(cache: object) -> bool:
 
 
 def repeat_for_each_beam(cache: object) -> None:
-    """Give each beam the source's keys and values that it shared, before a caller gets the cache."""
+    """Give each beam its own copy of the source's keys and values, for a caller of `generate()`."""
     if not is_generation_cache(cache):
         return
     assert isinstance(cache, EncoderDecoderCache)

@@ -15,16 +15,14 @@ if TYPE_CHECKING:
     # so these lines put every model and the pipeline into every checkpoint folder.
     from .modeling_vanilla_transformer import VanillaTransformerModel  # noqa: F401
     from .pipelines import TranslationPipeline  # noqa: F401
-    from .single_stack import VanillaTransformerForCausalLM  # noqa: F401
 
 _MODELING = "modeling_vanilla_transformer"
-_SINGLE_STACK = "single_stack"
 AUTO_MAP = {
     "AutoConfig": "configuration_vanilla_transformer.VanillaTransformerConfig",
     "AutoModel": f"{_MODELING}.VanillaTransformerModel",
     "AutoModelForSeq2SeqLM": f"{_MODELING}.VanillaTransformerForConditionalGeneration",
-    "AutoModelForTextEncoding": f"{_SINGLE_STACK}.VanillaTransformerEncoderModel",
-    "AutoModelForCausalLM": f"{_SINGLE_STACK}.VanillaTransformerForCausalLM",
+    "AutoModelForTextEncoding": f"{_MODELING}.VanillaTransformerEncoderModel",
+    "AutoModelForCausalLM": f"{_MODELING}.VanillaTransformerForCausalLM",
 }
 CUSTOM_PIPELINES = {
     "translation": {

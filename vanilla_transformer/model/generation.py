@@ -1,4 +1,4 @@
-"""What the paper's decoding adds to transformers' `GenerationMixin`, and a faster way through it."""
+"""What the paper's decoding adds to transformers' `GenerationMixin`, and faster ways through it."""
 
 import copy
 import math
@@ -21,6 +21,11 @@ from .cache import generation_cache, is_generation_cache, repeat_for_each_beam
 from .validation import expect_generation_options, expect_in_range, expect_prompt
 
 LENGTH_PENALTY_TYPES = ("power", "gnmt")
+# Options with which transformers makes another cache than a plain dynamic one, or rolls it back.
+NO_PLAIN_CACHE = (
+    "cache_implementation", "assistant_model", "custom_generate", "prompt_lookup_num_tokens",
+    "prefill_chunk_size", "penalty_alpha", "dola_layers", "is_assistant",
+)  # fmt: skip
 
 
 class GNMTLengthPenalty(float):
@@ -144,9 +149,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
     def _use_fast_cache(self, options: "GenerationOptions") -> None:
         """Pass a cache that copies less, where transformers would make a plain dynamic one."""
-        others = ("past_key_values", "cache_implementation", "assistant_model", "custom_generate")
-        others += ("prompt_lookup_num_tokens", "prefill_chunk_size", "penalty_alpha", "dola_layers")
-        if any(options[name] is not None for name in others) or options["is_assistant"]:
+        if any(options[name] for name in NO_PLAIN_CACHE) or "past_key_values" in options.kwargs:
             return
         if options["use_cache"] is False or self.config._attn_implementation != "sdpa":
             return
@@ -257,8 +260,8 @@ class GenerationOptions:
         return {**vars(self.given or self.default), **self.kwargs}
 
     def __getitem__(self, name: str) -> Any:
-        values = (self.kwargs.get(name), getattr(self.given, name, None))
-        values = (*values, getattr(self.default, name, None))
+        configs = (getattr(config, name, None) for config in (self.given, self.default))
+        values = (self.kwargs.get(name), *configs)
         return next((value for value in values if value is not None), None)
 
     def __setitem__(self, name: str, value: Any) -> None:

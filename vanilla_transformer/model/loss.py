@@ -1,5 +1,5 @@
-"""The label-smoothed loss without logits: from the decoder's states to the loss and its gradients, a
-few rows at a time, as in Liger's fused linear cross-entropy."""
+"""The label-smoothed loss without logits: from states to loss and gradients, a few rows at a time,
+as in Liger's fused linear cross-entropy."""
 
 from collections.abc import Iterator
 from typing import Any

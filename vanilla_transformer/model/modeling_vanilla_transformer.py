@@ -19,12 +19,17 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    CausalLMOutputWithPast,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as DecoderOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.utils.output_capturing import capture_outputs
 
 from .attention import (
     FastAttentionInterface,
@@ -38,8 +43,18 @@ from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .dropout import dropout
 from .generation import VanillaTransformerGenerationMixin
 from .loss import at_least_float32, can_fuse, fused_linear_cross_entropy
-from .pretrained import VanillaTransformerPreTrainedModel, position_ids_from_mask
-from .validation import expect_labels, expect_shiftable, select_positions, validate_inputs
+from .pretrained import (
+    VanillaTransformerPreTrainedModel,
+    output_recorders,
+    position_ids_from_mask,
+)
+from .validation import (
+    expect_integers_or_none,
+    expect_labels,
+    expect_shiftable,
+    select_positions,
+    validate_inputs,
+)
 
 Ids: TypeAlias = LongTensor | None
 Mask: TypeAlias = Tensor | None
@@ -49,10 +64,10 @@ States: TypeAlias = Tensor | None
 
 
 class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
-    """What encoder and decoder share: embedded tokens plus positions, and N layers.
+    """What encoder and decoder share: embedded tokens plus positions, and N layers. The layer
+    normalisation after them belongs to the pre-norm variant; the paper's stack has none."""
 
-    The layer normalisation after them belongs to the pre-norm variant; the paper's stack has none.
-    """
+    _can_record_outputs = property(output_recorders)
 
     def __init__(self, config: VanillaTransformerConfig, vocab_size: int, layers: list[nn.Module]):
         super().__init__(config)
@@ -83,13 +98,6 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
         layers = [VanillaTransformerEncoderLayer(config, i) for i in range(config.encoder_layers)]
         super().__init__(config, config.vocab_size, layers)
 
-    @property
-    def _can_record_outputs(self) -> dict[str, OutputRecorder]:
-        return {
-            "hidden_states": _recorded(VanillaTransformerEncoderLayer, "encoder_layers"),
-            "attentions": OutputRecorder(VanillaTransformerAttention, 1, "self_attn"),
-        }
-
     @merge_with_config_defaults
     @capture_outputs
     @without_padding
@@ -115,14 +123,6 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
     def __init__(self, config: VanillaTransformerConfig):
         layers = [VanillaTransformerDecoderLayer(config, i) for i in range(config.decoder_layers)]
         super().__init__(config, config.target_vocab_size, layers)
-
-    @property
-    def _can_record_outputs(self) -> dict[str, OutputRecorder]:
-        return {
-            "hidden_states": _recorded(VanillaTransformerDecoderLayer, "decoder_layers"),
-            "attentions": OutputRecorder(VanillaTransformerAttention, 1, "self_attn"),
-            "cross_attentions": OutputRecorder(VanillaTransformerAttention, 1, "encoder_attn"),
-        }
 
     @merge_with_config_defaults
     @capture_outputs
@@ -152,10 +152,7 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         kwargs["past_key_values"] = past_key_values
         for layer in self.layers:
             hidden_states = layer(hidden_states, mask, source, source_mask, **kwargs)
-        return DecoderOutput(
-            last_hidden_state=self.layer_norm(hidden_states),
-            past_key_values=past_key_values if use_cache else None,
-        )
+        return DecoderOutput(self.layer_norm(hidden_states), past_key_values if use_cache else None)
 
 
 class VanillaTransformerLayer(GradientCheckpointingLayer):
@@ -166,9 +163,12 @@ class VanillaTransformerLayer(GradientCheckpointingLayer):
         self.pre_norm = config.norm_position == "pre"
         self.dropout = config.dropout
 
-    def residual(self, x: Tensor, layer_norm: nn.LayerNorm, sublayer: Callable) -> Tensor:
+    def residual(
+        self, x: Tensor, layer_norm: nn.LayerNorm, sublayer: nn.Module, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """LayerNorm(x + Dropout(Sublayer(x))), or pre-norm x + Dropout(Sublayer(LayerNorm(x)))."""
-        states = sublayer(layer_norm(x) if self.pre_norm else x)
+        states = sublayer(layer_norm(x) if self.pre_norm else x, *args, **kwargs)
+        states = states[0] if isinstance(states, tuple) else states  # attention's weights are left
         states = x + dropout(states, self.dropout, self.training)
         return states if self.pre_norm else layer_norm(states)
 
@@ -186,11 +186,8 @@ class VanillaTransformerEncoderLayer(VanillaTransformerLayer):
 
     def forward(self, hidden_states: Tensor, mask: Mask = None, **kwargs: Any) -> Tensor:
         """(batch, source_length, d_model) in and out."""
-        hidden_states = self.residual(
-            hidden_states,
-            self.self_attn_layer_norm,
-            lambda x: self.self_attn(x, mask, **kwargs)[0],
-        )
+        attention = (self.self_attn_layer_norm, self.self_attn, mask)
+        hidden_states = self.residual(hidden_states, *attention, **kwargs)
         return self.residual(hidden_states, self.ffn_layer_norm, self.ffn)
 
 
@@ -212,28 +209,16 @@ class VanillaTransformerDecoderLayer(VanillaTransformerLayer):
         self, hidden_states: Tensor, mask: Mask, source: States, source_mask: Mask, **kwargs: Any
     ) -> Tensor:
         """(batch, length, d_model) in and out; `source` is (batch, source_length, d_model)."""
-        hidden_states = self.residual(
-            hidden_states,
-            self.self_attn_layer_norm,
-            lambda x: self.self_attn(x, mask, **kwargs)[0],
-        )
+        attention = (self.self_attn_layer_norm, self.self_attn, mask)
+        hidden_states = self.residual(hidden_states, *attention, **kwargs)
         if source is not None:
-            hidden_states = self.residual(
-                hidden_states,
-                self.encoder_attn_layer_norm,
-                lambda x: self.encoder_attn(x, source_mask, source, **kwargs)[0],
-            )
+            attention = (self.encoder_attn_layer_norm, self.encoder_attn, source_mask)
+            hidden_states = self.residual(hidden_states, *attention, source, **kwargs)
         return self.residual(hidden_states, self.ffn_layer_norm, self.ffn)
 
 
 def _layer_norm(config: VanillaTransformerConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-
-
-def _recorded(layer: type[nn.Module], num_layers: str) -> OutputRecorder:
-    recorder = OutputRecorder(layer)
-    recorder.num_hidden_layers_key = num_layers
-    return recorder
 
 
 # ---------------------------------------------------------------- 3.2 Attention
@@ -293,28 +278,16 @@ class VanillaTransformerAttention(nn.Module):
         past_key_values: Cache | None = None, **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attend from (batch, query_length, d_model) states to themselves and those in the cache,
-        or to `source`, (batch, source_length, d_model).
-
-        Returns:
-            The output (batch, query_length, d_model) and, from the eager attention only, the
-            weights (batch, heads, query_length, key_length).
-        """
+        or to `source`, (batch, source_length, d_model): the output (batch, query_length, d_model)
+        and, from eager attention, the weights (batch, heads, query_length, key_length)."""
         hidden_states = cast_once(hidden_states)
         query = _split_heads(self.q_proj(hidden_states), self.d_k)
-        key, value = update_kv_cache(
-            past_key_values,
-            self.layer_idx,
-            self._keys_and_values,
-            source if self.is_cross_attention else hidden_states,
-            self.is_cross_attention,
-        )
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, scaled_dot_product_attention
-        )
-        dropout = self.dropout if self.training else 0.0
-        output, weights = attend(
-            self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs
-        )
+        states, name = hidden_states if source is None else source, self.config._attn_implementation
+        layer = (past_key_values, self.layer_idx, self.is_cross_attention)
+        key, value = update_kv_cache(*layer, self._keys_and_values, states)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, scaled_dot_product_attention)
+        kwargs |= {"scaling": self.scaling, "dropout": self.dropout if self.training else 0.0}
+        output, weights = attend(self, query, key, value, mask, **kwargs)
         return self.out_proj(output.flatten(2)), weights
 
     def _keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -366,7 +339,7 @@ class VanillaTransformerFeedForward(nn.Module):
 class VanillaTransformerEmbeddedStacks(VanillaTransformerPreTrainedModel):
     """Encoder, decoder or both, and the embedding matrix that they share."""
 
-    def __init__(self, config: VanillaTransformerConfig, **stacks: type[VanillaTransformerStack]):
+    def __init__(self, config: VanillaTransformerConfig, **stacks: Callable[..., nn.Module]):
         super().__init__(config)
         self._tied_weights_keys = {}
         if config.shares_embeddings:
@@ -392,11 +365,12 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
         self.post_init()
 
     def logits_and_loss(
-        self, hidden_states: Tensor, labels: Ids, num_items: Tensor | int | None,
-        skip_logits: bool | None,
+        self, hidden_states: Tensor, labels: Ids, logits_to_keep: int | Tensor,
+        num_items: Tensor | int | None, skip_logits: bool | None,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """Logits (batch, length, vocabulary) of (batch, length, d_model) states, and the loss of
         labels (batch, length), label-smoothed while training."""
+        hidden_states = select_positions(hidden_states, logits_to_keep)
         if labels is None:
             return self.lm_head(hidden_states), None
         expect_labels(labels, hidden_states, self.config.target_vocab_size)
@@ -449,15 +423,9 @@ def label_smoothed_cross_entropy(
     logits: Tensor, labels: Tensor, label_smoothing: float = 0.0,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy against (1 - eps) on the label plus eps / vocabulary on every token.
-
-    Args:
-        logits: (batch, length, vocabulary).
-        labels: (batch, length); -100 takes no part.
-        label_smoothing: eps.
-        num_items_in_batch: What the sum is divided by, where several batches share one gradient
-            step; by default the number of this batch's labels.
-    """
+    """Cross-entropy of logits (batch, length, vocabulary) against (1 - eps) on the label plus
+    eps / vocabulary on every token. Labels are (batch, length), and -100 takes no part. The sum is
+    divided by `num_items_in_batch`, by default the number of labels."""
     labels = labels.to(logits.device)
     # The gradient of a row without a label is 0, but 0 times NaN is NaN.
     logits = logits.to(at_least_float32(logits.dtype)).masked_fill((labels == -100)[..., None], 0)
@@ -500,26 +468,14 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         target = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
         source = repeat_sources(target, encoded.last_hidden_state, attention_mask)
         outputs = self.decoder(
-            input_ids=decoder_input_ids,
-            attention_mask=decoder_attention_mask,
-            position_ids=decoder_position_ids,
-            encoder_hidden_states=source[0],
-            encoder_attention_mask=source[1],
-            past_key_values=past_key_values,
-            inputs_embeds=decoder_inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+            decoder_input_ids, decoder_attention_mask, decoder_position_ids, *source,
+            past_key_values, decoder_inputs_embeds, use_cache, **kwargs,
+        )  # fmt: skip
         return Seq2SeqModelOutput(
-            last_hidden_state=outputs.last_hidden_state,
-            past_key_values=outputs.past_key_values,
-            decoder_hidden_states=outputs.hidden_states,
-            decoder_attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-            encoder_last_hidden_state=encoded.last_hidden_state,
-            encoder_hidden_states=encoded.hidden_states,
-            encoder_attentions=encoded.attentions,
-        )
+            outputs.last_hidden_state, outputs.past_key_values, outputs.hidden_states,
+            outputs.attentions, outputs.cross_attentions,
+            encoded.last_hidden_state, encoded.hidden_states, encoded.attentions,
+        )  # fmt: skip
 
 
 class VanillaTransformerForConditionalGeneration(
@@ -532,8 +488,7 @@ class VanillaTransformerForConditionalGeneration(
         attention_mask: 1 for source tokens, 0 for padding on either side, (batch, source_length).
         decoder_input_ids: Target shifted right by one, (batch, target_length).
         decoder_attention_mask: (batch, past_length + target_length).
-        encoder_outputs: An earlier call's, to encode a source only once.
-        past_key_values: Keys and values of earlier target positions and of the source.
+        encoder_outputs, past_key_values: An earlier call's, to compute them only once.
         inputs_embeds, decoder_inputs_embeds: Rows of the embedding matrix in place of token ids,
             not yet scaled by sqrt(d_model), (batch, length, d_model).
         position_ids, decoder_position_ids: (batch, length); counted from the mask by default.
@@ -545,11 +500,8 @@ class VanillaTransformerForConditionalGeneration(
         skip_logits: Return None for logits, which then never exist as a whole. Default: where
             `labels` are given while training, as with Liger's kernels.
 
-    Returns, among others, `loss` and `logits`, (batch, target_length, vocabulary).
-
-    Raises:
-        TypeError, ValueError: Inputs are missing, given twice, or don't fit together in shape.
-        IndexError: A token id is outside the vocabulary (on the CPU).
+    Returns, among others, `loss` and `logits`, (batch, target_length, vocabulary). For errors see
+    `validate_inputs`.
     """
 
     _auto_class = "AutoModelForSeq2SeqLM"
@@ -576,20 +528,12 @@ class VanillaTransformerForConditionalGeneration(
                 target = (labels, decoder_input_ids)
                 decoder_attention_mask = mask_from_labels(self.config, *target, kwargs)
         outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask,
-            encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            decoder_inputs_embeds=decoder_inputs_embeds,
-            decoder_position_ids=decoder_position_ids,
-            use_cache=use_cache,
+            input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs,
+            past_key_values, inputs_embeds, decoder_inputs_embeds, decoder_position_ids, use_cache,
             **kwargs,
-        )
-        states = select_positions(outputs.last_hidden_state, logits_to_keep)
-        logits, loss = self.logits_and_loss(states, labels, num_items_in_batch, skip_logits)
+        )  # fmt: skip
+        scored = (labels, logits_to_keep, num_items_in_batch, skip_logits)
+        logits, loss = self.logits_and_loss(outputs.last_hidden_state, *scored)
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss, logits, **rest)
 
@@ -603,4 +547,86 @@ class VanillaTransformerForConditionalGeneration(
         return shifted.masked_fill(shifted == -100, pad)
 
 
-__all__ = ["VanillaTransformerForConditionalGeneration", "VanillaTransformerModel"]
+# ---------------------------------------------------------------- Beyond the paper: one stack
+
+
+class VanillaTransformerEncoderModel(VanillaTransformerEmbeddedStacks):
+    """The encoder alone, every position seeing every other: `AutoModelForTextEncoding`."""
+
+    _auto_class = "AutoModelForTextEncoding"
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config.for_one_stack("encoder"), encoder=VanillaTransformerEncoder)
+
+    @can_return_tuple
+    @validate_inputs
+    def forward(
+        self, input_ids: Ids = None, attention_mask: Mask = None, position_ids: Ids = None,
+        inputs_embeds: States = None, **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:  # fmt: skip
+        """Encode (batch, length) token ids, or embeddings (batch, length, d_model), not yet scaled,
+        into `last_hidden_state`, (batch, length, d_model); the mask, (batch, length), is 1 for
+        tokens, and positions are counted from it by default."""
+        return self.encoder(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+
+
+class VanillaTransformerDecoderModel(VanillaTransformerEmbeddedStacks):
+    """The decoder alone, without attention to an encoder: the body of a language model."""
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config.for_one_stack("decoder"), decoder=VanillaTransformerDecoder)
+
+    @validate_inputs
+    def forward(self, input_ids: Ids = None, **kwargs: Any) -> DecoderOutput:
+        """See `VanillaTransformerDecoder.forward`."""
+        return self.decoder(input_ids, **kwargs)
+
+
+class VanillaTransformerForCausalLM(
+    VanillaTransformerWithProjection, VanillaTransformerGenerationMixin
+):
+    """A language model, the decoder alone with the projection: `AutoModelForCausalLM`."""
+
+    _auto_class = "AutoModelForCausalLM"
+    _keys_to_ignore_on_load_unexpected = [r"encoder\.", r"encoder_attn"]
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(VanillaTransformerDecoderModel(config))
+
+    @can_return_tuple
+    def forward(
+        self, input_ids: Ids = None, attention_mask: Mask = None, position_ids: Ids = None,
+        past_key_values: Cache | None = None, inputs_embeds: States = None, labels: Ids = None,
+        shift_labels: Ids = None, use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None, skip_logits: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:  # fmt: skip
+        """Predict each next token; for arguments see `VanillaTransformerForConditionalGeneration`.
+
+        Args:
+            attention_mask: (batch, past_length + length), padding on either side.
+            labels: (batch, length), usually `input_ids` themselves: shifted here, as in every
+                causal model of transformers. `shift_labels` are taken as they stand.
+        """
+        expect_integers_or_none(labels=labels, shift_labels=shift_labels)
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        outputs = self.model(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds,
+            use_cache=use_cache if shift_labels is None else False, **kwargs,
+        )  # fmt: skip
+        scored = (shift_labels, logits_to_keep, num_items_in_batch, skip_logits)
+        logits, loss = self.logits_and_loss(outputs.last_hidden_state, *scored)
+        return CausalLMOutputWithPast(
+            loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions
+        )
+
+
+__all__ = [
+    "VanillaTransformerEncoderModel",
+    "VanillaTransformerForCausalLM",
+    "VanillaTransformerForConditionalGeneration",
+    "VanillaTransformerModel",
+]

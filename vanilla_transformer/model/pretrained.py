@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
+from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .validation import expect_weights
@@ -176,6 +177,19 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return [module for module in self.modules() if hasattr(module, "embed_positions")]
 
 
+def output_recorders(stack: Any) -> dict[str, OutputRecorder]:
+    """What transformers may record of a stack: each layer's output, and weights of attentions."""
+    layer = stack.layers[0]
+    states = OutputRecorder(type(layer))
+    recorders = {"hidden_states": states}
+    recorders["attentions"] = OutputRecorder(type(layer.self_attn), 1, "self_attn")
+    states.num_hidden_layers_key = "encoder_layers"  # a field since transformers 5.18
+    if layer.self_attn.is_causal:
+        states.num_hidden_layers_key = "decoder_layers"
+        recorders["cross_attentions"] = OutputRecorder(type(layer.self_attn), 1, "encoder_attn")
+    return recorders
+
+
 def position_ids_from_mask(
     attention_mask: torch.Tensor | None,
     input_ids: torch.Tensor | None,
@@ -184,7 +198,7 @@ def position_ids_from_mask(
 ) -> torch.Tensor:
     """Positions from 0 at each row's first token, so that left padding shifts nothing: (batch,
     length) of a mask (batch, past_length + length), or (1, length) without one."""
-    tokens = inputs_embeds if input_ids is None else input_ids
+    tokens: Any = inputs_embeds if input_ids is None else input_ids
     length = tokens.shape[1]
     if attention_mask is None or attention_mask.ndim != 2:
         past_length = 0 if cache is None else cache.get_seq_length()

@@ -1,4 +1,4 @@
-"""Checks of inputs at the public boundary: one sentence that names the value and what was expected."""
+"""Checks of inputs at the public boundary: an error names the value and what was expected."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -54,7 +54,7 @@ def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
         states = encoded[0] if isinstance(encoded, tuple) and encoded else encoded
         states = getattr(states, "last_hidden_state", states)
         expect_states(states, "encoder_outputs", config.d_model, dtype)
-        source = states.shape[:2]
+        source = states.shape[:2]  # type: ignore[union-attr]
     target = expect_stack_inputs(config, "decoder", inputs, "decoder_", dtype, cache)
     expect_as_many(target[0], source[0])
     heads = config.decoder_attention_heads
@@ -72,7 +72,8 @@ def expect_stack_inputs(
     """(batch, length) of a stack's inputs. Raises an error unless there are either integers (batch,
     length) or embeddings of the model's type (batch, length, d_model), with a mask for them, and
     the same positions for all rows or their own."""
-    ids, embeds = inputs.get(f"{prefix}input_ids"), inputs.get(f"{prefix}inputs_embeds")
+    ids: Any = inputs.get(f"{prefix}input_ids")
+    embeds: Any = inputs.get(f"{prefix}inputs_embeds")
     if (ids is None) == (embeds is None):
         raise ValueError(f"expected exactly one of {prefix}input_ids and {prefix}inputs_embeds")
     if embeds is None:
@@ -137,6 +138,13 @@ def expect_integers(ids: Any, name: str) -> None:
             f"{name} of shape {tuple(ids.shape)} and {ids.dtype}: expected (batch, length), "
             "both 1 at least, of torch.int64 or torch.int32"
         )
+
+
+def expect_integers_or_none(**ids: Any) -> None:
+    """As `expect_integers`, of each that is given."""
+    for name, value in ids.items():
+        if value is not None:
+            expect_integers(value, name)
 
 
 def expect_states(states: Any, name: str, d_model: int, dtype: torch.dtype) -> None:
