@@ -189,9 +189,9 @@ def _run_in_copy(args, cwd, input, env):
 
 
 def run_ranks(processes, script, *flags, cwd, timeout=240):
-    """A script, or "-m" and a module, in copies of this process, which meet as under `torchrun`:
-    whether one failed, and what all printed. After a failure the others have 5 seconds to end. One
-    that ends without having left the others fails."""
+    """A script, or "-m" and a module, in copies of this process, which find each other as
+    `torchrun` lets them: whether one failed, and what all printed. After a failure the others have
+    5 seconds to end. One that ends without having left the others fails."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}

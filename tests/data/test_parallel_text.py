@@ -133,7 +133,10 @@ def test_arguments_come_from_the_command_line_and_explain_themselves(tmp_path):
             "phrases_train_size=-1 must be at least 0",
         ),
         ({"dataset_name": "a", "max_source_length": 0}, "max_source_length=0 must be at least 1"),
-        ({"dataset_name": "a", "max_test_samples": -5}, "max_test_samples=-5 must be at least 1"),
+        (
+            {"dataset_name": "a", "max_predict_samples": -5},
+            "max_predict_samples=-5 must be at least 1",
+        ),
         (
             {"dataset_name": "a", "preprocessing_num_workers": 0},
             "preprocessing_num_workers=0 must be at least 1",
@@ -406,7 +409,7 @@ def test_blank_pairs_leave_the_training_data_only_and_are_counted(tmp_path, suff
 @pytest.mark.parametrize("streaming", [False, True])
 def test_limits_take_the_first_pairs(tmp_path, streaming):
     files = write_sides(tmp_path, [("", "x"), *PAIRS]) | write_sides(tmp_path, PAIRS, "test")
-    limits = {"max_train_samples": 2, "max_test_samples": 99, "max_validation_samples": 1}
+    limits = {"max_train_samples": 2, "max_predict_samples": 99, "max_eval_samples": 1}
     loaded = load(**files, **limits, streaming=streaming)
     assert pairs_of(loaded["train"]) == PAIRS[:2]
     assert pairs_of(loaded["test"]) == PAIRS

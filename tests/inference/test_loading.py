@@ -46,7 +46,7 @@ def test_devices_that_are_not_there_are_refused(monkeypatch, device):
 
 
 FLAGS = {
-    "translate": ["--input", "text"],
+    "translate": ["--source", "text"],
     "evaluate": ["--source", "text", "--target", "text"],
     "score": ["--source", "text", "--target", "text"],
 }

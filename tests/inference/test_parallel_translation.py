@@ -262,7 +262,7 @@ def test_a_killed_translation_is_resumed_with_the_same_model_alone(folder):
     """Killed half way, with other weights in the same folder, with its own in another folder."""
     cwd, chunks = folder.parent, 3
     (cwd / "in.txt").write_text("a house\nthe lake is deep\n" * (LINES_PER_CHUNK // 2 * chunks))
-    flags = ["--input", "in.txt", "--output", "out.txt", "--max_new_tokens", "1"]
+    flags = ["--source", "in.txt", "--output", "out.txt", "--max_new_tokens", "1"]
     flags += ["--batch_size", "512", "--device", "cpu", "--model"]
     command = [sys.executable, "-m", "vanilla_transformer", "translate", *flags, "model"]
     process = subprocess.Popen(command, cwd=cwd)
@@ -287,7 +287,7 @@ def test_a_killed_translation_is_resumed_with_the_same_model_alone(folder):
 
 def test_two_processes_translate_as_one(checkpoint, tmp_path):
     (tmp_path / "in.txt").write_text("a house\n\nthe lake is deep\n" * 5)
-    flags = ["--model", checkpoint, "--input", "in.txt", "--max_new_tokens", 4, "--device", "cpu"]
+    flags = ["--model", checkpoint, "--source", "in.txt", "--max_new_tokens", 4, "--device", "cpu"]
     run_command("translate", *flags, "--output", "one.txt", cwd=tmp_path)
     translate = ("-m", "vanilla_transformer", "translate")
     failed, printed = run_ranks(2, *translate, *flags, "--output", "two.txt", cwd=tmp_path)

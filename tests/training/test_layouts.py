@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from conftest import REPOSITORY, Payload
 from safetensors.torch import load_file
@@ -20,6 +22,7 @@ from vanilla_transformer.data.token_batches import TokenBudgetSampler
 from vanilla_transformer.training import arguments
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
 from vanilla_transformer.training.distributed import TRAINS_PARTS
+from vanilla_transformer.training.recipes import find_recipe, recipe_path
 from vanilla_transformer.training.trainer import find_checkpoint
 
 CONFIGS = sorted((REPOSITORY / "vanilla_transformer/recipes/accelerate").glob("*.yaml"))
@@ -317,24 +320,33 @@ def test_accelerate_knows_each_option_of_its_files(path):
 def test_each_file_says_how_it_is_used(path):
     comment = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
     words = comment.split()
-    assert (
-        words[words.index("--config_file") + 1]
-        == f"vanilla_transformer/recipes/accelerate/{path.name}"
+    launch = words.index("--config_file") + 1
+    assert " ".join(words[launch : launch + 4]) == (
+        f'"$(vanilla-transformer recipes --path accelerate/{path.stem})"'
     )
-    assert (REPOSITORY / words[words.index("--config") + 1]).is_file()
+    assert words[words.index("-m") + 1 :][:2] == ["vanilla_transformer", "train"]
+    assert find_recipe(words[words.index("--config") + 1]).is_file()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_is_to_do_what_the_trainer_does(tmp_path, monkeypatch, stage):
-    path = REPOSITORY / f"vanilla_transformer/recipes/accelerate/deepspeed_zero{stage}.yaml"
-    file = load_config_from_file(str(path)).deepspeed_config["deepspeed_config_file"]
-    assert not {"mixed_precision", "zero_stage"} & load_config_from_file(str(path)).to_dict().keys()
+    path = recipe_path(f"accelerate/deepspeed_zero{stage}")
+    assert "mixed_precision" not in yaml.safe_load(path.read_text())
+    settings = load_config_from_file(str(path)).deepspeed_config
+    assert not {"deepspeed_config_file", "gradient_clipping"} & settings.keys()
+    monkeypatch.delenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", raising=False)
+    monkeypatch.delenv("ACCELERATE_GRADIENT_CLIPPING", raising=False)
+    plugin = DeepSpeedPlugin(
+        zero_stage=settings["zero_stage"],
+        zero3_init_flag=settings["zero3_init_flag"],
+        zero3_save_16bit_model=settings.get("zero3_save_16bit_model"),
+    )
 
     class WithoutDeepSpeed(deepspeed.HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
         pass  # transformers' own class, where deepspeed is not installed, is no configuration
 
     monkeypatch.setattr(deepspeed, "dep_version_check", lambda package: None)
-    config = WithoutDeepSpeed(str(REPOSITORY / file))
+    config = WithoutDeepSpeed(plugin.deepspeed_config)
     deepspeed.unset_hf_deepspeed_config()
     arguments = Seq2SeqTrainingArguments(
         output_dir=str(tmp_path), gradient_accumulation_steps=3, max_grad_norm=0.5, use_cpu=True
@@ -346,4 +358,4 @@ def test_deepspeed_is_to_do_what_the_trainer_does(tmp_path, monkeypatch, stage):
     assert config.config["gradient_accumulation_steps"] == 3
     assert config.config["gradient_clipping"] == 0.5
     gathers = "stage3_gather_16bit_weights_on_model_save"
-    assert config.config["zero_optimization"].get(gathers, stage != 3)  # else no model is saved
+    assert stage != 3 or config.config["zero_optimization"][gathers]  # else no model is saved

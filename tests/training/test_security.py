@@ -113,7 +113,7 @@ def test_code_beside_a_model_is_run_only_on_request(checkpoint, tmp_path, mark):
     (tmp_path / "text").write_text("see\n")
     text = ["--source", "text", "--target", "text"]
     for command in (
-        ["translate", "--model", "model", "--input", "text", "--max_new_tokens", "2"],
+        ["translate", "--model", "model", "--source", "text", "--max_new_tokens", "2"],
         ["evaluate", "--model", "model", *text],
         ["score", "--model", "model", *text],
         ["plot", "attention", "--model", "model", "--source", "see", "--output", "maps.png"],

@@ -1,14 +1,61 @@
+# PYTHON_ARGCOMPLETE_OK
 """`vanilla-transformer COMMAND ...`."""
 
 import importlib
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
-COMMANDS = ("train", "translate", "evaluate", "score", "average", "plot")
+COMMANDS = {
+    "train": "Train a model from scratch, or fine-tune one.",
+    "translate": "Translate a file or standard input.",
+    "evaluate": "Score translations with BLEU, chrF and exact match.",
+    "score": "Print the log-probability of given translations.",
+    "average": "Average the weights of checkpoints.",
+    "plot": "Plot training curves, learning rates and attention.",
+    "recipes": "List the packaged recipes, or print one.",
+    "info": "Print versions and devices, for a bug report.",
+}
+
+EPILOG = """examples:
+  vanilla-transformer train --config phrases --output_dir outputs/phrases
+  echo "The train leaves at 3:30 PM." | vanilla-transformer translate --model outputs/phrases
+
+`vanilla-transformer COMMAND --help` describes a command.
+"""
 
 
 def main() -> None:
-    """Run the command that the first argument names."""
-    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-        sys.exit(f"usage: vanilla-transformer {{{','.join(COMMANDS)}}} ...")
-    command = sys.argv.pop(1)
+    """Run the command that the first argument names. Each imports only what it needs."""
+    parser = make_parser()
+    complete_words(parser)
+    command = parser.parse_args(sys.argv[1:2]).command
+    sys.argv[:2] = [f"vanilla-transformer {command}"]  # as help and errors of the command name it
     importlib.import_module(f"vanilla_transformer.cli.{command}").main()
+
+
+def make_parser() -> ArgumentParser:
+    """The parser of the first argument. The command itself parses the others."""
+    from .. import __version__
+
+    parser = ArgumentParser(
+        prog="vanilla-transformer",
+        description="The original 2017 Transformer: training, translation and evaluation.",
+        epilog=EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", required=True
+    )
+    for name, summary in COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    return parser
+
+
+def complete_words(parser: ArgumentParser) -> None:
+    """Answer a shell that completes words with argcomplete, where that is installed."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    argcomplete.autocomplete(parser)

@@ -1,18 +1,24 @@
-r"""Draw training and what a model does, as PNG and SVG.
+r"""Plot training and what a model does, as PNG and SVG.
 
-    python scripts/plot.py curves outputs/a outputs/b --output pictures/curves
-    python scripts/plot.py schedule --settings 512/4000 512/8000 256/4000 --output pictures/schedule
-    python scripts/plot.py positions --d_model 512 --length 100 --output pictures/positions
-    python scripts/plot.py attention --model outputs/a --source "A dog runs." --layer all \
+    vanilla-transformer plot curves outputs/a outputs/b --output pictures/curves
+    vanilla-transformer plot schedule --settings 512/4000 512/8000 256/4000 \
+        --output pictures/schedule
+    vanilla-transformer plot positions --d_model 512 --length 100 --output pictures/positions
+    vanilla-transformer plot attention --model outputs/a --source "A dog runs." --layer all \
         --output pictures/attention.svg
 
-curves: loss and BLEU of trainings that are done or still going on. schedule: the learning rate of
-the paper. positions: the sinusoids, or those of `--model`. attention: weights of each head for a
-sentence and its `--target`, or the model's own translation. An `--output` that ends in .png, .svg
-or .pdf is that file alone.
+curves: loss and BLEU of finished or running trainings. schedule: the paper's learning rate.
+positions: the sinusoids, or the positions of `--model`. attention: the weights of each head for a
+sentence and its `--target`, or the model's own translation. If `--output` ends in .png, .svg or
+.pdf, only that file is written.
 """
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import (
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Callable
 
 from matplotlib.figure import Figure
@@ -38,13 +44,17 @@ from ..plotting import (
 
 def main() -> None:
     arguments = make_parser().parse_args()
-    picture_paths(arguments.output)  # a name that can't be is refused before work starts
+    picture_paths(arguments.output)  # refuses a bad name before work starts
     for path in save(arguments.draw(arguments), arguments.output):
         print(path)
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ArgumentParser(
+        prog="vanilla-transformer plot",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     pictures = parser.add_subparsers(required=True, metavar="picture")
 
     def add(name: str, draw: Callable[[Namespace], Figure], description: str) -> ArgumentParser:
@@ -155,7 +165,3 @@ def draw_attention(arguments: Namespace) -> Figure:
         arguments.kind,
     )
     return plot_attention(maps, layers=layers, heads=arguments.heads)
-
-
-if __name__ == "__main__":
-    main()

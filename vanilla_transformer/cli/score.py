@@ -1,27 +1,30 @@
-"""Score given translations: a line of log-probability and number of tokens for each pair.
+"""Score given translations: prints log-probability and number of tokens for each pair.
 
-    python scripts/score.py --model outputs/phrases --source test.en --target test.de
+    vanilla-transformer score --model outputs/phrases --source test.en --target test.de
 
-The logarithm is natural, the end of the sentence counts, and label smoothing has no part in it.
+The logarithm is natural. The end of the sentence counts as a token. Label smoothing plays no part.
 """
 
 import sys
 from dataclasses import dataclass, field
 
-from transformers import HfArgumentParser
-
 from ..data.text_files import expect_parallel, open_output, read_file
 from ..inference.loading import LoadingArguments
 from ..inference.scoring import score_pairs
+from .parser import CommandParser
 
 
 @dataclass
 class ScoreArguments:
     model: str = field(metadata={"help": "Folder or Hub name of a sequence-to-sequence model."})
-    source: str = field(metadata={"help": "File with a source a line."})
-    target: str = field(metadata={"help": "File with a translation a line."})
-    output: str | None = field(default=None, metadata={"help": "Default: standard output."})
-    max_tokens: int = field(default=2048, metadata={"help": "Of a batch, on either side."})
+    source: str = field(metadata={"help": "File of source sentences."})
+    target: str = field(metadata={"help": "File of their translations."})
+    output: str | None = field(
+        default=None, metadata={"help": "File for the scores. Default: standard output."}
+    )
+    max_tokens: int = field(
+        default=2048, metadata={"help": "Tokens of a batch, on either side, with padding."}
+    )
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -30,7 +33,7 @@ class ScoreArguments:
 
 
 def main() -> None:
-    parser = HfArgumentParser((ScoreArguments, LoadingArguments))
+    parser = CommandParser((ScoreArguments, LoadingArguments), description=__doc__)
     arguments, loading = parser.parse_args_into_dataclasses()
     scores = score_pairs(
         zip(read_file(arguments.source), read_file(arguments.target), strict=True),
@@ -41,7 +44,3 @@ def main() -> None:
     with open_output(arguments.output) as output:
         for score in scores:
             print(f"{score.log_probability:.6f}\t{score.tokens}", file=output)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,20 @@
 r"""Train a translation model from scratch, or fine-tune one.
 
     vanilla-transformer train --config phrases --output_dir outputs/phrases
-    vanilla-transformer train --config multi30k_tiny --output_dir outputs/m30k
-    torchrun --nproc_per_node 2 -m vanilla_transformer train --config multi30k_tiny \
+    vanilla-transformer train --config multi30k_tiny --output_dir outputs/mine \
         --train_source train.en --train_target train.de \
-        --validation_source valid.en --validation_target valid.de --output_dir outputs/mine
-    torchrun --nproc_per_node 2 -m vanilla_transformer train --tp_size 2 ...  # a model in parts
-    accelerate launch --config_file fsdp2.yaml -m vanilla_transformer train ...
+        --validation_source valid.en --validation_target valid.de
+    torchrun --nproc_per_node 2 -m vanilla_transformer train --config multi30k_tiny \
+        --output_dir outputs/multi30k
+    accelerate launch --config_file "$(vanilla-transformer recipes --path accelerate/fsdp2)" \
+        -m vanilla_transformer train --config multi30k_tiny --output_dir outputs/multi30k
 
-Every option of `Seq2SeqTrainingArguments` is one of this script's; `--help` lists them all.
+A recipe sets defaults, and options override it. Local files replace a recipe's data set.
 """
 
 import json
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,13 +42,15 @@ from ..training.trainer import (
     make_tokenizer,
     make_trainer,
 )
+from .train_options import make_parser
 
 logger = logging.getLogger("train")
 
 
 def main() -> None:
     model_args, data_args, training_args = parse_arguments(
-        (ModelArguments, DataArguments, TranslationTrainingArguments)
+        (ModelArguments, DataArguments, TranslationTrainingArguments),
+        make_parser=partial(make_parser, description=__doc__),
     )
     training_args.limit(data_args)
     logging.basicConfig(
@@ -108,7 +112,3 @@ def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict
     scores = score_translations(predictions, [pair["target"] for pair in pairs])
     print(json.dumps(scores))
     return scores
-
-
-if __name__ == "__main__":
-    main()

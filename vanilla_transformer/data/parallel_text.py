@@ -38,6 +38,8 @@ from .text_files import decode_lines, expect_unicode, read_lines
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
+# What options such as `max_eval_samples` call the splits, as in transformers' examples.
+SAMPLES = {"train": "train", "validation": "eval", "test": "predict"}
 FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 PAIR_FEATURES = Features({"source": Value("string"), "target": Value("string")})
 
@@ -98,8 +100,8 @@ class DataArguments:
         0.0,
     )
     max_train_samples: int | None = _option("Use only the first pairs of the training data.")
-    max_validation_samples: int | None = _option("Use only the first pairs of the validation data.")
-    max_test_samples: int | None = _option("Use only the first pairs of the test data.")
+    max_eval_samples: int | None = _option("Use only the first pairs of the validation data.")
+    max_predict_samples: int | None = _option("Use only the first pairs of the test data.")
     preprocessing_num_workers: int | None = _option(
         "Processes that tokenize; has no effect when streaming."
     )
@@ -203,7 +205,7 @@ def load_parallel_dataset(arguments: DataArguments) -> DatasetDict | IterableDat
     else:
         splits = _load_files(arguments)
     for split, dataset in splits.items():
-        limit = getattr(arguments, f"max_{split}_samples")
+        limit = getattr(arguments, f"max_{SAMPLES[split]}_samples")
         if limit is not None:
             known = dataset.num_rows if isinstance(dataset, Dataset) else limit
             splits[split] = dataset.take(min(limit, known))

@@ -1,9 +1,8 @@
 """What a training run is told: options, and recipes that give them."""
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from .distributed import (
     writes_shards,
 )
 from .finite_gradients import FiniteGradientArguments
+from .recipes import find_recipe
 
 # Local files on the command line replace the data set that a recipe names, languages included.
 LOCAL_DATA_OPTIONS = {
@@ -264,30 +264,39 @@ class TranslationTrainingArguments(
             setattr(data, name, min(getattr(data, name) or self.max_tokens, self.max_tokens))
 
 
-def parse_arguments(dataclass_types: Iterable[Any], argv: Sequence[str] | None = None) -> tuple:
-    """Parse a command line in which `--config recipe.yaml` gives defaults and flags override them.
+def parse_arguments(
+    dataclass_types: Iterable[Any],
+    argv: Sequence[str] | None = None,
+    make_parser: Callable[..., HfArgumentParser] = HfArgumentParser,
+) -> tuple:
+    """Parse a command line in which `--config RECIPE` sets defaults and flags override them.
 
     Args:
         dataclass_types: As for `HfArgumentParser`.
-        argv: The command line without the program's name; `sys.argv`'s by default.
+        argv: The command line without the program's name. Default: that of `sys.argv`.
+        make_parser: Makes the parser from the dataclasses, with `HfArgumentParser`'s arguments.
 
     Returns:
         One instance of each dataclass.
 
     Raises:
         ValueError: The recipe is not a mapping, or a name in it is not an option.
-        FileNotFoundError: There is no such recipe.
+        FileNotFoundError: `--config` is neither a file nor the name of a packaged recipe.
     """
-    parser = HfArgumentParser(dataclass_types, allow_abbrev=False)
-    parser.add_argument("--config", help="YAML recipe: any option by its name; flags override it.")
+    parser = make_parser(dataclass_types, allow_abbrev=False)
+    parser.add_argument(
+        "--config",
+        help="A packaged recipe's name (`vanilla-transformer recipes`) or a YAML file, with any "
+        "options by name. Flags override it.",
+    )
     argv = sys.argv[1:] if argv is None else list(argv)
     if not torch.accelerator.is_available():
         # Left to themselves, several processes on CPUs would each train a model of their own.
         parser.set_defaults(use_cpu=True)
     given = vars(parser.parse_known_args(argv)[0])
-    recipe_path = given["config"]
-    if recipe_path is not None:
-        recipe = yaml.safe_load(Path(recipe_path).read_text(encoding="utf-8"))
+    if given["config"] is not None:
+        recipe_path = find_recipe(given["config"])
+        recipe = yaml.safe_load(recipe_path.read_text(encoding="utf-8"))
         if not isinstance(recipe, dict):
             raise ValueError(f"{recipe_path}: expected a mapping from options to values")
         unknown = sorted(set(map(str, recipe)) - {action.dest for action in parser._actions})

@@ -217,7 +217,7 @@ def _score_table(scores: dict[str, dict[str, Any]] | None) -> str:
 
 def _command(token: str | None) -> str:
     words = [word.replace(token, "<HUB_TOKEN>") if token else word for word in sys.argv]
-    return shlex.join(["python", *words])
+    return f"{words[0]} {shlex.join(words[1:])}"
 
 
 def _changed(arguments: tuple[Any, ...]) -> dict[str, Any]:

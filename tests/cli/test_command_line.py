@@ -1,0 +1,153 @@
+"""The command itself: dispatch, help, recipes, and launchers from any folder."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import REPOSITORY, run_command, run_module
+
+from vanilla_transformer import __version__
+from vanilla_transformer.cli import main, train_options
+from vanilla_transformer.training.recipes import find_recipe, recipe_names, recipe_path
+
+COMMANDS = ("train", "translate", "evaluate", "score", "average", "plot", "recipes", "info")
+
+
+def command_line(*words, cwd, **options):
+    return run_module("vanilla_transformer", *words, cwd=cwd, **options)
+
+
+def test_the_help_has_a_line_for_each_command(tmp_path):
+    text = command_line("--help", cwd=tmp_path, fresh=True).stdout
+    lines = text.partition("  COMMAND\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in lines] == list(COMMANDS) == list(main.COMMANDS)
+    assert all(line.endswith(".") for line in lines)
+
+
+def test_the_version_is_the_packages(tmp_path):
+    printed = command_line("--version", cwd=tmp_path).stdout
+    assert printed == f"vanilla-transformer {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["trian"], []])
+def test_an_unknown_command_is_refused_with_the_choices(tmp_path, words):
+    process = command_line(*words, cwd=tmp_path, check=False)
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
+    error = process.stderr.splitlines()[-1]
+    assert error.startswith("vanilla-transformer: error: ")
+    if words:
+        assert all(command in error for command in ("'trian'", *COMMANDS))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_commands_help_begins_with_its_purpose_and_examples(tmp_path, command):
+    text = run_command(command, "--help", cwd=tmp_path).stdout
+    usage, purpose, examples, *_ = text.split("\n\n")
+    assert usage.startswith(f"usage: vanilla-transformer {command} ")
+    assert purpose.endswith(".")
+    for example in re.sub(r"\\\n *", "", examples).splitlines():
+        assert re.search(rf"vanilla[-_]transformer {command}\b|{command} --path", example), example
+    assert "scripts/" not in text
+    assert "default: None" not in text
+
+
+def titles(text):
+    return re.findall(r"^(\S.*):$", text, re.MULTILINE)
+
+
+def test_training_shows_its_own_options_in_groups(tmp_path):
+    short = run_command("train", "--help", cwd=tmp_path).stdout
+    own = ["help", "data", "model", "training", "decoding"]
+    assert titles(short) == own
+    text = run_command("train", "--help_all", cwd=tmp_path).stdout
+    assert titles(text)[:5] == own
+    assert all(title.startswith("transformers: ") for title in titles(text)[5:])
+    shown = re.findall(r"^  (?:-h, )?--(\w+)", text, re.MULTILINE)
+    assert not train_options.WITHOUT_EFFECT & set(shown)
+    assert {"do_train", "do_eval", "do_predict"} <= train_options.WITHOUT_EFFECT
+    assert {"train_source", "preset", "max_tokens", "generation_num_beams", "ddp_backend"} <= {
+        *shown
+    }
+    groups = {**train_options.main_groups(), **train_options.more_groups()}
+    assert max(map(len, groups.values())) <= 40
+    every = [name for names in groups.values() for name in names]
+    assert len(every) == len(set(every))
+
+
+def test_recipes_are_listed_with_their_first_line(tmp_path):
+    lines = run_command("recipes", cwd=tmp_path).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == recipe_names()
+    assert {"phrases", "multi30k_tiny", "accelerate/fsdp2"} < set(recipe_names())
+    assert all(line.endswith(".") for line in lines)
+
+
+@pytest.mark.parametrize("name", ["phrases", "accelerate/fsdp2"])
+def test_a_recipe_is_printed_and_found(tmp_path, name):
+    path = Path(run_command("recipes", "--path", name, cwd=tmp_path).stdout.rstrip("\n"))
+    assert path.is_absolute()
+    assert run_command("recipes", name, cwd=tmp_path).stdout == path.read_text()
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_an_unknown_recipe_is_refused_with_the_choices(tmp_path):
+    process = run_command("recipes", "wmt", cwd=tmp_path, check=False)
+    error = process.stderr.splitlines()[-1]
+    assert all(name in error for name in ("'wmt'", *recipe_names()))
+    error = run_command("recipes", "--path", cwd=tmp_path, check=False).stderr.splitlines()[-1]
+    assert error.endswith("--path: expected the name of a recipe with it")
+
+
+def test_a_config_is_a_path_or_the_name_of_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "phrases").mkdir()  # a folder of this name, such as an output_dir, is no recipe
+    assert find_recipe("phrases") == recipe_path("phrases")
+    (tmp_path / "multi30k_tiny").write_text("seed: 2")
+    assert find_recipe("multi30k_tiny") == Path("multi30k_tiny")
+    with pytest.raises(FileNotFoundError, match=r"config='wmt': .*iwslt14_de_en, multi30k_tiny"):
+        find_recipe("wmt")
+    with pytest.raises(FileNotFoundError, match="config='accelerate/ddp'"):
+        find_recipe("accelerate/ddp")
+
+
+def test_info_names_versions_devices_and_auto_classes(tmp_path):
+    lines = run_command("info", cwd=tmp_path).stdout.splitlines()
+    found = dict(line.split(": ", 1) for line in lines)
+    assert found["vanilla_transformer"] == __version__
+    assert {"Python", "Platform", "torch", "transformers", "accelerate", "deepspeed"} < found.keys()
+    assert "cpu" in found["Devices"]
+    assert found["AutoModelForSeq2SeqLM"] == "VanillaTransformerForConditionalGeneration"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_launchers_start_the_module_in_any_folder(tmp_path, launcher):
+    start = {
+        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2"],
+        "accelerate": [
+            "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1",
+            "--config_file", str(recipe_path("accelerate/ddp")),
+        ],
+    }[launcher]  # fmt: skip
+    shape = "d_model=16,encoder_layers=1,decoder_layers=1"
+    train = [
+        "-m", "vanilla_transformer", "train", "--config", "phrases", "--output_dir", "model",
+        "--config_overrides", shape, "--vocab_size", "320", "--phrases_train_size", "100",
+        "--phrases_validation_size", "4", "--phrases_test_size", "4", "--max_steps", "2",
+        "--eval_strategy", "no", "--save_strategy", "no", "--use_cpu",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment["HF_HOME"] = str(tmp_path / "huggingface")
+    process = subprocess.run(
+        [sys.executable, "-m", *start, *train],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert (tmp_path / "model/model.safetensors").is_file()
+    assert (
+        "vanilla-transformer train --config phrases" in (tmp_path / "model/README.md").read_text()
+    )

@@ -1,0 +1,241 @@
+"""The commands as a user runs them: one small training run, then all that follows from it."""
+
+import json
+import select
+import subprocess
+import sys
+from subprocess import PIPE
+
+import pytest
+import yaml
+from conftest import run_command, run_ranks
+
+SHAPE = (
+    "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,"
+    "decoder_attention_heads=2,encoder_ffn_dim=16,decoder_ffn_dim=16"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("commands")
+
+
+TRAIN = [
+    "--config", "phrases", "--output_dir", "model",
+    "--config_overrides", SHAPE, "--vocab_size", 320, "--phrases_train_size", 200,
+    "--phrases_validation_size", 8, "--phrases_test_size", 8, "--per_device_train_batch_size", 8,
+    "--eval_strategy", "steps", "--eval_steps", 2, "--save_strategy", "steps", "--save_steps", 2,
+    "--max_steps", 4, "--warmup_steps", 1, "--logging_steps", 1, "--use_cpu",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    process = run_command("train", *TRAIN, cwd=folder, fresh=True)
+    return folder / "model", process
+
+
+def test_training_leaves_a_whole_folder(trained):
+    model, _ = trained
+    files = {path.name for path in model.iterdir()}
+    assert {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "curves.png", "README.md", "runs", "checkpoint-4",
+        "modeling_vanilla_transformer.py", "pipelines.py",
+    } <= files  # fmt: skip
+
+
+def test_training_prints_scores_for_each_split(trained):
+    lines = [line for line in trained[1].stdout.splitlines() if line.startswith('{"bleu"')]
+    assert len(lines) == 2
+    assert "tok:13a" in json.loads(lines[-1])["bleu_signature"]
+
+
+def test_a_log_holds_no_escape_sequences(trained):
+    """As bars within bars are made of: of evaluations with generation in a training."""
+    _, process = trained
+    assert "eval_bleu" in process.stdout
+    assert "\x1b" not in process.stdout + process.stderr
+
+
+def test_the_card_names_data_recipe_command_and_scores(trained):
+    card = (trained[0] / "README.md").read_text()
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["language"] == ["en", "de"]
+    assert header["pipeline_tag"] == "translation"
+    results = header["model-index"][0]["results"]
+    assert {metric["type"] for result in results for metric in result["metrics"]} == {
+        "bleu", "chrf", "exact_match",
+    }  # fmt: skip
+    assert "trained on `phrases`" in card
+    assert "4 steps" in card
+    assert "vanilla-transformer train --config phrases" in card
+    recipe = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
+    assert recipe["phrases_train_size"] == 200
+    assert recipe["config_overrides"] == SHAPE
+    assert "| test | " in card
+
+
+def test_two_processes_find_the_scores_of_one(trained, folder):
+    """At the end of a training there is nothing left but to score its model."""
+    flags = ["--resume_from_checkpoint", "auto", "--ddp_backend", "gloo"]
+    train = ("-m", "vanilla_transformer", "train")
+    failed, output = run_ranks(2, *train, *TRAIN, *flags, cwd=folder)
+    assert not failed, output
+    scores, expected = (
+        [line for line in text.splitlines() if line.startswith('{"bleu"')]
+        for text in (output, trained[1].stdout)
+    )
+    assert scores == expected
+
+
+def test_a_second_run_does_not_overwrite_and_can_go_on(trained, folder):
+    refused = run_command("train", *TRAIN, cwd=folder, check=False)
+    assert refused.returncode != 0
+    assert "already holds a model: choose another folder" in refused.stderr.splitlines()[-1]
+    run_command("train", *TRAIN, "--max_steps", 6, "--resume_from_checkpoint", "true", cwd=folder)
+    state = json.loads((folder / "model" / "trainer_state.json").read_text())
+    assert state["global_step"] == 6
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"validation_source": "lines", "validation_target": "lines"},
+            "training: expected train data (train_source and train_target, train_file, or that "
+            "split of dataset_name), found only validation data",
+        ),
+        ({"dataset_name": "hub"}, "training: expected train data"),
+        ({"dataset_name": "hub", "streaming": True, "max_steps": 4}, "training: expected train"),
+        ({"dataset_name": "phrases", "phrases_train_size": 0}, "found only validation, test data"),
+        (
+            {"train_source": "lines", "train_target": "lines", "eval_strategy": "epoch"},
+            "eval_strategy=epoch: expected validation data (validation_source and",
+        ),
+        (
+            {"train_source": "lines", "train_target": "lines", "eval_on_start": True},
+            "eval_on_start=True: expected validation data",
+        ),
+        (
+            {"train_source": "lines", "train_target": "lines", "streaming": True},
+            "max_steps=-1: expected a positive number, since a stream does not tell its length",
+        ),
+    ],
+    ids=str,
+)
+def test_missing_data_is_named_before_work_starts(tmp_path, options, message):
+    (tmp_path / "lines").write_text("a house\nthe lake\n")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/validation.csv").write_text("source,target\na house,ein Haus\n")
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    process = run_command(
+        "train", "--output_dir", "model", "--use_cpu", *flags, cwd=tmp_path, check=False
+    )
+    error = process.stderr.splitlines()[-1]
+    assert error.startswith("ValueError: ")
+    assert message in error
+    assert "Training a tokenizer" not in process.stderr
+    assert not (tmp_path / "model").exists()
+
+
+def test_files_and_streams_are_translated_alike(trained, folder):
+    lines = "On March 5, 2024\n\nthree hundred\r\n"
+    (folder / "in.txt").write_bytes(lines.encode())
+    flags = ["--model", trained[0], "--num_beams", 2, "--max_new_tokens", 5]
+    run_command("translate", *flags, "--source", "in.txt", "--output", "out.txt", cwd=folder)
+    written = (folder / "out.txt").read_text(encoding="utf-8")
+    assert written.count("\n") == 3
+    assert written.split("\n")[1] == ""
+    assert run_command("translate", *flags, cwd=folder, stdin=lines).stdout == written
+    assert run_command("translate", *flags, "--source", "in.txt", cwd=folder).stdout == written
+
+
+def test_a_pipe_is_answered_line_by_line_until_its_reader_leaves(trained, folder):
+    command = [sys.executable, "-m", "vanilla_transformer", "translate"]
+    options = ["--model", "model", "--num_beams", "2", "--n_best", "2", "--max_new_tokens", "5"]
+    process = subprocess.Popen(
+        [*command, *options],
+        cwd=folder, stdin=PIPE, stdout=PIPE, stderr=PIPE, bufsize=0,
+    )  # fmt: skip
+    try:
+        for number in range(3):
+            process.stdin.write(b"three hundred\n")
+            for _ in range(2):
+                assert select.select([process.stdout], [], [], 120)[0], "no translation comes"
+                assert process.stdout.readline().startswith(f"{number} ||| ".encode())
+        process.stdout.close()
+        process.stdin.write(b"four\n")
+        process.wait(timeout=120)  # though standard input is still open
+        assert b"Error" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--n_best", 3], "n_best=3 with num_beams=2: expected"),
+        (["--batch_size", 0], "batch_size=0: expected a positive integer"),
+        (["--max_new_tokens", 0], "max_new_tokens=0: expected a positive integer"),
+        (["--num_beams", -1], "num_beams=-1: expected a positive integer"),
+    ],
+)
+def test_options_are_checked_before_the_output_is_touched(trained, folder, flags, message):
+    (folder / "source").write_text("three hundred\n")
+    (folder / "kept").write_text("of an earlier job\n")
+    files = ["--output", "kept"]
+    for where in (files, [*files, "--source", "source"]):
+        flags = ["--model", "model", "--num_beams", 2, *flags, *where]
+        process = run_command("translate", *flags, cwd=folder, stdin="one\n", check=False)
+        assert message in process.stderr.splitlines()[-1]
+        assert (folder / "kept").read_text() == "of an earlier job\n"
+        assert not (folder / "kept.parts").exists()
+
+
+def test_the_best_hypotheses_come_with_scores(trained, folder):
+    options = ("--model", "model", "--num_beams", 3, "--n_best", 2, "--max_new_tokens", 5)
+    lines = run_command("translate", *options, cwd=folder, stdin="one\n\ntwo\n").stdout.splitlines()
+    fields = [line.split(" ||| ") for line in lines]
+    assert [number for number, _, _ in fields] == ["0", "0", "1", "2", "2"]
+    assert float(fields[0][2]) >= float(fields[1][2])
+
+
+def test_models_and_translations_are_scored(trained, folder):
+    (folder / "source").write_text("three hundred\nfour\n")
+    (folder / "target").write_text("dreihundert\nvier\n")
+    flags = ["--source", "source", "--target", "target"]
+    process = run_command("evaluate", "--model", trained[0], *flags, cwd=folder)
+    scores = json.loads(process.stdout)
+    assert set(scores) == {"bleu", "chrf", "exact_match", "bleu_signature", "chrf_signature"}
+    process = run_command(
+        "evaluate", "--predictions", "target", "--target", "target", "--tokenize", "none",
+        cwd=folder,
+    )  # fmt: skip
+    assert json.loads(process.stdout)["exact_match"] == 100
+    (folder / "target").write_text("dreihundert\n")
+    process = run_command("evaluate", "--model", trained[0], *flags, cwd=folder, check=False)
+    assert "source has 2 lines and target 1: expected as many" in process.stderr.splitlines()[-1]
+
+
+def test_evaluation_needs_something_to_score(folder):
+    process = run_command("evaluate", "--target", "target", cwd=folder, check=False)
+    message = "expected either --predictions, or --model and --source"
+    assert message in process.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_phrases_recipe_reaches_97_percent_exact_match(folder):
+    process = run_command("train", "--config", "phrases", "--output_dir", "phrases", cwd=folder)
+    scores = json.loads(process.stdout.splitlines()[-1])
+    assert scores["exact_match"] >= 97

@@ -1,0 +1,85 @@
+"""The help of `train`: which options it shows, and in which groups."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from transformers import Seq2SeqTrainingArguments
+
+from ..data.parallel_text import DataArguments
+from ..training.arguments import ModelArguments, TranslationTrainingArguments
+from .parser import GroupedParser
+
+# transformers keeps these for scripts of its own: here they change nothing.
+WITHOUT_EFFECT = {
+    "do_eval", "do_predict", "do_train", "liger_kernel_config", "local_rank", "sortish_sampler",
+    "use_liger_kernel",
+}  # fmt: skip
+
+# The options of transformers that most runs set.
+TRAINING = (
+    "output_dir", "resume_from_checkpoint", "seed", "max_steps", "num_train_epochs",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
+    "lr_scheduler_type", "warmup_steps", "bf16", "eval_strategy", "eval_steps", "save_strategy",
+    "save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model",
+    "logging_steps",
+)  # fmt: skip
+DECODING = (
+    "predict_with_generate", "generation_num_beams", "generation_max_length", "generation_config",
+    "generation_kwargs", "per_device_eval_batch_size", "eval_max_tokens",
+)  # fmt: skip
+
+# All others, by the beginning of their names: the first group that matches has the option.
+MORE_GROUPS = {
+    "optimization": "optim|adam_|weight_|lr_|max_grad|label_smoothing|neftune|average_tokens",
+    "precision and speed": "bf16|fp16|tf32|activation_|gradient_|torch_|use_cache|auto_find",
+    "logging": "log|disable_tqdm|report_to|run_name|project|trackio|include_num|skip_memory|debug",
+    "evaluation": "eval_|prediction_|per_device_eval|include_for|batch_eval|label_names|greater_",
+    "checkpoints": "save_|enable_jit|ignore_data|restore_",
+    "Hub": "push_|hub_",
+    "data loading": "dataloader_|remove_unused|train_sampling|length_column|data_seed",
+    "devices": "ddp_|fsdp|deepspeed|use_cpu|accelerator_|parallelism_|full_determinism",
+    "other": "",
+}
+
+EPILOG = """All other options of transformers' Seq2SeqTrainingArguments work too: --help_all shows
+them."""
+
+
+def make_parser(dataclass_types: Iterable[Any], **kwargs: Any) -> GroupedParser:
+    """The parser of `train`, with `HfArgumentParser`'s arguments."""
+    return GroupedParser(
+        dataclass_types,
+        usage="%(prog)s [--config RECIPE] --output_dir FOLDER [options]",
+        epilog=EPILOG,
+        groups=main_groups(),
+        more_groups=more_groups(),
+        **kwargs,
+    )
+
+
+def main_groups() -> dict[str, list[str]]:
+    """The package's own options, and those of transformers that most runs set."""
+    own = names(TranslationTrainingArguments, without=[*names(Seq2SeqTrainingArguments), *DECODING])
+    return {
+        "help": ["help", "help_all", "config"],
+        "data": names(DataArguments),
+        "model": names(ModelArguments),
+        "training": [*TRAINING, *own],
+        "decoding": list(DECODING),
+    }
+
+
+def more_groups() -> dict[str, list[str]]:
+    """The remaining options of transformers. Those that change nothing here are in no group."""
+    groups: dict[str, list[str]] = {title: [] for title in MORE_GROUPS}
+    for name in names(Seq2SeqTrainingArguments, without=[*TRAINING, *DECODING, *WITHOUT_EFFECT]):
+        groups[next(title for title in groups if re.match(MORE_GROUPS[title], name))].append(name)
+    return {f"transformers: {title}": found for title, found in groups.items() if found}
+
+
+def names(dataclass_type: Any, without: Iterable[str] = ()) -> list[str]:
+    """The options of a dataclass, in their order."""
+    left_out = set(without)
+    return [one.name for one in fields(dataclass_type) if one.init and one.name not in left_out]
