@@ -22,10 +22,9 @@ from vanilla_transformer.plotting import (
     plot_positions,
     plot_schedule,
     position_encodings,
-    read_log,
-    read_runs,
     save,
 )
+from vanilla_transformer.training.logs import read_log, read_runs
 
 
 def lines(axes):

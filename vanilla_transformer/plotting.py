@@ -17,11 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, get_scheduler
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-from .training.checkpoints import checkpoints_in
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 # Okabe and Ito's colours, which the colour-blind tell apart too, without yellow, pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -83,52 +79,6 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
 Log = Sequence[Mapping[str, float]]
 LOSSES = {"loss": "training", "eval_loss": "validation"}
 SCORES = {"eval_bleu": "BLEU"}  # each has a panel of its own, where a run has it
-
-
-def read_log(folder: str | Path) -> Log:
-    """What a trainer has logged into an output folder, `TrainerState.log_history`: of the newest
-    state there is, in the folder itself or in one of its checkpoints.
-
-    Raises:
-        FileNotFoundError: There is no trainer's state.
-        ValueError: A state can't be read, or nothing in it is part of a learning curve.
-    """
-    folders = [Path(folder), *checkpoints_in(folder).values()]
-    paths = [path for place in folders if (path := place / TRAINER_STATE_NAME).is_file()]
-    if not paths:
-        raise FileNotFoundError(
-            f"{folder}: expected a training's output folder, with {TRAINER_STATE_NAME} in it or in "
-            f"a {PREFIX_CHECKPOINT_DIR}"
-        )
-    log = max(map(_read_state, paths), key=lambda state: state.global_step).log_history
-    wanted = LOSSES | SCORES
-    if not any(name in entry for entry in log for name in wanted):
-        raise ValueError(f"{folder}: its log has none of {', '.join(wanted)}")
-    return log
-
-
-def _read_state(path: Path) -> TrainerState:
-    try:
-        return TrainerState.load_from_json(str(path))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: expected a trainer's state ({error})") from error
-
-
-def read_runs(folders: Iterable[str | Path]) -> dict[str, Log]:
-    """`read_log` of each folder, by the folder's name; by its path where two have the same name.
-
-    Raises:
-        FileNotFoundError, ValueError: As `read_log`, or a folder is given twice.
-    """
-    paths = [Path(folder) for folder in folders]
-    names = [path.resolve().name for path in paths]
-    runs: dict[str, Log] = {}
-    for path, name in zip(paths, names, strict=True):
-        label = name if names.count(name) == 1 else str(path)
-        if label in runs:
-            raise ValueError(f"{path} is given twice")
-        runs[label] = read_log(path)
-    return runs
 
 
 def plot_curves(runs: Mapping[str, Log]) -> Figure:

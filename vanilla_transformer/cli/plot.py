@@ -37,9 +37,9 @@ from ..plotting import (
     plot_positions,
     plot_schedule,
     position_encodings,
-    read_runs,
     save,
 )
+from ..training.logs import read_runs
 
 
 def main() -> None:
