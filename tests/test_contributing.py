@@ -1,0 +1,34 @@
+"""CONTRIBUTING.md describes the code as it is."""
+
+import re
+
+import pytest
+
+from scripts.house import DOCUMENT, REPOSITORY, purpose, with_house
+
+MODULES = sorted((REPOSITORY / "vanilla_transformer").rglob("*.py"))
+TEXT = DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_the_house_is_drawn_from_the_code():
+    assert with_house(TEXT) == TEXT, "run `python -m scripts.house --write`"
+
+
+def test_every_file_that_is_named_exists():
+    names = re.findall(r"`([\w./]+/[\w.]+)`", TEXT)
+    assert len(names) > 10
+    for name in names:
+        roots = (REPOSITORY, REPOSITORY / "vanilla_transformer")
+        assert any((root / name).exists() for root in roots), name
+
+
+def test_a_batch_walks_ten_steps():
+    walk = TEXT.partition("## The walk of a batch")[2].partition("## ")[0]
+    assert re.findall(r"^\d+(?=\.)", walk, re.MULTILINE) == [str(n) for n in range(1, 11)]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "vanilla_transformer").rglob("*.py")), ids=str
+)
+def test_every_module_says_what_it_is_for(path):
+    assert purpose(path)

@@ -1,0 +1,70 @@
+"""Imports run one way, and the model's folder can travel alone."""
+
+import ast
+import shutil
+import subprocess
+import sys
+
+import grimp
+import pytest
+from conftest import REPOSITORY
+from transformers.dynamic_module_utils import get_relative_imports
+
+LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
+LINT += ["--no-cache", "--no-logo"]
+MODEL = sorted((REPOSITORY / "vanilla_transformer/model").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "broken"),
+    [
+        ("model/loss.py", "", None),
+        ("data/phrases.py", "from ..training import trainer", "Imports run one way"),
+        ("training/trainer.py", "from ..cli import main", "Imports run one way"),
+        ("model/loss.py", "from ..data import phrases", "Imports run one way"),
+        ("model/loss.py", "import numpy", "The model needs no more"),
+        ("attic.py", "", "Imports run one way"),
+    ],
+)
+def test_imports_run_one_way(tmp_path, module, line, broken):
+    """`attic.py` stands for a new room without a place among the others."""
+    shutil.copytree(REPOSITORY / "vanilla_transformer", tmp_path / "vanilla_transformer")
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    with open(tmp_path / "vanilla_transformer" / module, "a") as file:
+        file.write(f"\n{line}\n")
+    process = subprocess.run(
+        [*LINT, "--no-cache", "--no-logo"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (process.returncode != 0) == (broken is not None), process.stdout
+    if broken:
+        assert any(broken in text and "BROKEN" in text for text in process.stdout.splitlines())
+
+
+def test_the_model_imports_torch_transformers_and_itself():
+    """And huggingface_hub, which transformers needs: its decorator checks the configuration."""
+    graph = grimp.build_graph("vanilla_transformer", include_external_packages=True, cache_dir=None)
+    root = "vanilla_transformer.model"
+    imported = {
+        name
+        for module in {root, *graph.find_descendants(root)}
+        for name in graph.find_modules_directly_imported_by(module)
+        if not name.startswith(f"{root}.")
+    }
+    assert imported - sys.stdlib_module_names <= {"torch", "transformers", "huggingface_hub"}
+
+
+@pytest.mark.parametrize("path", MODEL, ids=lambda path: path.name)
+def test_transformers_finds_what_a_file_of_the_model_imports(path):
+    """It looks for `from .x import Y` with a regular expression, in docstrings too, and copies the
+    files that it finds."""
+    imports = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.level > 0
+    ]
+    assert all(node.level == 1 and node.module in {file.stem for file in MODEL} for node in imports)
+    assert set(get_relative_imports(path)) == {node.module for node in imports}
