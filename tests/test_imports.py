@@ -32,13 +32,7 @@ def test_imports_run_one_way(tmp_path, module, line, broken):
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
     with open(tmp_path / "vanilla_transformer" / module, "a") as file:
         file.write(f"\n{line}\n")
-    process = subprocess.run(
-        [*LINT, "--no-cache", "--no-logo"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = subprocess.run(LINT, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (process.returncode != 0) == (broken is not None), process.stdout
     if broken:
         assert any(broken in text and "BROKEN" in text for text in process.stdout.splitlines())
