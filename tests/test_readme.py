@@ -1,33 +1,132 @@
-"""What the README shows works as it stands."""
+"""What the documents show works as it stands."""
 
+import os
 import re
+from dataclasses import fields
+from importlib.util import find_spec
 
 import pytest
 from conftest import REPOSITORY
+from huggingface_hub import ModelCard
+from transformers import Seq2SeqTrainingArguments
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+DOCUMENTS = {
+    os.path.relpath(path, REPOSITORY): path.read_text(encoding="utf-8")
+    for pattern in ("README.md", "model_card.md", "docs/*.md")
+    for path in sorted(REPOSITORY.glob(pattern))
+}
+BLOCKS = [
+    pytest.param(code, id=f"{name}-{number}")
+    for name, text in DOCUMENTS.items()
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+]
+every_document = pytest.mark.parametrize("name", DOCUMENTS)
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
-def test_its_python_runs(code, checkpoint, tmp_path, monkeypatch, capsys):
+def sources(folder):
+    return {
+        os.path.relpath(path, REPOSITORY): path.read_text(encoding="utf-8")
+        for path in (REPOSITORY / folder).rglob("*.py")
+    }
+
+
+def commands(text):
+    """The program, the command and its options of each command line, in blocks and within text."""
+    lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    starts = r"(vanilla-transformer |-m vanilla_transformer |python -m |^scripts/)([\w.]+)"
+    for line in [*lines.splitlines(), *(" ".join(span.split()) for span in spans)]:
+        if match := re.search(starts, line.partition("#")[0]):
+            yield *match.groups(), re.findall(r" --(\w+)", line[match.end() :])
+
+
+def headings(text):
+    """The anchors of a document's headings."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for heading in re.findall(r"^#+ (.+)", text, re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_python_runs(code, checkpoint, tmp_path, monkeypatch, capsys):
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "quickstart").symlink_to(checkpoint)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     shorter = code.replace("10_000", "40").replace("max_steps=100", "max_steps=1, use_cpu=True")
-    exec(compile(shorter, "README.md", "exec"), {})
-    if "print(" in code:
+    exec(compile(shorter, "document", "exec"), {})
+    if "print(translate" in code:
         assert "translation_text" in capsys.readouterr().out
+    elif "print(" in code:
+        assert capsys.readouterr().out
 
 
-def test_the_tree_names_every_file():
-    tree = README.split("## What is where")[1]
-    modules = {path.name for path in (REPOSITORY / "vanilla_transformer").glob("[!_]*.py")}
-    scripts = {path.name for path in (REPOSITORY / "scripts").iterdir() if path.is_file()}
-    assert not [name for name in modules | scripts if name not in tree]
+def test_the_readme_is_short_and_shows_a_translation():
+    assert len(README.splitlines()) <= 120
+    assert "print(translate" in README
 
 
-def test_links_lead_somewhere():
-    for link in re.findall(r"(?:\]\(|src=\")(?!https?:)([^)\"]+)", README):
-        assert (REPOSITORY / link).exists()
+@every_document
+def test_links_lead_somewhere(name):
+    for link in re.findall(r"(?:\]\(|src=\")(?!https?:)([^)\"]+)", DOCUMENTS[name]):
+        path, _, anchor = link.partition("#")
+        target = os.path.normpath(os.path.join(os.path.dirname(name), path)) if path else name
+        assert (REPOSITORY / target).exists(), link
+        assert not anchor or anchor in headings(DOCUMENTS[target]), link
+
+
+@every_document
+def test_named_files_exist(name):
+    for path in re.findall(r"`((?:tests|scripts|vanilla_transformer)/[\w./-]+)`", DOCUMENTS[name]):
+        assert (REPOSITORY / path).exists(), path
+
+
+@every_document
+def test_commands_and_their_options_exist(name):
+    package, scripts = sources("vanilla_transformer"), sources("scripts")
+    inherited = {field.name for field in fields(Seq2SeqTrainingArguments)} | {"config"}
+    for program, target, options in commands(DOCUMENTS[name]):
+        if program == "scripts/":
+            assert os.access(REPOSITORY / "scripts" / target, os.X_OK), target
+            continue
+        if program == "python -m ":
+            assert target.replace(".", "/") + ".py" in scripts, target
+            texts, known = scripts.values(), set()
+        else:
+            own = f"vanilla_transformer/cli/{target}.py"
+            assert find_spec(f"vanilla_transformer.cli.{target}"), target
+            shared = ("/data/", "/training/") if target == "train" else ("/inference/loading.py",)
+            texts = [text for path, text in package.items() if any(map(path.count, (own, *shared)))]
+            known = {"help"} | (inherited if target == "train" else set())
+        for option in options:
+            defined = re.compile(rf'^    {option}: |"--{option}"', re.MULTILINE)
+            assert option in known or any(map(defined.search, texts)), f"{target} --{option}"
+
+
+@every_document
+def test_recipes_exist(name):
+    recipes = {path.stem for path in (REPOSITORY / "vanilla_transformer/recipes").glob("*.yaml")}
+    for recipe in re.findall(r"--config (\S+)", DOCUMENTS[name]):
+        assert recipe in recipes or recipe.endswith(".yaml"), recipe
+
+
+def test_the_index_names_every_page():
+    for page in (REPOSITORY / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in DOCUMENTS["docs/README.md"]
+
+
+def test_every_packaged_recipe_is_documented():
+    for path in (REPOSITORY / "vanilla_transformer/recipes").glob("*.yaml"):
+        assert f"`{path.stem}`" in DOCUMENTS["docs/training.md"], path.stem
+
+
+def test_the_model_card_has_the_hubs_metadata():
+    data = ModelCard(DOCUMENTS["model_card.md"]).data
+    assert data.license == "apache-2.0"
+    assert data.language == ["en", "de"]
+    assert data.library_name == "transformers"
+    assert data.pipeline_tag == "translation"
+    assert data.datasets
+    assert {"bleu", "chrf"} <= set(data.metrics)
+    assert "vanilla_transformer" in data.tags

@@ -136,11 +136,11 @@ def test_multi_head_attention_is_the_papers_one_head_at_a_time(d_k, d_v):
     torch.testing.assert_close(attention(X[None])[0][0], expected)
 
 
-def test_the_readme_shows_what_the_script_prints(capsys):
+def test_the_documentation_shows_what_the_script_prints(capsys):
     runpy.run_path(str(REPOSITORY / "scripts/benchmarks/table3.py"), run_name="__main__")
     table = capsys.readouterr().out
     assert table.count("\n") == 2 + len(PRESETS) - 1
-    assert table in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert table in (REPOSITORY / "docs/fidelity.md").read_text(encoding="utf-8")
 
 
 def test_the_script_knows_the_papers_counts():
