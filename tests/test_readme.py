@@ -98,7 +98,7 @@ def test_commands_and_their_options_exist(name):
             assert find_spec(f"vanilla_transformer.cli.{target}"), target
             shared = ("/data/", "/training/") if target == "train" else ("/inference/loading.py",)
             texts = [text for path, text in package.items() if any(map(path.count, (own, *shared)))]
-            known = {"help"} | (inherited if target == "train" else set())
+            known = {"help", "help_all"} | (inherited if target == "train" else set())
         for option in options:
             defined = re.compile(rf'^    {option}: |"--{option}"', re.MULTILINE)
             assert option in known or any(map(defined.search, texts)), f"{target} --{option}"
