@@ -1,7 +1,8 @@
-"""The same Transformer in ours and in other libraries, for `benchmark.py` to race.
+"""The same Transformer as this package and as other libraries define it, for the benchmarks.
 
-Every peer is built from one `Size` with random weights: activation, dropout, tied embeddings and
-their scale are the paper's as far as its configuration goes; T5 and FSMT differ where they must.
+Every peer is built from one `Size` with random weights. Activation, dropout, tied embeddings and
+their scale follow the paper as far as the peer's configuration allows; T5 and FSMT differ where
+they must. Only public names of this package are used, so that another checkout can be a peer too.
 """
 
 import math
@@ -27,7 +28,6 @@ from transformers import (
 )
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
-from vanilla_transformer.model.modeling_vanilla_transformer import SinusoidalPositions
 
 PAD, BOS, EOS = 0, 1, 2
 SMOOTHING, DROPOUT, MAX_POSITIONS = 0.1, 0.1, 1024
@@ -105,10 +105,16 @@ def as_marian(model: PreTrainedModel) -> PreTrainedModel:
         for name, weight in model.state_dict().items()
     }
     marian.load_state_dict(renamed, strict=False)  # biases that ours lacks stay 0
-    positions = SinusoidalPositions(config)(torch.arange(MAX_POSITIONS), torch.float32)
     for stack in (marian.model.encoder, marian.model.decoder):
-        stack.embed_positions.weight.data = positions
+        stack.embed_positions.weight.data = sinusoids(config.d_model)
     return marian
+
+
+def sinusoids(d_model: int) -> torch.Tensor:
+    """(MAX_POSITIONS, d_model) position encodings of section 3.5."""
+    frequencies = 10000.0 ** (-torch.arange(0, d_model, 2) / d_model)
+    angles = torch.arange(MAX_POSITIONS)[:, None] * frequencies
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
 
 def fsmt(size: Size) -> PreTrainedModel:
@@ -148,10 +154,7 @@ class TorchTransformer(nn.Module):
         self.embedding = nn.Embedding(size.vocab_size, size.d_model, padding_idx=PAD)
         nn.init.normal_(self.embedding.weight, std=size.d_model**-0.5)
         self.scale = math.sqrt(size.d_model)
-        even = torch.arange(0, size.d_model, 2) / size.d_model
-        angles = torch.arange(MAX_POSITIONS)[:, None] / 10000**even
-        positions = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
-        self.register_buffer("positions", positions)
+        self.register_buffer("positions", sinusoids(size.d_model))
         self.dropout = nn.Dropout(DROPOUT)
         self.transformer = nn.Transformer(
             size.d_model,

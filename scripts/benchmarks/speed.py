@@ -1,7 +1,8 @@
 """Race our model against the same architecture in other libraries, on the same work.
 
-python scripts/benchmark.py --output_dir outputs/benchmark
-python scripts/benchmark.py --quick
+python -m scripts.benchmarks.speed --output_dir outputs/benchmark
+python -m scripts.benchmarks.speed --quick
+python -m scripts.benchmarks.speed --peers vanilla_transformer --against ../older_checkout
 
 Five workloads: T1 a training step in float32, T2 the same under bfloat16 autocast, both with label
 smoothing 0.1 and AdamW over batches of similar lengths; G1 greedy and G2 beam search (4 beams) for
@@ -11,7 +12,8 @@ round by round, each time in another order. Which pieces of memory a process is 
 much as a fifth faster than the next of the same model, so all are started several times; the figure
 is the median over the rounds of all starts.
 `torch.nn.Transformer` has no cache, so it only trains; CTranslate2 only decodes, where it is
-installed. Writes benchmark.json, benchmark.md, benchmark.png.
+installed. `--against` adds another checkout of this package as the peer `before`, and a second
+table with ratios to it. Writes benchmark.json, benchmark.md, benchmark.png.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +33,8 @@ from scripts.reports import expect_known, markdown, write
 
 REFERENCE = "marian"
 OURS = "vanilla_transformer"
-OURS_BEST = "vanilla_transformer, best setting"
+BEFORE = "before"
+BEST = ", best setting"  # follows the name of a peer
 WORKLOADS = ("T1", "T2", "G1", "G2", "G3")
 HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # others take 50 times as long
 BEARABLE = [name for name in WORKLOADS if HAS_BFLOAT16 or name != "T2"]
@@ -59,6 +62,9 @@ class BenchmarkArguments:
     peers: list[str] = field(
         default_factory=lambda: list(ALL_PEERS if compiled.INSTALLED else PEERS)
     )
+    against: str | None = field(
+        default=None, metadata={"help": "Another checkout of this package, to compare with."}
+    )
     starts: int = field(default=3, metadata={"help": "Processes of each model, in succession."})
     rounds: int = field(default=3, metadata={"help": "Turns of each process."})
     threads: int = field(default=1, metadata={"help": "Of torch, on the CPU."})
@@ -73,7 +79,13 @@ class BenchmarkArguments:
         for name in ("starts", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected a positive number")
-        self.peers = list(dict.fromkeys([*self.peers, OURS, REFERENCE]))
+        if self.against is not None and not Path(self.against, "vanilla_transformer").is_dir():
+            raise ValueError(
+                f"--against {self.against}: expected a folder with vanilla_transformer"
+            )
+        self.peers = list(dict.fromkeys([*self.peers, OURS, REFERENCE, OURS + BEST]))
+        if self.against is not None:
+            self.peers += [BEFORE, BEFORE + BEST]
         if self.quick:
             self.sizes, self.starts, self.rounds, self.tokens = ["tiny"], 1, 2, 250
 
@@ -82,8 +94,7 @@ def main() -> None:
     (arguments,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses()
     seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
     for start in range(arguments.starts):
-        names = [*arguments.peers, OURS_BEST]
-        runners = {name: Runner(arguments.threads, arguments.seed) for name in names}
+        runners = {name: make_runner(arguments, name) for name in arguments.peers}
         for size, workload in product(arguments.sizes, arguments.workloads):
             title = f"{workload} {size}, start {start + 1} of {arguments.starts}"
             found = race(arguments, runners, size, workload, title)
@@ -95,9 +106,17 @@ def main() -> None:
         {"size": size, "workload": workload, "ratios": speeds(times, REFERENCE), "seconds": times}
         for (size, workload), times in seconds.items()
     ]
-    write(arguments.output_dir, "benchmark", results, to_markdown(results))
+    table = to_markdown(results)
+    if arguments.against is not None:
+        table += "\n\n" + to_markdown([versus_before(result) for result in results], "before = 1")
+    write(arguments.output_dir, "benchmark", results, table)
     if arguments.output_dir is not None:
         draw(results, Path(arguments.output_dir, "benchmark.png"))
+
+
+def make_runner(arguments: BenchmarkArguments, name: str) -> Runner:
+    checkout = arguments.against if name.startswith(BEFORE) else None
+    return Runner(arguments.threads, arguments.seed, checkout)
 
 
 def race(
@@ -124,10 +143,11 @@ def prepare(
     if name in compiled.COMPUTE_TYPES:
         translator = compiled.make_translator(shape, name, arguments.threads)
         return compiled.generation(translator, ids, beams, NEW_TOKENS)
-    setting = BEST_SETTING[size].get(workload, {}) if name == OURS_BEST else {}
+    setting = BEST_SETTING[size].get(workload, {}) if name.endswith(BEST) else {}
     if arguments.quick and "compiled" in setting:  # it takes a minute
         setting = {}
-    model = with_setting(PEERS[OURS if name == OURS_BEST else name](shape), setting)
+    peer = name.removesuffix(BEST)
+    model = with_setting(PEERS[OURS if peer == BEFORE else peer](shape), setting)
     if workload[0] == "T":
         batches = training_batches(shape, arguments.tokens, arguments.seed)
         work = training(model, batches, narrow=workload == "T2")
@@ -231,7 +251,17 @@ def generation(
     return run
 
 
-def to_markdown(results: list[dict]) -> str:
+def versus_before(result: dict) -> dict:
+    """The result with the ratios of this checkout to the other one, in the same setting."""
+    ratios = result["ratios"]
+    settings = ("", BEST)
+    return {
+        **result,
+        "ratios": {OURS + best: ratios[OURS + best] / ratios[BEFORE + best] for best in settings},
+    }
+
+
+def to_markdown(results: list[dict], corner: str = "") -> str:
     """A row for each model, a column for each workload and size."""
     columns = [f"{result['workload']} {result['size']}" for result in results]
     names = dict.fromkeys(name for result in results for name in result["ratios"])
@@ -239,7 +269,7 @@ def to_markdown(results: list[dict]) -> str:
     for name in names:
         ratios = (result["ratios"].get(name) for result in results)
         rows.append([name, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
-    return markdown(["", *columns], rows)
+    return markdown([corner, *columns], rows)
 
 
 def draw(results: list[dict], path: Path) -> None:

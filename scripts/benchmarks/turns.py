@@ -2,11 +2,15 @@
 
 import resource
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -32,13 +36,27 @@ def in_own_process(function: Callable[..., Any], *args: object) -> Any:
 
 
 class Runner:
-    """A process of its own for one model: no other has been at its memory."""
+    """A process of its own for one model: no other model uses its memory.
+
+    Args:
+        threads (`int`): How many threads torch uses.
+        seed (`int`): The seed of torch.
+        checkout (`Path`, *optional*): Import `vanilla_transformer` from this folder, and all
+            else from where this process imports it.
+    """
 
     _work: Callable[[], object]  # in the process
 
-    def __init__(self, threads: int, seed: int):
+    def __init__(self, threads: int, seed: int, checkout: Path | None = None):
         start = (threads, seed)
         self._process = ProcessPoolExecutor(1, get_context("spawn"), Runner._start, start)
+        if checkout is None:
+            return
+        self._packages = tempfile.TemporaryDirectory()  # removed together with this object
+        package = Path(self._packages.name, "vanilla_transformer")
+        package.symlink_to(Path(checkout, "vanilla_transformer").resolve())
+        with mock.patch.object(sys, "path", [self._packages.name, *sys.path]):
+            self._process.submit(int)  # a new process takes over this path
 
     def prepare(self, make: Callable[..., Callable[[], object]], *args: object) -> Future[None]:
         """Begin to get `make(*args)`, the work, ready."""

@@ -1,8 +1,10 @@
 """The scripts as contributors run them."""
 
 import json
+import shutil
 import subprocess
 import tomllib
+from importlib import import_module
 from importlib.metadata import version
 from zipfile import ZipFile
 
@@ -10,6 +12,7 @@ import pytest
 from conftest import REPOSITORY, random_ids, run_module
 
 from scripts.benchmarks.speed import with_setting
+from scripts.benchmarks.turns import Runner
 from scripts.overlay import make_overlay
 
 
@@ -91,6 +94,48 @@ def test_the_benchmark_writes_ratios_a_table_and_a_chart(folder, workloads):
     assert f"| marian |{' 1.00 |' * len(workloads)}" in table
     assert table.strip() in process.stdout
     assert (folder / "speed/benchmark.png").stat().st_size > 0
+
+
+def test_a_process_imports_the_package_of_another_checkout_and_nothing_else_of_it(tmp_path):
+    for name in ("vanilla_transformer", "scripts/benchmarks"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "scripts/benchmarks/turns.py").write_text("raise ImportError")
+    mark = tmp_path / "imported"
+    (tmp_path / "vanilla_transformer/__init__.py").write_text(f"open({str(mark)!r}, 'w')")
+    runner = Runner(1, 0, tmp_path)
+    for module in ("scripts.benchmarks.turns", "vanilla_transformer"):
+        runner.prepare(import_module, module).result()
+    runner.stop()
+    assert mark.exists()
+    assert str(tmp_path) not in sys.path
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_two_checkouts(folder):
+    package = folder / "older/vanilla_transformer"
+    shutil.copytree(REPOSITORY / "vanilla_transformer", package)
+    with (package / "__init__.py").open("a") as file:
+        file.write(f"\nopen({str(folder / 'imported')!r}, 'a').write(__file__ + '\\n')\n")
+    (folder / "older/scripts/benchmarks").mkdir(parents=True)
+    (folder / "older/scripts/benchmarks/speed.py").write_text("raise ImportError\n")
+    flags = ["--quick", "--workloads", "G3", "--peers", "marian", "--against", "older"]
+    run_module("scripts.benchmarks.speed", *flags, "--output_dir", "two", cwd=folder)
+    (result,) = json.loads((folder / "two/benchmark.json").read_text())
+    assert set(result["ratios"]) == {
+        name + setting
+        for name, settings in (
+            ("marian", [""]),
+            ("vanilla_transformer", ["", ", best setting"]),
+            ("before", ["", ", best setting"]),
+        )
+        for setting in settings
+    }
+    assert len((folder / "imported").read_text().splitlines()) == 2  # a process for each setting
+    ratio = result["ratios"]["vanilla_transformer"] / result["ratios"]["before"]
+    assert (
+        f"| before = 1 | G3 tiny |\n| --- | --- |\n| vanilla_transformer | {ratio:.2f} |"
+        in (folder / "two/benchmark.md").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -225,6 +270,7 @@ def test_broken_trainings_lose_nothing(folder):
         (["--rounds", "0"], "--rounds 0: expected a positive number"),
         (["--starts", "0"], "--starts 0: expected a positive number"),
         (["--sizes", "huge"], "--sizes huge: expected of tiny; base"),
+        (["--against", "nowhere"], "--against nowhere: expected a folder with vanilla_transformer"),
     ],
 )
 def test_a_benchmark_that_cannot_be_is_refused(folder, flags, message):
