@@ -17,12 +17,11 @@ from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTraining
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.token_batches import (
-    TokenBudgetArguments,
     TokenBudgetSampler,
     TokenBudgetStream,
-    TokenBudgetTrainer,
     count_tokens,
 )
+from vanilla_transformer.training.token_batches import TokenBudgetArguments, TokenBudgetTrainer
 
 MULTI30K = REPOSITORY.parent / "shared/data/multi30k"
 
@@ -172,11 +171,11 @@ def test_pairs_longer_than_the_budget_are_alone_or_counted(oversized):
     if oversized == "alone":
         assert [1] in batches
         assert [2] in batches
-        assert sampler.dropped == 0
+        assert sampler.num_dropped == 0
     else:
         assert batches == [[0, 3]]
-        assert sampler.dropped == 2
-    assert sampler.oversized == 2
+        assert sampler.num_dropped == 2
+    assert sampler.num_oversized == 2
 
 
 def test_padding_is_counted():
@@ -196,7 +195,7 @@ def test_batches_of_multi30k_are_padded_by_less_than_a_tenth():
 @pytest.mark.parametrize(
     ("source", "target", "options", "message"),
     [
-        ([3, 4], [3], {}, "2 sources and 1 targets: expected as many"),
+        ([3, 4], [3], {}, "2 sources and 1 targets: expected the same number"),
         ([], [], {}, "there is no sentence pair"),
         ([3, 0], [3, 4], {}, "the source of pair 1 has no token (1 such pairs)"),
         ([3, 5], [0, 0], {}, "the target of pair 0 has no token (2 such pairs)"),

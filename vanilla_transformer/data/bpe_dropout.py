@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
-from .token_batches import read_whole
+from .token_batches import iter_all_shards
 
 
 class BPEDropout:
@@ -224,6 +224,7 @@ class BPEDropoutStream(_EncodedAnew, IterableDataset):
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         return self._encode((pair["source"], pair["target"]) for pair in self.pairs)
 
-    def whole(self) -> Iterator[dict[str, list[int]]]:
-        """As `read_whole`."""
-        return self._encode((pair["source"], pair["target"]) for pair in read_whole(self.pairs))
+    def iter_all_shards(self) -> Iterator[dict[str, list[int]]]:
+        """All examples, as the function `iter_all_shards` expects."""
+        pairs = iter_all_shards(self.pairs)
+        return self._encode((pair["source"], pair["target"]) for pair in pairs)

@@ -13,7 +13,6 @@ from transformers.integrations import is_tensorboard_available
 from transformers.utils import is_in_notebook
 
 from ..data.parallel_text import SPLITS, DataArguments
-from ..data.token_batches import TokenBudgetArguments
 from ..inference.metrics import METRICS
 from ..model.configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from .distributed import (
@@ -25,6 +24,7 @@ from .distributed import (
 )
 from .finite_gradients import FiniteGradientArguments
 from .recipes import find_recipe
+from .token_batches import TokenBudgetArguments
 
 # Local files on the command line replace the data set that a recipe names, languages included.
 LOCAL_DATA_OPTIONS = {

@@ -29,7 +29,6 @@ from transformers.trainer import OPTIMIZER_NAME
 
 from ..data.bpe_dropout import BPEDropoutDataset
 from ..data.parallel_text import iter_texts
-from ..data.token_batches import TokenBudgetTrainer
 from ..data.tokenization import train_tokenizer
 from ..inference.metrics import make_compute_metrics
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -47,6 +46,7 @@ from .finite_gradients import FiniteGradientTrainer
 from .interruption import InterruptibleTrainer
 from .model_card import ModelCardTrainer
 from .r_drop import r_drop_loss
+from .token_batches import TokenBudgetTrainer
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,170 @@
+"""A trainer whose batches hold at most `max_tokens` tokens, and its arguments."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import recursively_apply
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput, has_length
+
+from ..data.token_batches import (
+    OVERSIZED,
+    TokenBudgetSampler,
+    TokenBudgetStream,
+    count_tokens,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TokenBudgetArguments:
+    """The arguments of `TokenBudgetTrainer`, a mixin that goes before `TrainingArguments`.
+
+    Raises:
+        ValueError: A budget is not positive, or `oversized` is not one of its choices.
+    """
+
+    max_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Batches of at most this many source tokens and this many target tokens per "
+            "device, including padding. Replaces per_device_train_batch_size. The paper uses 25000 "
+            "over all devices."
+        },
+    )
+    eval_max_tokens: int | None = field(
+        default=None, metadata={"help": "The same for evaluation and prediction."}
+    )
+    oversized: str = field(
+        default="alone",
+        metadata={
+            "help": "What to do with pairs longer than max_tokens: 'alone' (a batch of their own), "
+            "'cut' (truncate them) or 'drop'."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]  # of TrainingArguments
+        for name in ("max_tokens", "eval_max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: expected a positive number of tokens")
+        if self.oversized not in (*OVERSIZED, "cut"):
+            raise ValueError(f"oversized={self.oversized!r}: expected alone, cut or drop")
+
+
+class TokenBudgetTrainer(Trainer):
+    """Batches by number of tokens, for any trainer: `class Mine(TokenBudgetTrainer, Trainer)`.
+
+    Its arguments have the fields of `TokenBudgetArguments`. Without a budget it loads batches as
+    transformers does. Predictions come in the order of the data set, on any number of processes.
+    """
+
+    def get_train_dataloader(self) -> DataLoader:
+        """As `Trainer.get_train_dataloader`, with batches of at most `max_tokens`."""
+        args = self.args
+        if getattr(args, "max_tokens", None) is None:
+            return super().get_train_dataloader()
+        oversized = "alone" if args.oversized == "cut" else args.oversized
+        seed = args.seed if args.data_seed is None else args.data_seed
+        options = {"oversized": oversized, "seed": seed}
+        options["multiple_of"] = getattr(args, "batches_per_update", None) or 1
+        return self._make_dataloader(self.train_dataset, "Training", args.max_tokens, **options)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As `Trainer.get_eval_dataloader`, with batches of at most `eval_max_tokens`."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if getattr(self.args, "eval_max_tokens", None) is None or not has_length(dataset):
+            return super().get_eval_dataloader(eval_dataset)
+        return self._make_ordered_dataloader(dataset, "Evaluation")
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As `Trainer.get_test_dataloader`, with batches of at most `eval_max_tokens`."""
+        if getattr(self.args, "eval_max_tokens", None) is None or not has_length(test_dataset):
+            return super().get_test_dataloader(test_dataset)
+        return self._make_ordered_dataloader(test_dataset, "Prediction")
+
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As `Trainer.evaluation_loop`, with predictions in the order of the data set."""
+        if not isinstance(dataloader.batch_sampler, TokenBudgetSampler):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        before = self.gather_function  # type: ignore[has-type]
+        if self._processes_per_batch() > 1:
+            self.gather_function = self._gather_without_copies
+        try:
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            self.gather_function = before
+        places = np.argsort(dataloader.batch_sampler.order[: output.num_samples])
+        return output._replace(
+            predictions=_reorder(output.predictions, places),
+            label_ids=_reorder(output.label_ids, places),
+        )
+
+    def _processes_per_batch(self) -> int:
+        """The number of processes that work on the same batch, each with a part of the model."""
+        return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+
+    def _gather_without_copies(self, values: Any) -> Any:
+        """Gather predictions from one process per batch, without the rows that pad the last one."""
+        copies, state = self._processes_per_batch(), self.accelerator.gradient_state
+        rest = None
+        if state.end_of_dataloader:
+            sampler = state.active_dataloader.batch_sampler
+            rest = len(sampler.lengths[0]) % sampler.num_replicas or None
+
+        def without_copies(gathered: torch.Tensor) -> torch.Tensor:
+            parts = gathered.unflatten(0, (self.args.world_size, -1))
+            return parts[::copies].flatten(0, 1)[:rest]
+
+        return recursively_apply(without_copies, self.accelerator.gather(values))
+
+    def _make_ordered_dataloader(self, dataset: Any, description: str) -> DataLoader:
+        options = {"shuffle": False, "even_rows": True}
+        return self._make_dataloader(dataset, description, self.args.eval_max_tokens, **options)
+
+    def _make_dataloader(
+        self, dataset: Any, description: str, max_tokens: int, **options: Any
+    ) -> DataLoader:
+        args = self.args
+        copies = self._processes_per_batch()
+        options |= {"num_replicas": args.world_size // copies, "rank": args.process_index // copies}
+        loading = {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "device": args.device,
+        }
+        collate = self._get_collator_with_removed_columns(self.data_collator, description)
+        if not has_length(dataset):
+            stream = TokenBudgetStream(dataset, max_tokens, repeat=True, **options)
+            return DataLoaderShard(stream, batch_size=None, collate_fn=collate, **loading)
+        source, target = count_tokens(dataset)
+        sampler = TokenBudgetSampler(source, target, max_tokens, **options)
+        logger.info(
+            "%s: %d batches of at most %d tokens, %.1f%% padding; %d longer pairs %s",
+            description,
+            len(sampler),
+            max_tokens,
+            100 * sampler.padding(),
+            sampler.num_oversized,
+            "dropped" if sampler.num_dropped else "in batches of their own",
+        )
+        return DataLoaderShard(dataset, batch_sampler=sampler, collate_fn=collate, **loading)
+
+
+def _reorder(values: Any, places: np.ndarray) -> Any:
+    if isinstance(values, (tuple, list)):
+        return type(values)(_reorder(value, places) for value in values)
+    if isinstance(values, dict):
+        return {name: _reorder(value, places) for name, value in values.items()}
+    return None if values is None else values[places]
