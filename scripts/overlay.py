@@ -1,5 +1,5 @@
-"""A virtual environment over the current one, with other versions of some packages; prints the
-folder of its programs.
+"""Create a virtual environment on top of the current one, with different versions of some packages,
+and print the folder of its programs.
 
     PATH="$(python scripts/overlay.py transformers==5.17.0):$PATH" python -m pytest
 """
@@ -14,9 +14,9 @@ OVERLAYS = Path(__file__).parents[1] / "build" / "overlays"
 
 
 def make_overlay(folder: Path, *requirements: str) -> Path:
-    """The folder of an environment's programs. It has the requirements and what these need, and
-    else the versions of the current environment; of torch too, unless they name another, as pip may
-    choose a larger build."""
+    """The folder of the programs of a new environment. It has the requirements and their
+    dependencies; all other packages come from the current environment. So does torch, unless it is
+    among the requirements, because pip might choose a larger build."""
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         print(f"Setting up {folder} (once) ...", file=sys.stderr, flush=True)

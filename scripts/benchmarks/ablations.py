@@ -1,11 +1,11 @@
-"""The paper's Table 3 in miniature: what each part is worth, on the built-in phrases.
+"""Repeat the ablations of the paper's Table 3 in miniature, on the built-in phrases.
 
-python scripts/ablations.py --output_dir outputs/ablations
+python -m scripts.benchmarks.ablations --output_dir outputs/ablations
 
-Each row changes one thing in a model of 2+2 layers, d_model 128, 4 heads, trained by the recipe
-`phrases` on the paper's schedule. Exact match and loss are of held-out phrases, mean and standard
-deviation over the seeds. Finished runs are kept in results.json, so that the command may be stopped
-and repeated; the table is written to ablations.md.
+Each row changes one setting of a model with 2+2 layers, d_model 128 and 4 heads. It is trained with
+the recipe `phrases` and the paper's schedule. The table shows exact match and loss on held-out
+phrases, mean and standard deviation over the seeds. Finished runs are kept in results.json, so that
+an interrupted command can be repeated. The table is written to ablations.md.
 """
 
 import json
@@ -41,7 +41,7 @@ RECIPE = Path(__file__).parents[2] / "vanilla_transformer/recipes/phrases.yaml"
 LIKE_THE_PAPER = "encoder_layers=2,decoder_layers=2,dropout=0.1,label_smoothing=0.1"
 HEADS = "encoder_attention_heads={0},decoder_attention_heads={0},head_dim={1}"
 
-# What each row changes in the configuration.
+# What each row changes in the base configuration.
 ROWS = {
     "base: h = 4, d_k = d_v = 32": "",
     "h = 1, d_k = d_v = 128": HEADS.format(1, 128),
@@ -56,18 +56,20 @@ ROWS = {
     "pre-norm": "norm_position=pre",
     "last 5 checkpoints averaged": "",
 }
-SETTINGS = ("steps", "train_size", "test_size")  # of all runs
+SETTINGS = ("steps", "train_size", "test_size")  # the same for all runs
 
 
 @dataclass
 class AblationArguments:
     output_dir: str = field(metadata={"help": "Folder for results.json and ablations.md."})
-    steps: int = field(default=800, metadata={"help": "Updates of each run."})
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "Of the runs."})
+    steps: int = field(default=800, metadata={"help": "Updates per run."})
+    seeds: list[int] = field(
+        default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds; one run per row and seed."}
+    )
     train_size: int = field(default=160_000, metadata={"help": "Phrases to train on."})
     test_size: int = field(default=1000, metadata={"help": "Phrases to test on."})
     rows: list[str] | None = field(
-        default=None, metadata={"help": "Only the rows whose names contain one of these."}
+        default=None, metadata={"help": "Only rows with one of these texts in their name."}
     )
 
     def __post_init__(self) -> None:
@@ -104,10 +106,10 @@ def main() -> None:
 
 
 class Results:
-    """The scores of finished runs, in a file.
+    """A file with the scores of finished runs.
 
     Raises:
-        ValueError: It holds those of runs with other settings.
+        ValueError: The file holds runs with different settings.
     """
 
     def __init__(self, path: Path, arguments: AblationArguments):
@@ -124,17 +126,17 @@ class Results:
                     )
 
     def of(self, row: str, seeds: list[int]) -> list[dict]:
-        """The scores of a row."""
+        """The scores of a row with these seeds."""
         return [run for run in self.content["runs"] if run["row"] == row and run["seed"] in seeds]
 
     def add(self, row: str, seed: int, scores: dict[str, float]) -> None:
-        """Keep those of one more run."""
+        """Add the scores of a run and save the file."""
         self.content["runs"].append({"row": row, "seed": seed, **scores})
         self.path.write_text(json.dumps(self.content, indent=1))
 
 
 def options_of(arguments: AblationArguments, row: str, seed: int, folder: str) -> tuple[Any, ...]:
-    """What train.py would be told for this run."""
+    """The arguments of `vanilla-transformer train` for this run."""
     flags = {
         "config": RECIPE,
         "output_dir": folder,
@@ -161,12 +163,12 @@ def options_of(arguments: AblationArguments, row: str, seed: int, folder: str) -
 
 
 def run(options: tuple[Any, ...], tokenizer: Any, splits: Any) -> dict[str, float]:
-    """Train a model and test it."""
+    """Train and test a model."""
     model_args, _, training_args = options
     set_seed(training_args.seed)
     model = make_model(model_args, tokenizer, None)
     trainer = make_trainer(model, tokenizer, training_args, splits)
-    trainer.remove_callback(PrinterCallback)  # the table is all there is to print
+    trainer.remove_callback(PrinterCallback)  # print nothing but the table
     trainer.train()
     average_last(trainer)
     scores = trainer.evaluate(splits["test"], metric_key_prefix="test")
@@ -178,17 +180,17 @@ def run(options: tuple[Any, ...], tokenizer: Any, splits: Any) -> dict[str, floa
 
 
 def to_markdown(rows: dict[str, list[dict]]) -> str:
-    """The table."""
+    """A table with a row per ablation."""
     table = []
     for row, runs in rows.items():
         exact_match, loss = ([run[name] for run in runs] for name in ("exact_match", "loss"))
         parameters = f"{runs[0]['parameters']:,}"
         table.append([row, parameters, spread(exact_match, 1), spread(loss, 4)])
-    return markdown(["", "parameters", "exact match, %", "loss, nats a token"], table)
+    return markdown(["", "parameters", "exact match, %", "loss, nats per token"], table)
 
 
 def spread(values: list[float], digits: int) -> str:
-    """Mean, and standard deviation where there are several."""
+    """The mean and, of several values, the standard deviation."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 

@@ -1,10 +1,10 @@
-"""Memory and speed of scripts/translate.py as its file grows.
+"""Measure the memory and speed of `vanilla-transformer translate` for files of different sizes.
 
-python scripts/benchmark_bulk.py --output_dir outputs/bulk
+python -m scripts.benchmarks.bulk --output_dir outputs/bulk
 
-A model so small that a million lines take minutes (one layer on each side, 16 dimensions, not
-trained) translates files of random words, greedily, at most 8 tokens for each line. Each file has a
-process of its own; the figure is the highest resident memory of it. Writes bulk.json and bulk.md.
+A tiny untrained model (one encoder and one decoder layer, 16 dimensions) translates files of random
+words with greedy search, at most 8 tokens per line. Each file has its own process, whose peak
+resident memory is reported. Writes bulk.json and bulk.md.
 """
 
 import random
@@ -31,7 +31,7 @@ class BulkArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
     lines: list[int] = field(
         default_factory=lambda: [1_000, 10_000, 100_000, 1_000_000],
-        metadata={"help": "Of each file."},
+        metadata={"help": "Numbers of lines, one per file."},
     )
     batch_size: int = field(default=256, metadata={"help": "Lines decoded together."})
 
@@ -49,7 +49,7 @@ def main() -> None:
         save_model(Path(scratch, "model"))
         for lines in arguments.lines:
             results.append(in_own_process(translate, scratch, lines, arguments.batch_size))
-    header = ["lines", "peak, MiB", "of that with the shortest file", "lines a second"]
+    header = ["lines", "peak, MiB", "relative to the shortest file", "lines per second"]
     rows = []
     for result in results:
         ratio = result["mebibytes"] / results[0]["mebibytes"]
@@ -72,7 +72,7 @@ def save_model(folder: Path) -> None:
 
 
 def translate(scratch: str, lines: int, batch_size: int) -> dict[str, float]:
-    """Peak memory and seconds of the script, which is this process's only child."""
+    """Peak memory and seconds of the command, the only child of this process."""
     source, output = Path(scratch, "in.txt"), Path(scratch, "out.txt")
     words = random.Random(0)
     with source.open("w") as file:

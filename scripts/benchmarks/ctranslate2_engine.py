@@ -1,6 +1,6 @@
-"""CTranslate2, a compiled engine that only decodes, for the race of `benchmark.py`.
+"""CTranslate2, a compiled inference engine, as a peer of `speed.py`.
 
-It is given the weights of a MarianMTModel, whose architecture it knows.
+It gets the weights of a MarianMTModel, an architecture that it supports.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ def make_translator(size: Size, name: str, threads: int) -> Any:
     from ctranslate2.converters.transformers import MarianMTLoader
 
     spec = MarianMTLoader().get_model_spec(PEERS["marian"](size))
-    # Its loader leaves out the last row, which is Marian's padding.
+    # The loader drops the last row, which is the padding token of Marian.
     tokens = ["<pad>", "<s>", "</s>", "<unk>", *map(str, range(4, size.vocab_size - 1))]
     spec.register_source_vocabulary(tokens)
     spec.register_target_vocabulary(tokens)
@@ -37,7 +37,7 @@ def make_translator(size: Size, name: str, threads: int) -> Any:
 def generation(
     translator: Any, ids: torch.Tensor, beams: int, new_tokens: int
 ) -> Callable[[], None]:
-    """A function that decodes so many tokens for each row of padded ids."""
+    """A function that decodes `new_tokens` tokens for each row of padded ids."""
     sources = [[str(token) for token in row if token not in (PAD, EOS)] for row in ids.tolist()]
 
     def run() -> None:

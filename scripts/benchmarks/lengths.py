@@ -1,12 +1,12 @@
-"""Time and peak memory as sentences grow from 32 to 8,192 tokens, and as the batch grows.
+"""Measure time and peak memory for sentences of 32 to 8,192 tokens, and for growing batches.
 
-python scripts/benchmark_lengths.py --output_dir outputs/lengths
+python -m scripts.benchmarks.lengths --output_dir outputs/lengths
 
-train: a step (forward, backward) over two pairs as long as said, half of the second one padding.
-generate: as many tokens as the source has, greedily. In the table are times for each token and
-memory above that of the model at rest, both over those of the first column: 1 all along is linear
-growth of time; linear growth of memory is as much as the first row grows. Each figure is the median
-of several runs in a process of its own. Writes lengths.json, lengths.md and lengths.png.
+train is a step (forward and backward) over two pairs of this length; half of the second is padding.
+generate is greedy search for as many tokens as the source has. The table shows the time per token
+and the memory above that of the model alone, both relative to the first column: where time grows
+linearly, it is 1 in all columns. Each result is the median of several runs in a process of its own.
+Writes lengths.json, lengths.md and lengths.png.
 """
 
 import statistics
@@ -25,17 +25,21 @@ from scripts.reports import expect_known, markdown, write
 
 WORKLOADS = ("train", "generate")
 SHORTEST = 32  # tokens
-ENOUGH = 30  # seconds: a first run that takes longer is not repeated
+LONG_RUN = 30  # seconds; longer runs are not repeated
 
 
 @dataclass
 class LengthArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the three files."})
     size: str = field(default="tiny", metadata={"help": f"One of {', '.join(SIZES)}."})
-    peer: str = field(default="vanilla_transformer", metadata={"help": "Whose model."})
-    longest: int = field(default=8192, metadata={"help": "Tokens."})
-    largest: int = field(default=512, metadata={"help": "Batch, of sentences of 32 tokens."})
-    runs: int = field(default=3, metadata={"help": "Of which the median counts."})
+    peer: str = field(
+        default="vanilla_transformer", metadata={"help": f"One of {', '.join(PEERS)}."}
+    )
+    longest: int = field(default=8192, metadata={"help": "Tokens of the longest sentence."})
+    largest: int = field(
+        default=512, metadata={"help": "Sentences of the largest batch, 32 tokens each."}
+    )
+    runs: int = field(default=3, metadata={"help": "Runs, of which the median is reported."})
 
     def __post_init__(self) -> None:
         expect_known("size", [self.size], SIZES)
@@ -52,8 +56,8 @@ def main() -> None:
         {"workload": workload, "axis": axis, "points": measure_all(arguments, workload, places)}
         for workload in WORKLOADS
         for axis, places in (
-            ("length", [(length, 2) for length in doubling(SHORTEST, arguments.longest)]),
-            ("batch", [(SHORTEST, batch) for batch in doubling(2, arguments.largest)]),
+            ("length", [(length, 2) for length in quadrupling(SHORTEST, arguments.longest)]),
+            ("batch", [(SHORTEST, batch) for batch in quadrupling(2, arguments.largest)]),
         )
     ]
     table = "\n\n".join(to_markdown(series, axis) for axis in ("length", "batch"))
@@ -62,8 +66,8 @@ def main() -> None:
         draw(series, Path(arguments.output_dir, "lengths.png"))
 
 
-def doubling(first: int, last: int) -> list[int]:
-    """Powers of 4 times the first, and the last."""
+def quadrupling(first: int, last: int) -> list[int]:
+    """`first` times powers of 4, up to `last`."""
     values = []
     while first < last:
         values.append(first)
@@ -82,7 +86,7 @@ def measure_all(
 
 
 def measure(arguments: LengthArguments, workload: str, length: int, batch: int) -> dict[str, float]:
-    """Seconds for each token, and mebibytes at the highest above those of the model at rest."""
+    """The seconds per token, and the peak memory above that of the model alone in mebibytes."""
     settle()
     size = SIZES[arguments.size]
     model = PEERS[arguments.peer](size)
@@ -90,7 +94,7 @@ def measure(arguments: LengthArguments, workload: str, length: int, batch: int) 
     ids = sources(size, length, batch)
     run = training(model, ids) if workload == "train" else generation(model, ids, 1, length)
     warm_up = timed(run)
-    seconds = [warm_up] if warm_up > ENOUGH else [timed(run) for _ in range(arguments.runs)]
+    seconds = [warm_up] if warm_up > LONG_RUN else [timed(run) for _ in range(arguments.runs)]
     return {
         "seconds": statistics.median(seconds) / (length * batch),
         "mebibytes": peak_memory() - before,
@@ -105,8 +109,8 @@ def sources(size: Size, length: int, batch: int) -> torch.Tensor:
 
 
 def training(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
-    """A function that finds the gradient of a loss; without an optimizer, whose work is the same
-    for any length."""
+    """A function that computes the gradient of the loss. There is no optimizer step, since its time
+    does not depend on the length."""
     inputs = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
     inputs["labels"] = ids.masked_fill(ids == PAD, -100)
     model.train()
@@ -119,13 +123,13 @@ def training(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
 
 
 def to_markdown(series: list[dict], axis: str) -> str:
-    """A row for time and one for memory of each workload, a column for each place on the axis."""
+    """A table with two rows per workload, for time and memory, and a column per length or batch."""
     entries = [entry for entry in series if entry["axis"] == axis]
     places = [point[axis] for point in entries[0]["points"]]
     unit = "tokens" if axis == "length" else "sentences"
     rows = []
     for entry in entries:
-        for label, name in (("time for each token", "seconds"), ("memory", "mebibytes")):
+        for label, name in (("time per token", "seconds"), ("memory", "mebibytes")):
             values = [point[name] for point in entry["points"]]
             ratios = (f"{value / values[0]:.2f}" for value in values)
             rows.append([f"{entry['workload']}, {label}", *ratios])
@@ -133,14 +137,14 @@ def to_markdown(series: list[dict], axis: str) -> str:
 
 
 def draw(series: list[dict], path: Path) -> None:
-    """Time above memory, for growing sentences and for growing batches."""
+    """A chart of time and memory over lengths and batch sizes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 8), layout="constrained")
     panels = figure.subplots(2, 2)
     for column, axis in enumerate(("length", "batch")):
         for row, (name, label) in enumerate(
-            (("seconds", "time for each token"), ("mebibytes", "memory"))
+            (("seconds", "time per token"), ("mebibytes", "memory"))
         ):
             axes = panels[row, column]
             for entry in series:

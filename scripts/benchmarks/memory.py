@@ -1,13 +1,13 @@
-"""Peak memory of a training step and of beam search, ours against the same model elsewhere.
+"""Compare the peak memory of training and beam search with that of other libraries.
 
-python scripts/benchmark_memory.py --output_dir outputs/benchmark
-python scripts/benchmark_memory.py --peers vanilla_transformer marian --size tiny
+python -m scripts.benchmarks.memory --output_dir outputs/benchmark
+python -m scripts.benchmarks.memory --peers vanilla_transformer marian --size tiny
 
-train: a step (forward, backward, AdamW) in float32 with 4,000 target tokens. beam: 4 beams over 32
-sources of 100 tokens, 32 tokens each. Every figure comes from a process of its own: the highest
-resident memory, less what was resident before the model was built. Freed memory goes back at once
-there, so that it is memory in use; `--keep_freed` lets glibc keep it, as it does by itself, in
-pieces that fit the next tensors or not. Writes memory.json, memory.md.
+train is a step (forward, backward, AdamW) in float32 with 4,000 target tokens. beam is beam search
+with 4 beams for 32 sources of 100 tokens, 32 new tokens each. Every result comes from its own
+process: the peak resident memory, minus the resident memory before the model is built. Freed memory
+is returned to the system at once, so that only memory in use counts; with `--keep_freed` glibc
+keeps it, as it does by default. Writes memory.json and memory.md.
 """
 
 import os
@@ -38,7 +38,9 @@ class MemoryArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
     size: str = field(default="base", metadata={"help": f"One of {', '.join(SIZES)}."})
     peers: list[str] = field(default_factory=lambda: list(PEERS))
-    keep_freed: bool = field(default=False, metadata={"help": "Count what malloc keeps, too."})
+    keep_freed: bool = field(
+        default=False, metadata={"help": "Also count freed memory that malloc keeps."}
+    )
 
     def __post_init__(self) -> None:
         expect_known("size", [self.size], SIZES)
@@ -49,14 +51,14 @@ class MemoryArguments:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(MemoryArguments).parse_args_into_dataclasses()
-    if not arguments.keep_freed:  # for the processes that are to come
+    if not arguments.keep_freed:  # read by new processes
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # bytes
     results = []
     for workload in WORKLOADS:
         peaks = {
             name: in_own_process(measure, name, arguments.size, workload)
             for name in arguments.peers
-            if (name, workload) != ("torch", "beam")  # it has no cache to search with
+            if (name, workload) != ("torch", "beam")  # has no cache
         }
         ratios = {name: peak / peaks[REFERENCE] for name, peak in peaks.items()}
         results.append(
@@ -66,7 +68,7 @@ def main() -> None:
 
 
 def measure(name: str, size: str, workload: str) -> float:
-    """Mebibytes at the highest, above what was there before the model."""
+    """Peak memory in mebibytes, above that before the model is built."""
     settle()
     before = resident_memory()
     model = PEERS[name](SIZES[size])
@@ -76,7 +78,7 @@ def measure(name: str, size: str, workload: str) -> float:
     if workload == "train":
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         # the optimizer's state comes with the first step
-        training(model, [batch, batch], narrow=False)()
+        training(model, [batch, batch], autocast=False)()
     else:
         generation(model, ids, BEAMS)()
     return peak_memory() - before

@@ -42,7 +42,7 @@ class Size:
     vocab_size: int
 
     def options(self) -> dict[str, Any]:
-        """What most of transformers' configurations call these numbers, and the rest they need."""
+        """The fields that most configurations in transformers share."""
         sides = {
             f"{side}_{name}": value
             for side in ("encoder", "decoder")
@@ -63,7 +63,7 @@ SPECIAL = {
     "eos_token_id": EOS,
     "decoder_start_token_id": BOS,
 }
-# Of the libraries whose positions are a table; they would also end each sentence with </s>.
+# For models with a table of positions, which by default also force </s> at the end.
 WITH_TABLE = {"max_position_embeddings": MAX_POSITIONS, "forced_eos_token_id": None}
 
 
@@ -90,7 +90,7 @@ def like_bart(
 
 
 def as_marian(model: PreTrainedModel) -> PreTrainedModel:
-    """A MarianMTModel with the weights, and so the predictions, of ours with one vocabulary."""
+    """A MarianMTModel with the weights and predictions of our model (with one vocabulary)."""
     config = model.config
     size = Size(
         config.d_model,
@@ -146,8 +146,8 @@ def t5(size: Size) -> PreTrainedModel:
 
 
 class TorchTransformer(nn.Module):
-    """`torch.nn.Transformer` between an embedding and the projection that shares it. It has no
-    cache, so it only trains."""
+    """`torch.nn.Transformer` between an embedding and a projection with the same weights. It has no
+    cache, so it is only trained."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -203,7 +203,7 @@ def smoothed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def training_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Label-smoothed cross-entropy, as each library's user would write it."""
+    """Label-smoothed cross-entropy, as users of each library would write it."""
     unwrapped = getattr(model, "module", model)  # of DistributedDataParallel
     if isinstance(unwrapped, VanillaTransformerForConditionalGeneration):
         return model(**batch).loss

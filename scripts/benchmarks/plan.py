@@ -1,12 +1,12 @@
-"""What a training takes on so many devices: memory of each, and days.
+"""Estimate the memory per device and the duration of a training run on several devices.
 
-python scripts/plan.py --devices 8
-python scripts/plan.py --devices 1 8 --tokens_per_second 250
+python -m scripts.benchmarks.plan --devices 8
+python -m scripts.benchmarks.plan --devices 1 8 --tokens_per_second 250
 
-Memory is that of float32 weights, their gradients and Adam's two moments, 16 bytes for each
-parameter, by what each way of sharing keeps on every device; activations come on top, and grow with
-the batch. Days are those of the paper's 100,000 updates of 25,000 target tokens at the speed that
-was measured on one device, for instance by benchmark_scaling.py.
+Memory covers float32 weights, gradients and Adam's two moments, 16 bytes per parameter, for each
+sharding strategy. Activations are not included; they grow with the batch. The duration is that of
+the paper's 100,000 updates of 25,000 target tokens, at a speed measured on one device, for instance
+by `scaling.py`.
 """
 
 from dataclasses import dataclass, field
@@ -31,12 +31,15 @@ UPDATES, TOKENS = 100_000, 25_000  # section 5.1 and 5.2
 
 @dataclass
 class PlanArguments:
-    devices: list[int] = field(default_factory=lambda: [8], metadata={"help": "How many."})
+    devices: list[int] = field(
+        default_factory=lambda: [8], metadata={"help": "Numbers of devices."}
+    )
     tokens_per_second: float | None = field(
-        default=None, metadata={"help": "Target tokens of one device: for the table of days."}
+        default=None,
+        metadata={"help": "Target tokens per second of one device, for the table of durations."},
     )
     efficiency: float = field(
-        default=0.9, metadata={"help": "Of this speed, what each keeps among many."}
+        default=0.9, metadata={"help": "Speed of each of several devices, relative to one alone."}
     )
 
     def __post_init__(self) -> None:
@@ -51,13 +54,13 @@ class PlanArguments:
 def main() -> None:
     (arguments,) = HfArgumentParser(PlanArguments).parse_args_into_dataclasses()
     for devices in arguments.devices:
-        print(f"GiB on each of {devices} devices:\n\n{memory_table(devices)}\n")
+        print(f"GiB per device, {devices} devices:\n\n{memory_table(devices)}\n")
     if arguments.tokens_per_second is not None:
         print(days_table(arguments))
 
 
 def memory_table(devices: int) -> str:
-    """A row for each size, a column for each way of sharing."""
+    """A table with a row per model size and a column per sharding strategy."""
     rows = []
     for name, config in CONFIGS.items():
         memory = memory_of(config, devices)
@@ -69,17 +72,17 @@ def memory_table(devices: int) -> str:
 
 
 def days_table(arguments: PlanArguments) -> str:
-    """A row for each number of devices."""
+    """A table with a row per number of devices."""
     rows = []
     for devices in arguments.devices:
         share = arguments.efficiency if devices > 1 else 1.0
         daily = arguments.tokens_per_second * devices * share * 86_400 / TOKENS
         rows.append([devices, f"{daily:,.0f}", f"{UPDATES / daily:,.1f}"])
-    return markdown(["devices", "updates a day", "days for 100,000 updates"], rows)
+    return markdown(["devices", "updates per day", "days for 100,000 updates"], rows)
 
 
 def memory_of(config: VanillaTransformerConfig, devices: int) -> dict[str, float]:
-    """Bytes on each device, by way of sharing."""
+    """Bytes per device for each sharding strategy."""
     with torch.device("meta"):
         model = VanillaTransformerForConditionalGeneration(config)
     count = model.num_parameters()
@@ -90,14 +93,14 @@ def memory_of(config: VanillaTransformerConfig, devices: int) -> dict[str, float
     )
     layers = (*model.get_encoder().layers, *model.get_decoder().layers)
     gathered = max(sum(part.numel() for part in layer.parameters()) for layer in layers)
-    gathered += model.lm_head.weight.numel()  # the shared matrix is there from first to last
-    whole = WEIGHTS + GRADIENTS + MOMENTS
+    gathered += model.lm_head.weight.numel()  # the shared matrix stays gathered throughout
+    total = WEIGHTS + GRADIENTS + MOMENTS
     return {
-        "DDP": whole * count,
+        "DDP": total * count,
         "ZeRO 1": (WEIGHTS + GRADIENTS) * count + MOMENTS * count / devices,
         "ZeRO 2": WEIGHTS * count + (GRADIENTS + MOMENTS) * count / devices,
-        "ZeRO 3, FSDP2": whole * count / devices + (WEIGHTS * gathered if devices > 1 else 0),
-        "tensor parallel": whole * (count - split + split / devices),
+        "ZeRO 3, FSDP2": total * count / devices + (WEIGHTS * gathered if devices > 1 else 0),
+        "tensor parallel": total * (count - split + split / devices),
     }
 
 

@@ -1,10 +1,10 @@
-"""Where the time of our model goes in the workloads of scripts/benchmark.py.
+"""Profile our model in the workloads of `speed.py`.
 
-python scripts/benchmark_profile.py --output_dir outputs/profile
+python -m scripts.benchmarks.profile_steps --output_dir outputs/profile
 
-Shares of the time of a run that nobody watches: of torch's kinds of operations as torch's profiler
-finds them, each without those that it calls, and of what is left, which is Python and the way to
-the operations. Medians over runs; each workload has a process of its own. Writes profile.json and
+The table shows how the time of a run without profiling divides into kinds of torch operations, by
+their self time in torch's profiler, and the remainder: Python and the overhead of each operation.
+Results are medians over several runs. Each workload has its own process. Writes profile.json and
 profile.md.
 """
 
@@ -17,13 +17,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import HfArgumentParser
 
 from scripts.benchmarks.peers import SIZES
-from scripts.benchmarks.speed import BEARABLE, OURS, WORKLOADS, BenchmarkArguments, prepare
+from scripts.benchmarks.speed import DEFAULT_WORKLOADS, OURS, WORKLOADS, BenchmarkArguments, prepare
 from scripts.benchmarks.turns import in_own_process, settle, timed
 from scripts.reports import expect_known, markdown, write
 
-KINDS = {  # by parts of the operations' names, the first that fits
+KINDS = {  # matched by parts of an operation's name, in this order
     "loss, log-probabilities": ("FusedLinear", "softmax", "exp_", "amax", "logsumexp"),
-    "attention": ("scaled_dot_product", "bmm"),  # fused, in all of these
+    "attention": ("scaled_dot_product", "bmm"),  # all fused
     "matrix products": ("mm", "mkldnn_linear", "linear_backward"),
     "layer normalisation": ("layer_norm",),
     "dropout": ("random_", "_Masked"),
@@ -40,11 +40,11 @@ class ProfileArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
     workloads: list[str] = field(
-        default_factory=BEARABLE.copy,
-        metadata={"help": "Default: all, but for T2 on a CPU without bfloat16 products."},
+        default_factory=DEFAULT_WORKLOADS.copy,
+        metadata={"help": "Default: all, except T2 on CPUs without bfloat16 instructions."},
     )
-    runs: int = field(default=5, metadata={"help": "Of each kind, watched and not."})
-    tokens: int = field(default=2000, metadata={"help": "Target tokens in a training batch."})
+    runs: int = field(default=5, metadata={"help": "Runs with the profiler, and as many without."})
+    tokens: int = field(default=2000, metadata={"help": "Target tokens per training batch."})
 
     def __post_init__(self) -> None:
         expect_known("sizes", self.sizes, SIZES)
@@ -70,25 +70,25 @@ def main() -> None:
 
 
 def shares(size: str, workload: str, runs: int, tokens: int) -> dict[str, float]:
-    """Of each kind, and of what is left."""
+    """The fraction of time of each kind of operation, and of the remainder."""
     settle()
     run = prepare(BenchmarkArguments(tokens=tokens), OURS, size, workload)
     run()
-    seconds, watched = [], []
+    seconds, profiled = [], []
     for _ in range(runs):
         seconds.append(timed(run))
-        watched.append(operations(run))
-    whole = statistics.median(seconds)
-    found = {kind: statistics.median(one[kind] for one in watched) / whole for kind in KINDS}
+        profiled.append(operations(run))
+    total = statistics.median(seconds)
+    found = {kind: statistics.median(one[kind] for one in profiled) / total for kind in KINDS}
     return {**found, REST: max(0.0, 1 - sum(found.values()))}
 
 
 def operations(run: Callable[[], None]) -> Counter[str]:
-    """Seconds in each kind of torch's operations, those that they call apart."""
-    with profile(activities=[ProfilerActivity.CPU]) as watch:
+    """The self time of each kind of torch operation in seconds."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run()
     seconds: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
-    for operation in watch.key_averages():
+    for operation in profiler.key_averages():
         kind = next(k for k, names in KINDS.items() if any(n in operation.key for n in names))
         seconds[kind] += operation.self_cpu_time_total / 1e6
     return seconds

@@ -1,11 +1,12 @@
-"""Whole programs: how soon they start, how training spends its time, how fast a file is translated.
+"""Measure whole programs: start-up, training and translation.
 
-python scripts/benchmark_programs.py --data ../shared/data/multi30k --output_dir outputs/programs
+python -m scripts.benchmarks.programs --data FOLDER --output_dir outputs/programs
 
-start: `import vanilla_transformer`, and a base model from its checkpoint, against Marian's. train:
-shares of the wall time of `scripts/train.py` with the Multi30k recipe. translate: the test set by
-`vanilla_transformer.inference.translation`, as `scripts/translate.py` does, against a plain loop of
-`generate()` over MarianMTModel with the same weights, at the same batch size. Writes programs.json.
+start measures the import of `vanilla_transformer`, and loading a base model, relative to Marian.
+train measures how the wall time of `vanilla-transformer train` divides into forward, backward, data
+and so on, with the Multi30k recipe. translate measures the speed on the test set relative to a
+plain loop of `generate()` over MarianMTModel, with the same weights and batch size. FOLDER holds
+Multi30k. Writes programs.json.
 """
 
 import functools
@@ -36,7 +37,7 @@ from scripts.benchmarks.peers import PEERS, SIZES, as_marian
 from scripts.benchmarks.turns import settle, speeds, take_turns, timed
 from scripts.reports import expect_known, write
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.cli import train as training_script
+from vanilla_transformer.cli import train as train_command
 from vanilla_transformer.inference.translation import translate
 
 PROGRAMS = ("start", "train", "translate")
@@ -47,20 +48,20 @@ IMPORTS = {
     "Auto classes": "from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer",
     "Marian": "from transformers import AutoTokenizer, MarianMTModel",
 }
-# What is timed of `scripts/train.py`, and under which name.
+# The parts of `vanilla-transformer train` to time: owner, attribute, name in the results.
 PARTS = (
     (VanillaTransformerForConditionalGeneration, "forward", "forward"),
     (Accelerator, "backward", "backward"),
     (Accelerator, "clip_grad_norm_", "optimizer"),
     (AcceleratedOptimizer, "step", "optimizer"),
     (AcceleratedOptimizer, "zero_grad", "optimizer"),
-    (training_script, "load_parallel_dataset", "data"),
-    (training_script, "make_tokenizer", "tokenizer"),
-    (training_script, "tokenize_dataset", "data"),
+    (train_command, "load_parallel_dataset", "data"),
+    (train_command, "make_tokenizer", "tokenizer"),
+    (train_command, "tokenize_dataset", "data"),
     (Trainer, "log", "logging"),
     (Trainer, "_save_checkpoint", "saving"),
     (Trainer, "save_model", "saving"),
-    (training_script, "evaluate", "evaluation"),
+    (train_command, "evaluate", "evaluation"),
 )
 
 
@@ -71,12 +72,16 @@ class ProgramArguments:
     )
     output_dir: str = field(metadata={"help": "Folder for programs.json and the trained model."})
     programs: list[str] = field(default_factory=lambda: list(PROGRAMS))
-    model: str | None = field(default=None, metadata={"help": "Translates; default: the trained."})
-    max_steps: int = field(default=300, metadata={"help": "Of training."})
-    batch_size: int = field(default=32, metadata={"help": "Lines translated together."})
-    num_beams: int = field(default=5, metadata={"help": "Of translation."})
-    rounds: int = field(default=3, metadata={"help": "Turns of each side; the median counts."})
-    threads: int = field(default=1, metadata={"help": "Of torch, on the CPU."})
+    model: str | None = field(
+        default=None, metadata={"help": "Model for translate; default: the trained one."}
+    )
+    max_steps: int = field(default=300, metadata={"help": "Training steps."})
+    batch_size: int = field(default=32, metadata={"help": "Lines per batch in translate."})
+    num_beams: int = field(default=5, metadata={"help": "Beams in translate."})
+    rounds: int = field(
+        default=3, metadata={"help": "Runs of each side, of which the median is reported."}
+    )
+    threads: int = field(default=1, metadata={"help": "CPU threads of torch."})
 
     def __post_init__(self) -> None:
         expect_known("programs", self.programs, PROGRAMS)
@@ -96,7 +101,7 @@ def main() -> None:
 
 
 def start(arguments: ProgramArguments) -> dict[str, float]:
-    """How many times as long ours takes."""
+    """The time that ours takes, relative to others."""
 
     def process(statement: str) -> None:
         subprocess.run([sys.executable, "-c", statement], check=True)
@@ -124,7 +129,7 @@ def start(arguments: ProgramArguments) -> dict[str, float]:
 
 
 def train(arguments: ProgramArguments) -> dict[str, float]:
-    """Shares of the time from the first step to the last, and of what goes on around."""
+    """The fractions of time in the steps, and in all parts of the program."""
     data, folder = Path(arguments.data), Path(arguments.output_dir, "model")
     flags: dict[str, Any] = {
         "--config": RECIPE,
@@ -142,9 +147,9 @@ def train(arguments: ProgramArguments) -> dict[str, float]:
     }
     words = [str(word) for pair in flags.items() for word in pair]
     seconds: Counter[str] = Counter()
-    with mock.patch.object(sys, "argv", ["train.py", *words]), watched(seconds):
+    with mock.patch.object(sys, "argv", ["train", *words]), timing_parts(seconds):
         begin = time.perf_counter()
-        training_script.main()
+        train_command.main()
         total = time.perf_counter() - begin
     steps = seconds.pop("steps")
     work = sum(seconds[name] for name in ("forward", "backward", "optimizer"))
@@ -153,8 +158,8 @@ def train(arguments: ProgramArguments) -> dict[str, float]:
 
 
 @contextmanager
-def watched(seconds: Counter[str]) -> Iterator[None]:
-    """Adds up the time in each of `PARTS`, but none within another, and in all steps together."""
+def timing_parts(seconds: Counter[str]) -> Iterator[None]:
+    """Add up the time in each of `PARTS`, without nested ones, and in all steps together."""
     with ExitStack() as patches:
         inside: list[str] = []
         for owner, attribute, name in PARTS:
@@ -185,7 +190,7 @@ def stopwatch(function: Callable, name: str, seconds: Counter[str], inside: list
 
 
 def translate_test_set(arguments: ProgramArguments) -> dict[str, float]:
-    """How many times as fast ours is; the translations are the same."""
+    """The speed of ours relative to a plain loop, and the number of equal translations."""
     folder = arguments.model or Path(arguments.output_dir, "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,13 +1,12 @@
-"""How much faster several processes train than one, each with one thread of a CPU of its own.
+"""Measure how much faster several processes train than one, each on a CPU of its own.
 
-python scripts/benchmark_scaling.py --output_dir outputs/scaling
+python -m scripts.benchmarks.scaling --output_dir outputs/scaling
 
-A step is forward, backward and AdamW in float32 over batches of similar lengths, as T1 of
-benchmark.py. Several processes (DistributedDataParallel over gloo) each have batches of their own,
-as many tokens as one process alone. Beside them run as many that have nothing to do with each
-other: what these lose is lost to the memory and the caches that they share, not to DDP. All take
-turns; the figure is the ratio of target tokens a second, by medians over rounds. Writes
-scaling.json and scaling.md.
+A step is forward, backward and AdamW in float32 over batches of similar lengths, as workload T1 of
+`speed.py`. With DistributedDataParallel (over gloo) each process has as many tokens as one process
+alone. The same number of independent processes runs for comparison: it shows how much speed is lost
+to shared memory and caches rather than to DDP. All settings take turns. The result is the ratio of
+target tokens per second, by medians over the rounds. Writes scaling.json and scaling.md.
 """
 
 import statistics
@@ -35,25 +34,27 @@ ALONE = "1 process"
 class ScalingArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
-    processes: int = field(default=2, metadata={"help": "As many CPUs should be free."})
+    processes: int = field(
+        default=2, metadata={"help": "Number of processes; as many CPUs should be idle."}
+    )
     tokens: int = field(
         default=3000,
-        metadata={"help": "Target tokens of a process's batch; the paper's: 25,000 over 8."},
+        metadata={"help": "Target tokens per batch and process. The paper: 25,000 over 8."},
     )
-    rounds: int = field(default=5, metadata={"help": "Turns of each setting."})
+    rounds: int = field(default=5, metadata={"help": "Runs of each setting after a warm-up."})
 
     def __post_init__(self) -> None:
         expect_known("sizes", self.sizes, SIZES)
         for name in ("processes", "tokens", "rounds"):
             least = 2 if name == "processes" else 1
             if getattr(self, name) < least:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected {least} at least")
+                raise ValueError(f"--{name} {getattr(self, name)}: expected at least {least}")
 
 
 def main() -> None:
     (arguments,) = HfArgumentParser(ScalingArguments).parse_args_into_dataclasses()
     results = [{"size": size, **race(arguments, size)} for size in arguments.sizes]
-    header = ["size", *results[0]["speeds"], "target tokens a second of 1 process"]
+    header = ["size", *results[0]["speeds"], "target tokens per second of 1 process"]
     rows = [
         (
             result["size"],
@@ -66,21 +67,21 @@ def main() -> None:
 
 
 def race(arguments: ScalingArguments, size: str) -> dict[str, Any]:
-    """Seconds of all settings in each round, and the speeds of the many."""
+    """The seconds of each setting in each round, and the speeds of several processes."""
     port = get_free_port()
     several = {
         f"{arguments.processes} processes": (arguments.processes, port),
-        f"{arguments.processes} that do not talk": (1, port),
+        f"{arguments.processes} independent processes": (1, port),
     }
     alone = Runner(threads=1, seed=0)
     alone.prepare(prepare, size, arguments.tokens, 0).result()
     teams = {name: [Runner(1, rank) for rank in range(arguments.processes)] for name in several}
     for name, team in teams.items():
-        begun = [
+        preparations = [
             runner.prepare(prepare, size, arguments.tokens, rank, *several[name])
             for rank, runner in enumerate(team)
         ]
-        for preparation in begun:
+        for preparation in preparations:
             preparation.result()
     together = {name: partial(slowest, team) for name, team in teams.items()}
     seconds = take_turns({ALONE: alone.run, **together}, arguments.rounds, ALONE, size)
@@ -96,21 +97,21 @@ def race(arguments: ScalingArguments, size: str) -> dict[str, Any]:
 
 
 def slowest(team: list[Runner]) -> float:
-    """Seconds until the last of several that begin together has done its work."""
+    """The seconds until the last of several processes, started together, is done."""
     return max(seconds.result() for seconds in [runner.begin() for runner in team])
 
 
 def prepare(
     size: str, tokens: int, rank: int, processes: int = 1, port: int = 0
 ) -> Callable[[], None]:
-    """The steps of one process."""
+    """A function that runs the training steps of one process."""
     model: torch.nn.Module = PEERS["vanilla_transformer"](SIZES[size])
     if processes > 1:
         distributed.init_process_group(
             "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes
         )
         model = DistributedDataParallel(model)
-    return training(model, training_batches(SIZES[size], tokens, seed=0), narrow=False)
+    return training(model, training_batches(SIZES[size], tokens, seed=0), autocast=False)
 
 
 def target_tokens(size: str, tokens: int) -> int:

@@ -1,19 +1,21 @@
-"""Race our model against the same architecture in other libraries, on the same work.
+"""Compare the speed of our model with that of the same architecture in other libraries.
 
 python -m scripts.benchmarks.speed --output_dir outputs/benchmark
 python -m scripts.benchmarks.speed --quick
 python -m scripts.benchmarks.speed --peers vanilla_transformer --against ../older_checkout
 
-Five workloads: T1 a training step in float32, T2 the same under bfloat16 autocast, both with label
-smoothing 0.1 and AdamW over batches of similar lengths; G1 greedy and G2 beam search (4 beams) for
-32 sources of mixed lengths, 32 tokens each; G3 greedy for one source. Speeds are real target tokens
-a second, given as ratios to Marian's. Each model has a process of its own, and all take turns,
-round by round, each time in another order. Which pieces of memory a process is given makes one as
-much as a fifth faster than the next of the same model, so all are started several times; the figure
-is the median over the rounds of all starts.
-`torch.nn.Transformer` has no cache, so it only trains; CTranslate2 only decodes, where it is
-installed. `--against` adds another checkout of this package as the peer `before`, and a second
-table with ratios to it. Writes benchmark.json, benchmark.md, benchmark.png.
+There are five workloads. T1 is a training step in float32, T2 the same under bfloat16 autocast,
+both with label smoothing 0.1 and AdamW over batches of similar lengths. G1 is greedy search and G2
+beam search (4 beams) for 32 sources of mixed lengths, 32 tokens each. G3 is greedy search for one
+source. Results are real target tokens per second, relative to Marian.
+
+Each model has its own process. The processes take turns in rounds, in a different order each time.
+Memory layout alone can make one process up to 20% faster than another one of the same model, so
+each is started several times. The result is the median over all rounds of all starts.
+
+`torch.nn.Transformer` has no cache, so it only trains. CTranslate2, if installed, only decodes.
+`--against` adds the package of another checkout as the peer `before`, and a second table with the
+speed of this checkout relative to it. Writes benchmark.json, benchmark.md and benchmark.png.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,16 +38,26 @@ OURS = "vanilla_transformer"
 BEFORE = "before"
 BEST = ", best setting"  # follows the name of a peer
 WORKLOADS = ("T1", "T2", "G1", "G2", "G3")
-HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # others take 50 times as long
-BEARABLE = [name for name in WORKLOADS if HAS_BFLOAT16 or name != "T2"]
-# What a user may set for speed on a CPU, by size and workload; the README says so.
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # other CPUs take 50 times as long
+DEFAULT_WORKLOADS = [name for name in WORKLOADS if HAS_BFLOAT16 or name != "T2"]
+# The fastest settings that the README recommends for CPUs, by size and workload.
 INT8 = {"int8": True}
-NARROW = {"dtype": torch.bfloat16} if HAS_BFLOAT16 else {}
+BFLOAT16 = {"dtype": torch.bfloat16} if HAS_BFLOAT16 else {}
 COMPILED: dict[str, Any] = {"compiled": {}}  # with options of torch.compile
 FROZEN = {"compiled": {"freezing": True, "cpp_wrapper": True}}
 BEST_SETTING: dict[str, dict[str, dict[str, Any]]] = {
-    "tiny": {"T1": {"precision": "medium"}, "G1": NARROW or FROZEN, "G2": NARROW, "G3": COMPILED},
-    "base": {"T1": {"precision": "medium"}, "G1": NARROW or INT8, "G2": NARROW or INT8, "G3": INT8},
+    "tiny": {
+        "T1": {"precision": "medium"},
+        "G1": BFLOAT16 or FROZEN,
+        "G2": BFLOAT16,
+        "G3": COMPILED,
+    },
+    "base": {
+        "T1": {"precision": "medium"},
+        "G1": BFLOAT16 or INT8,
+        "G2": BFLOAT16 or INT8,
+        "G3": INT8,
+    },
 }
 NEW_TOKENS, SOURCES, BEAMS = 32, 32, 4
 ALL_PEERS = (*PEERS, *compiled.COMPUTE_TYPES)
@@ -56,8 +68,8 @@ class BenchmarkArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the three files."})
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
     workloads: list[str] = field(
-        default_factory=BEARABLE.copy,
-        metadata={"help": "Default: all, but for T2 on a CPU without bfloat16 products."},
+        default_factory=DEFAULT_WORKLOADS.copy,
+        metadata={"help": "Default: all, except T2 on CPUs without bfloat16 instructions."},
     )
     peers: list[str] = field(
         default_factory=lambda: list(ALL_PEERS if compiled.INSTALLED else PEERS)
@@ -65,11 +77,13 @@ class BenchmarkArguments:
     against: str | None = field(
         default=None, metadata={"help": "Another checkout of this package, to compare with."}
     )
-    starts: int = field(default=3, metadata={"help": "Processes of each model, in succession."})
-    rounds: int = field(default=3, metadata={"help": "Turns of each process."})
-    threads: int = field(default=1, metadata={"help": "Of torch, on the CPU."})
-    tokens: int = field(default=2000, metadata={"help": "Target tokens in a training batch."})
-    quick: bool = field(default=False, metadata={"help": "Tiny only, little work: a glance."})
+    starts: int = field(
+        default=3, metadata={"help": "How often to start the process of each model."}
+    )
+    rounds: int = field(default=3, metadata={"help": "Runs of each process after a warm-up."})
+    threads: int = field(default=1, metadata={"help": "CPU threads of torch."})
+    tokens: int = field(default=2000, metadata={"help": "Target tokens per training batch."})
+    quick: bool = field(default=False, metadata={"help": "Only the tiny size, with little work."})
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -122,13 +136,13 @@ def make_runner(arguments: BenchmarkArguments, name: str) -> Runner:
 def race(
     arguments: BenchmarkArguments, runners: dict[str, Runner], size: str, workload: str, title: str
 ) -> dict[str, list[float]]:
-    """Seconds of each model in each round."""
+    """The seconds of each model in each round."""
     cannot = ["torch"] if workload[0] == "G" else compiled.COMPUTE_TYPES
     able = {name: runner for name, runner in runners.items() if name not in cannot}
-    begun = [
+    preparations = [
         runner.prepare(prepare, arguments, name, size, workload) for name, runner in able.items()
     ]
-    for preparation in begun:
+    for preparation in preparations:
         preparation.result()
     runs = {name: runner.run for name, runner in able.items()}
     return take_turns(runs, arguments.rounds, REFERENCE, title)
@@ -137,20 +151,20 @@ def race(
 def prepare(
     arguments: BenchmarkArguments, name: str, size: str, workload: str
 ) -> Callable[[], None]:
-    """A function that does the workload once with a model of its own."""
+    """A function that runs the workload once, with a new model."""
     shape, beams = SIZES[size], BEAMS if workload == "G2" else 1
     ids = sources(shape, 1 if workload == "G3" else SOURCES, arguments.seed)
     if name in compiled.COMPUTE_TYPES:
         translator = compiled.make_translator(shape, name, arguments.threads)
         return compiled.generation(translator, ids, beams, NEW_TOKENS)
     setting = BEST_SETTING[size].get(workload, {}) if name.endswith(BEST) else {}
-    if arguments.quick and "compiled" in setting:  # it takes a minute
+    if arguments.quick and "compiled" in setting:  # compiling takes a minute
         setting = {}
     peer = name.removesuffix(BEST)
     model = with_setting(PEERS[OURS if peer == BEFORE else peer](shape), setting)
     if workload[0] == "T":
         batches = training_batches(shape, arguments.tokens, arguments.seed)
-        work = training(model, batches, narrow=workload == "T2")
+        work = training(model, batches, autocast=workload == "T2")
     else:
         work = generation(model, ids, beams)
 
@@ -162,7 +176,7 @@ def prepare(
 
 
 def with_setting(model: torch.nn.Module, setting: dict[str, Any]) -> torch.nn.Module:
-    """The model in another type, with weights of 8 bits, or compiled for sources of one length."""
+    """The model in another dtype, quantized to 8 bits, or compiled for sources of one length."""
     if "int8" in setting:
         model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
     if "compiled" in setting:
@@ -189,7 +203,7 @@ def draw_lengths(count: int, generator: torch.Generator) -> torch.Tensor:
 def padded(
     lengths: torch.Tensor, vocab_size: int, padding: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """(batch, longest) random token ids, each row as long as said."""
+    """(batch, longest) random token ids, padded to these lengths."""
     shape = (len(lengths), int(lengths.max()))
     ids = torch.randint(EOS + 1, vocab_size, shape, generator=generator)
     return ids.masked_fill(torch.arange(shape[1]) >= lengths[:, None], padding)
@@ -212,14 +226,14 @@ def training_batches(size: Size, tokens: int, seed: int) -> list[dict[str, torch
 
 
 def training(
-    model: torch.nn.Module, batches: list[dict[str, torch.Tensor]], narrow: bool
+    model: torch.nn.Module, batches: list[dict[str, torch.Tensor]], autocast: bool
 ) -> Callable[[], None]:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def run() -> None:
         for batch in batches:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 loss = training_loss(model, batch)
             loss.backward()
             optimizer.step()
@@ -237,9 +251,9 @@ def sources(size: Size, count: int, seed: int) -> torch.Tensor:
 def generation(
     model: torch.nn.Module, ids: torch.Tensor, beams: int, new_tokens: int = NEW_TOKENS
 ) -> Callable[[], None]:
-    """A function that decodes so many tokens for each row of padded ids."""
+    """A function that decodes `new_tokens` tokens for each row of padded ids."""
     inputs = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
-    model.eval().generation_config.eos_token_id = None  # no sentence ends before the others
+    model.eval().generation_config.eos_token_id = None  # all sentences have the same length
 
     def run() -> None:
         output = model.generate(
@@ -252,7 +266,7 @@ def generation(
 
 
 def versus_before(result: dict) -> dict:
-    """The result with the ratios of this checkout to the other one, in the same setting."""
+    """The result with the speed of this checkout relative to the other one, setting by setting."""
     ratios = result["ratios"]
     settings = ("", BEST)
     return {
@@ -262,7 +276,7 @@ def versus_before(result: dict) -> dict:
 
 
 def to_markdown(results: list[dict], corner: str = "") -> str:
-    """A row for each model, a column for each workload and size."""
+    """A table with a row per model and a column per workload and size."""
     columns = [f"{result['workload']} {result['size']}" for result in results]
     names = dict.fromkeys(name for result in results for name in result["ratios"])
     rows = []
@@ -273,7 +287,7 @@ def to_markdown(results: list[dict], corner: str = "") -> str:
 
 
 def draw(results: list[dict], path: Path) -> None:
-    """A group of bars for each workload and size."""
+    """A chart with a group of bars per workload and size."""
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(name for result in results for name in result["ratios"]))

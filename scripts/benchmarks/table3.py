@@ -1,6 +1,6 @@
 """Print the paper's Table 3 with the parameter counts of our presets, as a Markdown table.
 
-python scripts/table3.py
+python -m scripts.benchmarks.table3
 """
 
 import torch
@@ -31,7 +31,7 @@ def main() -> None:
     header = ["preset", *base, "parameters, millions", "the paper's count"]
     rows = []
     for name in PRESETS:
-        if name == "tiny":  # not of the paper
+        if name == "tiny":  # not in the paper
             continue
         values = hyperparameters(name)
         changed = [
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def hyperparameters(name: str) -> dict[str, int | float | str]:
-    """What Table 3 varies, of a preset; encoder and decoder are alike in all of them."""
+    """The columns of Table 3 for a preset; encoder and decoder have the same values."""
     config = VanillaTransformerConfig.from_preset(name)
     d_k = config.head_dim
     return {
@@ -61,7 +61,7 @@ def hyperparameters(name: str) -> dict[str, int | float | str]:
 
 
 def count_parameters(name: str) -> int:
-    """Parameters of a preset with the paper's vocabulary of 37,000, without memory for them."""
+    """The number of parameters with the paper's vocabulary of 37,000, without allocating them."""
     config = VanillaTransformerConfig.from_preset(name)
     with torch.device("meta"):
         return AutoModelForSeq2SeqLM.from_config(config).num_parameters()

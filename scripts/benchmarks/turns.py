@@ -1,4 +1,4 @@
-"""What the benchmarks share: processes, turns, clocks and memory."""
+"""Helpers of the benchmarks: processes that take turns, time and memory."""
 
 import resource
 import statistics
@@ -19,7 +19,7 @@ from transformers import logging as transformers_logging
 
 
 def settle(threads: int = 1, seed: int = 0) -> None:
-    """What every process that measures begins with."""
+    """Prepare a process for measurements: threads, seed, no logging."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     transformers_logging.set_verbosity_error()
@@ -30,7 +30,7 @@ def settle(threads: int = 1, seed: int = 0) -> None:
 
 
 def in_own_process(function: Callable[..., Any], *args: object) -> Any:
-    """What the function returns, called in a process that ends with it."""
+    """Call the function in a new process and return its result."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(function, *args).result()
 
@@ -59,15 +59,15 @@ class Runner:
             self._process.submit(int)  # a new process takes over this path
 
     def prepare(self, make: Callable[..., Callable[[], object]], *args: object) -> Future[None]:
-        """Begin to get `make(*args)`, the work, ready."""
+        """Start to create the work, `make(*args)`, in the process."""
         return self._process.submit(Runner._keep, make, args)
 
     def begin(self) -> Future[float]:
-        """Let the work be done once; its seconds."""
+        """Start the work; the result is its seconds."""
         return self._process.submit(Runner._timed)
 
     def run(self) -> float:
-        """Seconds of the work, done once."""
+        """Do the work once, and return its seconds."""
         return self.begin().result()
 
     def stop(self) -> None:
@@ -88,7 +88,7 @@ class Runner:
 
 
 def touch_memory(gigabytes: float = 1.0) -> None:
-    """A first touch costs more than later ones, above all in virtual machines."""
+    """Touch memory once: the first access is slow, above all in virtual machines."""
     torch.ones(int(gigabytes * 2**28))
 
 
@@ -101,8 +101,8 @@ def timed(work: Callable[[], object]) -> float:
 def take_turns(
     runs: dict[str, Callable[[], float]], rounds: int, reference: str, title: str = "rounds"
 ) -> dict[str, list[float]]:
-    """Seconds of each run in each round. The order turns from round to round, and the reference is
-    never the first. What the first round finds is left out: it warms up."""
+    """The seconds of each run in each round. The order rotates from round to round, and the
+    reference never comes first. The first round is a warm-up and is not counted."""
     others = [name for name in runs if name != reference]
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in tqdm(range(rounds + 1), desc=title, leave=False):
@@ -116,7 +116,7 @@ def take_turns(
 
 
 def speeds(seconds: dict[str, list[float]], reference: str) -> dict[str, float]:
-    """How many times as fast as the reference each is, by medians."""
+    """The speed of each run relative to the reference, by medians."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return {name: medians[reference] / median for name, median in medians.items()}
 

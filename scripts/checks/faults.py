@@ -1,20 +1,23 @@
-"""Break a training in many ways, go on with it, and count what is lost.
+"""Interrupt a training run in many ways, resume it, and count the runs that are not recovered.
 
-python scripts/faults.py --output_dir outputs/faults
-python scripts/faults.py --faults kill --times 20
+python -m scripts.checks.faults --output_dir outputs/faults
+python -m scripts.checks.faults --faults kill --times 20
 
-A small model is trained to the end once, undisturbed. Then the same training is broken and goes on,
-each time in new processes. A fault is survived if the end is, bit for bit, that of the undisturbed
-training. Writes faults.json and faults.md.
+A small model is trained once without faults. Then the same run is broken and resumed, each time in
+new processes. It survives a fault if its final weights equal those of the run without faults, bit
+for bit. Writes faults.json and faults.md.
 
-kill: SIGKILL at random instants, in steps, evaluations and while checkpoints are written.
-terminate, interrupt: SIGTERM and SIGINT likewise, which must end in a checkpoint and an exit code.
-truncated, flipped, missing: a file of the newest checkpoint, between two processes.
-full: files can't grow beyond some bytes, as on a full disk. removed: the output folder disappears.
-nan: a step's loss is NaN, which must stop training. poisoned: likewise where a step may be left
-out; training must then end by itself, with finite weights.
-worker: SIGKILL for the process that loads the data. Of two processes that train together,
-rank_killed: SIGKILL for one of them. rank_stalled: SIGSTOP for it; the other gives up in time.
+kill: SIGKILL at random times, during steps, evaluations and the writing of checkpoints.
+terminate, interrupt: the same with SIGTERM and SIGINT, which must save a checkpoint and set an exit
+code.
+truncated, flipped, missing: damage to a file of the newest checkpoint, before the run resumes.
+full: files cannot grow beyond a few bytes, as on a full disk.
+removed: the output folder disappears.
+nan: the loss of a step is NaN, which must stop training.
+poisoned: the same with permission to skip a step; training must finish with finite weights.
+worker: SIGKILL for the process that loads the data.
+rank_killed: SIGKILL for one of two processes that train together.
+rank_stalled: SIGSTOP for one of them; the other must stop after a timeout.
 """
 
 import math
@@ -48,8 +51,8 @@ from vanilla_transformer.training.checkpoints import ASIDE, checkpoints_in
 from vanilla_transformer.training.trainer import find_checkpoint, make_trainer
 
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
-# Exit codes. Before training has begun, signals do as they always do.
-ENDS = {
+# Expected exit codes. Until training starts, signals have their default effect.
+EXIT_CODES = {
     "kill": {-signal.SIGKILL},
     "terminate": {128 + signal.SIGTERM, -signal.SIGTERM},
     "interrupt": {128 + signal.SIGINT, 1},
@@ -57,7 +60,7 @@ ENDS = {
 DAMAGES = ("truncated", "flipped", "missing")
 OF_ONE_OF_TWO = {"rank_killed": signal.SIGKILL, "rank_stalled": signal.SIGSTOP}
 FAULTS = (*SIGNALS, *DAMAGES, "full", "removed", "nan", "poisoned", "worker", *OF_ONE_OF_TWO)
-TIMEOUT = 20  # seconds that a process waits for another
+TIMEOUT = 20  # seconds for which a process waits for another
 FILES = (
     "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
     "config.json", "tokenizer.json",
@@ -69,9 +72,11 @@ PHASES = ("setting up", "steps", "evaluation", "checkpoint")
 class FaultArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
     faults: list[str] = field(default_factory=lambda: list(FAULTS))
-    times: int = field(default=100, metadata={"help": "Of SIGKILL; of each other fault a fifth."})
-    steps: int = field(default=60, metadata={"help": "Of the training."})
-    seed: int = field(default=0, metadata={"help": "Of the instants."})
+    times: int = field(
+        default=100, metadata={"help": "Number of SIGKILLs; one fifth of it for each other fault."}
+    )
+    steps: int = field(default=60, metadata={"help": "Training steps."})
+    seed: int = field(default=0, metadata={"help": "Seed of the random times."})
 
     def __post_init__(self) -> None:
         expect_known("faults", self.faults, FAULTS)
@@ -84,7 +89,7 @@ class FaultArguments:
 def main() -> None:
     (arguments,) = HfArgumentParser(FaultArguments).parse_args_into_dataclasses()
     transformers_logging.set_verbosity_error()
-    torch.set_num_threads(1)  # a process with more threads can't be copied
+    torch.set_num_threads(1)  # a process with more threads cannot be forked
     with tempfile.TemporaryDirectory() as scratch:
         harness = Harness(Path(scratch), arguments)
         results = {fault: harness.break_by(fault) for fault in arguments.faults}
@@ -92,7 +97,7 @@ def main() -> None:
 
 
 class PhaseCallback(TrainerCallback):
-    """Says what the training is doing. Between steps it evaluates, or writes a checkpoint."""
+    """Reports the phase of training; between steps this is evaluation, or saving a checkpoint."""
 
     def __init__(self, phase: Any):
         self.phase = phase
@@ -109,7 +114,7 @@ class PhaseCallback(TrainerCallback):
 
 
 class PoisonCallback(TrainerCallback):
-    """Makes the gradient of one step what a loss that is NaN makes it."""
+    """Makes the loss of one step NaN, and so its gradient."""
 
     def __init__(self, step: int):
         self.step = step
@@ -125,7 +130,7 @@ class PoisonCallback(TrainerCallback):
 
 
 class Harness:
-    """One training, again and again."""
+    """Repeats the same training run with different faults."""
 
     def __init__(self, scratch: Path, arguments: FaultArguments):
         self.scratch, self.arguments = scratch, arguments
@@ -141,15 +146,15 @@ class Harness:
         )
         self.expected, self.duration = {}, {}  # by processes
         for processes in {len(ranks_for(fault)) for fault in arguments.faults}:
-            folder = scratch / f"undisturbed-{processes}"
+            folder = scratch / f"without-faults-{processes}"
             began = time.monotonic()
             if self.go_on(folder, ranks=range(processes)) != 0:
-                raise RuntimeError(f"the undisturbed training failed: {self.log.read_text()}")
+                raise RuntimeError(f"the run without faults failed: {self.log.read_text()}")
             self.duration[processes] = time.monotonic() - began
             self.expected[processes] = load_file(folder / "model.safetensors")
 
     def go_on(self, folder: Path, fault: str | None = None, ranks: range = range(1)) -> int:
-        """Let the training begin or go on until its end, or until the fault; the exit code."""
+        """Start or resume training until its end, or until the fault. Return the exit code."""
         self.phase.value = PHASES.index("setting up")
         poisoned = self.random.randint(1, self.arguments.steps)
         fork = multiprocessing.get_context("fork")
@@ -168,7 +173,7 @@ class Harness:
         return processes[0].exitcode
 
     def disturb(self, folder: Path, fault: str | None, processes: list[Any]) -> None:
-        """What is done to the training from outside, at a random instant."""
+        """Apply a fault to the processes from outside, at a random time."""
         if fault not in (*SIGNALS, "removed", "worker", *OF_ONE_OF_TWO):
             return
         processes[0].join(self.random.uniform(0.1, 0.7) * self.duration[len(processes)])
@@ -187,7 +192,7 @@ class Harness:
     def train(
         self, folder: Path, fault: str | None, poisoned: int, rank: int, processes: int, port: int
     ) -> None:
-        """What a process does."""
+        """The training of one process."""
         with self.log.open("w") as log:
             os.dup2(log.fileno(), 2)
         if fault == "full":
@@ -221,8 +226,8 @@ class Harness:
         trainer.save_model()
 
     def break_by(self, fault: str) -> dict[str, Any]:
-        """How often the training was broken, how often it ended well nevertheless, and in which
-        phases signals came."""
+        """How often training was interrupted, how often it recovered, and in which phases signals
+        arrived."""
         times = self.arguments.times if fault == "kill" else max(1, self.arguments.times // 5)
         result: dict[str, Any] = {"tried": 0, "survived": 0, "phases": Counter(), "losses": []}
         with tqdm(total=times, desc=fault) as progress:
@@ -243,16 +248,16 @@ class Harness:
         return {**result, "lost": result["tried"] - result["survived"]}
 
     def break_one(self, fault: str, folder: Path, result: dict[str, Any]) -> tuple[int, bool]:
-        """Break one training, with signals until it ends: how often, and whether the process ended
-        as it should."""
+        """Break one run, with signals until it ends. Return how often, and whether the processes
+        ended as expected."""
         if fault in SIGNALS:
             codes = []
             while (code := self.go_on(folder, fault)) != 0:
                 codes.append(code)
                 result["phases"][PHASES[self.phase.value]] += 1
-            return len(codes), set(codes) <= ENDS[fault]
+            return len(codes), set(codes) <= EXIT_CODES[fault]
         if fault in ("nan", "worker", *OF_ONE_OF_TWO):
-            # By chance an end may come first: then nothing was tried.
+            # If training ends before the fault, nothing was tried.
             return int(self.go_on(folder, fault, ranks_for(fault)) != 0), True
         if fault == "poisoned":
             return 1, self.go_on(folder, fault) == 0
@@ -271,7 +276,7 @@ class Harness:
         return 1, code == 0 or self.go_on(folder) == 0
 
     def ends_as_expected(self, folder: Path, fault: str) -> bool:
-        """Whether the weights are those of the undisturbed training, and nothing is left over."""
+        """Whether the weights equal those without faults, and no temporary files are left."""
         weights = load_file(folder / "model.safetensors")
         expected = self.expected[len(ranks_for(fault))]
         if fault == "poisoned":
@@ -282,12 +287,12 @@ class Harness:
 
 
 def ranks_for(fault: str) -> range:
-    """The processes of a training."""
+    """The ranks of the processes of a run."""
     return range(2 if fault in OF_ONE_OF_TWO else 1)
 
 
 def send(process: Any, number: signal.Signals) -> None:
-    """Send a signal to a process, if it is still there."""
+    """Send a signal to a process if it is alive."""
     if process.is_alive():
         os.kill(process.pid, number)
 
@@ -305,7 +310,7 @@ def spoil(kind: str, path: Path) -> None:
 
 
 def to_markdown(results: dict[str, dict[str, Any]]) -> str:
-    """The table."""
+    """A table with a row per fault."""
     counts, rows = ("tried", "survived", "lost"), []
     for fault, result in results.items():
         phases = [result["phases"].get(phase, 0) for phase in PHASES]

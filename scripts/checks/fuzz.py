@@ -1,12 +1,12 @@
-"""Throw at the package what nobody should, and count what is neither right nor refused.
+"""Give the package random input, valid or not, and count wrong results and unclear errors.
 
-python scripts/fuzz.py --output_dir outputs/fuzz
-python scripts/fuzz.py --families generation --cases 1000 --seed 1
+python -m scripts.checks.fuzz --output_dir outputs/fuzz
+python -m scripts.checks.fuzz --families generation --cases 1000 --seed 1
 
-Cases come from hypothesis: `fuzz_families.py` has kinds of input, and says what is right;
-`fuzz_comparisons.py` has two ways to the same numbers. Each family runs in a process of its own and
-ends with its first failure, of which the smallest example that was found is printed. Writes
-fuzz.json and fuzz.md.
+Hypothesis generates the cases. `fuzz_families.py` defines kinds of input and their properties;
+`fuzz_comparisons.py` compares two ways to compute the same numbers. A case is right, refused with a
+clear error, or failed. Each family runs in its own process until its first failure, whose smallest
+example is printed. Writes fuzz.json and fuzz.md.
 """
 
 import os
@@ -31,20 +31,20 @@ from scripts.reports import expect_known, markdown, write
 
 FAMILIES = KINDS_OF_INPUT | COMPARISONS
 OUTCOMES = ("right", "refused", "failed")
-SECONDS = 60  # after which a case hangs
+SECONDS = 60  # after which a case counts as hanging
 
 
 @dataclass
 class FuzzArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
     families: list[str] = field(default_factory=lambda: list(FAMILIES))
-    cases: int = field(default=10_000, metadata={"help": "Of all families together."})
-    seed: int = field(default=0, metadata={"help": "Of the cases."})
+    cases: int = field(default=10_000, metadata={"help": "Cases of all families together."})
+    seed: int = field(default=0, metadata={"help": "Seed of the cases."})
 
     def __post_init__(self) -> None:
         expect_known("families", self.families, FAMILIES)
         if self.cases < len(self.families):
-            raise ValueError(f"--cases {self.cases}: expected one for each family at least")
+            raise ValueError(f"--cases {self.cases}: expected at least one per family")
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def shares(families: list[str], cases: int) -> dict[str, int]:
-    """How many of the cases are whose; the first has what rounding leaves."""
+    """The number of cases of each family; the first one also gets the remainder."""
     total = sum(FAMILIES[name].share for name in families)
     counts = {name: max(1, cases * FAMILIES[name].share // total) for name in families}
     counts[families[0]] += cases - sum(counts.values())
@@ -71,7 +71,7 @@ def shares(families: list[str], cases: int) -> dict[str, int]:
 
 
 def fuzz(name: str, cases: int, seed: int) -> dict[str, Any]:
-    """Outcomes of so many cases of a family, counted, and the smallest example of a failure."""
+    """Count the outcomes of a family's cases, and find the smallest example of a failure."""
     quieten()
     family, counts = FAMILIES[name], Counter()
     example = ""
@@ -84,7 +84,7 @@ def fuzz(name: str, cases: int, seed: int) -> dict[str, Any]:
     @given(family.cases)
     def run(case: Any) -> None:
         nonlocal example
-        before = counts["failed"]  # what follows the first failure makes it smaller
+        before = counts["failed"]  # later cases shrink the first failure
         try:
             signal.alarm(SECONDS)
             outcome = family.outcome(case)
@@ -107,7 +107,7 @@ def fuzz(name: str, cases: int, seed: int) -> dict[str, Any]:
 
 
 def quieten() -> None:
-    """What every process begins with: one thread, no warnings, and an alarm for cases that hang."""
+    """Prepare a process: one thread, no warnings, and an alarm for cases that hang."""
     os.environ.update(TRANSFORMERS_VERBOSITY="error")
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, hang)
@@ -120,11 +120,11 @@ def quieten() -> None:
 
 
 def hang(*_: object) -> None:
-    raise TimeoutError(f"no end after {SECONDS} seconds")
+    raise TimeoutError(f"not finished after {SECONDS} seconds")
 
 
 def to_markdown(results: dict[str, dict[str, Any]]) -> str:
-    """The table."""
+    """A table with a row per family."""
     counted = {
         name: [result.get(outcome, 0) for outcome in OUTCOMES] for name, result in results.items()
     }

@@ -1,7 +1,7 @@
-"""What `scripts/fuzz.py` compares: two ways to the same numbers, for models and inputs at random.
+"""The comparisons of `fuzz.py`: two ways to compute the same numbers, for random models and inputs.
 
 A case draws a model, a batch of sources and targets of any lengths, and options. It is right if
-both ways agree, and refused as in `fuzz_families.py`, whose kind of family these are.
+both ways agree. These are families as in `fuzz_families.py`.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ DECODING = some_of(
 
 @dataclass(frozen=True)
 class Batch:
-    """Sentences through a model, as pairs of a source and a target of the same batch."""
+    """A model, a batch of sources and targets, and options of `generate`."""
 
     fields: tuple[tuple[str, Any], ...]
     sources: list[list[int]]
@@ -66,7 +66,7 @@ class Batch:
 
     @property
     def model(self) -> VanillaTransformerForConditionalGeneration:
-        """With sharp predictions, so that ties between tokens are rare."""
+        """The model, with peaked predictions, so that ties between tokens are rare."""
         return make_model(self.fields, self.seed, scale=2.0)
 
     def pad(self, rows: list[list[int]], value: int = 0) -> torch.Tensor:
@@ -76,12 +76,12 @@ class Batch:
         return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
     def inputs(self, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
-        """Sources and their mask; neither of these holds the padding's id as a token."""
+        """Sources and their mask. No source contains the padding token."""
         ids = self.pad(self.sources[rows])
         return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
     def pairs(self, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
-        """Sources and labels; labels are padded on the right, as collators do."""
+        """Sources and labels. Labels are padded on the right, as in data collators."""
         labels = list(map(torch.tensor, self.targets[rows]))
         padded = pad_sequence(labels, batch_first=True, padding_value=-100)
         return {**self.inputs(rows), "labels": padded}
@@ -89,7 +89,8 @@ class Batch:
 
 @lru_cache(maxsize=64)
 def make_model(fields: tuple[tuple[str, Any], ...], seed: int, scale: float = 1.0) -> Any:
-    """A small model; the larger its weights, the surer it is, and the more rounding matters."""
+    """A small model. The larger its weights, the more peaked its predictions, and the more rounding
+    matters."""
     torch.manual_seed(seed)
     config = VanillaTransformerConfig(**{**SIZES, "dropout": 0.0, **dict(fields)})
     model = VanillaTransformerForConditionalGeneration(config).eval()
@@ -102,7 +103,7 @@ def make_model(fields: tuple[tuple[str, Any], ...], seed: int, scale: float = 1.
 
 @st.composite
 def batches(draw: Any, options: st.SearchStrategy[dict[str, Any]] = DECODING) -> Batch:
-    """As many targets as sources."""
+    """Batches in which each source has a target."""
     sources = draw(SENTENCES)
     targets = [draw(st.permutations(source)) for source in sources]
     fields = tuple(draw(VARIANTS).items())
@@ -118,7 +119,7 @@ def assert_near(ours: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-4
 def tokens_and_scores(
     batch: Batch, rows: slice, **more: Any
 ) -> tuple[list[list[int]], list[float]]:
-    """Each row's translation without what fills up its end, and what beam search ranks it by."""
+    """The translation of each row without padding, and its score in beam search."""
     model = batch.model
     options = {**batch.options, **more, "return_dict_in_generate": True, "output_scores": True}
     output = model.generate(**batch.inputs(rows), **options)
@@ -131,7 +132,7 @@ def tokens_and_scores(
 
 
 def assert_same_search(ours: Any, other: Any) -> None:
-    """The same tokens, or ones of the same score: two ways of adding up may break a tie."""
+    """The same tokens, or others with the same score: rounding may break a tie."""
     if ours[0] == other[0]:
         return
     assert ours[1], f"{ours[0]} and {other[0]} by greedy search"
@@ -139,10 +140,10 @@ def assert_same_search(ours: Any, other: Any) -> None:
 
 
 def check_alone(batch: Batch) -> None:
-    """A row's loss, logits and translation do not depend on the rows beside it."""
-    model, whole = batch.model, batch.pairs()
-    together = model(**whole)
-    count = (whole["labels"] != -100).sum()
+    """Loss, logits and translation of a row do not depend on the other rows."""
+    model, pairs = batch.model, batch.pairs()
+    together = model(**pairs)
+    count = (pairs["labels"] != -100).sum()
     total = torch.zeros(())
     found = tokens_and_scores(batch, slice(None))
     for row in range(len(batch.sources)):
@@ -156,24 +157,24 @@ def check_alone(batch: Batch) -> None:
 
 
 def check_cached(batch: Batch) -> None:
-    """A cache, of any kind, changes neither logits nor translations."""
+    """Neither logits nor translations depend on the cache, or on its kind."""
     expected = tokens_and_scores(batch, slice(None), use_cache=False)
     assert_same_search(tokens_and_scores(batch, slice(None)), expected)
     static = tokens_and_scores(batch, slice(None), cache_implementation="static")
     assert_same_search(static, expected)
     model, inputs = batch.model, batch.inputs()
     target = batch.pairs()["labels"].clamp(min=0)
-    whole = model(**inputs, decoder_input_ids=target).logits
+    expected_logits = model(**inputs, decoder_input_ids=target).logits
     past, steps = None, []
     for token in target.split(1, 1):
         output = model(**inputs, decoder_input_ids=token, past_key_values=past, use_cache=True)
         past = output.past_key_values
         steps.append(output.logits)
-    assert_near(torch.cat(steps, 1), whole)
+    assert_near(torch.cat(steps, 1), expected_logits)
 
 
 def check_autocast(batch: Batch) -> None:
-    """A training step under autocast returns what a plain one does, nearly, and learns from it."""
+    """A training step under autocast has almost the same loss and gradient as one in float32."""
     model, pairs = make_model(batch.fields, batch.seed), batch.pairs()
     results = []
     try:
@@ -196,7 +197,7 @@ def check_autocast(batch: Batch) -> None:
 
 
 def check_ranks(batch: Batch) -> None:
-    """Batches and gradients of several processes are, together, those of one."""
+    """The batches and gradients of several processes add up to those of one process."""
     lengths = [len(row) for row in batch.sources], [len(row) for row in batch.targets]
     options = {"max_tokens": 2 * LONGEST, "multiple_of": 2, "seed": batch.seed}
     if len(batch.sources) >= 2:
@@ -207,9 +208,9 @@ def check_ranks(batch: Batch) -> None:
         assert [step for pair in zip(*two, strict=True) for step in pair] == one
         assert sorted(row for step in one for row in step) == list(range(len(batch.sources)))
         assert all(one)
-    model, whole = batch.model, batch.pairs()
-    count = (whole["labels"] != -100).sum()
-    expected = torch.autograd.grad(model(**whole).loss, list(model.parameters()))
+    model, pairs = batch.model, batch.pairs()
+    count = (pairs["labels"] != -100).sum()
+    expected = torch.autograd.grad(model(**pairs).loss, list(model.parameters()))
     middle = len(batch.sources) // 2
     parts = [slice(0, middle), slice(middle, None)] if middle else [slice(None)]
     losses = [model(**batch.pairs(part), num_items_in_batch=count).loss for part in parts]
@@ -254,7 +255,7 @@ MISUSES: dict[str, dict[str, Any]] = {
 
 
 def check_misuse(name: str) -> None:
-    """What BART refuses, in whatever words, is refused here, in words that name the argument."""
+    """What BART refuses with any error, our model refuses with one that names the argument."""
     arguments = MISUSES[name]
     model = make_model((), 0)
     try:
@@ -262,7 +263,7 @@ def check_misuse(name: str) -> None:
             bart()(**arguments)
     except Exception:
         model(**arguments)
-        raise AssertionError(f"BART refuses {name}, and we take it") from None
+        raise AssertionError(f"BART refuses {name}, our model accepts it") from None
     model(**arguments)  # right or refused
 
 
@@ -272,7 +273,7 @@ def _names(name: str) -> list[str]:
 
 
 def comparison(check: Callable[[Batch], None], share: int) -> Family:
-    """A family of batches, none of which may be refused."""
+    """A family of batches. None of them may be refused."""
     return Family(batches(), check, named(), share)
 
 

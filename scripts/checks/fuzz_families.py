@@ -1,7 +1,7 @@
-"""What `scripts/fuzz.py` throws at the package: kinds of input, and what is right about outcomes.
+"""The families of `fuzz.py`: kinds of input, and the properties that must hold for each.
 
-A case is right if all of its family's properties hold, and refused if a sentence about an argument
-is raised on purpose, by this package or where transformers validates: see `is_refusal`.
+A case is right if all properties of its family hold. It is refused if this package, or the
+validation of transformers, deliberately raises an error that names an argument: see `is_refusal`.
 """
 
 import csv
@@ -44,8 +44,8 @@ VOCABULARY, TARGET_VOCABULARY, D_MODEL = 12, 15, 8
 
 
 def is_refusal(error: Exception, names: Collection[str]) -> bool:
-    """Whether an error was raised by a `raise`, in this package or where transformers validates,
-    is of a type that says what it is, and has one of the names in its message."""
+    """Whether an error comes from a `raise` statement in this package or in the validation of
+    transformers, has a suitable type, and names one of the arguments in its message."""
     said = error.__cause__ if isinstance(error, StrictDataclassError) else error
     innermost = traceback.extract_tb((said or error).__traceback__)[-1]
     ours = innermost.filename.startswith(PACKAGE)
@@ -60,7 +60,7 @@ def is_refusal(error: Exception, names: Collection[str]) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """Cases of a kind; what is to hold for each, or is refused with one of these names."""
+    """Cases of one kind, and a check for each. A refusal must contain one of the names."""
 
     cases: st.SearchStrategy[Any]
     check: Callable[[Any], None]
@@ -68,7 +68,7 @@ class Family:
     share: int  # of all cases
 
     def outcome(self, case: Any) -> str:
-        """ "right" or "refused".
+        """Either "right" or "refused".
 
         Raises:
             Exception: The case failed.
@@ -83,7 +83,7 @@ class Family:
 
 
 def mostly(valid: st.SearchStrategy[Any], hostile: st.SearchStrategy[Any]) -> Any:
-    """Nine times of ten what should work, so that what should not meets it."""
+    """Valid input in nine of ten cases, so that hostile input meets otherwise valid arguments."""
     return st.integers(0, 9).flatmap(lambda n: hostile if n == 9 else valid)
 
 
@@ -137,13 +137,13 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def configurations() -> st.SearchStrategy[dict[str, Any]]:
-    """Fields as they might stand in a config.json, or be passed."""
+    """Fields as in a `config.json`, or as arguments of the configuration."""
     return some_of({name: mostly(valid, ANYTHING) for name, valid in FIELDS.items()}, most=8)
 
 
 def check_configuration(fields: dict[str, Any]) -> None:
-    """A configuration is what its file says, and its model predicts finite logits; a large one is
-    built without weights."""
+    """A configuration survives saving and loading, and its model computes finite logits. A large
+    model is only built on the meta device."""
     config = VanillaTransformerConfig(**fields)
     read = VanillaTransformerConfig.from_dict(json.loads(config.to_json_string(use_diff=False)))
     assert read.to_dict() == config.to_dict()
@@ -165,7 +165,7 @@ def check_configuration(fields: dict[str, Any]) -> None:
 
 @lru_cache
 def small_model(kind: str, positions: str, attention: str) -> Any:
-    """The smallest model with sizes that are all different."""
+    """A tiny model whose sizes all differ."""
     torch.manual_seed(0)
     config = VanillaTransformerConfig(
         vocab_size=VOCABULARY, d_model=D_MODEL, encoder_layers=2, decoder_layers=1,
@@ -207,7 +207,7 @@ DTYPES = st.sampled_from(
 
 @st.composite
 def tensors(draw: Any, shape: tuple[int, ...], values: Any, dtype: Any = torch.int64) -> Any:
-    """A tensor of this shape, its values one of each drawn."""
+    """A tensor of this shape with values drawn from `values`."""
     size = math.prod(shape)
     drawn = draw(st.lists(values, min_size=size, max_size=size))
     return torch.tensor(drawn).reshape(shape).to(dtype)
@@ -215,7 +215,7 @@ def tensors(draw: Any, shape: tuple[int, ...], values: Any, dtype: Any = torch.i
 
 @st.composite
 def hostile_tensors(draw: Any) -> Any:
-    """Of any shape and type, out of range, or no tensor at all."""
+    """Tensors of any shape and dtype with values out of range, or other objects."""
     if draw(st.integers(0, 4)) == 0:
         return draw(NO_NUMBERS | st.just([[1, 2]]) | st.integers(-2, 2))
     shape = tuple(draw(st.lists(st.integers(0, 3), max_size=4)))
@@ -224,7 +224,7 @@ def hostile_tensors(draw: Any) -> Any:
 
 
 def ids_of(rows: int, length: int, vocabulary: int = VOCABULARY) -> Any:
-    """Token ids, now and then hostile ones."""
+    """Token ids, occasionally hostile ones."""
     sound = tensors((rows, length), st.integers(0, vocabulary - 1))
     outside = tensors((rows, length), st.integers(-1, vocabulary))
     return mostly(sound, outside | hostile_tensors())
@@ -232,7 +232,7 @@ def ids_of(rows: int, length: int, vocabulary: int = VOCABULARY) -> Any:
 
 @st.composite
 def masks_of(draw: Any, rows: int, length: int) -> Any:
-    """Masks of zeros and ones, of each type, of zeros alone, or of four dimensions."""
+    """Masks of any dtype: mixed, all zeros, or with four dimensions."""
     shape = draw(
         st.sampled_from(
             [(rows, length)] * 6
@@ -254,7 +254,7 @@ EMBEDDINGS = st.builds(
 
 @st.composite
 def calls(draw: Any, extra: bool) -> Call:
-    """Ids and masks of a call; with `extra`, whatever else a model may be given."""
+    """Ids and masks of a call; with `extra`, also other arguments of a model."""
     model = draw(MODELS)
     rows, length = draw(st.integers(0, 3)), draw(st.integers(0, 5))
     arguments: dict[str, Any] = {"input_ids": draw(ids_of(rows, length))}
@@ -292,7 +292,7 @@ EXTRA: dict[str, st.SearchStrategy[Any]] = {
 
 
 def check_call(call: Call) -> None:
-    """Predictions are finite and of the right shape, and padding has no part in them."""
+    """Predictions are finite, have the right shape and do not depend on padding."""
     model = small_model(*call.model)
     outputs = read(model, call.arguments)
     states = outputs[0]
@@ -304,11 +304,11 @@ def check_call(call: Call) -> None:
     if "logits_to_keep" not in call.arguments:
         assert states.shape == (*shape[:2], width)
     assert states.isfinite().all()
-    assert_padding_has_no_part(model, call.arguments, states)
+    assert_padding_is_ignored(model, call.arguments, states)
 
 
 def read(model: Any, arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """States or logits, and the loss where there is one; it is one number."""
+    """Hidden states or logits. The loss, if there is one, must be a scalar."""
     with torch.no_grad():
         outputs = model(**{**arguments, "return_dict": True})
     loss = outputs.get("loss")
@@ -320,8 +320,8 @@ def first_given(arguments: dict[str, Any], *names: str) -> Any:
     return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
 
-def assert_padding_has_no_part(model: Any, arguments: dict[str, Any], states: Any) -> None:
-    """Other tokens where the source's mask is 0 change nothing, in rows that say anything."""
+def assert_padding_is_ignored(model: Any, arguments: dict[str, Any], states: Any) -> None:
+    """Different tokens where the source mask is 0 change nothing, in rows with any token."""
     mask, ids = arguments.get("attention_mask"), arguments.get("input_ids")
     is_source = model.config.is_encoder_decoder
     if mask is None or ids is None or mask.ndim != 2 or not is_source or len(states) != len(ids):
@@ -539,15 +539,15 @@ def small_pipeline() -> TranslationPipeline:
 
 
 def check_tokenizer(text: str) -> None:
-    """No text is lost but for its form in Unicode, none becomes a special token, and a tokenizer
+    """Text is preserved up to Unicode normalization, never becomes a special token, and a tokenizer
     can be trained on it."""
     train_tokenizer([text, "a"], 300, show_progress=False)
     tokenizer = small_tokenizer()
     ids = tokenizer(text)["input_ids"]
     assert ids[-1] == tokenizer.eos_token_id
     assert not set(tokenizer.all_special_ids) & set(ids[:-1])
-    whole = unicodedata.normalize("NFC", text)
-    assert tokenizer.decode(ids, skip_special_tokens=True) == whole
+    expected = unicodedata.normalize("NFC", text)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == expected
 
 
 def check_pipeline(source: Any) -> None:
@@ -565,7 +565,7 @@ def _argument_names(call: Call) -> Iterator[str]:
     yield from call.arguments
     yield from (name.replace("_", " ") for name in call.arguments)  # "attention mask of shape"
     if "repetition_penalty" in call.arguments or "encoder_repetition_penalty" in call.arguments:
-        yield "`penalty`"  # what transformers calls them
+        yield "`penalty`"  # their name in the errors of transformers
     yield from ("token id", "position", "label", "targets", "input_ids", "inputs_embeds", "mask")
 
 

@@ -1,14 +1,15 @@
-"""Train one model on one process and shared out to several, and compare.
+"""Check that training on several processes gives the same model as training on one.
 
-python scripts/layouts.py --output_dir outputs/layouts
-python scripts/layouts.py --layouts "1 process" "2, FSDP2" --every_pair
+python -m scripts.checks.layouts --output_dir outputs/layouts
+python -m scripts.checks.layouts --layouts "1 process" "2, FSDP2" --every_pair
 
-Each layout is a launch of scripts/train.py with the same seed on the same sentence pairs in each
-update; 1 process accumulates what several work on at a time. Then each layout's checkpoint of half
-the training goes on in the next layout. What differs from 1 process, at most, is to be what float32
-rounds. Every final model is loaded here, where nothing is distributed. Writes layouts.json and
-layouts.md. Where there are no GPUs, processes run on CPUs. ZeRO's layouts need DeepSpeed, without
-which they are left out, and go on with their own checkpoints alone.
+Each layout is a launch of `vanilla-transformer train` with the same seed and the same sentence
+pairs in each update; one process accumulates gradients over the batches that several share. Then
+training resumes from the checkpoint at half of each layout's steps, in the next layout. Losses and
+weights should differ from those of one process by float32 rounding errors only. Every final model
+is loaded in a process that is not distributed. Without GPUs, processes run on CPUs. ZeRO layouts
+need DeepSpeed, otherwise they are skipped; they resume only from their own checkpoints. Writes
+layouts.json and layouts.md.
 """
 
 import json
@@ -34,13 +35,13 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def accelerate(config: str, processes: int) -> tuple[str, ...]:
-    """What launches a script through accelerate."""
+    """The command that launches a script with accelerate."""
     path = REPOSITORY / "vanilla_transformer/recipes/accelerate" / config
     launcher = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch")
     return (*launcher, "--config_file", str(path), "--num_processes", str(processes))
 
 
-LAYOUTS = {  # the launcher, and options of `train`
+LAYOUTS = {  # the launcher, and additional options of `train`
     "1 process": ((sys.executable,), ()),
     "2, DDP": (accelerate("ddp.yaml", 2), ()),
     "4, DDP": (accelerate("ddp.yaml", 4), ()),
@@ -69,10 +70,10 @@ class LayoutArguments:
         ]
     )
     every_pair: bool = field(
-        default=False, metadata={"help": "Go on in each other layout, not only in the next."}
+        default=False, metadata={"help": "Resume in every other layout, not only in the next one."}
     )
-    steps: int = field(default=20, metadata={"help": "Of each training."})
-    pairs: int = field(default=1000, metadata={"help": "Of phrases to train on."})
+    steps: int = field(default=20, metadata={"help": "Steps of each run."})
+    pairs: int = field(default=1000, metadata={"help": "Sentence pairs of `phrases` to train on."})
 
     def __post_init__(self) -> None:
         expect_known("layouts", self.layouts, LAYOUTS)
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 class Harness:
-    """One training in many layouts."""
+    """The same training run in many layouts."""
 
     def __init__(self, scratch: Path, arguments: LayoutArguments):
         self.scratch, self.arguments = scratch, arguments
@@ -103,7 +104,7 @@ class Harness:
             (scratch / side).write_text("\n".join(phrases[side]) + "\n", encoding="utf-8")
 
     def results(self) -> list[dict[str, Any]]:
-        """Of each training, what differs at most from that on 1 process."""
+        """For each run, its largest differences from the run on one process."""
         layouts, half = self.arguments.layouts, self.arguments.steps // 2
         zero = [layout for layout in layouts if layout in ZERO]
         others = [layout for layout in layouts if layout not in (ALONE, *zero)]
@@ -127,7 +128,7 @@ class Harness:
         return results
 
     def script(self, folder: Path) -> list[str]:
-        """What is launched."""
+        """The module to launch, and its arguments."""
         steps = self.arguments.steps
         command = [
             "-m", "vanilla_transformer", "train", "--output_dir", folder, "--preset", "tiny",
@@ -142,8 +143,8 @@ class Harness:
     def train(
         self, layout: str, folder: Path, checkpoint: Path | None = None, *more: str
     ) -> int | None:
-        """Train, from a checkpoint on if there is one, with more options if there are any; the
-        parameters that a process holds, if they are not all."""
+        """Train, optionally from a checkpoint and with more options. Return the number of
+        parameters that a process holds, or None if it holds all of them."""
         launcher, options = LAYOUTS[layout]
         command = [*launcher, *self.script(folder), *options, *more]
         if checkpoint is not None:
@@ -151,7 +152,7 @@ class Harness:
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         process = subprocess.run(
             command, capture_output=True, text=True, check=False, env=environment,
-            cwd=REPOSITORY,  # where accelerate's files look for those of DeepSpeed
+            cwd=REPOSITORY,  # the accelerate configurations name DeepSpeed's files relative to it
         )  # fmt: skip
         if process.returncode:
             raise RuntimeError(f"{folder.name} failed:\n{process.stderr}")
@@ -160,7 +161,7 @@ class Harness:
 
 
 def read_training(folder: Path) -> dict[str, Any]:
-    """The loss of each step, and the weights in the end."""
+    """The loss of each step, and the final weights."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     model = AutoModelForSeq2SeqLM.from_pretrained(folder)
     return {
@@ -170,7 +171,7 @@ def read_training(folder: Path) -> dict[str, Any]:
 
 
 def differences(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """The largest of the loss at any step, and of any weight."""
+    """The largest differences of the loss in any step, and of any weight."""
     losses, weights = expected["losses"], expected["weights"]
     assert actual["losses"].keys() == losses.keys(), "a step is missing"
     assert actual["weights"].keys() == weights.keys(), "a weight is missing"
@@ -183,7 +184,7 @@ def differences(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, f
 
 
 def to_markdown(results: list[dict[str, Any]]) -> str:
-    """The table."""
+    """A table with a row per run."""
     rows = []
     for result in results:
         held = result["parameters of a process"]

@@ -1,5 +1,5 @@
-"""Several processes for the tests of one: what transformers' mixins for FSDP and tensor parallelism
-import under this name, for a tree without a checkout of its repository."""
+"""Helpers that run a test in several processes. The mixins of transformers for FSDP and tensor
+parallelism import them under this name; only a checkout of its repository has the original."""
 
 import functools
 import os
@@ -35,7 +35,7 @@ def _start_rank_processes(function: Callable[..., None], args: tuple, nprocs: in
 
 
 def run_distributed(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates a test's body, which takes its rank first, to run in so many processes."""
+    """Decorates a test's body, which takes its rank first, to run in `world_size` processes."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)

@@ -1,8 +1,8 @@
-"""Runs transformers' own model tests over our classes; `scripts/conformance --help` says how.
+"""Run transformers' own model tests on our classes; see `scripts/conformance --help`.
 
-The tests come out of the source distribution of the transformers that is tested and stay in the
-build folder. That distribution lacks some modules which its tests import (generation, exporters,
-pipelines); a checkout of transformers' repository has them.
+The tests come from the source distribution of the tested version of transformers, and stay in the
+build folder. Some modules that its tests import (generation, exporters, pipelines) are only in a
+checkout of the repository of transformers.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from scripts.overlay import make_overlay
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 BUILD = REPOSITORY / "build" / "conformance"
-# What the tests import, and what they skip without, beside this package's own extras.
+# Imports of the tests, and packages without which they are skipped, beside our own extras.
 REQUIREMENTS = ["parameterized", "pytest-timeout", "httpx", "scikit-learn"]
 OPTIONAL = ["onnx", "onnxscript", "onnxruntime", "executorch", "torchao", "optimum-quanto"]
 
@@ -50,9 +50,8 @@ def main() -> int:
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="scripts/conformance",
-        description="Run transformers' own model tests over our four classes; print what passed, "
-        "what failed, each skip with its reason, and a line of totals; fail on a failure. "
-        "Other options go to pytest, such as -k EXPRESSION.",
+        description="Run transformers' own model tests on our classes. Prints failures, each skip "
+        "with its reason, and a line of totals. Other options go to pytest, such as -k EXPRESSION.",
     )
     parser.add_argument(
         "--transformers",
@@ -70,11 +69,11 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         "--checkout",
         type=Path,
         metavar="FOLDER",
-        help="a clone of transformers' repository at that version: adds the tests of generation, "
-        "exporters and pipelines, which the source distribution lacks",
+        help="a clone of the transformers repository at that version: adds the tests of "
+        "generation, exporters and pipelines, which are not in the source distribution",
     )
     parser.add_argument(
-        "--no_exporters", action="store_true", help="leave out the exporters, the slow tests"
+        "--no_exporters", action="store_true", help="skip the slow tests of exporters"
     )
     args, pytest_options = parser.parse_known_args()
     if args.checkout and not (args.checkout / "tests" / "generation").is_dir():
@@ -83,7 +82,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def assemble(folder: Path, transformers: str, checkout: Path | None) -> Path:
-    """A tree with transformers' tests and ours, as `test_conformance.py`."""
+    """Create a tree with the tests of transformers, and `suite.py` as `test_conformance.py`."""
     sources = folder / f"transformers-{transformers}"
     if not sources.exists():
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -115,14 +114,14 @@ def assemble(folder: Path, transformers: str, checkout: Path | None) -> Path:
 
 
 def stand_in(file: Path, content: str) -> None:
-    """Write a file that the tests need and the source distribution lacks, unless it is there."""
+    """Write a file that the tests import, unless it exists."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
 
 
 def relative_imports(module: Path) -> list[tuple[str, list[str]]]:
-    """The files that a module's relative imports name, and what it takes from each."""
+    """The files that a module imports relatively, and the imported names of each."""
     statements = ast.walk(ast.parse(module.read_text()))
     return [
         (statement.module.replace(".", "/") + ".py", [alias.name for alias in statement.names])

@@ -1,6 +1,6 @@
-"""transformers' own test classes over our models, or over Marian's for comparison.
+"""transformers' own test classes, applied to our models or, for comparison, to Marian's.
 
-This file works only where `assemble.py` puts it: beside transformers' tests.
+This file only works where `run.py` copies it: beside the tests of transformers.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from vanilla_transformer import (
     VanillaTransformerModel,
 )
 
-# The distributed groups run for the models of a list unless there is none.
+# Without these lists, the distributed tests run for every model.
 test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
 # Processes over gloo may outnumber the CPUs; HSDP (2 replicas of 2 shards) takes four.
@@ -65,8 +65,8 @@ SUBJECTS = {
 }
 SUBJECT = SUBJECTS[os.environ["CONFORMANCE_SUBJECT"]]
 
-# The tests know a class with a loss from one without by the names in these tables, which hold
-# transformers' own models only; `AutoModel.register` keeps what it is given elsewhere.
+# The tests use these tables to tell which classes have a loss. The tables only hold transformers'
+# own models; `AutoModel.register` does not add to them.
 name = VanillaTransformerConfig.model_type
 modeling_auto.MODEL_MAPPING_NAMES[name] = (
     "VanillaTransformerModel",
@@ -79,7 +79,7 @@ modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] = "VanillaTransformerForCa
 
 
 class ModelTester:
-    """A tiny configuration and inputs, under the names that transformers' tests ask for."""
+    """A tiny configuration and inputs, with the names that transformers' tests expect."""
 
     batch_size, seq_length, is_training = 13, 7, True
     hidden_size, num_hidden_layers, num_attention_heads = 32, 2, 4
@@ -88,8 +88,7 @@ class ModelTester:
     causal_lm_class = SUBJECT["causal"]
 
     def get_config(self):
-        # Training is compared between processes and with greedy output: nothing random, no
-        # smoothing.
+        # Tests compare training between processes and with greedy output: no dropout, no smoothing.
         return self.config_class(
             vocab_size=99,
             d_model=self.hidden_size,
@@ -97,7 +96,7 @@ class ModelTester:
             dropout=0.0,
             **SUBJECT["options"],
             max_position_embeddings=100,
-            pad_token_id=0,  # not 1, which the overfitting test has as its prompt
+            pad_token_id=0,  # not 1, which is the prompt of the overfitting test
             bos_token_id=1,
             eos_token_id=2,
             decoder_start_token_id=3,
@@ -158,7 +157,7 @@ class CausalTest(Suite, unittest.TestCase):
     ):
 
         def test_left_padding_compatibility(self):
-            # The test gives up where the configuration has a field named encoder_*.
+            # The test is skipped if the configuration has a field named encoder_*.
             to_dict = SUBJECT["config"].to_dict
 
             def without_encoder(config):

@@ -1,6 +1,6 @@
-"""Tiny random models with a tokenizer, in the layout in which transformers' pipeline tests look.
+"""Create tiny random models with a tokenizer for the pipeline tests of transformers.
 
-transformers' own tests download such models; these are made on the spot: `tiny_models.py FOLDER`.
+These tests usually download such models. `tiny_models.py FOLDER` writes them in the same layout.
 """
 
 import json

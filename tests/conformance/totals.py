@@ -1,4 +1,4 @@
-"""A pytest plugin that ends a run with its totals in one line, which `README.md` quotes."""
+"""A pytest plugin that ends a run with a line of totals, for the documentation to quote."""
 
 import os
 

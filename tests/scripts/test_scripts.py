@@ -266,10 +266,10 @@ def test_broken_trainings_lose_nothing(folder):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--peers", "fairseq"], "--peers fairseq: expected of vanilla_transformer; marian"),
+        (["--peers", "fairseq"], "--peers fairseq: expected one of vanilla_transformer; marian"),
         (["--rounds", "0"], "--rounds 0: expected a positive number"),
         (["--starts", "0"], "--starts 0: expected a positive number"),
-        (["--sizes", "huge"], "--sizes huge: expected of tiny; base"),
+        (["--sizes", "huge"], "--sizes huge: expected one of tiny; base"),
         (["--against", "nowhere"], "--against nowhere: expected a folder with vanilla_transformer"),
     ],
 )

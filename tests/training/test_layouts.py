@@ -228,7 +228,7 @@ def test_the_table_names_layouts_and_differences(tmp_path, capsys, monkeypatch):
 
 
 def test_a_layout_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="--layouts 3, DDP: expected of 1 process; 2, DDP"):
+    with pytest.raises(ValueError, match="--layouts 3, DDP: expected one of 1 process; 2, DDP"):
         layouts.LayoutArguments(layouts=["3, DDP"])
 
 
