@@ -403,7 +403,7 @@ def test_blank_pairs_leave_the_training_data_only_and_are_counted(tmp_path, suff
     for split in ("validation", "test"):
         assert pairs_of(loaded[split]) == [("1", "2"), ("", "3"), ("4", " \t"), ("5", "6")]
     messages = [record.message for record in caplog.records]
-    assert messages == [f"{file}: left out 2 pairs with a blank side"]
+    assert messages == [f"{file}: dropped 2 pairs with a blank side"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -1,1 +1,1 @@
-"""From text to batches."""
+"""From text to batches: readers, tokenizer, BPE-dropout, token batches, the data set `phrases`."""

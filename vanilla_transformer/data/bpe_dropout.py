@@ -1,8 +1,8 @@
-"""BPE-dropout: in each epoch a text is cut into other pieces (Provilkov et al., 2020,
-https://arxiv.org/abs/1910.13267), which regularises a model and teaches it how words are spelt.
+"""BPE-dropout (Provilkov et al., 2020, https://arxiv.org/abs/1910.13267): each epoch segments a
+text differently, which regularizes a model and teaches it how words are spelled.
 
-The dropout of `tokenizers` itself draws from a generator that nothing seeds. Here a seed, an epoch
-and a text give the same tokens in any process, so that a run can be stopped and resumed.
+The dropout of `tokenizers` uses a generator that cannot be seeded. Here the same seed, epoch and
+text give the same tokens in any process, so that a run can be stopped and resumed.
 """
 
 import json
@@ -21,20 +21,20 @@ from .token_batches import iter_all_shards
 
 
 class BPEDropout:
-    """Encodes as a BPE tokenizer does, but at each step each possible merge is left out with
-    probability `dropout`: 0 is the tokenizer's own encoding, 1 spells out every character.
+    """Encodes as a BPE tokenizer does, but at each step skips each possible merge with probability
+    `dropout`: 0 is the tokenizer's own encoding, 1 spells out every character.
 
-    The tokenizer itself encodes each text. Its tokens are then taken back to the pieces that they
-    were merged from, and merged anew. All else, such as special and added tokens, stays as it is.
+    The tokenizer encodes each text. Its tokens are then split into the pieces that they were merged
+    from, and merged again. Everything else, such as special and added tokens, is unchanged.
 
     Args:
-        tokenizer: A fast tokenizer over BPE, such as `train_tokenizer` makes.
-        dropout: The probability; the paper's is 0.1.
-        seed: Of all encodings.
+        tokenizer: A fast BPE tokenizer, for instance from `train_tokenizer`.
+        dropout: The probability of skipping a merge; 0.1 in the paper.
+        seed: The seed of all encodings.
 
     Raises:
-        ValueError: `dropout` is no probability, the tokenizer is of another kind, or its encoding
-            of a sample of its vocabulary is not what its merges make of it.
+        ValueError: `dropout` is not a probability, the tokenizer is not a plain BPE tokenizer, or
+            its encoding of a sample of its vocabulary does not follow from its merges.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, dropout: float, seed: int = 0):
@@ -45,29 +45,29 @@ class BPEDropout:
         model = _read_model(tokenizer)
         vocab: dict[str, int] = model["vocab"]
         prefix = len(model.get("continuing_subword_prefix") or "")
-        # Of two tokens side by side: how early they merge, and into what.
+        # For each pair of adjacent tokens: the rank of their merge, and the merged token.
         self._merges = {
             (vocab[left], vocab[right]): (rank, vocab[left + right[prefix:]])
             for rank, (left, right) in enumerate(model["merges"])
         }
-        self._origins: dict[int, list[tuple[int, int]]] = {}
+        self._parents: dict[int, list[tuple[int, int]]] = {}
         for pair, (_, merged) in self._merges.items():
-            self._origins.setdefault(merged, []).append(pair)
+            self._parents.setdefault(merged, []).append(pair)
         self._added = set(tokenizer.added_tokens_decoder)
-        self._spelt: dict[int, list[int]] = {}
-        self._probe()
+        self._pieces: dict[int, list[int]] = {}
+        self._check_tokenizer()
 
     def encode(
         self, text: str, epoch: int = 0, max_length: int | None = None, *, as_target: bool = False
     ) -> list[int]:
-        """The token ids of a text in this epoch.
+        """The token ids of a text in an epoch.
 
         Args:
-            text: What the tokenizer takes as `text`, or `as_target` as `text_target`.
-            epoch: Decides, with the seed and the text, which merges are left out.
-            max_length: Where to cut longer texts, special tokens included. As in the tokenizer,
-                one that leaves those no room cuts nothing.
-            as_target: Whether it is a target, which may have other special tokens.
+            text: The tokenizer's argument `text` or, `as_target`, its `text_target`.
+            epoch: Decides, together with the seed and the text, which merges are skipped.
+            max_length: Truncate to this many tokens, special tokens included. As in the tokenizer,
+                a length with no room for special tokens truncates nothing.
+            as_target: Whether the text is a target, which may have different special tokens.
         """
         draw = Random(f"{self.seed} {epoch} {text}").random
         return self._encode(text, max_length, as_target, lambda: draw() < self.dropout)
@@ -80,11 +80,11 @@ class BPEDropout:
         opening: list[int] = []
         body: list[int] = []
         closing: list[int] = []
-        # A word is what no merge crosses; special tokens belong to none.
+        # No merge crosses a word. Special tokens belong to no word.
         for word, part in groupby(zip(encoding.word_ids, encoding.ids, strict=True), itemgetter(0)):
             tokens = [token for _, token in part]
             if word is not None:
-                body += self._merge(self._split(tokens), drop)
+                body += self._merge(self._split_word(tokens), drop)
             else:
                 (closing if body else opening).extend(tokens)
         if max_length is not None:
@@ -94,22 +94,23 @@ class BPEDropout:
                 body = body[len(body) - room :] if left else body[:room]
         return opening + body + closing
 
-    def _split(self, word: list[int]) -> list[int]:
-        """The pieces that a word was merged from; an added token is whole."""
+    def _split_word(self, word: list[int]) -> list[int]:
+        """The pieces that a word was merged from. An added token is not split."""
         if len(word) == 1 and word[0] in self._added:
             return word
-        return [piece for token in word for piece in self._spell(token)]
+        return [piece for token in word for piece in self._split_token(token)]
 
-    def _spell(self, token: int) -> list[int]:
-        """The pieces of a token. Of several ways to merge it, the longest starts at characters."""
-        if token not in self._spelt:
-            pairs = self._origins.get(token, ())
-            ways = (self._spell(left) + self._spell(right) for left, right in pairs)
-            self._spelt[token] = max(ways, key=len, default=[token])
-        return self._spelt[token]
+    def _split_token(self, token: int) -> list[int]:
+        """The pieces that a token was merged from. If several merges give the same token, the one
+        with the most pieces starts from characters."""
+        if token not in self._pieces:
+            pairs = self._parents.get(token, ())
+            ways = (self._split_token(left) + self._split_token(right) for left, right in pairs)
+            self._pieces[token] = max(ways, key=len, default=[token])
+        return self._pieces[token]
 
     def _merge(self, pieces: list[int], drop: Callable[[], bool]) -> list[int]:
-        """The paper's algorithm 1."""
+        """Algorithm 1 of the paper."""
         tokens = list(pieces)
         while True:
             best: tuple[int, int] | None = None
@@ -121,9 +122,10 @@ class BPEDropout:
                 return tokens
             tokens[place : place + 2] = [best[1]]
 
-    def _probe(self) -> None:
-        """Refuse a tokenizer that does more than its merges say. The last call is the one without
-        truncation, which a tokenizer keeps, and saves."""
+    def _check_tokenizer(self) -> None:
+        """Refuse a tokenizer that does more than its merges define. A tokenizer keeps the
+        truncation of its last call, also when it is saved, so the last call here is without
+        truncation."""
         size = len(self._tokenizer)
         text = self._tokenizer.decode(range(0, size, 1 + size // 200), skip_special_tokens=True)
         for as_target, max_length in product((False, True), (20, None)):
@@ -152,15 +154,15 @@ def _read_model(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 def with_bpe_dropout(
     pairs: Any, tokenized: Any, encoder: BPEDropout, *limits: int | None
 ) -> "BPEDropoutDataset | BPEDropoutStream":
-    """`pairs`, a data set or a stream, in tokens that differ from epoch to epoch; `tokenized` is
-    the same without dropout. `limits` are of source and target, as below."""
+    """A data set or a stream of `pairs`, segmented differently in each epoch. `tokenized` has the
+    same pairs without dropout. `limits` are the maximum lengths of sources and of targets."""
     if has_length(pairs):
         return BPEDropoutDataset(pairs, tokenized, encoder, *limits)
     return BPEDropoutStream(pairs, encoder, *limits)
 
 
-class _EncodedAnew:
-    """What a data set and a stream of sentence pairs have in common."""
+class _BPEDropoutPairs:
+    """The common part of `BPEDropoutDataset` and `BPEDropoutStream`."""
 
     def __init__(
         self,
@@ -171,11 +173,11 @@ class _EncodedAnew:
     ):
         self.pairs, self.encoder = pairs, encoder
         self.max_lengths = max_source_length, max_target_length
-        # Loading processes that outlive an epoch share it.
+        # Persistent workers of a `DataLoader` share it.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of this epoch."""
+        """Set the epoch of the next iteration."""
         self._epoch.fill_(epoch)
         if hasattr(self.pairs, "set_epoch"):
             self.pairs.set_epoch(epoch)
@@ -190,16 +192,15 @@ class _EncodedAnew:
             }
 
 
-class BPEDropoutDataset(_EncodedAnew, Dataset):
-    """A data set with the columns `source` and `target`, as `input_ids` and `labels` that differ
-    from epoch to epoch.
+class BPEDropoutDataset(_BPEDropoutPairs, Dataset):
+    """A data set with `input_ids` and `labels` that are segmented differently in each epoch.
 
     Args:
-        pairs: The data set.
-        tokenized: The same pairs without dropout, for samplers that ask for lengths.
-        encoder: What encodes the texts.
-        max_source_length: Tokens to keep of longer sources, special tokens included.
-        max_target_length: Likewise of targets.
+        pairs: A data set with the columns `source` and `target`.
+        tokenized: The same pairs without dropout, for samplers that need lengths.
+        encoder: Encodes the texts.
+        max_source_length: Truncate longer sources to this many tokens, special tokens included.
+        max_target_length: The same for targets.
     """
 
     def __init__(self, pairs: Any, tokenized: Any, encoder: BPEDropout, *limits: int | None):
@@ -213,13 +214,13 @@ class BPEDropoutDataset(_EncodedAnew, Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, list[int]]]:
-        """What a `DataLoader` looks for, to fetch a batch at once."""
+        """Fetch a batch at once, as `DataLoader` does if there is this method."""
         rows = self.pairs[indices]
         return list(self._encode(zip(rows["source"], rows["target"], strict=True)))
 
 
-class BPEDropoutStream(_EncodedAnew, IterableDataset):
-    """As `BPEDropoutDataset`, for a stream of pairs."""
+class BPEDropoutStream(_BPEDropoutPairs, IterableDataset):
+    """The same as `BPEDropoutDataset`, for a stream of pairs."""
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         return self._encode((pair["source"], pair["target"]) for pair in self.pairs)

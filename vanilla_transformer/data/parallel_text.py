@@ -1,11 +1,11 @@
-"""Parallel text, from wherever it comes to token ids.
+"""Parallel text, from its source to token ids.
 
     load_parallel_dataset   Hub, local files or `phrases`  ->  columns source, target
     iter_texts              both columns, for `train_tokenizer`
     tokenize_dataset        source, target                 ->  columns input_ids, labels, length
 
-Batches are made by transformers' own `DataCollatorForSeq2Seq`. Nothing here holds a corpus in
-memory: a dataset is an Arrow file mapped into it, or a stream.
+`DataCollatorForSeq2Seq` of transformers makes batches of these. No corpus is read into memory: a
+data set is a memory-mapped Arrow file or a stream.
 """
 
 import csv
@@ -50,14 +50,14 @@ def _option(help: str, default: Any = None) -> Any:
 
 @dataclass
 class DataArguments:
-    """Where the sentence pairs come from and how much of them is used, for `HfArgumentParser`.
+    """The arguments that select sentence pairs, for `HfArgumentParser`.
 
-    The data has one origin: a Hub dataset, the built-in `phrases`, or local files. Each split of
-    local data is either two text files with a sentence a line, or one file with two columns.
+    The data comes from a Hub dataset, the built-in `phrases`, or local files. Each split of local
+    data is either two text files with one sentence per line, or one file with two columns.
 
     Raises:
-        ValueError: an argument lacks its counterpart, contradicts another, names a missing file or
-            is out of range; or no data is named at all.
+        ValueError: An argument needs or contradicts another one, names a missing file or is out of
+            range; or there is no data.
     """
 
     dataset_name: str | None = _option(
@@ -68,10 +68,12 @@ class DataArguments:
     source_lang: str | None = _option("Language to translate from, e.g. en.")
     target_lang: str | None = _option("Language to translate to, e.g. de.")
     source_column: str | None = _option(
-        "Column with the source text. Default: the source language inside a 'translation' column, "
-        "else the column named like it, else 'source', else the first of two columns."
+        "Column with the source text. Default: the source language in a 'translation' column, else "
+        "the column with its name, else 'source', else the first of two columns."
     )
-    target_column: str | None = _option("Column with the target text. Default: alike.")
+    target_column: str | None = _option(
+        "Column with the target text. Default: as for source_column."
+    )
     train_source: str | None = _option("Source side of the training data, plain text or .gz.")
     train_target: str | None = _option("Target side of the training data, plain text or .gz.")
     validation_source: str | None = _option("Source side of the validation data.")
@@ -89,14 +91,14 @@ class DataArguments:
     phrases_test_size: int = _option("Number of generated test pairs.", 1000)
     phrases_seed: int = _option("Seed of the generated pairs.", 0)
     max_source_length: int | None = _option(
-        "Cut longer sources to this many tokens, the final </s> included. Default: no limit."
+        "Truncate sources to this many tokens, including the final </s>. Default: no limit."
     )
     max_target_length: int | None = _option(
-        "Cut longer targets to this many tokens, the final </s> included. Default: no limit."
+        "Truncate targets to this many tokens, including the final </s>. Default: no limit."
     )
     bpe_dropout: float = _option(
-        "Cut training texts into other tokens in each epoch: the probability of leaving out a "
-        "merge, 0.1 in its paper. max_tokens counts tokens as they are without.",
+        "Segment training texts differently in each epoch: the probability of skipping a merge, "
+        "0.1 in the paper on BPE-dropout. max_tokens counts tokens without dropout.",
         0.0,
     )
     max_train_samples: int | None = _option("Use only the first pairs of the training data.")
@@ -183,20 +185,19 @@ class DataArguments:
 def load_parallel_dataset(arguments: DataArguments) -> DatasetDict | IterableDatasetDict:
     """Load the sentence pairs.
 
-    Local files are read through once before anything else happens, so that a defect in the last
-    line of the last file shows at once. Lines end in "\\n" or "\\r\\n" and nowhere else, a byte
-    order mark is dropped; otherwise text arrives as it is. A missing value is the empty string.
-    Training pairs with a blank side are left out and their number is logged; validation and test
-    data keep every pair in order.
+    Local files are read completely before anything else, so that errors in them are raised at once.
+    Lines end in "\\n" or "\\r\\n" only, and a byte order mark is dropped; text is otherwise
+    unchanged. A missing value becomes an empty string. Training pairs with a blank side are
+    dropped, and their number is logged. Validation and test data keep all pairs in order.
 
     Returns:
-        the splits present among train, validation and test, each with the columns `source` and
-        `target` (strings); an `IterableDatasetDict` if `arguments.streaming`.
+        The splits that exist among train, validation and test, with the string columns `source` and
+        `target`; an `IterableDatasetDict` if `arguments.streaming`.
 
     Raises:
-        ValueError: there is no such split or column, no pair, or a value that is not text; a file
-            is not valid UTF-8, JSON, CSV or gzip (the message names file and line); or the two
-            sides have different numbers of lines (both are named).
+        ValueError: A split or column does not exist, there is no pair, a value is not text, a file
+            is not valid UTF-8, JSON, CSV or gzip (the message has the file and line), or the two
+            sides have different numbers of lines.
     """
     if arguments.dataset_name == "phrases":
         splits = _load_phrases(arguments)
@@ -213,7 +214,7 @@ def load_parallel_dataset(arguments: DataArguments) -> DatasetDict | IterableDat
 
 
 def iter_texts(dataset: Dataset | IterableDataset) -> Iterator[str]:
-    """Yield every source and every target of one split, for the training of a tokenizer."""
+    """Yield all sources and targets of a split, to train a tokenizer."""
     for batch in dataset.select_columns(["source", "target"]).iter(batch_size=1000):
         yield from batch["source"]
         yield from batch["target"]
@@ -227,10 +228,10 @@ def tokenize_dataset(
     """Turn `source` and `target` into token ids.
 
     Returns:
-        the same splits with the columns `input_ids` and `labels` (lists of ids, each closed by the
-        tokenizer's `</s>`, also after truncation) and `length` (the longer of the two, by which
-        `train_sampling_strategy="group_by_length"` groups). `DataCollatorForSeq2Seq` adds the
-        `attention_mask` and pads; `Seq2SeqTrainer` drops `length` before the model sees it.
+        The same splits with the columns `input_ids` and `labels` (lists of ids that end in `</s>`,
+        also after truncation) and `length` (the longer of the two, as
+        `train_sampling_strategy="group_by_length"` expects). `DataCollatorForSeq2Seq` adds the
+        `attention_mask` and pads; `Seq2SeqTrainer` removes `length`.
     """
     limits = {
         "max_source_length": arguments.max_source_length,
@@ -264,7 +265,7 @@ def _tokenize(
     return {"input_ids": sources, "labels": targets, "length": lengths}
 
 
-# Origins
+# Sources of data
 
 
 def _load_phrases(arguments: DataArguments) -> dict[str, Dataset | IterableDataset]:
@@ -317,11 +318,13 @@ def _load_files(arguments: DataArguments) -> dict[str, Dataset | IterableDataset
 def _table_to_pairs(
     table: Dataset | IterableDataset, split: str, name: str, arguments: DataArguments
 ) -> Dataset | IterableDataset:
-    """Reduce a dataset with any columns to `source` and `target`."""
+    """Convert a dataset with any columns to `source` and `target`."""
     first = next(iter(table), None)
     if first is None:
         raise ValueError(f"the {split} data of {name} holds no sentence pair")
-    source, target = _choose_columns(list(_flat(first)), arguments, f"the {split} data of {name}")
+    source, target = _choose_columns(
+        list(_flatten(first)), arguments, f"the {split} data of {name}"
+    )
     # "translation.en" is a key of the column "translation", unless there is a column of that name.
     used = {column if column in first else column.split(".")[0] for column in (source, target)}
     table = table.select_columns(sorted(used))
@@ -341,7 +344,9 @@ def _clean_batch(
     batch: dict[str, list[Any]], columns: tuple[str, str], drop_blank: bool, name: str
 ) -> dict[str, list[str]]:
     names = list(batch)
-    rows = (_flat(dict(zip(names, row, strict=True))) for row in zip(*batch.values(), strict=True))
+    rows = (
+        _flatten(dict(zip(names, row, strict=True))) for row in zip(*batch.values(), strict=True)
+    )
     pairs = list(_clean(rows, columns, drop_blank, name))
     return {side: [pair[side] for pair in pairs] for side in PAIR_FEATURES}
 
@@ -350,7 +355,7 @@ def _clean_batch(
 
 
 def _check_rows(paths: tuple[str, ...], split: str, arguments: DataArguments) -> tuple[str, str]:
-    """Read a split of local data through, and name the columns of its source and target."""
+    """Read a split of local data completely, and return its source and target columns."""
     name = " and ".join(paths)
     first = next(_read_rows(paths), None)
     if first is None:
@@ -374,7 +379,7 @@ def _rows_to_pairs(
         "paths": tuple(str(Path(path).resolve()) for path in paths),
         "columns": columns,
         "drop_blank": split == "train",
-        # A part of the cache's key: a file that has changed is read anew.
+        # Part of the cache key: changed files are read again.
         "stamp": tuple((stat.st_size, stat.st_mtime_ns) for stat in stats),
     }
     make = IterableDataset.from_generator if streaming else Dataset.from_generator
@@ -407,7 +412,7 @@ def _read_parallel_text(source: str, target: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_table(path: str) -> Iterator[dict[str, Any]]:
-    """The records of a csv or tsv file by the names in its first record."""
+    """The records of a csv or tsv file as dictionaries, with the names in its first record."""
     if _suffix(path) == ".tsv":
         records: Iterator[list[str]] = (line.split("\t") for line in _read_lines(path))
     else:
@@ -430,7 +435,7 @@ def _read_csv(path: str) -> Iterator[list[str]]:
 
 
 def _read_json(path: str) -> Iterator[dict[str, Any]]:
-    """The objects of a file with one a line, or (which takes memory) with one list of them."""
+    """The objects of a file, one per line or (which takes memory) in one list."""
     start = next((line for line in _read_lines(path) if line.strip()), "")
     if start.lstrip().startswith("["):
         texts: Iterable[str] = ["\n".join(_read_lines(path))]
@@ -444,12 +449,12 @@ def _read_json(path: str) -> Iterator[dict[str, Any]]:
         except json.JSONDecodeError as error:
             line = number + error.lineno - 1
             raise ValueError(f"{path}, line {line}: not valid JSON ({error.msg})") from error
-        except (ValueError, RecursionError) as error:  # too long a number, too deep
+        except (ValueError, RecursionError) as error:  # a number is too long, or nesting too deep
             raise ValueError(f"{path}, line {number}: not readable JSON ({error})") from error
         for row in value if isinstance(value, list) else [value]:
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: {type(row).__name__} is not an object")
-            yield _flat(row)
+            yield _flatten(row)
 
 
 def _read_lines(path: str) -> Iterator[str]:
@@ -479,7 +484,7 @@ def _suffix(path: str) -> str:
 
 
 def _choose_columns(present: list[str], arguments: DataArguments, name: str) -> tuple[str, str]:
-    """The columns of source and target among those present, a dictionary's keys written a.b."""
+    """The source and target columns among those present. A key in a dictionary is named a.b."""
     if arguments.source_column is not None and arguments.target_column is not None:
         choices = [(arguments.source_column, arguments.target_column)]
     else:
@@ -499,8 +504,8 @@ def _choose_columns(present: list[str], arguments: DataArguments, name: str) -> 
     )
 
 
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Name the keys of a dictionary in a row like columns: {"a": {"b": 1}} -> {"a.b": 1}."""
+def _flatten(row: dict[str, Any]) -> dict[str, Any]:
+    """Flatten dictionaries in a row: {"a": {"b": 1}} -> {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for column, value in row.items():
         if isinstance(value, dict):
@@ -533,4 +538,4 @@ def _report_blank(blank: int, kept: int, split: str, name: str) -> None:
     if kept == 0:
         raise ValueError(f"{name}: every sentence pair of the {split} data has a blank side")
     if blank:
-        logger.warning("%s: left out %d pairs with a blank side", name, blank)
+        logger.warning("%s: dropped %d pairs with a blank side", name, blank)

@@ -759,7 +759,7 @@ def _split_of(combination: Combination) -> str:
 def _iter_combinations(
     target_language: str, split: str, seed: int
 ) -> Iterator[tuple[Combination, Phrase]]:
-    """Yields phrases without end, each with the `(kind, value)` pairs that it is made of."""
+    """Yields an endless sequence of phrases, each with its `(kind, value)` pairs."""
     # Seeding with a string goes through a cryptographic digest, unlike hash(): it is the same in
     # every process. The language is left out, so the corpora of two languages are parallel.
     rng = Random(f"{split} {seed}")
@@ -835,8 +835,8 @@ def load_phrases(
 ) -> "Dataset":
     """Generates the phrases of `iter_phrases` into a memory-mapped Arrow file, once.
 
-    A later call with the same arguments reads the file, unless this module or the tables of Babel
-    or num2words have another version than then.
+    A later call with the same arguments reads the file, unless this module, Babel or num2words have
+    changed since.
 
     Args:
         size: How many phrases.
@@ -872,11 +872,11 @@ def load_phrases(
 def _generate(
     size: int, target_language: str, split: str, seed: int, data_version: str
 ) -> Iterator[Phrase]:
-    """Adapts `iter_phrases`; `data_version` is there only to be part of the cache's key."""
+    """Adapts `iter_phrases`; `data_version` is only part of the cache key."""
     return iter_phrases(size, target_language=target_language, split=split, seed=seed)
 
 
 def _data_version() -> str:
-    """Identifies what the phrases depend on, which the name of a generator does not show."""
+    """Identifies the versions that the phrases depend on."""
     source = blake2b(Path(__file__).read_bytes(), digest_size=8).hexdigest()
     return f"{source} babel {version('babel')} num2words {version('num2words')}"

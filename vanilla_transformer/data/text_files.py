@@ -1,7 +1,7 @@
-"""Lines of text files, ended by "\\n" or "\\r\\n" and nothing else.
+"""Lines of text files, which end in "\\n" or "\\r\\n" and nothing else.
 
-A file opened as text also breaks at a lone "\\r", `str.splitlines` even at U+2028: then the lines
-of two parallel files no longer match.
+A file opened in text mode also breaks lines at a lone "\\r", and `str.splitlines` even at U+2028.
+Then the lines of two parallel files no longer match.
 """
 
 import codecs
@@ -19,10 +19,10 @@ READ_SIZE = 2**20  # bytes
 
 
 def decode_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
-    """Yield a binary file's lines with their ends; a byte order mark at the start is dropped.
+    """Yield the lines of a binary file with their line endings, without a byte order mark.
 
     Raises:
-        ValueError: A line is not UTF-8; the message gives `name` and the line's number.
+        ValueError: A line is not UTF-8. The message has `name` and the line number.
     """
     for number, line in enumerate(file, start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -33,27 +33,27 @@ def decode_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 def read_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
-    """As `decode_lines`, without the ends of the lines."""
+    """The same as `decode_lines`, without line endings."""
     for line in decode_lines(file, name):
         yield line[:-2] if line.endswith("\r\n") else line.removesuffix("\n")
 
 
 def read_file(path: str | Path) -> Iterator[str]:
-    """`read_lines` of a file."""
+    """Yield the lines of a UTF-8 file, without line endings."""
     with Path(path).open("rb") as file:
         yield from read_lines(file, str(path))
 
 
 def read_arrived(file: BufferedReader, name: str) -> Iterator[list[str]]:
-    """Yield the lines of `read_lines` in lists of those that have arrived: one from a terminal,
-    as many as one read gets from a pipe or a file. No line waits for a later one."""
+    """Yield the lines of `read_lines` as soon as they arrive, in lists: one line from a terminal,
+    all lines of one read from a pipe or a file. No line waits for a later one."""
     arrived: deque[bytes] = deque()
     lines = read_lines(iter(arrived.popleft, None), name)
     unfinished: list[bytes] = []
     while piece := file.read1(READ_SIZE):
-        whole, newline, rest = piece.rpartition(b"\n")
+        complete, newline, rest = piece.rpartition(b"\n")
         if newline:
-            arrived.extend(BytesIO(b"".join([*unfinished, whole, newline])))
+            arrived.extend(BytesIO(b"".join([*unfinished, complete, newline])))
             unfinished = []
             yield list(islice(lines, len(arrived)))
         unfinished.append(rest)
@@ -64,8 +64,8 @@ def read_arrived(file: BufferedReader, name: str) -> Iterator[list[str]]:
 
 @contextmanager
 def open_output(path: str | Path | None) -> Iterator[TextIO]:
-    """A file, or for `None` standard output, to write UTF-8 into. A program that stops reading
-    standard output, as `head` does, ends this one without an error message."""
+    """Open a file, or standard output for `None`, to write UTF-8. If a program such as `head` stops
+    reading standard output, this program exits without an error message."""
     if path is not None:
         with Path(path).open("w", encoding="utf-8", newline="\n") as file:
             yield file
@@ -80,18 +80,18 @@ def open_output(path: str | Path | None) -> Iterator[TextIO]:
 
 
 def expect_unicode(text: str, name: str) -> None:
-    """Raises ValueError if a text holds half a surrogate pair, which no encoding has."""
+    """Raise a ValueError if a text contains a surrogate, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{name} holds {text[error.start]!r} in place {error.start}: expected Unicode, in "
-            "which surrogates are no characters"
+            f"{name} has the surrogate {text[error.start]!r} at position {error.start}: expected "
+            "valid Unicode"
         ) from None
 
 
 def expect_parallel(source: str | Path, target: str | Path) -> None:
-    """Raises ValueError if two files differ in the number of their lines."""
+    """Raise a ValueError if two files have different numbers of lines."""
     lines = [sum(1 for _ in read_file(path)) for path in (source, target)]
     if lines[0] != lines[1]:
         raise ValueError(f"{source} has {lines[0]} lines and {target} {lines[1]}: expected as many")

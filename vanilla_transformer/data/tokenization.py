@@ -1,7 +1,7 @@
-"""One byte-pair vocabulary for both languages (section 5.1 of the paper), as a fast tokenizer.
+"""A byte-pair encoding with one vocabulary for both languages (section 5.1), as a fast tokenizer.
 
-What `train_tokenizer` returns is a plain `PreTrainedTokenizerFast`: once saved, it loads with
-`AutoTokenizer.from_pretrained` wherever transformers is installed, without this package.
+`train_tokenizer` returns a plain `PreTrainedTokenizerFast`. Once saved, it loads with
+`AutoTokenizer.from_pretrained`, without this package.
 """
 
 import json
@@ -31,10 +31,9 @@ logger = logging.getLogger(__name__)
 PAD, BOS, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
-# No merge crosses a boundary of this pattern: a word or a run of punctuation takes along the one
-# space before it, digits stand alone, further white space stands alone. That a piece never mixes
-# letters, digits and punctuation also keeps text such as "<0x41>" or "</s>" from ever becoming the
-# token of the same name.
+# Merges do not cross the boundaries of this pattern. A word or a run of punctuation includes one
+# space before it; digits and further white space stand alone. As no piece mixes letters, digits and
+# punctuation, text such as "<0x41>" or "</s>" never becomes the token of the same name.
 _PIECE = r" ?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s"
 
 
@@ -48,23 +47,23 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train a byte-pair encoding on the texts of both languages together.
 
-    Ids 0 to 3 are `<pad> <s> </s> <unk>`, the next 256 are the bytes `<0x00>` to `<0xFF>`, which
-    spell every character that the vocabulary lacks: nothing maps to `<unk>`. `</s>` closes each
-    encoded sequence. The names of special tokens have no meaning inside a text, and
-    `decode(encode(text), skip_special_tokens=True)` gives back the text in Unicode's NFC form.
+    Ids 0 to 3 are `<pad> <s> </s> <unk>`. The next 256 are the bytes `<0x00>` to `<0xFF>`, which
+    spell characters that are not in the vocabulary, so that nothing maps to `<unk>`. `</s>` ends
+    every encoded sequence. The names of special tokens have no special meaning in a text:
+    `decode(encode(text), skip_special_tokens=True)` returns the text in Unicode normal form C.
 
     Args:
-        texts: sentences of either language in any order; read once, never held in memory.
-        vocab_size: the number of ids, special tokens and bytes included. A corpus with too few
-            pairs of pieces gives a smaller vocabulary.
-        min_frequency: how often a pair of pieces must occur to become one piece.
-        model_max_length: where `truncation=True` cuts when it names no length; None: nowhere.
-        show_progress: whether to print progress bars.
+        texts: Sentences of both languages in any order. They are read once and not kept in memory.
+        vocab_size: The number of ids, including special tokens and bytes. The vocabulary is smaller
+            if the corpus has too few pairs of pieces.
+        min_frequency: How often a pair of pieces must occur to be merged.
+        model_max_length: The default length of `truncation=True`; no limit by default.
+        show_progress: Whether to show progress bars.
 
     Raises:
-        ValueError: `vocab_size` has no room beyond special tokens and bytes; there is no text, or
-            one that is not Unicode.
-        TypeError: `texts` is one string, or one of the texts is not a string.
+        ValueError: `vocab_size` has no room beyond special tokens and bytes, there is no text, or a
+            text is not valid Unicode.
+        TypeError: `texts` is a single string, or one of the texts is not a string.
     """
     reserved = len(SPECIAL_TOKENS) + len(BYTE_TOKENS)
     if vocab_size < reserved + 2:
@@ -75,29 +74,29 @@ def train_tokenizer(
     if isinstance(texts, str | bytes):
         raise TypeError("texts must be an iterable of strings, got a single string")
 
-    learner = _pipeline(models.BPE())
+    learner = _make_backend(models.BPE())
     with TemporaryFile("w+", encoding="utf-8") as spool:
-        # A script of thousands of characters must leave room for merges; the rarest become bytes.
-        alphabet = _spool(_checked(texts), spool, limit=(vocab_size - reserved) // 2)
+        # A script with thousands of characters must leave room for merges; rare ones become bytes.
+        alphabet = _spool_texts(_validated(texts), spool, limit=(vocab_size - reserved) // 2)
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             min_frequency=min_frequency,
             show_progress=show_progress,
-            # These get the first ids; in the finished tokenizer bytes are not special.
+            # They get the first ids. In the final tokenizer bytes are not special.
             special_tokens=[*SPECIAL_TOKENS, *BYTE_TOKENS],
-            # Of itself it leaves out rare characters by chance where some are as rare as others.
+            # By default the trainer chooses at random among equally rare characters.
             initial_alphabet=alphabet,
             limit_alphabet=len(alphabet),
         )
         learner.train_from_iterator(map(json.loads, spool), trainer)
     model = json.loads(learner.to_str())["model"]
     if len(model["vocab"]) < vocab_size:
-        logger.info("The corpus gives %d tokens of %d", len(model["vocab"]), vocab_size)
-    return _finish(model["vocab"], model["merges"], model_max_length)
+        logger.info("The corpus yields only %d of %d tokens", len(model["vocab"]), vocab_size)
+    return _make_fast_tokenizer(model["vocab"], model["merges"], model_max_length)
 
 
-def _spool(texts: Iterable[str], spool: IO[str], limit: int) -> list[str]:
-    """The most frequent characters of texts, which go into a file to be read once more."""
+def _spool_texts(texts: Iterable[str], spool: IO[str], limit: int) -> list[str]:
+    """Write the texts to a file to read again, and return their most frequent characters."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(normalize("NFC", text))
@@ -105,11 +104,11 @@ def _spool(texts: Iterable[str], spool: IO[str], limit: int) -> list[str]:
     if not counts:
         raise ValueError("there is no text to train a tokenizer on")
     spool.seek(0)
-    counts[" "] += 1  # each text is given one
+    counts[" "] += 1  # each text gets one in front
     return sorted(counts, key=lambda character: (-counts[character], character))[:limit]
 
 
-def _finish(
+def _make_fast_tokenizer(
     vocab: dict[str, int], merges: list[list[str]], model_max_length: int | None
 ) -> PreTrainedTokenizerFast:
     model = models.BPE(
@@ -118,7 +117,7 @@ def _finish(
         unk_token=UNK,
         byte_fallback=True,
     )
-    backend = _pipeline(model)
+    backend = _make_backend(model)
     backend.add_special_tokens(list(SPECIAL_TOKENS))
     backend.post_processor = processors.TemplateProcessing(
         single=f"$A {EOS}",
@@ -135,17 +134,17 @@ def _finish(
         model_input_names=["input_ids", "attention_mask"],
         padding_side="right",
         clean_up_tokenization_spaces=False,
-        split_special_tokens=True,  # "</s>" in a text is four characters, not the end of it
+        split_special_tokens=True,  # "</s>" in a text is four characters, not its end
         **limit,
     )
 
 
-def _pipeline(model: models.Model) -> Tokenizer:
-    """Text to pieces and back without loss, but for NFC.
+def _make_backend(model: models.Model) -> Tokenizer:
+    """A tokenizer that is lossless except for normalization to NFC.
 
-    Spaces stay spaces: the customary stand-in "▁" could not be told from a "▁" in the text. Every
-    text is given one space in front, which the decoder takes away again, so that a word has the
-    same pieces at the start of a sentence as inside it.
+    Spaces remain spaces: the usual substitute "▁" could not be distinguished from a "▁" in the
+    text. Every text gets one space in front, which the decoder removes, so that a word has the same
+    pieces at the start of a sentence as inside it.
     """
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Prepend(" ")])
@@ -156,7 +155,7 @@ def _pipeline(model: models.Model) -> Tokenizer:
     return tokenizer
 
 
-def _checked(texts: Iterable[str]) -> Iterator[str]:
+def _validated(texts: Iterable[str]) -> Iterator[str]:
     for number, text in enumerate(texts, start=1):
         if not isinstance(text, str):
             raise TypeError(f"text {number} is not a string but {type(text).__name__}")

@@ -1,1 +1,1 @@
-"""From files and streams to translations, scores and metrics."""
+"""Translation, scoring and metrics for files and streams."""

@@ -1,4 +1,4 @@
-"""The options by which scripts load a model, and how they do it."""
+"""Options of commands that load a model for inference."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +19,23 @@ class LoadingArguments:
     """How to load a model for inference.
 
     Raises:
-        ValueError: This machine has no such device, or there is no such precision.
+        ValueError: The device or the dtype does not exist.
     """
 
     device: str | None = field(
-        default=None, metadata={"help": "cpu, cuda, cuda:1, ... Default: the accelerator, if any."}
+        default=None,
+        metadata={"help": "cpu, cuda, cuda:1, ... Default: the accelerator, if there is one."},
     )
     dtype: str = field(
         default="auto",
-        metadata={"help": f"One of {', '.join(DTYPES)}. Default: as the weights were saved."},
+        metadata={"help": f"One of {', '.join(DTYPES)}. Default: the dtype of the checkpoint."},
     )
-    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, ..."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run the model's own code."})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "Attention implementation: eager, sdpa, ..."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Allow code from the model repository to run."}
+    )
 
     def __post_init__(self) -> None:
         devices = ["cpu"]
@@ -47,7 +52,7 @@ class LoadingArguments:
             raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
 
     def load(self, name: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The sequence-to-sequence model of a folder or a Hub repository, and its tokenizer."""
+        """Load a sequence-to-sequence model and its tokenizer from a folder or the Hub."""
         remote = {"trust_remote_code": self.trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(name, **remote)
         model = AutoModelForSeq2SeqLM.from_pretrained(

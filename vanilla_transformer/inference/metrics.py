@@ -1,5 +1,5 @@
-"""How good translations are: BLEU, chrF and exact match, with the signatures that make them
-comparable (Post, 2018, "A Call for Clarity in Reporting BLEU Scores")."""
+"""BLEU, chrF and exact match, with the signatures that make scores comparable (Post, 2018, "A Call
+for Clarity in Reporting BLEU Scores")."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
-METRICS = ("bleu", "chrf", "exact_match")  # of translations, out of 100
+METRICS = ("bleu", "chrf", "exact_match")  # from 0 to 100
 
 
 def score_translations(
@@ -18,19 +18,19 @@ def score_translations(
     tokenize: str | None = None,
     lowercase: bool = False,
 ) -> dict[str, Any]:
-    """Score a corpus of translations, one reference each.
+    """Score translations against one reference each.
 
     Args:
-        predictions: Translations, in the references' order.
-        references: What people wrote.
-        tokenize: sacreBLEU's tokenizer for BLEU; `None` is its default, 13a.
-        lowercase: Ignore case in BLEU and chrF.
+        predictions: The translations.
+        references: The reference of each translation.
+        tokenize: The tokenizer of sacreBLEU; `None` is its default, 13a.
+        lowercase: Whether BLEU and chrF ignore case.
 
     Returns:
-        `bleu`, `chrf` and `exact_match` out of 100, and `bleu_signature`, `chrf_signature`.
+        `bleu`, `chrf` and `exact_match` from 0 to 100, and `bleu_signature`, `chrf_signature`.
 
     Raises:
-        ValueError: The two differ in number, or there are none.
+        ValueError: The numbers of predictions and references differ, or there are none.
     """
     if len(predictions) != len(references) or not references:
         raise ValueError(
@@ -51,7 +51,8 @@ def score_translations(
 def make_compute_metrics(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Callable[[EvalPrediction], dict[str, float]]:
-    """`Seq2SeqTrainer`'s `compute_metrics`: the scores of generated against labelled token ids."""
+    """A function for the argument `compute_metrics` of `Seq2SeqTrainer`, which decodes and scores
+    the generated token ids."""
 
     def decode(token_ids: np.ndarray) -> list[str]:
         token_ids = np.where(token_ids == -100, tokenizer.pad_token_id, token_ids)

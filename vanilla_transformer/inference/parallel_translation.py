@@ -1,7 +1,7 @@
-"""A file, line by line, through any number of processes and as many attempts as it takes.
+"""Transform a file line by line, on any number of processes, and resume after interruptions.
 
-Chunks of lines are dealt out to processes. A chunk's result is a file of its own in a folder beside
-the output, with its name only once it is whole; the output is made of them when there are all.
+Each process works on every n-th chunk of lines. The result of a chunk is a file in a folder beside
+the output; it only gets its name once it is complete. At the end, they are merged into the output.
 """
 
 import json
@@ -23,10 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.text_files import read_file
 
 LINES_PER_CHUNK = 2048
-JOB = "job.json"
+JOB_FILE = "job.json"
 
-# What a configuration says about where it comes from, not about what a model does.
-ORIGIN = {
+# Fields of a configuration that say where it comes from, and do not affect the model.
+ORIGIN_FIELDS = {
     "_name_or_path",
     "auto_map",
     "custom_pipelines",
@@ -38,8 +38,8 @@ ORIGIN = {
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """What the model's output depends on, as settings of a job: digests of contents, whatever
-    folder or repository they were loaded from.
+    """Settings that identify the output of a model, for `transform_file`. They depend on the
+    contents of model and tokenizer, not on where these were loaded from.
 
     Returns:
         `versions` of the libraries, `device` and `attn_implementation`, and digests of `weights`,
@@ -66,13 +66,15 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def _digest(*files: bytes) -> str:
-    """Of files, the `ORIGIN` aside in those that are JSON."""
+    """The digest of files, without `ORIGIN_FIELDS` in JSON files."""
     digest = blake2b(digest_size=8)
     for content in files:
         with suppress(ValueError):
             kept = json.loads(
                 content,
-                object_hook=lambda entries: {k: v for k, v in entries.items() if k not in ORIGIN},
+                object_hook=lambda entries: {
+                    k: v for k, v in entries.items() if k not in ORIGIN_FIELDS
+                },
             )
             content = json.dumps(kept, sort_keys=True).encode()
         digest.update(content)
@@ -91,23 +93,24 @@ def transform_file(
     lines_per_chunk: int = LINES_PER_CHUNK,
     show_progress: bool = False,
 ) -> None:
-    """Write into `output` what `transform` makes of each chunk of the lines of `source`, in order.
+    """Transform the lines of `source` in chunks, and write the results to `output` in order.
 
-    What an earlier attempt has finished is kept. All processes must see the same files.
+    Chunks that an earlier, interrupted call has finished are not computed again. All processes must
+    share a file system.
 
     Args:
-        transform: From the lines of a chunk, and the number of the first from 0, to lines.
-        source: UTF-8 text.
-        output: A file; it is replaced when all is done.
-        settings: What the result depends on besides the source, for JSON.
-        process_index: Which of the processes this is.
-        num_processes: How many take part.
-        wait_for_everyone: Returns when all processes have called it.
-        lines_per_chunk: Lines that are lost at most where an attempt is stopped.
-        show_progress: Whether to show a bar.
+        transform: Takes the lines of a chunk and the index of its first line, and returns lines.
+        source: A UTF-8 text file.
+        output: The output file, which is replaced once everything is done.
+        settings: Everything else that the result depends on, as JSON values.
+        process_index: The index of this process.
+        num_processes: The number of processes.
+        wait_for_everyone: A barrier: returns once all processes have called it.
+        lines_per_chunk: Lines per chunk. An interruption loses at most one chunk per process.
+        show_progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: An earlier attempt had another source or settings; the source is not UTF-8.
+        ValueError: An unfinished call had a different source or settings; the source is not UTF-8.
     """
     parts = Path(f"{output}.parts")
     stat = Path(source).stat()
@@ -118,12 +121,12 @@ def transform_file(
         "modified": stat.st_mtime_ns,
         "lines_per_chunk": lines_per_chunk,
     }
-    if process_index == 0 and not (parts / JOB).exists():
-        _clear(parts)  # what a kill has left of a job that was being removed
+    if process_index == 0 and not (parts / JOB_FILE).exists():
+        _clear(parts)  # parts of a job that was killed while it was being removed
         parts.mkdir(exist_ok=True)
-        _write(parts / JOB, [json.dumps(job)])
+        _write(parts / JOB_FILE, [json.dumps(job)])
     wait_for_everyone()
-    _expect_same_job(parts, job)
+    _check_same_job(parts, job)
     chunks = 0
     with tqdm(desc="Lines", unit="line", disable=not show_progress) as progress:
         for number, lines in zip(count(), _chunks(source, lines_per_chunk)):
@@ -136,14 +139,14 @@ def transform_file(
     if process_index == 0:
         _merge([parts / str(number) for number in range(chunks)], Path(output))
         _clear(parts)
-        with suppress(OSError):  # of a folder in which there is something else
+        with suppress(OSError):  # there are other files in the folder
             parts.rmdir()
     wait_for_everyone()
 
 
 def _clear(parts: Path) -> None:
-    """Remove a job and its parts: the job first, for parts without one are nobody's."""
-    for path in (parts / JOB, *parts.glob("[0-9]*")):
+    """Remove a job and its parts, the job first: parts without a job are never reused."""
+    for path in (parts / JOB_FILE, *parts.glob("[0-9]*")):
         path.unlink(missing_ok=True)
 
 
@@ -153,8 +156,8 @@ def _chunks(source: str | Path, size: int) -> Iterator[list[str]]:
         yield chunk
 
 
-def _expect_same_job(parts: Path, job: dict[str, Any]) -> None:
-    before = json.loads((parts / JOB).read_text())
+def _check_same_job(parts: Path, job: dict[str, Any]) -> None:
+    before = json.loads((parts / JOB_FILE).read_text())
     for name in {**job, **before}:
         if before.get(name) != job.get(name):
             raise ValueError(
@@ -164,23 +167,23 @@ def _expect_same_job(parts: Path, job: dict[str, Any]) -> None:
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
-    with _whole(path) as file:
+    with _atomic_file(path) as file:
         file.writelines(f"{line}\n".encode() for line in lines)
 
 
 def _merge(parts: list[Path], output: Path) -> None:
-    with _whole(output) as file:
+    with _atomic_file(output) as file:
         for part in parts:
             with part.open("rb") as content:
                 shutil.copyfileobj(content, file)
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
-    """A file that has its name only once all of it is on the disk."""
-    aside = path.with_name(f"{path.name}.incomplete")
-    with aside.open("wb") as file:
+def _atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that gets its name only once it is complete and on the disk."""
+    incomplete = path.with_name(f"{path.name}.incomplete")
+    with incomplete.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
-    aside.rename(path)
+    incomplete.rename(path)

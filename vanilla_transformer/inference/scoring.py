@@ -1,4 +1,4 @@
-"""How likely a model finds given translations: the log-probability of pairs."""
+"""The log-probability of given translations."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -11,12 +11,12 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedToke
 
 from ..data.token_batches import TokenBudgetSampler
 
-PAIRS_PER_WINDOW = 10_000  # among which batches of similar length are made
+PAIRS_PER_WINDOW = 10_000  # sorted by length together
 
 
 class PairScore(NamedTuple):
-    """The natural logarithm of a target's probability given its source, and the target's tokens,
-    the final </s> among both."""
+    """The natural log-probability of a target given its source, and its number of tokens. Both
+    include the final </s>."""
 
     log_probability: float
     tokens: int
@@ -30,14 +30,15 @@ def score_pairs(
     max_tokens: int = 2048,
     show_progress: bool = False,
 ) -> Iterator[PairScore]:
-    """Yield each pair's score in the order of the pairs; label smoothing has no part in it.
+    """Yield the score of each pair, in the order of the pairs, without label smoothing.
 
     Args:
-        pairs: Sources and targets; read as the scores are asked for.
+        pairs: Sources and targets, read lazily.
         model: Any sequence-to-sequence model of transformers.
         tokenizer: Its tokenizer.
-        max_tokens: Of the sources and of the targets in a batch, padding included.
-        show_progress: Whether to show a bar.
+        max_tokens: The maximum number of source tokens, and of target tokens, in a batch, including
+            padding.
+        show_progress: Whether to show a progress bar.
     """
     model.eval()
     collate = DataCollatorForSeq2Seq(tokenizer, model=model)

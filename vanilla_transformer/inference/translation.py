@@ -1,4 +1,4 @@
-"""Translate any number of lines: in batches of similar length, in bounded memory, order kept."""
+"""Translate any number of lines, in batches of similar length and in bounded memory."""
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
@@ -10,15 +10,15 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
-# Lines are sorted by length within so many batches: long enough to waste little on padding.
+# Lines are sorted by length within this many batches, so that little padding is needed.
 BATCHES_PER_WINDOW = 64
 
 T = TypeVar("T")
 
 
 class Hypothesis(NamedTuple):
-    """A translation, and what beam search ranks it by: its log-probability, natural and with the
-    end of the sentence, over the length penalty."""
+    """A translation and its score in beam search: the natural log-probability, including </s>,
+    divided by the length penalty."""
 
     text: str
     score: float
@@ -34,17 +34,17 @@ def translate(
     together: bool = False,
     **generate_kwargs: Any,
 ) -> Iterator[str]:
-    """Yield each line's translation in the order of the lines; a blank line's is empty.
+    """Yield the translation of each line, in the order of the lines; empty for a blank line.
 
     Args:
-        lines: Sources; read as the translations are asked for.
+        lines: The sources, read lazily.
         model: Any sequence-to-sequence model of transformers.
         tokenizer: Its tokenizer.
-        batch_size: Lines decoded together.
-        show_progress: Whether to show a bar.
-        together: Whether all processes translate the same lines: each works on its share of the
-            batches, and gets all translations, the same ones as a single process.
-        generate_kwargs: For `model.generate`, such as `num_beams`.
+        batch_size: The number of lines per batch.
+        show_progress: Whether to show a progress bar.
+        together: Whether all processes translate the same lines together. Each one decodes its
+            share of the batches and yields all translations, the same as a single process would.
+        generate_kwargs: Arguments of `model.generate`, such as `num_beams`.
 
     Raises:
         ValueError: `batch_size` is not positive.
@@ -54,7 +54,7 @@ def translate(
         generated = model.generate(**inputs, **generate_kwargs)
         return tokenizer.batch_decode(generated, skip_special_tokens=True)
 
-    yield from _in_batches(lines, model, tokenizer, batch_size, show_progress, work, "", together)
+    yield from _map_batches(lines, model, tokenizer, batch_size, show_progress, work, "", together)
 
 
 def translate_n_best(
@@ -67,11 +67,12 @@ def translate_n_best(
     show_progress: bool = False,
     **generate_kwargs: Any,
 ) -> Iterator[list[Hypothesis]]:
-    """As `translate`, but each line's `n_best` best hypotheses, the best first; a blank line has
-    one, which is empty.
+    """The same as `translate`, but yield the `n_best` best hypotheses of each line, best first. A
+    blank line has a single empty one.
 
     Raises:
-        ValueError: There is no beam search, or one of fewer beams; see also `translate`.
+        ValueError: There is no beam search, or it has fewer than `n_best` beams; also as in
+            `translate`.
     """
     beams = generate_kwargs.get("num_beams") or model.generation_config.num_beams or 1
     if not 1 <= n_best <= beams or beams < 2:
@@ -88,10 +89,10 @@ def translate_n_best(
         return [ranked[start : start + n_best] for start in range(0, len(ranked), n_best)]
 
     blank = [Hypothesis("", 0.0)]
-    yield from _in_batches(lines, model, tokenizer, batch_size, show_progress, work, blank)
+    yield from _map_batches(lines, model, tokenizer, batch_size, show_progress, work, blank)
 
 
-def _in_batches(
+def _map_batches(
     lines: Iterable[str],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -101,7 +102,7 @@ def _in_batches(
     blank: T,
     together: bool = False,
 ) -> Iterator[T]:
-    """What `work` makes of each line, or `blank`, in the order of the lines."""
+    """Yield the result of `work` for each line, or `blank`, in the order of the lines."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected a positive integer")
     model.eval()
@@ -116,23 +117,24 @@ def _in_batches(
     with tqdm(desc="Translating", unit="line", disable=not show_progress) as progress:
         while window := list(islice(remaining, batch_size * BATCHES_PER_WINDOW)):
             results: dict[int, T] = {}
-            for batch in islice(_batches(window, tokenizer, batch_size), rank, None, processes):
+            for batch in islice(
+                _make_batches(window, tokenizer, batch_size), rank, None, processes
+            ):
                 ids = {"input_ids": list(batch.values())}
                 inputs = tokenizer.pad(ids, return_tensors="pt").to(model.device)
                 with torch.inference_mode():
-                    made = work(inputs)
-                results.update(zip(batch, made, strict=True))
+                    results.update(zip(batch, work(inputs), strict=True))
                 progress.update(len(batch))
             progress.update(len(window) - len(results))
             gathered = gather_object([results]) if together else [results]
-            everyones = ChainMap(*gathered)
-            yield from (everyones.get(index, blank) for index in range(len(window)))
+            of_all_processes = ChainMap(*gathered)
+            yield from (of_all_processes.get(index, blank) for index in range(len(window)))
 
 
-def _batches(
+def _make_batches(
     window: list[str], tokenizer: PreTrainedTokenizerBase, batch_size: int
 ) -> Iterator[dict[int, list[int]]]:
-    """The token ids of the lines that say something, by line index, the longest first."""
+    """Batches of token ids by line index, without blank lines, the longest lines first."""
     indices = [index for index, line in enumerate(window) if line.strip()]
     if not indices:
         return
