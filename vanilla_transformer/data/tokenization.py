@@ -91,7 +91,7 @@ def train_tokenizer(
         learner.train_from_iterator(map(json.loads, spool), trainer)
     model = json.loads(learner.to_str())["model"]
     if len(model["vocab"]) < vocab_size:
-        logger.info("The corpus yields only %d of %d tokens", len(model["vocab"]), vocab_size)
+        logger.info("The corpus yields only %d tokens of %d", len(model["vocab"]), vocab_size)
     return _make_fast_tokenizer(model["vocab"], model["merges"], model_max_length)
 
 

@@ -95,8 +95,7 @@ def transform_file(
 ) -> None:
     """Transform the lines of `source` in chunks, and write the results to `output` in order.
 
-    Chunks that an earlier, interrupted call has finished are not computed again. All processes must
-    share a file system.
+    Chunks that an interrupted call has finished are kept. All processes must share a file system.
 
     Args:
         transform: Takes the lines of a chunk and the index of its first line, and returns lines.
