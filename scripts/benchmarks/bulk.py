@@ -78,7 +78,7 @@ def translate(scratch: str, lines: int, batch_size: int) -> dict[str, float]:
     with source.open("w") as file:
         for _ in range(lines):
             file.write(" ".join(words.choices(WORDS, k=words.randint(1, 12))) + "\n")
-    flags = {"model": f"{scratch}/model", "input": source, "output": output, "device": "cpu"}
+    flags = {"model": f"{scratch}/model", "source": source, "output": output, "device": "cpu"}
     flags |= {"batch_size": batch_size, "max_new_tokens": 8}
     options = [f"--{name}={value}" for name, value in flags.items()]
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the families of scripts/fuzz.py hold for, and that the harness sees what does not."""
+"""What the families of scripts/checks/fuzz.py check, and that the harness sees failures."""
 
 from functools import partial
 

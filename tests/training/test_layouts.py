@@ -52,8 +52,8 @@ def expect_to_have_left():
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory):
-    """Trains the model of scripts/layouts.py for four steps; checkpoints are of the second. A
-    process that ends without having left the others, which at times aborts it, fails."""
+    """Trains the model of scripts/checks/layouts.py for four steps; checkpoints are of the second.
+    A process that ends without having left the others, which at times aborts it, fails."""
     scratch = tmp_path_factory.mktemp("layouts")
     (scratch / "sitecustomize.py").write_text(AT_EXIT)
     with pytest.MonkeyPatch.context() as patch:
