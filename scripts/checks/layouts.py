@@ -3,13 +3,12 @@
 python -m scripts.checks.layouts --output_dir outputs/layouts
 python -m scripts.checks.layouts --layouts "1 process" "2, FSDP2" --every_pair
 
-Each layout is a launch of `vanilla-transformer train` with the same seed and the same sentence
-pairs in each update; one process accumulates gradients over the batches that several share. Then
-training resumes from the checkpoint at half of each layout's steps, in the next layout. Losses and
-weights should differ from those of one process by float32 rounding errors only. Every final model
-is loaded in a process that is not distributed. Without GPUs, processes run on CPUs. ZeRO layouts
-need DeepSpeed, otherwise they are skipped; they resume only from their own checkpoints. Writes
-layouts.json and layouts.md.
+Each layout is a launch of scripts/train.py with the same seed on the same sentence pairs in each
+update; 1 process accumulates what several work on at a time. Then each layout's checkpoint of half
+the training goes on in the next layout. What differs from 1 process, at most, is to be what float32
+rounds. Every final model is loaded here, where nothing is distributed. Writes layouts.json and
+layouts.md. Where there are no GPUs, processes run on CPUs. ZeRO's layouts need DeepSpeed, without
+which they are left out, and go on with their own checkpoints alone.
 """
 
 import json
