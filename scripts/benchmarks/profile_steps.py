@@ -26,7 +26,7 @@ KINDS = {  # matched by parts of an operation's name, in this order
     "attention": ("scaled_dot_product", "bmm"),  # all fused
     "matrix products": ("mm", "mkldnn_linear", "linear_backward"),
     "layer normalisation": ("layer_norm",),
-    "dropout": ("random_", "_Masked"),
+    "dropout": ("random_", "MaskedScale"),
     "optimizer": ("Optimizer.step", "addcdiv", "addcmul", "lerp", "sqrt"),
     "choice of tokens": ("topk", "argmax", "sort"),
     "copies and casts": ("copy_", "::cat", "index_select", "embedding", "fill_", "zero_"),
