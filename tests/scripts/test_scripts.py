@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib import import_module
 from importlib.metadata import version
