@@ -26,7 +26,7 @@ from transformers.modeling_utils import DistributedMixin
 
 import vanilla_transformer
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.training.checkpoints import ASIDE
+from vanilla_transformer.training.checkpoints import STAGING_DIR
 
 # Names with an underscore that transformers asks authors of models and pipelines to define.
 OFFICIAL = {
@@ -291,7 +291,7 @@ def test_accelerate_skips_batches_and_shares_its_state_as_batching_relies_on():
 
 def test_a_push_to_the_hub_leaves_out_what_is_unfinished():
     # checkpoints.py writes checkpoints aside; a push took them along, optimizer and all.
-    assert fnmatch(f"{ASIDE}/checkpoint-2/optimizer.pt", "_*")
+    assert fnmatch(f"{STAGING_DIR}/checkpoint-2/optimizer.pt", "_*")
     for push in (Trainer.push_to_hub, Trainer._push_from_checkpoint):
         assert 'ignore_patterns=["_*"' in inspect.getsource(push)
 

@@ -31,7 +31,7 @@ from vanilla_transformer.training.arguments import (
     parse_arguments,
 )
 from vanilla_transformer.training.trainer import (
-    average_last,
+    load_averaged_checkpoints,
     make_model,
     make_tokenizer,
     make_trainer,
@@ -170,7 +170,7 @@ def run(options: tuple[Any, ...], tokenizer: Any, splits: Any) -> dict[str, floa
     trainer = make_trainer(model, tokenizer, training_args, splits)
     trainer.remove_callback(PrinterCallback)  # print nothing but the table
     trainer.train()
-    average_last(trainer)
+    load_averaged_checkpoints(trainer)
     scores = trainer.evaluate(splits["test"], metric_key_prefix="test")
     return {
         "parameters": model.num_parameters(),

@@ -47,7 +47,7 @@ from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForC
 from vanilla_transformer.data.phrases import load_phrases
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
-from vanilla_transformer.training.checkpoints import ASIDE, checkpoints_in
+from vanilla_transformer.training.checkpoints import STAGING_DIR, checkpoints_by_step
 from vanilla_transformer.training.trainer import find_checkpoint, make_trainer
 
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
@@ -236,7 +236,7 @@ class Harness:
                 tried, in_order = self.break_one(fault, folder, result)
                 ranks = ranks_for(fault)
                 # A folder removed late may hold the final model, and nothing to go on from.
-                if in_order and (fault != "removed" or checkpoints_in(folder)):
+                if in_order and (fault != "removed" or checkpoints_by_step(folder)):
                     in_order = self.go_on(folder, ranks=ranks) == 0
                 ended = in_order and self.ends_as_expected(folder, fault)
                 if tried and not ended:
@@ -262,16 +262,16 @@ class Harness:
         if fault == "poisoned":
             return 1, self.go_on(folder, fault) == 0
         # Of two checkpoints one may be damaged; without a whole one, training refuses to go on.
-        while self.go_on(folder, "terminate") == 0 or len(checkpoints_in(folder)) < 2:
+        while self.go_on(folder, "terminate") == 0 or len(checkpoints_by_step(folder)) < 2:
             shutil.rmtree(folder)
         if fault in DAMAGES:
-            newest = list(checkpoints_in(folder).values())[-1]
+            newest = list(checkpoints_by_step(folder).values())[-1]
             spoil(fault, newest / self.random.choice(FILES))
             return 1, True
-        before = len(checkpoints_in(folder))
+        before = len(checkpoints_by_step(folder))
         code = self.go_on(folder, fault)
         if fault == "full":
-            return 1, code != 0 and len(checkpoints_in(folder)) == before
+            return 1, code != 0 and len(checkpoints_by_step(folder)) == before
         # What it was about to read may be gone; what it trains is in its memory.
         return 1, code == 0 or self.go_on(folder) == 0
 
@@ -283,7 +283,7 @@ class Harness:
             right = all(torch.isfinite(weight).all() for weight in weights.values())
         else:
             right = all(torch.equal(weights[name], expected[name]) for name in expected)
-        return right and not list((folder / ASIDE).glob("*"))
+        return right and not list((folder / STAGING_DIR).glob("*"))
 
 
 def ranks_for(fault: str) -> range:

@@ -12,7 +12,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.training import averaging
-from vanilla_transformer.training.averaging import average_checkpoints, find_checkpoints
+from vanilla_transformer.training.averaging import average_checkpoints, select_checkpoints
 
 
 def save(folder, seed, **options):
@@ -36,7 +36,7 @@ def run(tmp_path, tokenizer):
 
 
 def test_the_mean_is_that_of_each_weight(run, tmp_path):
-    output = average_checkpoints(find_checkpoints(run, last=2), tmp_path / "mean")
+    output = average_checkpoints(select_checkpoints(run, last=2), tmp_path / "mean")
     parts = [load_file(run / f"checkpoint-{step}/model.safetensors") for step in (10, 100)]
     mean = load_file(output / "model.safetensors")
     assert mean.keys() == parts[0].keys()
@@ -46,7 +46,7 @@ def test_the_mean_is_that_of_each_weight(run, tmp_path):
 
 
 def test_a_mean_is_a_model_without_the_trainers_state(run, tmp_path):
-    output = average_checkpoints(find_checkpoints(run, last=3), tmp_path / "mean")
+    output = average_checkpoints(select_checkpoints(run, last=3), tmp_path / "mean")
     model = AutoModelForSeq2SeqLM.from_pretrained(output)
     assert model.lm_head.weight is model.model.shared.weight
     assert AutoTokenizer.from_pretrained(output).pad_token is not None
@@ -68,7 +68,7 @@ def test_weights_in_several_files_are_averaged_alike(run, tmp_path):
         model = AutoModelForSeq2SeqLM.from_pretrained(run / f"checkpoint-{step}")
         model.save_pretrained(folder, max_shard_size="20KB")
         assert (folder / "model.safetensors.index.json").is_file()
-    whole = average_checkpoints(find_checkpoints(run, steps=[5, 10]), tmp_path / "whole")
+    whole = average_checkpoints(select_checkpoints(run, steps=[5, 10]), tmp_path / "whole")
     parts = average_checkpoints(folders, tmp_path / "parts")
     one, other = (AutoModelForSeq2SeqLM.from_pretrained(path) for path in (whole, parts))
     for weight, expected in zip(other.parameters(), one.parameters(), strict=True):
@@ -114,7 +114,7 @@ def test_no_checkpoint_is_in_memory_as_a_whole(run, tmp_path, monkeypatch):
 
     real = averaging.safe_open
     monkeypatch.setattr(averaging, "safe_open", Watched)
-    average_checkpoints(find_checkpoints(run, last=3), tmp_path / "mean")
+    average_checkpoints(select_checkpoints(run, last=3), tmp_path / "mean")
     assert 0 < most < size
 
 
@@ -130,7 +130,7 @@ def test_no_checkpoint_is_in_memory_as_a_whole(run, tmp_path, monkeypatch):
 )
 def test_steps_that_do_not_exist_are_named(run, wanted, message):
     with pytest.raises(FileNotFoundError, match=re.escape(message)):
-        find_checkpoints(run, **wanted)
+        select_checkpoints(run, **wanted)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_script_averages_and_refuses(run, tmp_path):
     output = tmp_path / "mean"
     process = script("--checkpoints_of", run, "--steps", 5, 100, "--output_dir", output)
     assert process.returncode == 0, process.stderr
-    expected = average_checkpoints(find_checkpoints(run, steps=[5, 100]), tmp_path / "expected")
+    expected = average_checkpoints(select_checkpoints(run, steps=[5, 100]), tmp_path / "expected")
     weights = [load_file(folder / "model.safetensors") for folder in (output, expected)]
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name])

@@ -11,15 +11,15 @@ from conftest import small_trainer
 from safetensors.torch import load_file
 from transformers import TrainerState
 
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.training import checkpoints
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
 from vanilla_transformer.training.checkpoints import (
-    ASIDE,
-    CHECKSUMS,
-    WholeCheckpointTrainer,
-    checkpoints_in,
-    defect_of,
-    newest_whole_checkpoint,
+    CHECKSUMS_NAME,
+    STAGING_DIR,
+    checkpoints_by_step,
+    find_defect,
+    last_complete_checkpoint,
 )
 from vanilla_transformer.training.trainer import find_checkpoint
 
@@ -35,15 +35,15 @@ def run(tmp_path, tokenizer):
 
 def test_a_checkpoint_holds_all_files_and_their_checksums(run):
     folder = run / "checkpoint-8"
-    contents = json.loads((folder / CHECKSUMS).read_text())
-    assert set(contents) == {path.name for path in folder.iterdir()} - {CHECKSUMS}
+    contents = json.loads((folder / CHECKSUMS_NAME).read_text())
+    assert set(contents) == {path.name for path in folder.iterdir()} - {CHECKSUMS_NAME}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} < set(contents)
-    assert list(checkpoints_in(run)) == [2, 4, 6, 8]
-    assert all(defect_of(path) is None for path in checkpoints_in(run).values())
-    assert not (run / ASIDE).exists()
+    assert list(checkpoints_by_step(run)) == [2, 4, 6, 8]
+    assert all(find_defect(path) is None for path in checkpoints_by_step(run).values())
+    assert not (run / STAGING_DIR).exists()
 
 
-@pytest.mark.parametrize("file", ["trainer_state.json", "optimizer.pt", CHECKSUMS])
+@pytest.mark.parametrize("file", ["trainer_state.json", "optimizer.pt", CHECKSUMS_NAME])
 def test_what_is_being_written_has_no_name_yet(tokenizer, tmp_path, monkeypatch, file):
     """As a disk that is full while the third checkpoint is written."""
 
@@ -54,16 +54,16 @@ def test_what_is_being_written_has_no_name_yet(tokenizer, tmp_path, monkeypatch,
     owner, name = {
         "trainer_state.json": (TrainerState, "save_to_json"),
         "optimizer.pt": (torch, "save"),
-        CHECKSUMS: (checkpoints, "_write_checksums"),
+        CHECKSUMS_NAME: (checkpoints, "_write_checksums"),
     }[file]
     write = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args: stop(args) or write(*args))
     trainer = small_trainer(tmp_path, tokenizer)
     with pytest.raises(OSError, match="No space left"):
         trainer.train()
-    assert list(checkpoints_in(tmp_path)) == [2, 4]
-    assert newest_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
-    assert (tmp_path / ASIDE / "checkpoint-6").is_dir()
+    assert list(checkpoints_by_step(tmp_path)) == [2, 4]
+    assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    assert (tmp_path / STAGING_DIR / "checkpoint-6").is_dir()
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
@@ -78,13 +78,13 @@ def test_a_folder_removed_while_it_is_written_is_written_again(
         if disturbed or not any("checkpoint-6" in str(arg) for arg in args):
             return
         disturbed.append(file)
-        aside = tmp_path / ASIDE / "checkpoint-6"
+        aside = tmp_path / STAGING_DIR / "checkpoint-6"
         shutil.rmtree(tmp_path)
         if leave_folder:
             aside.mkdir(parents=True)
 
     owner, name = {
-        "model.safetensors": (WholeCheckpointTrainer, "_save"),
+        "model.safetensors": (VanillaTransformerForConditionalGeneration, "save_pretrained"),
         "optimizer.pt": (torch, "save"),
         "trainer_state.json": (TrainerState, "save_to_json"),
     }[file]
@@ -96,29 +96,29 @@ def test_a_folder_removed_while_it_is_written_is_written_again(
     )
     small_trainer(tmp_path, tokenizer).train()
     assert disturbed
-    assert "was removed while it was written: once more" in caplog.text
-    assert list(checkpoints_in(tmp_path)) == [6, 8]
+    assert "was deleted during the save, which starts again" in caplog.text
+    assert list(checkpoints_by_step(tmp_path)) == [6, 8]
     files = {path.name for path in (tmp_path / "checkpoint-8").iterdir()}
     assert {path.name for path in (tmp_path / "checkpoint-6").iterdir()} == files
-    assert defect_of(tmp_path / "checkpoint-6") is None
+    assert find_defect(tmp_path / "checkpoint-6") is None
 
 
 def test_one_that_was_whole_but_had_no_name_yet_gets_it(run):
     """As when the power went between the two renames that replace a checkpoint of the same step."""
-    (run / ASIDE).mkdir(exist_ok=True)
-    (run / "checkpoint-8").rename(run / ASIDE / "checkpoint-8")
-    assert newest_whole_checkpoint(run) == run / "checkpoint-8"
-    (run / "checkpoint-8").rename(run / ASIDE / "checkpoint-8")
-    (run / ASIDE / "checkpoint-8/optimizer.pt").unlink()
-    assert newest_whole_checkpoint(run) == run / "checkpoint-6"
+    (run / STAGING_DIR).mkdir(exist_ok=True)
+    (run / "checkpoint-8").rename(run / STAGING_DIR / "checkpoint-8")
+    assert last_complete_checkpoint(run) == run / "checkpoint-8"
+    (run / "checkpoint-8").rename(run / STAGING_DIR / "checkpoint-8")
+    (run / STAGING_DIR / "checkpoint-8/optimizer.pt").unlink()
+    assert last_complete_checkpoint(run) == run / "checkpoint-6"
 
 
 def test_what_an_earlier_run_left_half_written_is_removed(tokenizer, tmp_path):
-    (tmp_path / ASIDE / "checkpoint-2").mkdir(parents=True)
-    (tmp_path / ASIDE / "checkpoint-2/nonsense").touch()
+    (tmp_path / STAGING_DIR / "checkpoint-2").mkdir(parents=True)
+    (tmp_path / STAGING_DIR / "checkpoint-2/nonsense").touch()
     small_trainer(tmp_path, tokenizer, max_steps=2).train()
     assert not (tmp_path / "checkpoint-2/nonsense").exists()
-    assert defect_of(tmp_path / "checkpoint-2") is None
+    assert find_defect(tmp_path / "checkpoint-2") is None
 
 
 BEST = {
@@ -139,7 +139,7 @@ def assert_loaded(trainer, checkpoint):
 def test_so_many_are_kept_and_the_best_among_them(tokenizer, tmp_path):
     trainer = small_trainer(tmp_path, tokenizer, save_total_limit=2, **BEST)
     trainer.train()
-    assert list(checkpoints_in(tmp_path)) == [2, 8]
+    assert list(checkpoints_by_step(tmp_path)) == [2, 8]
     state = json.loads((tmp_path / "checkpoint-2/trainer_state.json").read_text())
     for best in (trainer.state.best_model_checkpoint, state["best_model_checkpoint"]):
         assert Path(best).samefile(tmp_path / "checkpoint-2")
@@ -154,7 +154,7 @@ def test_the_best_is_found_however_the_folder_is_written(
     monkeypatch.chdir(here)
     trainer = small_trainer(folder, tokenizer, save_total_limit=limit, **BEST)
     trainer.train()
-    assert list(checkpoints_in(folder)) == [2, 8][:limit]
+    assert list(checkpoints_by_step(folder)) == [2, 8][:limit]
     assert_loaded(trainer, here / folder / "checkpoint-2")
     assert Path(trainer.state.best_model_checkpoint).samefile(here / folder / "checkpoint-2")
 
@@ -186,15 +186,15 @@ def test_the_best_is_found_again_where_the_folder_is_now(tokenizer, tmp_path, mo
     trainer = small_trainer("now", tokenizer, save_total_limit=2, **BEST)
     trainer.train(resume_from_checkpoint="now/checkpoint-4")
     assert trainer.state.best_model_checkpoint == "now/checkpoint-2"
-    assert list(checkpoints_in("now")) == [2, 8]
+    assert list(checkpoints_by_step("now")) == [2, 8]
     assert_loaded(trainer, tmp_path / "now/checkpoint-2")
 
 
 def test_a_step_that_is_saved_again_replaces_its_checkpoint(run, tokenizer):
     trainer = small_trainer(run, tokenizer)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
-    assert list(checkpoints_in(run)) == [2, 4, 6, 8]
-    assert all(defect_of(path) is None for path in checkpoints_in(run).values())
+    assert list(checkpoints_by_step(run)) == [2, 4, 6, 8]
+    assert all(find_defect(path) is None for path in checkpoints_by_step(run).values())
 
 
 # ---------------------------------------------------------------- damage
@@ -221,17 +221,17 @@ FILES = [
 @pytest.mark.parametrize("kind", ["truncated", "one bit", "missing"])
 def test_damage_is_named_and_passed_over(run, caplog, kind):
     for file in FILES:
-        newest = max(checkpoints_in(run).values(), key=lambda path: int(path.name[11:]))
+        newest = max(checkpoints_by_step(run).values(), key=lambda path: int(path.name[11:]))
         path = newest / file
         content = path.read_bytes()
         damage_by(kind, path)
-        assert defect_of(newest).startswith(str(path))
+        assert find_defect(newest).startswith(str(path))
         with caplog.at_level(logging.WARNING):
-            assert newest_whole_checkpoint(run) == run / "checkpoint-6"
+            assert last_complete_checkpoint(run) == run / "checkpoint-6"
         assert str(path) in caplog.text
         caplog.clear()
         path.write_bytes(content)
-    assert newest_whole_checkpoint(run) == newest
+    assert last_complete_checkpoint(run) == newest
 
 
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused(run):
@@ -239,26 +239,28 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused(run):
     arguments = TranslationTrainingArguments(
         output_dir=str(run), use_cpu=True, resume_from_checkpoint=str(run / "checkpoint-6")
     )
-    with pytest.raises(ValueError, match=r"checkpoint-6/optimizer.pt is not as it was written"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint-6/optimizer.pt is corrupt: its checksum does not match"
+    ):
         find_checkpoint(arguments)
 
 
 def test_where_none_is_whole_all_are_named(run):
-    for path in checkpoints_in(run).values():
+    for path in checkpoints_by_step(run).values():
         damage_by("truncated", path / "optimizer.pt")
-    message = r"is whole: .*checkpoint-8/optimizer.pt has \d+ bytes.*checkpoint-2/optimizer.pt"
+    message = r"is complete: .*checkpoint-8/optimizer.pt has \d+ bytes.*checkpoint-2/optimizer.pt"
     with pytest.raises(ValueError, match=message):
-        newest_whole_checkpoint(run)
+        last_complete_checkpoint(run)
 
 
 def test_other_trainers_checkpoints_are_looked_at_too(run):
     folder = run / "checkpoint-8"
-    (folder / CHECKSUMS).unlink()
-    assert defect_of(folder) is None
+    (folder / CHECKSUMS_NAME).unlink()
+    assert find_defect(folder) is None
     damage_by("truncated", folder / "model.safetensors")
-    assert defect_of(folder).startswith(f"{folder / 'model.safetensors'} can't be read")
+    assert find_defect(folder).startswith(f"{folder / 'model.safetensors'} can't be read")
     (folder / "trainer_state.json").unlink()
-    assert defect_of(folder) == f"{folder / 'trainer_state.json'} is missing"
+    assert find_defect(folder) == f"{folder / 'trainer_state.json'} is missing"
 
 
 @pytest.mark.parametrize(
@@ -266,18 +268,18 @@ def test_other_trainers_checkpoints_are_looked_at_too(run):
     [
         ("model.safetensors", "weights"),
         ("optimizer.pt", "optimizer state"),
-        ("scheduler.pt", "schedule"),
-        ("rng_state.pth", "state of random numbers"),
+        ("scheduler.pt", "learning rate scheduler"),
+        ("rng_state.pth", "random number state"),
     ],
 )
 def test_a_checkpoint_that_has_lost_its_checksums_and_more_is_not_whole(run, file, part):
     """As where somebody removes the folder while it gets its name: without one of these, training
     would go on, and go elsewhere."""
-    for name in (CHECKSUMS, file):
+    for name in (CHECKSUMS_NAME, file):
         (run / "checkpoint-8" / name).unlink()
-    assert defect_of(run / "checkpoint-8") == f"{run / 'checkpoint-8'} holds no {part}"
+    assert find_defect(run / "checkpoint-8") == f"{run / 'checkpoint-8'} holds no {part}"
 
 
 def test_checksums_that_are_none_are_a_defect(run):
-    (run / "checkpoint-8" / CHECKSUMS).write_text("[1]")
-    assert defect_of(run / "checkpoint-8").endswith("can't be read")
+    (run / "checkpoint-8" / CHECKSUMS_NAME).write_text("[1]")
+    assert find_defect(run / "checkpoint-8").endswith("can't be read")

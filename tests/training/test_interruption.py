@@ -9,8 +9,8 @@ import torch
 from conftest import REPOSITORY, run_ranks, small_trainer
 from transformers import TrainerCallback
 
-from vanilla_transformer.training.checkpoints import checkpoints_in, defect_of
-from vanilla_transformer.training.trainer import average_last
+from vanilla_transformer.training.checkpoints import checkpoints_by_step, find_defect
+from vanilla_transformer.training.trainer import load_averaged_checkpoints
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
@@ -54,7 +54,7 @@ def test_a_signal_leaves_a_checkpoint_and_its_exit_code(tokenizer, tmp_path, num
     with pytest.raises(SystemExit) as stopped:
         trainer.exit_if_interrupted()
     assert stopped.value.code == 128 + number
-    assert list(checkpoints_in(tmp_path / "stopped")) == [5]
+    assert list(checkpoints_by_step(tmp_path / "stopped")) == [5]
     again = small_trainer(tmp_path / "stopped", tokenizer)
     again.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-5"))
     again.exit_if_interrupted()
@@ -91,7 +91,7 @@ def test_an_evaluation_ends_at_once_and_is_made_later(
         trainer.train()
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         trainer.exit_if_interrupted()
-    assert 6 in checkpoints_in(tmp_path / "stopped")
+    assert 6 in checkpoints_by_step(tmp_path / "stopped")
     assert 6 not in dict(evaluations(trainer))
     again = small_trainer(tmp_path / folder, tokenizer, **options, **BEST)
     again.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-6"))
@@ -157,8 +157,8 @@ def test_a_run_that_is_resumed_at_its_end_makes_no_more_steps(tokenizer, tmp_pat
             trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
         trainer.train(resume_from_checkpoint=resumed)
         trained = weights_of(trainer)
-        average_last(trainer)
-        return trainer.state, list(checkpoints_in(tmp_path)), trained, weights_of(trainer)
+        load_averaged_checkpoints(trainer)
+        return trainer.state, list(checkpoints_by_step(tmp_path)), trained, weights_of(trainer)
 
     state, checkpoints, *weights = train()
     newest = f"checkpoint-{checkpoints[-1]}"
@@ -192,7 +192,7 @@ def test_the_same_signal_twice_stops_at_once(tokenizer, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert signal.getsignal(signal.SIGINT) == before
-    assert list(checkpoints_in(tmp_path)) == [2, 4]
+    assert list(checkpoints_by_step(tmp_path)) == [2, 4]
 
 
 PROGRAM = """
@@ -238,7 +238,7 @@ def test_two_processes_make_no_more_steps_either(checkpoint, tmp_path):
     program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
     failed, output = run_ranks(2, *program, cwd=tmp_path)
     assert not failed, output
-    assert list(checkpoints_in(tmp_path / "out")) == [2, 4, 6, 8]
+    assert list(checkpoints_by_step(tmp_path / "out")) == [2, 4, 6, 8]
 
 
 STALLED = """
@@ -269,5 +269,5 @@ def test_of_two_processes_one_is_told_and_both_stop_after_the_same_step(checkpoi
     assert failed
     assert "not left" not in output
     assert {path.name for path in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}, output
-    assert list(checkpoints_in(tmp_path / "out")) == [3]
-    assert defect_of(tmp_path / "out/checkpoint-3") is None
+    assert list(checkpoints_by_step(tmp_path / "out")) == [3]
+    assert find_defect(tmp_path / "out/checkpoint-3") is None

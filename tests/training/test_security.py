@@ -19,7 +19,7 @@ from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.parallel_text import DataArguments, load_parallel_dataset
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
 from vanilla_transformer.training.averaging import average_checkpoints
-from vanilla_transformer.training.checkpoints import CHECKSUMS, defect_of
+from vanilla_transformer.training.checkpoints import CHECKSUMS_NAME, find_defect
 from vanilla_transformer.training.trainer import make_trainer
 
 
@@ -77,7 +77,7 @@ def trainer_in(folder, tokenizer, **options):
 def test_the_state_of_a_training(tokenizer, tmp_path, mark, planter, file):
     trainer_in(tmp_path, tokenizer).train()
     checkpoint = tmp_path / "checkpoint-1"
-    (checkpoint / CHECKSUMS).unlink()
+    (checkpoint / CHECKSUMS_NAME).unlink()
     planter(checkpoint / file, mark)
     with pytest.raises(Exception, match=r"(?i)weights_only|unpickl|unsafe|pickle"):
         trainer_in(tmp_path, tokenizer).train(resume_from_checkpoint=str(checkpoint))
@@ -86,7 +86,7 @@ def test_the_state_of_a_training(tokenizer, tmp_path, mark, planter, file):
 def test_the_arguments_of_a_training_are_never_read(tokenizer, tmp_path, mark):
     trainer_in(tmp_path, tokenizer).train()
     checkpoint = tmp_path / "checkpoint-1"
-    (checkpoint / CHECKSUMS).unlink()
+    (checkpoint / CHECKSUMS_NAME).unlink()
     plant(checkpoint / "training_args.bin", mark)
     trainer = trainer_in(tmp_path, tokenizer)
     trainer.train(resume_from_checkpoint=str(checkpoint))
@@ -143,8 +143,8 @@ def test_checksums_lead_nowhere_else(tmp_path, name):
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()
     contents = {name.format(folder=tmp_path): [6, 0]}
-    (folder / CHECKSUMS).write_text(json.dumps(contents))
-    assert defect_of(folder) == f"{folder / CHECKSUMS} can't be read"
+    (folder / CHECKSUMS_NAME).write_text(json.dumps(contents))
+    assert find_defect(folder) == f"{folder / CHECKSUMS_NAME} can't be read"
 
 
 def test_a_tokenizers_file_is_data(checkpoint, tmp_path, mark):

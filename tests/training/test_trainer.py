@@ -37,8 +37,8 @@ from vanilla_transformer.training.model_card import write_model_card
 from vanilla_transformer.training.trainer import (
     CurvesCallback,
     TranslationTrainer,
-    average_last,
     find_checkpoint,
+    load_averaged_checkpoints,
     make_model,
     make_tokenizer,
     make_trainer,
@@ -432,7 +432,7 @@ def test_only_weights_that_are_missing_are_reported(tokenizer, tmp_path, caplog,
     }
     trainer = small_trainer(tmp_path, tokenizer, **options)
     trainer.train()
-    average_last(trainer)
+    load_averaged_checkpoints(trainer)
     again = small_trainer(tmp_path, tokenizer, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert "missing keys" not in caplog.text
@@ -458,7 +458,7 @@ def test_the_mean_of_the_last_checkpoints_becomes_the_model(tokenizer, splits, t
     trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
     trainer.train()
     (tmp_path / "checkpoint-9").mkdir()  # it holds no weights
-    average_last(trainer)
+    load_averaged_checkpoints(trainer)
     saved = [
         AutoModelForSeq2SeqLM.from_pretrained(tmp_path / f"checkpoint-{step}").state_dict()
         for step in (2, 4, 6)
@@ -474,8 +474,8 @@ def test_without_checkpoints_the_model_stays_as_it_is(tokenizer, tmp_path, caplo
     small_trainer(tmp_path / "run", tokenizer).train()
     trainer = small_trainer(tmp_path / "elsewhere", tokenizer, average_checkpoints=2)
     trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-8"))
-    average_last(trainer)
-    assert "there are not 2 checkpoints to average" in caplog.text
+    load_averaged_checkpoints(trainer)
+    assert "there are only 0 checkpoints to average: expected 2" in caplog.text
     for name, weight in load_file(tmp_path / "run/checkpoint-8/model.safetensors").items():
         assert torch.equal(trainer.model.get_parameter(name), weight), name
 
@@ -506,7 +506,7 @@ def test_the_mean_can_be_that_of_the_best(tokenizer, splits, tmp_path, metric, s
     trainer.state.log_history = [
         {"step": step, f"eval_{metric}": score} for step, score in scores.items()
     ]
-    average_last(trainer)
+    load_averaged_checkpoints(trainer)
     saved = [
         AutoModelForSeq2SeqLM.from_pretrained(tmp_path / f"checkpoint-{step}").state_dict()
         for step in chosen
@@ -578,7 +578,7 @@ def test_bars_are_for_terminals_unless_wished_elsewhere(
 def test_the_help_tells_of_all_ways_to_resume(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(GROUPS, ["--help"])
-    assert "'auto' for the same or," in " ".join(capsys.readouterr().out.split())
+    assert "'auto' for the same if there is one," in " ".join(capsys.readouterr().out.split())
 
 
 def test_cutting_to_the_budget_limits_both_sides(tmp_path):

@@ -11,7 +11,7 @@ Writes a model folder with the configuration and the tokenizer of the last check
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..training.averaging import average_checkpoints, find_checkpoints
+from ..training.averaging import average_checkpoints, select_checkpoints
 from .parser import CommandParser
 
 
@@ -45,6 +45,6 @@ def main() -> None:
     (arguments,) = parser.parse_args_into_dataclasses()
     folders = arguments.models
     if folders is None:
-        folders = find_checkpoints(arguments.checkpoints_of, arguments.last, arguments.steps)
+        folders = select_checkpoints(arguments.checkpoints_of, arguments.last, arguments.steps)
     output = average_checkpoints(folders, arguments.output_dir)
     print(f"The mean of {', '.join(map(str, folders))} is in {output}")

@@ -34,10 +34,10 @@ from ..training.arguments import (
     TranslationTrainingArguments,
     parse_arguments,
 )
-from ..training.distributed import load_whole, tensor_parallel
+from ..training.distributed import load_saved_model
 from ..training.trainer import (
-    average_last,
     find_checkpoint,
+    load_averaged_checkpoints,
     make_model,
     make_tokenizer,
     make_trainer,
@@ -64,9 +64,6 @@ def main() -> None:
     training_args.expect_data(pairs, data_args.streaming)
     tokenizer = make_tokenizer(model_args, pairs["train"], checkpoint)
     model = make_model(model_args, tokenizer, checkpoint)
-    if training_args.tp_size > 1:
-        sizes = training_args.tp_size, training_args.data_parallel_size
-        model = tensor_parallel(model, *sizes)
     with training_args.main_process_first(desc="tokenising"):
         splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
     if data_args.bpe_dropout:
@@ -79,11 +76,11 @@ def main() -> None:
     trainer.card_arguments = model_args, data_args
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.exit_if_interrupted()
-    average_last(trainer)
+    load_averaged_checkpoints(trainer)
     trainer.save_model()
     trainer.save_state()
     torch.set_float32_matmul_precision("highest")  # the card's scores are those of users
-    model = load_whole(model, training_args.output_dir).to(training_args.device)
+    model = load_saved_model(model, training_args.output_dir).to(training_args.device)
     scores = {
         split: evaluate(model, tokenizer, pairs[split], training_args)
         for split in ("validation", "test")

@@ -1,4 +1,4 @@
-"""What a training run is told: options, and recipes that give them."""
+"""The options of a training run, and recipes that set them."""
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 import yaml
 from transformers import GenerationConfig, HfArgumentParser, Seq2SeqTrainingArguments
 from transformers.integrations import is_tensorboard_available
@@ -16,11 +15,10 @@ from ..data.parallel_text import SPLITS, DataArguments
 from ..inference.metrics import METRICS
 from ..model.configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from .distributed import (
-    TRAINS_PARTS,
-    join_on_cpus,
-    launched_processes,
-    shard_on_cpus,
-    writes_shards,
+    enable_fsdp_on_cpu,
+    init_cpu_process_group,
+    launched_world_size,
+    saves_shards,
 )
 from .finite_gradients import FiniteGradientArguments
 from .recipes import find_recipe
@@ -50,12 +48,12 @@ class ModelArguments:
     config_overrides: str | None = field(
         default=None,
         metadata={
-            "help": "Fields unlike the preset's, or unlike those of the checkpoint to fine-tune, "
+            "help": "Configuration fields that override the preset or the checkpoint to fine-tune, "
             "e.g. dropout=0.2,norm_position=pre."
         },
     )
     tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Tokenizer to use; by default, one is trained on the data."}
+        default=None, metadata={"help": "Tokenizer to use. Default: train one on the data."}
     )
     vocab_size: int = field(
         default=8000, metadata={"help": "Size of the tokenizer trained on the data."}
@@ -66,8 +64,8 @@ class ModelArguments:
     float32_matmul_precision: str | None = field(
         default=None,
         metadata={
-            "help": "torch.set_float32_matmul_precision: highest, high or medium, which on CPUs "
-            "with AVX-512 or AMX trains up to twice as fast at next to no loss of precision."
+            "help": "torch.set_float32_matmul_precision: highest, high or medium. On CPUs with "
+            "AVX-512 or AMX, medium trains up to twice as fast with almost the same precision."
         },
     )
 
@@ -100,12 +98,11 @@ class ModelArguments:
 class TranslationTrainingArguments(
     TokenBudgetArguments, FiniteGradientArguments, Seq2SeqTrainingArguments
 ):
-    """transformers' arguments, and those of the paper's training that it has none for.
+    """`Seq2SeqTrainingArguments` and the options that they lack for the paper's training.
 
     Raises:
-        ValueError: Checkpoints are to be averaged that would not be there; alpha is negative; the
-            generation config has no such field; the best model's metric scores translations, which
-            are not made; so many processes can't share the work so.
+        ValueError: An option has an invalid value, or two options contradict each other, such as
+            `average_checkpoints` and `save_total_limit`.
     """
 
     _VALID_DICT_FIELDS = [*Seq2SeqTrainingArguments._VALID_DICT_FIELDS, "generation_kwargs"]
@@ -113,65 +110,59 @@ class TranslationTrainingArguments(
     average_checkpoints: int | None = field(
         default=None,
         metadata={
-            "help": "At the end of training, let the mean of the last so many checkpoints be the "
-            "model (the paper: 5, and 20 for the big model); with load_best_model_at_end of the "
-            "best by metric_for_best_model."
+            "help": "Number of last checkpoints to average for the final model (the paper: 5, and "
+            "20 for the big model). With load_best_model_at_end, the best checkpoints by "
+            "metric_for_best_model."
         },
     )
     r_drop_alpha: float = field(
         default=0.0,
         metadata={
-            "help": "Weight of R-Drop's divergence between two passes with other dropout, 5 in "
-            "its paper for translation; 0: one pass. Each batch is then worked on twice at a time."
+            "help": "Weight of R-Drop's divergence between two passes with different dropout; its "
+            "paper uses 5 for translation. It doubles the batch. 0 turns R-Drop off."
         },
     )
     report_to: None | str | list[str] = field(  # noqa: RUF036  # HfArgumentParser wants this order
         default_factory=lambda: "tensorboard" if is_tensorboard_available() else "none",
-        metadata={"help": "Where to log besides: tensorboard (default if installed), none, ..."},
+        metadata={"help": "Integrations to log to: tensorboard (default if installed), none, ..."},
     )
     resume_from_checkpoint: str | None = field(
         default=None,
         metadata={
-            "help": "Train on from a checkpoint: 'true' for the newest whole one in output_dir, "
-            "'auto' for the same or, where there is none, from the start, or a checkpoint's folder."
+            "help": "Checkpoint to resume from: 'true' for the newest complete one in output_dir, "
+            "'auto' for the same if there is one, or a checkpoint's folder."
         },
     )
     disable_tqdm: bool | None = field(
         default=None,
-        metadata={"help": "Show no progress bars. Default: unless stderr is a terminal."},
+        metadata={"help": "Hide progress bars. Default: hidden unless stderr is a terminal."},
     )
     ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "Look for weights without gradient: here all have one."}
+        default=False,
+        metadata={"help": "Search for parameters without a gradient in DDP; this model has none."},
     )
     batches_per_update: int | None = field(
         default=None,
         metadata={
-            "help": "Batches of each update on all devices together: gradient_accumulation_steps "
-            "follows, so that the training is the same on any number of devices."
-        },
-    )
-    tp_size: int = field(
-        default=1,
-        metadata={
-            "help": "Split each matrix up among so many processes (tensor parallelism); of more "
-            "processes, groups of so many share the data, and the weights once more (FSDP2)."
+            "help": "Batches per update over all devices. It sets gradient_accumulation_steps, so "
+            "that training is the same on any number of devices."
         },
     )
     generation_kwargs: dict | str | None = field(
         default=None,
         metadata={
-            "help": "What the model's generation config is to hold besides generation_num_beams, "
-            'e.g. {"length_penalty": 0.6, "length_penalty_type": "gnmt"}.'
+            "help": "Fields to set in the model's generation config, as JSON, e.g. "
+            '{"length_penalty": 0.6, "length_penalty_type": "gnmt"}.'
         },
     )
 
     def __post_init__(self) -> None:
         if self.disable_tqdm is None and not (sys.stderr.isatty() or is_in_notebook()):
-            self.disable_tqdm = True  # bars within bars are made of escape sequences
-        self._share_out()
-        join_on_cpus(self)
+            self.disable_tqdm = True  # nested bars would fill a file with escape sequences
+        self._set_gradient_accumulation()
+        init_cpu_process_group(self)
         super().__post_init__()
-        shard_on_cpus(self)
+        enable_fsdp_on_cpu(self)
         if self.r_drop_alpha < 0:
             raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected a number from 0")
         known = GenerationConfig().to_dict().keys() | {"length_penalty_type"}
@@ -187,34 +178,21 @@ class TranslationTrainingArguments(
 
     @property
     def device(self) -> torch.device:
-        """As transformers', whose processes on CPUs number theirs in 5.17: torch then can't load an
-        optimizer's state to resume from."""
+        """Same as `TrainingArguments.device`, but without an index on CPUs: transformers 5.17 adds
+        one there, and torch then can't load an optimizer's state."""
         device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
 
-    @property
-    def data_parallel_size(self) -> int:
-        """How many batches are worked on at a time."""
-        return launched_processes() // self.tp_size
-
-    def _share_out(self) -> None:
-        processes = launched_processes()
-        if self.tp_size < 1 or processes % self.tp_size:
-            raise ValueError(f"tp_size={self.tp_size}: expected a divisor of {processes} processes")
-        if self.tp_size > 1 and not TRAINS_PARTS:
-            raise ValueError(
-                f"tp_size={self.tp_size}: expected transformers 5.19 or newer, "
-                f"not {transformers.__version__}"
-            )
-        wanted, at_a_time = self.batches_per_update, self.data_parallel_size
+    def _set_gradient_accumulation(self) -> None:
+        wanted, processes = self.batches_per_update, launched_world_size()
         if wanted is None:
             return
-        if wanted < 1 or wanted % at_a_time:
+        if wanted < 1 or wanted % processes:
             raise ValueError(
-                f"batches_per_update={wanted}: expected a multiple of {at_a_time}, as many as are "
-                "worked on at a time"
+                f"batches_per_update={wanted}: expected a positive multiple of {processes}, the "
+                "number of processes"
             )
-        self.gradient_accumulation_steps = wanted // at_a_time
+        self.gradient_accumulation_steps = wanted // processes
 
     def _check_averages(self) -> None:
         wanted, limit = self.average_checkpoints, self.save_total_limit
@@ -224,20 +202,23 @@ class TranslationTrainingArguments(
             raise ValueError(f"average_checkpoints={wanted}: expected a positive number")
         if limit is not None and limit < wanted:
             raise ValueError(
-                f"average_checkpoints={wanted}: save_total_limit={limit} keeps fewer, expected as "
-                "many at least"
+                f"average_checkpoints={wanted}: save_total_limit={limit} keeps fewer, expected at "
+                f"least {wanted}"
             )
-        if writes_shards():
+        if saves_shards():
             raise ValueError(
-                f"average_checkpoints={wanted}: expected FSDP with FULL_STATE_DICT, which unlike "
-                "SHARDED_STATE_DICT leaves whole checkpoints"
+                f"average_checkpoints={wanted}: expected FSDP with FULL_STATE_DICT; checkpoints "
+                "with SHARDED_STATE_DICT can't be averaged"
             )
         if self.save_strategy == "no":
             raise ValueError(f"average_checkpoints={wanted}: save_strategy='no' keeps none")
 
     def expect_data(self, splits: Collection[str], streaming: bool = False) -> None:
-        """Raise ValueError where a split that the training needs is missing, or the number of steps
-        over a stream."""
+        """Check that all splits are there that training needs, and `max_steps` for a stream.
+
+        Raises:
+            ValueError: A split or `max_steps` is missing.
+        """
         needs = [("training", "train")]
         if self.eval_strategy != "no":
             needs.append((f"eval_strategy={self.eval_strategy.value}", "validation"))
@@ -252,12 +233,12 @@ class TranslationTrainingArguments(
                 )
         if streaming and self.max_steps < 1:
             raise ValueError(
-                f"max_steps={self.max_steps}: expected a positive number, since a stream does not "
-                "tell its length"
+                f"max_steps={self.max_steps}: expected a positive number, as the length of a "
+                "stream is unknown"
             )
 
     def limit(self, data: DataArguments) -> None:
-        """Let tokenisation cut what the budget can't take, if that is wished."""
+        """With `oversized="cut"`, let tokenization truncate sentences to the token budget."""
         if self.oversized != "cut" or self.max_tokens is None:
             return
         for name in ("max_source_length", "max_target_length"):

@@ -1,4 +1,4 @@
-"""The mean of the last checkpoints' weights (section 6.1), tensor by tensor."""
+"""The average of the last checkpoints' weights (section 6.1), tensor by tensor."""
 
 import json
 import shutil
@@ -13,38 +13,41 @@ from safetensors import safe_open
 from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from .checkpoints import CHECKSUMS, checkpoints_in
+from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step
 
-# What a trainer's checkpoint holds besides a model; none of it fits averaged weights.
-OF_THE_TRAINER = {
+# Files of a trainer's checkpoint that do not belong to an averaged model.
+TRAINER_FILES = {
     "trainer_state.json",
     "training_args.bin",
     "optimizer.pt",
+    "optimizer.bin",  # this and the next under FSDP
+    "pytorch_model_fsdp.bin",
     "scheduler.pt",
     "scaler.pt",
     "rng_state.pth",
-    CHECKSUMS,
+    CHECKSUMS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
 }
-IMMATERIAL = {"transformers_version", "dtype", "_name_or_path"}  # in a configuration
+IGNORED_CONFIG_FIELDS = {"transformers_version", "dtype", "_name_or_path"}
 
 
-def with_weights(folder: str | Path) -> dict[int, Path]:
-    """Of a trainer's checkpoints in its output folder those that hold weights, by growing step."""
-    checkpoints = checkpoints_in(folder)
-    return {step: path for step, path in checkpoints.items() if _weight_files(path)}
+def checkpoints_with_weights(folder: str | Path) -> dict[int, Path]:
+    """The checkpoints in a trainer's output folder that hold safetensors weights, by step."""
+    checkpoints = checkpoints_by_step(folder)
+    return {step: path for step, path in checkpoints.items() if _weight_map(path)}
 
 
-def find_checkpoints(
+def select_checkpoints(
     folder: str | Path, last: int | None = None, steps: Sequence[int] | None = None
 ) -> list[Path]:
-    """Of the checkpoints `with_weights` in a folder the last so many, or those of `steps`.
+    """The last `last` checkpoints with weights in a trainer's output folder, or those of `steps`.
 
     Raises:
-        FileNotFoundError: There are fewer, or none of such a step; those there are are named.
+        FileNotFoundError: There are fewer, or none of such a step. The message names those that
+            exist.
     """
-    found = with_weights(folder)
-    there = f"{folder}: there are checkpoints of the steps {list(found) or 'none'}"
+    found = checkpoints_with_weights(folder)
+    there = f"{folder} holds checkpoints of steps {list(found) or 'none'}"
     if steps is not None:
         missing = [step for step in steps if step not in found]
         if missing:
@@ -56,33 +59,37 @@ def find_checkpoints(
 
 
 def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -> Path:
-    """Write a model whose weights are the mean of those of the folders', with the configuration and
-    the tokenizer of the last.
+    """Write a model with the mean of the weights in the folders, and the configuration and
+    tokenizer of the last folder.
 
-    One tensor of each checkpoint is in memory at a time, besides the mean. Sums are found in
-    float64; what is no floating-point number is the last's.
+    It keeps one tensor of one checkpoint in memory at a time, besides the mean, and adds up in
+    float64. Tensors of integers are copied from the last folder.
+
+    Args:
+        folders: Models of the same architecture.
+        output_dir: Where to write the averaged model.
 
     Raises:
         FileNotFoundError: A folder holds no safetensors weights.
-        ValueError: There is nothing to average; the models differ in shape.
+        ValueError: There is no folder, or the models differ in architecture.
     """
     paths = [Path(folder) for folder in folders]
     if not paths:
         raise ValueError("there is no checkpoint to average")
-    _check_one_architecture(paths)
+    _check_same_architecture(paths)
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(_mean(paths), str(output))
     for file in paths[-1].iterdir():
         is_weight = file.suffix == ".safetensors"
-        is_state = file.name in OF_THE_TRAINER or file.name.startswith("rng_state")
+        is_state = file.name in TRAINER_FILES or file.name.startswith("rng_state")
         if file.is_file() and not is_weight and not is_state:
             shutil.copy2(file, output)
     return output
 
 
 def _mean(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
-    places = [_weight_files(path) for path in paths]
+    places = [_weight_map(path) for path in paths]
     with ExitStack() as stack:
         files = {
             file: stack.enter_context(safe_open(file, framework="pt"))
@@ -105,8 +112,8 @@ def _mean(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
         return mean
 
 
-def _weight_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor; empty where there are no safetensors weights."""
+def _weight_map(folder: Path) -> dict[str, Path]:
+    """The file of each tensor; empty if there are no safetensors weights."""
     whole, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if whole.is_file():
         with safe_open(whole, framework="pt") as file:
@@ -118,7 +125,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    weights = _weight_files(folder)
+    weights = _weight_map(folder)
     if not weights:
         raise FileNotFoundError(f"{folder}: expected a model's weights, {SAFE_WEIGHTS_NAME}")
     shapes: dict[str, tuple[int, ...]] = {}
@@ -129,27 +136,27 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _configuration(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: expected a model's config.json")
     values = json.loads(path.read_text())
-    return {name: value for name, value in values.items() if name not in IMMATERIAL}
+    return {name: value for name, value in values.items() if name not in IGNORED_CONFIG_FIELDS}
 
 
-def _check_one_architecture(paths: Sequence[Path]) -> None:
-    first, shapes = _configuration(paths[0]), _shapes(paths[0])
+def _check_same_architecture(paths: Sequence[Path]) -> None:
+    first, shapes = _read_config(paths[0]), _shapes(paths[0])
     for path in paths[1:]:
-        other = _configuration(path)
+        other = _read_config(path)
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
                 raise ValueError(
-                    f"{path} holds another architecture than {paths[0]}: its {name} is "
+                    f"{path} holds a different architecture from {paths[0]}: its {name} is "
                     f"{other.get(name)!r}, not {first.get(name)!r}"
                 )
         differing = {name for name, _ in shapes.items() ^ _shapes(path).items()}
         if differing:
             raise ValueError(
-                f"{path} holds another architecture than {paths[0]}: tensors differ in name or "
+                f"{path} holds a different architecture from {paths[0]}: tensors differ in name or "
                 f"shape, such as {min(differing)}"
             )

@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there, whatever stops a training.
+"""Checkpoints that are complete or not there, whatever interrupts training.
 
-WholeCheckpointTrainer   a `Trainer` that writes them aside and renames them when they are done
-checkpoints_in           those in an output folder
-newest_whole_checkpoint  the one to go on from
-defect_of                what is wrong with one
+AtomicCheckpointTrainer   a `Trainer` that writes a checkpoint to a staging folder, then renames it
+checkpoints_by_step       the checkpoints in an output folder
+last_complete_checkpoint  the newest checkpoint that training can resume from
+find_defect               what is wrong with a checkpoint
 """
 
 import json
@@ -19,93 +19,106 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import Trainer, TrainerState
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    get_last_checkpoint,
+    sort_checkpoints,
+)
 
 logger = logging.getLogger(__name__)
 
-# In the output folder: what is being written, and what is being removed. `Trainer` pushes no folder
-# with such a name to the Hub.
-ASIDE = "_incomplete"
-CHECKSUMS = "checksums.json"
-PARTS = {  # of any trainer's checkpoint, and what holds each
+# A folder inside the output folder for checkpoints that are being written or removed. `Trainer`
+# pushes no folder with a leading underscore to the Hub.
+STAGING_DIR = "_incomplete"
+CHECKSUMS_NAME = "checksums.json"
+REQUIRED_FILES = {  # of any trainer's checkpoint: what it must hold, and the files that may hold it
     "weights": ("*model*.safetensors", "pytorch_model*", "global_step*"),
     "optimizer state": ("optimizer*", "global_step*"),
-    "schedule": ("scheduler.pt",),
-    "state of random numbers": ("rng_state*.pth",),
+    "learning rate scheduler": ("scheduler.pt",),
+    "random number state": ("rng_state*.pth",),
 }
 
 
-class WholeCheckpointTrainer(Trainer):
-    """For any trainer: `class Mine(WholeCheckpointTrainer, Seq2SeqTrainer)`.
+class AtomicCheckpointTrainer(Trainer):
+    """A mixin for any trainer: `class MyTrainer(AtomicCheckpointTrainer, Seq2SeqTrainer)`.
 
-    A checkpoint is written aside, flushed to the disk, and gets its name when nothing of it is
-    missing; checksums of its files lie beside them. One that is to go loses its name first.
+    It writes each checkpoint to a staging folder, with checksums of its files, flushes it to the
+    disk, and renames it only then. An old checkpoint is moved to the staging folder before its
+    files are deleted.
     """
 
-    _is_saving = False
+    resumed_checkpoint: str | None = None
+    _is_staging = False
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`; what an earlier run has left half-written is removed."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(_BestCheckpointCallback(self))
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Same as `Trainer.train`. It first deletes what an earlier run left in the staging
+        folder."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        if isinstance(resume_from_checkpoint, str):
+            self.resumed_checkpoint = resume_from_checkpoint
         if self.args.should_save:
-            shutil.rmtree(Path(self.args.output_dir, ASIDE), ignore_errors=True)
+            shutil.rmtree(Path(self.args.output_dir, STAGING_DIR), ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        return super().train(*args, **kwargs)
-
-    def _init_training_state(self, *args: Any) -> tuple[int, int]:
-        """As the trainer's (5.17 to 5.23), which looks for the best checkpoint where it was saved:
-        if the folder has been moved or copied since, it is beside the one to resume from."""
-        trained = super()._init_training_state(*args)
-        *_, resumed, _ = args
-        if resumed is not None:
-            state = TrainerState.load_from_json(os.path.join(resumed, TRAINER_STATE_NAME))
-            best = Path(resumed).parent / Path(state.best_model_checkpoint or "").name
-            if state.best_model_checkpoint and best.is_dir():
-                self.state.best_model_checkpoint = str(best)
-                logger.info("The best checkpoint so far is %s", best)
-        return trained
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
+        """Same as in `Trainer` (5.17 to 5.23), or the staging folder while it saves."""
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, ASIDE) if self._is_saving else folder
+        return os.path.join(folder, STAGING_DIR) if self._is_staging else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Same as in `Trainer` (5.17 to 5.23), by way of the staging folder. If someone deletes
+        that folder meanwhile, a single process writes the checkpoint again."""
         folder = Path(self._get_output_dir(trial))
-        aside = folder / ASIDE / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        staged = folder / STAGING_DIR / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         try:
-            self._save_whole(model, trial, aside)
+            self._stage_and_publish(model, trial, staged)
         except Exception:
-            if self.args.world_size > 1 or (aside / CHECKSUMS).exists():
+            if self.args.world_size > 1 or (staged / CHECKSUMS_NAME).exists():
                 raise
-            logger.warning("%s was removed while it was written: once more", aside)
-            self._save_whole(model, trial, aside)
-        self.accelerator.wait_for_everyone()  # none goes on before it is there
+            logger.warning("%s was deleted during the save, which starts again", staged)
+            self._stage_and_publish(model, trial, staged)
+        self.accelerator.wait_for_everyone()  # until the checkpoint has its name
 
-    def _save_whole(self, model: nn.Module, trial: Any, aside: Path) -> None:
-        folder = aside.parent.parent
+    def _stage_and_publish(self, model: nn.Module, trial: Any, staged: Path) -> None:
+        folder = staged.parent.parent
         if self.args.should_save:
-            # Not before there is this file can one tell that all others are still there.
-            aside.mkdir(parents=True, exist_ok=True)
-            (aside / CHECKSUMS).touch()
-        self._is_saving = True
+            # This file comes first: if it is still there in the end, so are all the others.
+            staged.mkdir(parents=True, exist_ok=True)
+            (staged / CHECKSUMS_NAME).touch()
+        self._is_staging = True
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self._is_saving = False
-        self.accelerator.wait_for_everyone()  # all of them have written
+            self._is_staging = False
+        self.accelerator.wait_for_everyone()  # until all processes have written their files
         best = self.state.best_model_checkpoint
-        if best and Path(best) == aside:
-            self.state.best_model_checkpoint = str(folder / aside.name)
+        if best and Path(best) == staged:
+            self.state.best_model_checkpoint = str(folder / staged.name)
         if self.args.should_save:
-            self.state.save_to_json(str(aside / TRAINER_STATE_NAME))
-            _write_checksums(aside)
-            _put_in_place(aside, folder / aside.name)
-            self._remove_oldest(folder)
-            with suppress(OSError):  # of a folder in which there is something else
-                aside.parent.rmdir()
+            self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            _write_checksums(staged)
+            _publish(staged, folder / staged.name)
+            self._delete_old_checkpoints(folder)
+            with suppress(OSError):  # the staging folder may hold something else
+                staged.parent.rmdir()
 
-    def _remove_oldest(self, folder: Path) -> None:
+    def _delete_old_checkpoints(self, folder: Path) -> None:
         limit = self.args.save_total_limit
         if not limit or limit < 0:
             return
@@ -113,21 +126,42 @@ class WholeCheckpointTrainer(Trainer):
         best = Path(self.state.best_model_checkpoint or folder).resolve()
         removable = [path for path in older if path.resolve() != best]
         for path in removable[: max(0, len(older) + 1 - limit)]:
-            _remove(path)
+            _delete(path)
 
 
-def _put_in_place(aside: Path, final: Path) -> None:
-    """Give a checkpoint that is on the disk its name, which an earlier one of its step may have."""
-    for path in (*aside.rglob("*"), aside):
+class _BestCheckpointCallback(TrainerCallback):
+    """Finds the best checkpoint after its run was moved or copied: it lies beside the one that
+    training resumes from. `Trainer` looks for it only at its old path."""
+
+    def __init__(self, trainer: AtomicCheckpointTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Replace the path that the checkpoint has recorded."""
+        resumed = self.trainer.resumed_checkpoint
+        if resumed is None:
+            return
+        recorded = TrainerState.load_from_json(os.path.join(resumed, TRAINER_STATE_NAME))
+        best = Path(resumed).parent / Path(recorded.best_model_checkpoint or "").name
+        if recorded.best_model_checkpoint and best.is_dir():
+            state.best_model_checkpoint = str(best)
+            logger.info("The best checkpoint so far is %s", best)
+
+
+def _publish(staged: Path, final: Path) -> None:
+    """Flush a checkpoint to the disk and give it its final name, in place of an earlier one."""
+    for path in (*staged.rglob("*"), staged):
         _flush(path)
     if final.exists():
-        _remove(final)
-    aside.rename(final)
+        _delete(final)
+    staged.rename(final)
     _flush(final.parent)
 
 
-def _remove(checkpoint: Path) -> None:
-    doomed = checkpoint.parent / ASIDE / f"old-{checkpoint.name}"
+def _delete(checkpoint: Path) -> None:
+    doomed = checkpoint.parent / STAGING_DIR / f"old-{checkpoint.name}"
     shutil.rmtree(doomed, ignore_errors=True)
     doomed.parent.mkdir(exist_ok=True)
     checkpoint.rename(doomed)
@@ -142,10 +176,6 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _files(checkpoint: Path) -> Iterator[Path]:
-    return (path for path in sorted(checkpoint.rglob("*")) if path.is_file())
-
-
 def _checksum(path: Path) -> int:
     checksum = 0
     with path.open("rb") as file:
@@ -154,20 +184,24 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
+def _files(checkpoint: Path) -> Iterator[Path]:
+    return (path for path in sorted(checkpoint.rglob("*")) if path.is_file())
+
+
 def _write_checksums(checkpoint: Path) -> None:
-    """Fill the file that was there, empty, before all others. A folder that somebody removes loses
-    it like any other, also where those written later are there again."""
+    """Fill the file that was created, empty, before all others. It must still exist: if someone has
+    deleted the folder meanwhile, files are missing, even if the folder is there again."""
     contents = {
         path.relative_to(checkpoint).as_posix(): [path.stat().st_size, _checksum(path)]
         for path in _files(checkpoint)
-        if path.name != CHECKSUMS
+        if path.name != CHECKSUMS_NAME
     }
-    with (checkpoint / CHECKSUMS).open("r+") as file:
+    with (checkpoint / CHECKSUMS_NAME).open("r+") as file:
         json.dump(contents, file, indent=1)
 
 
-def checkpoints_in(folder: str | Path) -> dict[int, Path]:
-    """A trainer's checkpoints in its output folder, by growing step."""
+def checkpoints_by_step(folder: str | Path) -> dict[int, Path]:
+    """The checkpoints in a trainer's output folder, in order of their steps."""
     found = {}
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
@@ -176,32 +210,33 @@ def checkpoints_in(folder: str | Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def defect_of(checkpoint: str | Path) -> str | None:
-    """What keeps a trainer's checkpoint from being resumed, naming the file; None if it is whole.
+def find_defect(checkpoint: str | Path) -> str | None:
+    """What prevents training from resuming from a checkpoint, with the file's name; None if the
+    checkpoint is complete.
 
-    Where there are no checksums, as in a checkpoint of another trainer, only the trainer's state,
-    the header of the weights and the names of the files are looked at.
+    A checkpoint without checksums, written by another trainer, gets a weaker check: the trainer's
+    state and the header of the weights must be readable, and the other files must exist.
     """
     folder = Path(checkpoint)
-    if not (folder / CHECKSUMS).is_file():
-        return _defect_without_checksums(folder)
+    if not (folder / CHECKSUMS_NAME).is_file():
+        return _find_defect_without_checksums(folder)
     try:
-        contents: dict[str, list[int]] = json.loads((folder / CHECKSUMS).read_text())
+        contents: dict[str, list[int]] = json.loads((folder / CHECKSUMS_NAME).read_text())
         for name, (size, checksum) in contents.items():
             path = folder / name
-            path.resolve().relative_to(folder.resolve())  # a name may not lead out of the folder
+            path.resolve().relative_to(folder.resolve())  # a name must not lead out of the folder
             if not path.is_file():
                 return f"{path} is missing"
             if path.stat().st_size != size:
                 return f"{path} has {path.stat().st_size} bytes: expected {size}"
             if _checksum(path) != checksum:
-                return f"{path} is not as it was written"
+                return f"{path} is corrupt: its checksum does not match"
     except (ValueError, TypeError, AttributeError):
-        return f"{folder / CHECKSUMS} can't be read"
+        return f"{folder / CHECKSUMS_NAME} can't be read"
     return None
 
 
-def _defect_without_checksums(folder: Path) -> str | None:
+def _find_defect_without_checksums(folder: Path) -> str | None:
     path = folder / TRAINER_STATE_NAME
     try:
         json.loads(path.read_text())
@@ -213,32 +248,32 @@ def _defect_without_checksums(folder: Path) -> str | None:
     except (ValueError, SafetensorError) as error:
         return f"{path} can't be read ({error})"
     names = {path.name for path in folder.iterdir()}
-    for part, patterns in PARTS.items():
+    for part, patterns in REQUIRED_FILES.items():
         if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
             return f"{folder} holds no {part}"
     return None
 
 
-def newest_whole_checkpoint(folder: str | Path) -> Path | None:
-    """The newest checkpoint in an output folder that nothing is wrong with; a warning says which
-    ones are passed over, and why. None if there is no checkpoint at all.
+def last_complete_checkpoint(folder: str | Path) -> Path | None:
+    """The newest complete checkpoint in an output folder, or None if it holds no checkpoint. A
+    warning names each newer one that is skipped, and why.
 
-    One that was whole but had no name yet gets it now.
+    A complete checkpoint that is still in the staging folder is renamed first.
 
     Raises:
-        ValueError: There are some, but none is whole.
+        ValueError: There are checkpoints, but none is complete.
     """
-    for aside in checkpoints_in(Path(folder, ASIDE)).values():
-        final = Path(folder, aside.name)
-        if not final.exists() and defect_of(aside) is None:
-            aside.rename(final)
+    for staged in checkpoints_by_step(Path(folder, STAGING_DIR)).values():
+        final = Path(folder, staged.name)
+        if not final.exists() and find_defect(staged) is None:
+            staged.rename(final)
     defects = []
-    for checkpoint in reversed(checkpoints_in(folder).values()):
-        defect = defect_of(checkpoint)
+    for checkpoint in reversed(checkpoints_by_step(folder).values()):
+        defect = find_defect(checkpoint)
         if defect is None:
             return checkpoint
-        logger.warning("%s: it is passed over", defect)
+        logger.warning("%s: this checkpoint is skipped", defect)
         defects.append(defect)
     if defects:
-        raise ValueError(f"no checkpoint to resume from is whole: {'; '.join(defects)}")
+        raise ValueError(f"no checkpoint to resume from is complete: {'; '.join(defects)}")
     return None

@@ -1,4 +1,4 @@
-"""A loss that is NaN or infinite never reaches the weights."""
+"""Keeps NaN and infinite gradients away from the weights."""
 
 import logging
 import math
@@ -6,19 +6,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from transformers import Trainer
+from torch.nn.utils import get_total_norm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .distributed import any_process, local_part
 
 logger = logging.getLogger(__name__)
 
-# A loss scale of 2^16, halved by each step that overflows, is then as small as it can be of use.
-OVERFLOWS = 40
+# float16 starts with a loss scale of 2^16 and halves it after each overflow. After this many
+# overflows in a row no scale helps.
+MAX_OVERFLOWS = 40
 
 
 @dataclass
 class FiniteGradientArguments:
-    """What `FiniteGradientTrainer` looks for among its arguments; put it before
-    `TrainingArguments`.
+    """The option of `FiniteGradientsCallback`; list this class before `TrainingArguments`.
 
     Raises:
         ValueError: The number is negative.
@@ -27,8 +29,8 @@ class FiniteGradientArguments:
     max_skipped_steps: int = field(
         default=0,
         metadata={
-            "help": "Steps in a row that may be left out, with a warning, because their gradient "
-            "is NaN or infinite, as by a poisoned batch; one more ends training with an error."
+            "help": "Maximum number of consecutive steps to skip, with a warning, because their "
+            "gradient is NaN or infinite. One more such step ends training with an error."
         },
     )
 
@@ -38,38 +40,52 @@ class FiniteGradientArguments:
             raise ValueError(f"max_skipped_steps={self.max_skipped_steps}: expected 0 or more")
 
 
-class FiniteGradientTrainer(Trainer):
-    """For any trainer: `class Mine(FiniteGradientTrainer, Seq2SeqTrainer)`.
+class FiniteGradientsCallback(TrainerCallback):
+    """Skips an optimizer step whose gradient is NaN or infinite. It works with any trainer:
+    `trainer.add_callback(FiniteGradientsCallback())`.
 
-    Where the norm of all gradients is NaN or infinite, the optimizer does nothing in that step, or
-    training ends, by `max_skipped_steps` of its arguments. Transformers would go on, and by default
-    log the mean of earlier losses in place of the lost one. In float16 the loss scaler leaves such
-    steps out by itself; training then ends where no scale helps.
-
-    Raises:
-        FloatingPointError: From `train`; the checkpoints are those from before.
+    After more than `max_skipped_steps` (an attribute of the arguments, by default 0) in a row it
+    raises `FloatingPointError`, which ends training; the weights and the checkpoints are those from
+    before. `Trainer` alone continues with NaN weights, and logs the mean of earlier losses instead.
+    In float16 the loss scaler skips such steps; training ends when no scale helps. DeepSpeed
+    updates the weights before a callback can skip the step, so training ends one step later.
     """
 
-    _skipped = 0  # in a row
+    def __init__(self) -> None:
+        self.skipped = 0  # steps in a row
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if norm is None:
-            return norm  # DeepSpeed, before its first step
-        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if math.isfinite(value):
-            self._skipped = 0
-            return norm
-        self._skipped += 1
-        step = self.state.global_step + 1
-        allowed = getattr(self.args, "max_skipped_steps", 0)
-        if self.accelerator.scaler is not None:
-            allowed = max(allowed, OVERFLOWS)
-        if self._skipped > allowed:
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Check the gradient, which is clipped by now: that leaves NaN in it, if anything is."""
+        if not any_process(not _is_finite(model), args):
+            self.skipped = 0
+            return
+        self.skipped += 1
+        step = state.global_step + 1
+        allowed = getattr(args, "max_skipped_steps", 0)
+        if args.fp16:
+            allowed = max(allowed, MAX_OVERFLOWS)
+        if self.skipped > allowed:
             raise FloatingPointError(
-                f"the gradient of step {step} is {value}, that of {self._skipped} steps in a row: "
-                f"expected a finite one (max_skipped_steps={allowed}); the weights are as before"
+                f"the gradient of step {step} is NaN or infinite, for {self.skipped} steps in a "
+                f"row: expected a finite gradient (max_skipped_steps={allowed}); "
+                "the weights are unchanged"
             )
-        logger.warning("The gradient of step %d is %s: the step is left out", step, value)
+        logger.warning("The gradient of step %d is NaN or infinite: the step is skipped", step)
         model.zero_grad(set_to_none=True)
-        return norm
+
+
+@torch.no_grad()
+def _is_finite(model: torch.nn.Module) -> bool:
+    """Whether this process's part of all gradients is finite; of all weights with DeepSpeed, which
+    keeps its gradients elsewhere."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = get_total_norm([local_part(tensor) for tensor in gradients or parameters])
+    return math.isfinite(norm)

@@ -1,36 +1,40 @@
-"""SIGTERM and Ctrl-C: the step is finished, a checkpoint written, and training ends."""
+"""SIGTERM and Ctrl-C finish the current step, save a checkpoint and stop training."""
 
 import logging
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import reduce
 from transformers import (
-    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer import TRAINER_STATE_NAME
+
+from .checkpoints import AtomicCheckpointTrainer
+from .distributed import any_process
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class InterruptibleTrainer(Trainer):
-    """For any trainer: `class Mine(InterruptibleTrainer, Seq2SeqTrainer)`.
+class InterruptibleTrainer(AtomicCheckpointTrainer):
+    """A mixin for any trainer: `class MyTrainer(InterruptibleTrainer, Seq2SeqTrainer)`.
 
-    A signal ends training in order, an evaluation at once; the same signal once more ends all at
-    once. Of several processes each may be sent the signal or only one: all stop after the same
-    step. An evaluation that was cut short, or not begun, is made when training is resumed; a run
-    that had reached its last step makes no more.
+    After a signal, training saves a checkpoint at the end of the current step and stops; an
+    evaluation stops at once. A second, equal signal ends the program immediately. The signal may
+    reach one process or several: all of them stop after the same step. When training resumes, it
+    first repeats the evaluation that was interrupted. A run that had made its last step makes no
+    other.
 
-    transformers' `enable_jit_checkpoint`, which waits for three seconds, knows SIGTERM alone and
-    lets each process stop where it is, is not needed besides.
+    This replaces transformers' `enable_jit_checkpoint`, which waits for three seconds, knows only
+    SIGTERM, and lets the processes stop at different steps.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -38,46 +42,43 @@ class InterruptibleTrainer(Trainer):
         self.interruption = _InterruptionCallback(self)
         self.add_callback(self.interruption)
 
-    def _init_training_state(self, *args: Any) -> tuple[int, int]:
-        """As the trainer's (5.17 to 5.23), which keeps the checkpoint to resume from to itself."""
-        *_, self._resumed, _ = args
-        trained = super()._init_training_state(*args)
-        self._first_step = self.state.global_step
-        return trained
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """As the trainer's (5.17 to 5.23), which asks only after a step whether it was the last."""
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **kwargs)
-        else:
-            self.control.should_training_stop = True
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Same as `Trainer.set_initial_training_values`, but with no epochs left if the checkpoint
+        is at the last step: `Trainer` would make one more step before it stops."""
+        epochs, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
+        if self.resumed_checkpoint is not None:
+            state = TrainerState.load_from_json(
+                str(Path(self.resumed_checkpoint, TRAINER_STATE_NAME))
+            )
+            epochs = 0 if state.global_step >= max_steps else epochs
+        return epochs, *others, max_steps
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As `Trainer.evaluate`; training goes on with the random numbers that it would have had
-        without, be this evaluation made now or later."""
+        """Same as `Trainer.evaluate`, but it leaves the random number generators as they were:
+        training continues as it would have without this evaluation."""
         device = self.args.device
         devices = [] if device.type == "cpu" else [device]
         try:
             with torch.random.fork_rng(devices, device_type=device.type):
                 return super().evaluate(*args, **kwargs)
         except _InterruptedError:
-            if self.state.global_step > self._first_step:
+            if self.state.global_step > self.interruption.first_step:
                 self._save_checkpoint(self.model, trial=None)
             self._exit()
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple:
-        """As `Trainer.prediction_step`, unless training is to end."""
-        if self.is_in_train and self.interruption.is_met():
+        """Same as `Trainer.prediction_step`, unless training is to stop."""
+        if self.is_in_train and self.interruption.stop_requested():
             raise _InterruptedError
         return super().prediction_step(*args, **kwargs)
 
-    def make_up_for_evaluation(self) -> None:
-        """Evaluate the checkpoint that training is resumed from; it may be the best one."""
+    def run_missed_evaluation(self) -> None:
+        """Evaluate the checkpoint that training resumes from, which may be the best one."""
         if self._determine_best_metric(self.evaluate(), trial=None):
-            self.state.best_model_checkpoint = self._resumed
+            self.state.best_model_checkpoint = self.resumed_checkpoint
 
     def exit_if_interrupted(self) -> None:
-        """End the program, with the exit code of a signal, where one has ended the training."""
+        """Exit with the code of the signal, if a signal has stopped training."""
         if self.interruption.received is not None:
             self._exit()
 
@@ -85,84 +86,87 @@ class InterruptibleTrainer(Trainer):
         received = self.interruption.received
         assert received is not None
         logger.warning(
-            "Stopped by %s at step %d; --resume_from_checkpoint true goes on from there",
+            "Stopped by %s at step %d; --resume_from_checkpoint true resumes from there",
             received.name,
             self.state.global_step,
         )
-        self.accelerator.end_training()  # for the exit code to be this one, not torch's abort
+        self.accelerator.end_training()  # otherwise torch may abort with an exit code of its own
         raise SystemExit(128 + received)
 
 
 class _InterruptedError(Exception):
-    """Leads out of an evaluation."""
+    """Raised to leave an evaluation."""
 
 
 class _InterruptionCallback(TrainerCallback):
-    """Takes the signals while training lasts.
+    """Handles the signals during training.
 
     Attributes:
-        received: The signal that was met, if any.
+        received: The signal that was received, if any.
+        first_step: The step at which training has begun or resumed.
     """
 
     def __init__(self, trainer: InterruptibleTrainer):
         self.trainer = trainer
         self.received: signal.Signals | None = None
+        self.first_step = 0
         self._handlers: dict[signal.Signals, Any] = {}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the signals over, which only a main thread can, and evaluate what was left out."""
+        """Install the handlers, which only a main thread can do, and make up for an evaluation that
+        was interrupted."""
+        self.first_step = state.global_step
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
-        if _lacks_evaluation(args, state):
-            self.trainer.make_up_for_evaluation()
+        if _missed_evaluation(args, state):
+            self.trainer.run_missed_evaluation()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ask for a checkpoint, and for no evaluation before it."""
-        if self.is_met():
+        """Request a checkpoint, and no evaluation before it."""
+        if self.stop_requested():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The loop takes its end for that of an epoch, where the checkpoint has been written."""
+        """The loop calls this when it stops, even within an epoch: the checkpoint is already saved."""
         if self.received is not None:
             control.should_save = control.should_evaluate = False
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the signals back."""
-        self._give_back()
+        """Restore the previous handlers."""
+        self._restore_handlers()
 
-    def is_met(self) -> bool:
-        """Whether any process has received a signal; to be asked by all of them."""
-        args = self.trainer.args
-        if args.world_size > 1:
-            met = torch.tensor(int(self.received is not None), device=args.device)
-            if int(reduce(met, "sum")) and self.received is None:
-                self.received = signal.SIGTERM  # another process was sent one
+    def stop_requested(self) -> bool:
+        """Whether any process has received a signal. All of them must call it."""
+        if any_process(self.received is not None, self.trainer.args) and self.received is None:
+            self.received = signal.SIGTERM  # another process has received one
         return self.received is not None
 
-    def _give_back(self) -> None:
+    def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received == number:
-            self._give_back()
+            self._restore_handlers()
             raise KeyboardInterrupt(signal.Signals(number).name)
         self.received = signal.Signals(number)
-        logger.warning("%s: training ends with a checkpoint after this step", self.received.name)
+        logger.warning(
+            "%s: training saves a checkpoint after this step and stops", self.received.name
+        )
 
 
-def _lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
-    """Whether the step that training is resumed from was to be evaluated, and was not."""
+def _missed_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether the step that training resumes from still lacks the evaluation that was due."""
     at_end = state.global_step >= state.max_steps
     if args.eval_strategy == "steps":
         done = state.global_step

@@ -8,7 +8,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..plotting import LOSSES, SCORES, Log
-from .checkpoints import checkpoints_in
+from .checkpoints import checkpoints_by_step
 
 
 def read_log(folder: str | Path) -> Log:
@@ -18,7 +18,7 @@ def read_log(folder: str | Path) -> Log:
         FileNotFoundError: The folder holds no trainer state.
         ValueError: A state can't be read, or its log has no entry for a learning curve.
     """
-    folders = [Path(folder), *checkpoints_in(folder).values()]
+    folders = [Path(folder), *checkpoints_by_step(folder).values()]
     paths = [path for place in folders if (path := place / TRAINER_STATE_NAME).is_file()]
     if not paths:
         raise FileNotFoundError(

@@ -1,4 +1,4 @@
-"""Training with `Seq2SeqTrainer`: the objects that a run is made of."""
+"""Training with `Seq2SeqTrainer`: the tokenizer, the model, the trainer, and where to resume."""
 
 import copy
 import logging
@@ -34,15 +34,22 @@ from ..inference.metrics import make_compute_metrics
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from .arguments import ModelArguments
-from .averaging import average_checkpoints, with_weights
+from .averaging import average_checkpoints, checkpoints_with_weights
 from .checkpoints import (
-    WholeCheckpointTrainer,
-    checkpoints_in,
-    defect_of,
-    newest_whole_checkpoint,
+    AtomicCheckpointTrainer,
+    checkpoints_by_step,
+    find_defect,
+    last_complete_checkpoint,
 )
-from .distributed import SHARDED_OPTIMIZER, ShardedTrainer
-from .finite_gradients import FiniteGradientTrainer
+from .distributed import (
+    FULL_OPTIMIZER,
+    SHARDED_OPTIMIZER,
+    ShardedTrainer,
+    load_full_weights,
+    saves_shards,
+    uses_fsdp,
+)
+from .finite_gradients import FiniteGradientsCallback
 from .interruption import InterruptibleTrainer
 from .model_card import ModelCardTrainer
 from .r_drop import r_drop_loss
@@ -52,77 +59,91 @@ logger = logging.getLogger(__name__)
 
 
 def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
-    """Where to resume from; `None` to start anew.
+    """The checkpoint to resume from, or `None` to start a new training.
 
-    `resume_from_checkpoint` is a checkpoint's folder, or "true" for the newest whole one in
-    `output_dir`, or "auto" for the same where there is one. Of several processes the first looks,
-    for all of them.
+    `resume_from_checkpoint` is a checkpoint's folder, "true" for the newest complete checkpoint in
+    `output_dir`, or "auto" for the same if there is one. The main process decides for all.
 
     Raises:
         FileNotFoundError: The checkpoint does not exist, or not for all processes.
-        ValueError: It is damaged; the message names the file. It holds no optimizer's state that
-            this run can go on with.
+        ValueError: The checkpoint is damaged (the message names the file), or holds no optimizer
+            state that this run can load.
         FileExistsError: `output_dir` is a file, or holds a model that would be overwritten.
     """
     output_dir, wanted = Path(arguments.output_dir), arguments.resume_from_checkpoint
-    by_deepspeed = arguments.deepspeed_plugin is not None
-    found = _made_by_first_process(lambda: _find_checkpoint(output_dir, wanted, by_deepspeed))
+    layout = _optimizer_layout(arguments)
+    found = _run_on_main_process(lambda: _find_checkpoint(output_dir, wanted, layout))
     if found is not None and not Path(found).is_dir():
         raise FileNotFoundError(
-            f"{found}: process 0 sees it, process {arguments.process_index} does not, expected "
-            "one file system for all"
+            f"{found}: process 0 sees this folder, process {arguments.process_index} does not: "
+            "expected a file system that all processes share"
         )
     return found
 
 
-def _made_by_first_process(make: Callable[[], Any]) -> Any:
-    """What the first process makes, for all of them; what it raises, all of them raise."""
-    made: list[Any] = [None]
+def _run_on_main_process(make: Callable[[], Any]) -> Any:
+    """Call the function on the main process; all processes return its result, or raise its
+    error."""
+    results: list[Any] = [None]
     if PartialState().is_main_process:
         try:
-            made = [make()]
+            results = [make()]
         except Exception as error:
-            made = [error]
-    broadcast_object_list(made)
-    if isinstance(made[0], Exception):
-        raise made[0]
-    return made[0]
+            results = [error]
+    broadcast_object_list(results)
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
 
 
-def _find_checkpoint(output_dir: Path, wanted: str | None, by_deepspeed: bool) -> str | None:
+def _find_checkpoint(output_dir: Path, wanted: str | None, layout: str) -> str | None:
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"output_dir={output_dir} is a file: expected a folder")
     mode = str(wanted).lower()
     if mode in ("auto", "true"):
-        newest = newest_whole_checkpoint(output_dir)
+        newest = last_complete_checkpoint(output_dir)
         if newest is None and mode == "true":
             raise FileNotFoundError(f"{output_dir}: no checkpoint to resume from")
         if newest is not None:
-            return _with_state(newest, by_deepspeed)
+            return _expect_optimizer_state(newest, layout)
     elif wanted is not None:
         if not Path(wanted, "trainer_state.json").is_file():
             raise FileNotFoundError(f"resume_from_checkpoint={wanted}: not a trainer's checkpoint")
-        defect = defect_of(wanted)
+        defect = find_defect(wanted)
         if defect is not None:
             raise ValueError(f"resume_from_checkpoint={wanted}: {defect}")
-        return _with_state(Path(wanted), by_deepspeed)
-    if checkpoints_in(output_dir) or (output_dir / "config.json").exists():
+        return _expect_optimizer_state(Path(wanted), layout)
+    if checkpoints_by_step(output_dir) or (output_dir / "config.json").exists():
         raise FileExistsError(
-            f"output_dir={output_dir} already holds a model: choose another folder, or go on "
-            "training it with --resume_from_checkpoint true"
+            f"output_dir={output_dir} already holds a model: choose another folder, or resume its "
+            "training with --resume_from_checkpoint true"
         )
     return None
 
 
-def _with_state(checkpoint: Path, by_deepspeed: bool) -> str:
-    """The checkpoint, if an optimizer's state is there, DeepSpeed's or all others'."""
-    others = (checkpoint / name for name in (OPTIMIZER_NAME, SHARDED_OPTIMIZER))
-    held = {True: any(checkpoint.glob("global_step*")), False: any(p.exists() for p in others)}
-    if not held[by_deepspeed]:
-        whose = {True: "DeepSpeed's", False: "no"}
+# How an optimizer's state is saved, and the file or folder in a checkpoint that shows it.
+OPTIMIZER_LAYOUTS = {
+    "DeepSpeed": "global_step*",
+    "FSDP with SHARDED_STATE_DICT": SHARDED_OPTIMIZER,
+    "FSDP with FULL_STATE_DICT": FULL_OPTIMIZER,
+    "one process or DDP": OPTIMIZER_NAME,
+}
+
+
+def _optimizer_layout(arguments: Seq2SeqTrainingArguments) -> str:
+    if arguments.deepspeed_plugin is not None:
+        return "DeepSpeed"
+    if saves_shards():
+        return "FSDP with SHARDED_STATE_DICT"
+    return "FSDP with FULL_STATE_DICT" if uses_fsdp() else "one process or DDP"
+
+
+def _expect_optimizer_state(checkpoint: Path, layout: str) -> str:
+    held = [name for name, file in OPTIMIZER_LAYOUTS.items() if any(checkpoint.glob(file))]
+    if layout not in held:
+        holds = f"the optimizer state of {held[0]}" if held else "no optimizer state"
         raise ValueError(
-            f"resume_from_checkpoint={checkpoint} holds {whose[held[True]]} optimizer state, "
-            f"expected {'that of DeepSpeed' if by_deepspeed else 'one'}: "
+            f"resume_from_checkpoint={checkpoint} holds {holds}, expected that of {layout}: "
             "--model_name_or_path trains its weights with a new optimizer"
         )
     return str(checkpoint)
@@ -131,11 +152,12 @@ def _with_state(checkpoint: Path, by_deepspeed: bool) -> str:
 def make_tokenizer(
     arguments: ModelArguments, training_data: Any, checkpoint: str | None
 ) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, the one named, or a new one, which the first process trains on
-    the data for all.
+    """Load the checkpoint's tokenizer or the one that is named, or train a new one on the data (on
+    the main process, for all).
 
     Raises:
-        ValueError: The tokenizer that is named does not pad, or does not end a sequence.
+        ValueError: The named tokenizer has no padding token, or does not end a sequence with its
+            `eos_token`.
     """
     name = checkpoint or arguments.tokenizer_name or arguments.model_name_or_path
     if name is not None:
@@ -143,8 +165,8 @@ def make_tokenizer(
         _expect_special_tokens(tokenizer, name)
         return tokenizer
     size = arguments.vocab_size
-    logger.info("Training a tokenizer of %d tokens", size)
-    return _made_by_first_process(lambda: train_tokenizer(iter_texts(training_data), size))
+    logger.info("Training a tokenizer with %d tokens", size)
+    return _run_on_main_process(lambda: train_tokenizer(iter_texts(training_data), size))
 
 
 def _expect_special_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -153,19 +175,20 @@ def _expect_special_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> Non
             raise ValueError(f"{name}: the tokenizer has no {kind}, expected one")
     if tokenizer.eos_token_id not in tokenizer(text_target="a")["input_ids"]:
         raise ValueError(
-            f"{name}: the tokenizer does not add its eos_token {tokenizer.eos_token!r} to a text, "
-            "expected one that does: a model could not learn where a target ends"
+            f"{name}: the tokenizer does not add its eos_token {tokenizer.eos_token!r} to a text: "
+            "expected one that does, or a model can't learn where a target ends"
         )
 
 
 def make_model(
     arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, checkpoint: str | None
 ) -> PreTrainedModel:
-    """A new model with the tokenizer's vocabulary and special tokens, or the one to fine-tune. A
-    target starts with `bos_token`, or with `pad_token`, as T5's and Marian's, if there is none.
+    """Make a new model with the tokenizer's vocabulary and special tokens, or load the one to
+    fine-tune. A target starts with `bos_token` or, if there is none, with `pad_token`, as in T5 and
+    Marian.
 
     Raises:
-        ValueError: The checkpoint to resume from is of another shape.
+        ValueError: The checkpoint to resume from holds a model with a different configuration.
     """
     if arguments.float32_matmul_precision is not None:
         torch.set_float32_matmul_precision(arguments.float32_matmul_precision)
@@ -196,8 +219,8 @@ def _check_same_model(config: VanillaTransformerConfig, checkpoint: str) -> None
             continue
         if getattr(saved, name, None) != getattr(config, name):
             raise ValueError(
-                f"{checkpoint} holds another model: its {name} is {getattr(saved, name, None)!r}, "
-                f"this run's {getattr(config, name)!r}"
+                f"{checkpoint} holds a different model: its {name} is "
+                f"{getattr(saved, name, None)!r}, this run's is {getattr(config, name)!r}"
             )
 
 
@@ -207,12 +230,12 @@ def make_trainer(
     arguments: Seq2SeqTrainingArguments,
     splits: dict[str, Any],
 ) -> Seq2SeqTrainer:
-    """A `Seq2SeqTrainer` over tokenised splits, with scores and curves.
+    """Make a `Seq2SeqTrainer` for tokenized splits, with scores and learning curves.
 
     Args:
-        splits: "train" and perhaps "validation", with columns `input_ids` and `labels`.
+        splits: "train" and optionally "validation", with columns `input_ids` and `labels`.
     """
-    # Trainer writes this into the model's configuration, where it would outlive the training.
+    # Trainer writes this into the model's configuration, which is saved.
     arguments.use_cache = not arguments.gradient_checkpointing
     model.generation_config.num_beams = arguments.generation_num_beams or 1
     for name, value in (arguments.generation_kwargs or {}).items():
@@ -226,34 +249,32 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         compute_metrics=metrics,
-        callbacks=[CurvesCallback(), EpochCallback()],
+        callbacks=[CurvesCallback(), EpochCallback(), FiniteGradientsCallback()],
     )
     if trainer.pop_callback(TensorBoardCallback) is not None:
-        trainer.add_callback(LastingTensorBoardCallback())
+        trainer.add_callback(ResilientTensorBoardCallback())
     return trainer
 
 
 class TranslationTrainer(
     InterruptibleTrainer,
-    FiniteGradientTrainer,
-    WholeCheckpointTrainer,
     ShardedTrainer,
+    AtomicCheckpointTrainer,
     TokenBudgetTrainer,
     ModelCardTrainer,
     Seq2SeqTrainer,
 ):
-    """`Seq2SeqTrainer` with all of these and R-Drop, and less one habit: while it evaluates,
-    transformers (5.17 to 5.23) writes all defaults into the model's generation config, and from
-    then on, also once saved and loaded, the model stops after 20 tokens."""
+    """`Seq2SeqTrainer` with all of these and R-Drop."""
 
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """As `Trainer.compute_loss`; with `r_drop_alpha` that of two passes while training."""
+        """Same as `Trainer.compute_loss`; in training, with `r_drop_alpha`, the R-Drop loss of two
+        passes."""
         alpha = getattr(self.args, "r_drop_alpha", 0.0)
         if not alpha or not model.training:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        # Without labels, of which there is one for both passes, models give all logits.
+        # Both passes share their labels. Models that are given no labels return all logits.
         twice: dict[str, Any] = {
             name: torch.cat([value, value]) for name, value in inputs.items() if name != "labels"
         }
@@ -273,7 +294,9 @@ class TranslationTrainer(
             self.compute_loss_func = before
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple:
-        """As `Seq2SeqTrainer.prediction_step`, the generation config left as it was."""
+        """Same as `Seq2SeqTrainer.prediction_step`, but it leaves the model's generation config as
+        it was. transformers (5.17 to 5.23) writes all defaults into it, among them a maximum of 20
+        tokens, which would be saved with the model."""
         generation_config = copy.deepcopy(self.model.generation_config)
         try:
             return super().prediction_step(*args, **kwargs)
@@ -281,14 +304,17 @@ class TranslationTrainer(
             self.model.generation_config = generation_config
 
 
-def average_last(trainer: Seq2SeqTrainer) -> None:
-    """Let the trainer's model be the mean of its last `average_checkpoints`, or of its best ones,
-    if that is wished; of all there are, where training was too short for so many. A run that was
-    resumed at its end in another folder has none there, and its model stays."""
+def load_averaged_checkpoints(trainer: Seq2SeqTrainer) -> None:
+    """Load the mean of the last `average_checkpoints` checkpoints into the trainer's model, or that
+    of the best ones with `load_best_model_at_end`.
+
+    If there are fewer checkpoints, it is the mean of all. If there are none, as after resuming a
+    finished run in another folder, the model stays as it is.
+    """
     args = trainer.args
     if args.average_checkpoints is None:
         return
-    checkpoints = with_weights(args.output_dir)
+    checkpoints = checkpoints_with_weights(args.output_dir)
     steps = list(checkpoints)
     if args.load_best_model_at_end:
         metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
@@ -297,18 +323,22 @@ def average_last(trainer: Seq2SeqTrainer) -> None:
         steps = sorted(checkpoints.keys() & scores.keys(), key=lambda step: sign * scores[step])
     chosen = sorted(steps[-args.average_checkpoints :])
     if len(chosen) < args.average_checkpoints:
-        logger.warning("there are not %d checkpoints to average", args.average_checkpoints)
+        logger.warning(
+            "there are only %d checkpoints to average: expected %d",
+            len(chosen),
+            args.average_checkpoints,
+        )
     if not chosen:
         return
-    logger.info("The model is the mean of the checkpoints of the steps %s", chosen)
+    logger.info("The model is the mean of the checkpoints at steps %s", chosen)
     with tempfile.TemporaryDirectory() as averaged:
         average_checkpoints([checkpoints[step] for step in chosen], averaged)
-        trainer._load_from_checkpoint(averaged)
+        load_full_weights(trainer.model, averaged)
 
 
 class EpochCallback(TrainerCallback):
-    """Tells a data set that differs from epoch to epoch which it is. accelerate does, but not once
-    it skips the batches before a checkpoint; `TokenBudgetStream` sees to itself."""
+    """Tells a `BPEDropoutDataset`, which differs from epoch to epoch, which epoch begins. accelerate
+    does not when it skips the batches before a checkpoint."""
 
     def on_epoch_begin(
         self,
@@ -318,14 +348,14 @@ class EpochCallback(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Before the epoch's first batch is made."""
+        """Set the epoch before its first batch is made."""
         dataset = getattr(train_dataloader, "dataset", None)
         if isinstance(dataset, BPEDropoutDataset):
             dataset.set_epoch(int(state.epoch or 0))
 
 
-class LastingTensorBoardCallback(TensorBoardCallback):
-    """Training does not end because somebody removed the folder of its events: they begin anew."""
+class ResilientTensorBoardCallback(TensorBoardCallback):
+    """Continues with a new file of events if someone deletes the old one during training."""
 
     def on_log(
         self,
@@ -335,11 +365,11 @@ class LastingTensorBoardCallback(TensorBoardCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the scores; where that fails, into a new file."""
+        """Write the logs, to a new file if that fails."""
         try:
             super().on_log(args, state, control, logs=logs, **kwargs)
         except OSError as error:
-            logger.warning("TensorBoard's events are lost (%s): they go on in a new file", error)
+            logger.warning("TensorBoard's events are lost (%s): they continue in a new file", error)
             self.tb_writer = None
             super().on_log(args, state, control, logs=logs, **kwargs)
 
@@ -350,7 +380,7 @@ class LastingTensorBoardCallback(TensorBoardCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Close the file, if it is there."""
+        """Close the file, if it still exists."""
         try:
             super().on_train_end(args, state, control, **kwargs)
         except OSError as error:
@@ -358,13 +388,13 @@ class LastingTensorBoardCallback(TensorBoardCallback):
 
 
 class CurvesCallback(TrainerCallback):
-    """Draws loss and BLEU over the steps into `curves.png`, beside the checkpoint: in the end, and
-    after evaluations once a minute, since a picture takes longer than many a small evaluation."""
+    """Plots loss and BLEU over steps to `curves.png` in the output folder: at the end of training,
+    and after an evaluation, but at most once a minute, as a picture may take longer than that."""
 
-    PAUSE = 60.0  # seconds
+    INTERVAL = 60.0  # seconds
 
     def __init__(self) -> None:
-        self.drawn = time.monotonic()
+        self.last_plot = time.monotonic()
 
     def on_evaluate(
         self,
@@ -373,10 +403,10 @@ class CurvesCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Redraw with the newest scores."""
-        if time.monotonic() - self.drawn >= self.PAUSE:
+        """Plot the newest scores."""
+        if time.monotonic() - self.last_plot >= self.INTERVAL:
             self.on_train_end(args, state, control)
-            self.drawn = time.monotonic()
+            self.last_plot = time.monotonic()
 
     def on_train_end(
         self,
@@ -385,9 +415,9 @@ class CurvesCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Draw, on the main process alone."""
+        """Plot, on the main process only."""
         if state.is_world_process_zero:
-            from ..plotting import plot_curves, save  # matplotlib takes long to import
+            from ..plotting import plot_curves, save  # matplotlib is slow to import
 
             folder = Path(args.output_dir).resolve()
             save(plot_curves({folder.name: state.log_history}), folder / "curves.png")
