@@ -109,63 +109,22 @@ OVERRIDES = [
         "model/pretrained.py: two vocabularies, or matrices that are not shared",
     ),
     Override(
-        Trainer, "_init_training_state", "_inner_training_loop",
-        ("resume_from_checkpoint", "trial"),
-        "checkpoints.py: the best checkpoint of a folder that was moved; "
-        "interruption.py: the one to resume from, which is the last argument but one",
-    ),
-    Override(
-        Trainer, "_run_epoch", "_inner_training_loop", (),
-        "interruption.py: a run that is resumed at its end makes no step",
-    ),
-    Override(
         Trainer, "_get_output_dir", "_save_checkpoint", ("trial",),
-        "checkpoints.py: a checkpoint is written aside",
+        "training/checkpoints.py: a checkpoint is written to a staging folder",
     ),
     Override(
         Trainer, "_save_checkpoint", "_maybe_log_save_evaluate", ("model", "trial"),
-        "checkpoints.py: a checkpoint gets its name when it is whole",
-    ),
-    Override(
-        Trainer, "_get_grad_norm", "_run_epoch", ("model", "grad_norm"),
-        "finite_gradients.py: where a gradient is NaN the step is left out",
-    ),
-    Override(
-        Trainer, "_prepare_for_training", "_inner_training_loop", (),
-        "sharding.py: FSDP2 and tied embeddings",
-    ),
-    Override(
-        Trainer, "_save", "save_model", ("output_dir", "state_dict"),
-        "sharding.py: a sharded model is saved whole",
-    ),
-    Override(
-        Trainer, "_save_optimizer_and_scheduler", "_save_checkpoint", ("output_dir",),
-        "sharding.py: likewise its optimizer",
-    ),
-    Override(
-        Trainer, "_load_from_checkpoint", "train", ("resume_from_checkpoint", "model"),
-        "sharding.py: checkpoints of another layout",
-    ),
-    Override(
-        Trainer, "_issue_warnings_after_load", "_load_from_checkpoint", ("load_result",),
-        "sharding.py: tied weights are not missing",
-    ),
-    Override(
-        Trainer, "_load_optimizer_and_scheduler", "_prepare_for_training", ("checkpoint",),
-        "sharding.py: likewise their optimizer",
-    ),
-    Override(
-        Trainer, "_load_best_model", "_finalize_training", (),
-        "sharding.py: the best checkpoint may be of another layout",
+        "training/checkpoints.py: a complete checkpoint is renamed",
     ),
 ]  # fmt: skip
 
 # Private names that are read or called: where from, and what reads them.
 READ: dict[str, tuple[Any, str]] = {
-    "_attn_implementation": (PreTrainedConfig, "modeling, packing, shortcuts, plotting, sharding"),
+    "_attn_implementation": (PreTrainedConfig, "modeling, packing, shortcuts, plotting"),
+    "_keys_to_ignore_on_save": (PreTrainedModel, "training/distributed.py"),
     "_get_resized_embeddings": (PreTrainedModel, "model/pretrained.py"),
     "_get_resized_lm_head": (PreTrainedModel, "model/pretrained.py"),
-    "_determine_best_metric": (Trainer, "interruption.py"),
+    "_determine_best_metric": (Trainer, "training/interruption.py"),
     "_get_collator_with_removed_columns": (Trainer, "batching.py"),
     "lazy_initialization": (CacheLayerMixin, "model/cache.py"),
     "is_compileable": (CacheLayerMixin, "model/cache.py"),
@@ -174,10 +133,10 @@ READ: dict[str, tuple[Any, str]] = {
 
 
 def classes_of_the_package():
-    for module in pkgutil.walk_packages(vanilla_transformer.__path__):
-        if module.name.startswith("__"):
+    for module in pkgutil.walk_packages(vanilla_transformer.__path__, "vanilla_transformer."):
+        if module.name.endswith("__main__"):
             continue
-        found = vars(importlib.import_module(f"vanilla_transformer.{module.name}")).values()
+        found = vars(importlib.import_module(module.name)).values()
         for value in found:
             if inspect.isclass(value) and value.__module__.startswith("vanilla_transformer"):
                 yield value
@@ -225,10 +184,23 @@ def test_what_is_read_is_there(name):
     assert hasattr(owner, name), f"{owner.__name__}.{name} is gone: look at {reader}"
 
 
-def test_the_checkpoint_to_resume_from_is_the_last_argument_but_one():
-    # checkpoints.py and interruption.py take it from there.
-    taken = list(inspect.signature(Trainer._init_training_state).parameters)
-    assert taken[-2:] == ["resume_from_checkpoint", "trial"]
+def test_no_epochs_are_left_where_the_first_of_the_initial_values_is_zero():
+    # training/interruption.py changes the first value by the last.
+    source = inspect.getsource(Trainer._inner_training_loop)
+    values = re.search(r"\(([^()]*)\) = self\.set_initial_training_values", source)[1]
+    names = [name.strip() for name in values.split(",") if name.strip()]
+    assert (names[0], names[-1]) == ("num_train_epochs", "max_steps")
+    assert "in range(epochs_trained, num_train_epochs)" in source
+
+
+def test_the_model_is_wrapped_between_making_the_optimizer_and_the_scheduler():
+    # training/distributed.py hides embeddings from accelerate between the two.
+    source = inspect.getsource(Trainer._prepare_for_training)
+    places = [
+        source.index(name)
+        for name in ("self.create_optimizer()", "accelerator.prepare(", "self.create_scheduler(")
+    ]
+    assert places == sorted(places)
 
 
 def test_a_generation_config_knows_its_tokens_as_tensors():
@@ -290,7 +262,7 @@ def test_accelerate_skips_batches_and_shares_its_state_as_batching_relies_on():
 
 
 def test_a_push_to_the_hub_leaves_out_what_is_unfinished():
-    # checkpoints.py writes checkpoints aside; a push took them along, optimizer and all.
+    # training/checkpoints.py writes checkpoints there; a push must not upload them.
     assert fnmatch(f"{STAGING_DIR}/checkpoint-2/optimizer.pt", "_*")
     for push in (Trainer.push_to_hub, Trainer._push_from_checkpoint):
         assert 'ignore_patterns=["_*"' in inspect.getsource(push)

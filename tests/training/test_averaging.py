@@ -121,10 +121,10 @@ def test_no_checkpoint_is_in_memory_as_a_whole(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"last": 4}, "there are checkpoints of the steps [5, 10, 100], expected 4"),
+        ({"last": 4}, "holds checkpoints of steps [5, 10, 100], expected 4"),
         (
             {"steps": [5, 7, 200]},
-            "there are checkpoints of the steps [5, 10, 100], expected [7, 200]",
+            "holds checkpoints of steps [5, 10, 100], expected [7, 200]",
         ),
     ],
 )
@@ -144,7 +144,7 @@ def test_another_architecture_is_refused_before_anything_is_written(
     run, tmp_path, options, message
 ):
     save(tmp_path / "other", seed=0, **options)
-    with pytest.raises(ValueError, match="holds another architecture.*" + message):
+    with pytest.raises(ValueError, match="holds a different architecture.*" + message):
         average_checkpoints([run / "checkpoint-5", tmp_path / "other"], tmp_path / "mean")
     assert not (tmp_path / "mean").exists()
 

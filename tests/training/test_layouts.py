@@ -19,9 +19,7 @@ from transformers.integrations import deepspeed
 from scripts.checks import layouts
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.token_batches import TokenBudgetSampler
-from vanilla_transformer.training import arguments
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
-from vanilla_transformer.training.distributed import TRAINS_PARTS
 from vanilla_transformer.training.recipes import find_recipe, recipe_path
 from vanilla_transformer.training.trainer import find_checkpoint
 
@@ -30,12 +28,6 @@ every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.st
 
 
 LAST = "checkpoint-4"
-
-
-@pytest.fixture(autouse=True)
-def need_a_trainer_of_parts(request):
-    if "tensor parallel" in request.node.name and not TRAINS_PARTS:
-        pytest.skip("needs transformers 5.19: training of a model that it has split up")
 
 
 AT_EXIT = """
@@ -88,7 +80,7 @@ def assert_same(actual, expected):
 # ---------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("layout", ["2, FSDP2", "2, tensor parallel"])
+@pytest.mark.parametrize("layout", ["2, FSDP2", "2, FSDP2, full state"])
 def test_models_in_parts_learn_what_one_process_does(train, layout):
     folder, held = train(layout)
     expected, _ = train("1 process")
@@ -97,18 +89,18 @@ def test_models_in_parts_learn_what_one_process_does(train, layout):
         tensor.numel() for tensor in load_file(expected / "model.safetensors").values()
     )
     assert parameters / 2 <= held < 0.6 * parameters
-    if "FSDP" in layout:
+    if layout == "2, FSDP2":
         parts = {path.name for path in folder.glob("checkpoint-4/pytorch_model_fsdp_0/*.distcp")}
         assert parts == {"__0_0.distcp", "__1_0.distcp"}
 
 
-@pytest.mark.parametrize("layout", ["2, FSDP2", "2, tensor parallel"])
-def test_one_process_goes_on_where_several_have_stopped(train, layout):
-    assert_same(train("1 process", layout)[0], train("1 process")[0])
+@pytest.mark.parametrize("layout", ["2, FSDP2", "2, FSDP2, full state"])
+def test_fsdp_resumes_from_its_own_checkpoints(train, layout):
+    assert_same(train(layout, layout)[0], train("1 process")[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["2, DDP", "2, FSDP2", "2, tensor parallel"])
+@pytest.mark.parametrize("layout", ["2, DDP", "2, FSDP2"])
 def test_what_is_resumed_at_its_end_ends_as_it_was(harness, layout):
     """Nothing is left to do, in mid-epoch, but to score the model: all processes do together."""
     folder, small = harness.scratch / f"in mid-epoch on {layout}", ["--max_tokens", "60"]
@@ -116,7 +108,7 @@ def test_what_is_resumed_at_its_end_ends_as_it_was(harness, layout):
     sides = [f"--validation_{side}={harness.scratch / side}" for side in ("source", "target")]
     expected = layouts.read_training(folder)["weights"]
     scores = []
-    for name in (layout, "1 process"):
+    for name in (layout,) if "FSDP" in layout else (layout, "1 process"):
         again = harness.scratch / f"{layout}, at its end on {name}"
         harness.train(name, again, folder / LAST, *small, *sides)
         assert json.loads((again / "trainer_state.json").read_text())["global_step"] == 4
@@ -125,17 +117,16 @@ def test_what_is_resumed_at_its_end_ends_as_it_was(harness, layout):
         card = (again / "README.md").read_text()
         scores.append(card.partition("## Scores")[2].partition("## Training")[0])
     assert "| validation |" in scores[0]
-    assert scores[0] == scores[1]
+    assert len(set(scores)) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [name for name in layouts.LAYOUTS if name not in layouts.ZERO])
-@pytest.mark.parametrize("layout", [name for name in layouts.LAYOUTS if name not in layouts.ZERO])
-def test_any_layout_goes_on_where_any_other_has_stopped(train, layout, before):
+@pytest.mark.parametrize(("before", "layout"), [("1 process", "2, DDP"), ("2, DDP", "1 process")])
+def test_one_process_and_ddp_resume_from_each_others_checkpoints(train, layout, before):
     assert_same(train(layout, before)[0], train("1 process")[0])
 
 
-@pytest.mark.parametrize("layout", ["2, FSDP2", "2, tensor parallel"])
+@pytest.mark.parametrize("layout", ["2, FSDP2", "2, FSDP2, full state"])
 def test_the_model_saved_in_the_end_is_as_one_process_saves_it(train, layout):
     folder, expected = train(layout)[0], train("1 process")[0]
     assert load_file(folder / "model.safetensors").keys() == (
@@ -155,7 +146,10 @@ def test_deepspeed_learns_what_one_process_does(train, layout, tmp_path, monkeyp
     assert_same(train(layout)[0], expected)
     assert_same(train(layout, layout)[0], expected)
     checkpoint = train(layout)[0] / "checkpoint-2"
-    with pytest.raises(ValueError, match="holds DeepSpeed's optimizer state, expected one: "):
+    with pytest.raises(
+        ValueError,
+        match="the optimizer state of DeepSpeed, expected that of one process",
+    ):
         find_checkpoint(Unprepared(str(tmp_path), resume_from_checkpoint=str(checkpoint)))
 
 
@@ -179,8 +173,6 @@ def test_a_payload_among_deepspeeds_records_stays_asleep(train, harness, mark, l
         ("2, DDP", 2),
         ("2, FSDP2", 0),  # shards can't be averaged, which is refused
         ("2, FSDP2, full state", 2),
-        ("2, tensor parallel", 0),
-        ("2, tensor parallel", 2),
         ("2, ZeRO 2", 2),
         ("2, ZeRO 3", 0),
     ],
@@ -253,34 +245,22 @@ def test_an_epoch_has_the_same_batches_on_any_number_of_processes():
 
 
 @pytest.mark.parametrize(
-    ("processes", "options", "accumulated"),
-    [(1, {}, 8), (4, {}, 2), (4, {"tp_size": 2}, 4), (8, {}, 1)],
+    ("processes", "accumulated"),
+    [(1, 8), (4, 2), (8, 1)],
 )
 def test_updates_are_of_as_many_batches_on_any_number_of_processes(
-    tmp_path, monkeypatch, processes, options, accumulated
+    tmp_path, monkeypatch, processes, accumulated
 ):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    monkeypatch.setattr(arguments, "TRAINS_PARTS", True)
-    prepared = Unprepared(output_dir=str(tmp_path), batches_per_update=8, **options)
+    prepared = Unprepared(output_dir=str(tmp_path), batches_per_update=8)
     assert prepared.gradient_accumulation_steps == accumulated
-
-
-def test_tensor_parallelism_is_refused_by_a_transformers_that_does_not_train_it(
-    tmp_path, monkeypatch
-):
-    """5.17 had one process alone gather the weights for a checkpoint: gloo aborted it."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(arguments, "TRAINS_PARTS", False)
-    with pytest.raises(ValueError, match=r"tp_size=2: expected transformers 5\.19 or newer, not 5"):
-        Unprepared(output_dir=str(tmp_path), tp_size=2)
 
 
 @pytest.mark.parametrize(
     ("options", "environment", "message"),
     [
-        ({"batches_per_update": 6}, {}, "batches_per_update=6: expected a multiple of 4"),
-        ({"batches_per_update": 0}, {}, "batches_per_update=0: expected a multiple of 4"),
-        ({"tp_size": 3}, {}, "tp_size=3: expected a divisor of 4 processes"),
+        ({"batches_per_update": 6}, {}, "batches_per_update=6: expected a positive multiple of 4"),
+        ({"batches_per_update": 0}, {}, "batches_per_update=0: expected a positive multiple of 4"),
         (
             {"average_checkpoints": 2},
             {"ACCELERATE_USE_FSDP": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"},

@@ -175,9 +175,20 @@ def test_resuming_finds_what_people_type(tmp_path, monkeypatch, folder, resume):
 @pytest.mark.parametrize(
     ("state", "plugin", "message"),
     [
-        ("scheduler.txt", None, "holds no optimizer state, expected one: --model_name"),
-        ("global_step5", None, "holds DeepSpeed's optimizer state, expected one: --model_name"),
-        ("optimizer.pt", object(), "holds no optimizer state, expected that of DeepSpeed: --model"),
+        ("scheduler.txt", None, "holds no optimizer state, expected that of one process or DDP"),
+        ("global_step5", None, "holds the optimizer state of DeepSpeed, expected that of one"),
+        (
+            "optimizer_0",
+            None,
+            "holds the optimizer state of FSDP with SHARDED_STATE_DICT, expected that of one "
+            "process or DDP; `accelerate merge-weights` gathers its weights, and --model_name",
+        ),
+        ("optimizer.bin", None, "holds the optimizer state of FSDP with FULL_STATE_DICT, expected"),
+        (
+            "optimizer.pt",
+            object(),
+            "holds the optimizer state of one process or DDP, expected that of DeepSpeed; --model",
+        ),
     ],
 )
 def test_an_optimizer_does_not_begin_anew_in_silence(
@@ -221,7 +232,9 @@ def test_a_checkpoint_of_another_shape_is_not_resumed(checkpoint, tokenizer):
     arguments = ModelArguments(config_overrides=overrides)
     assert make_model(arguments, tokenizer, str(checkpoint)).config.d_model == 24
     other = ModelArguments(config_overrides=overrides + ",norm_position=pre")
-    with pytest.raises(ValueError, match="another model: its norm_position is 'post', this run's"):
+    with pytest.raises(
+        ValueError, match="different model: its norm_position is 'post', this run's"
+    ):
         make_model(other, tokenizer, str(checkpoint))
 
 
@@ -296,7 +309,7 @@ def test_curves_are_drawn_as_often_as_they_may(tokenizer, tmp_path, monkeypatch,
     """After each of two evaluations and in the end, or in the end alone."""
     drawn = []
     monkeypatch.setattr(plotting, "save", lambda figure, path: drawn.append(path))
-    monkeypatch.setattr(CurvesCallback, "PAUSE", pause)
+    monkeypatch.setattr(CurvesCallback, "INTERVAL", pause)
     options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "no"}
     small_trainer(tmp_path, tokenizer, **options).train()
     assert drawn == [tmp_path / "curves.png"] * times

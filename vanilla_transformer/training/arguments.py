@@ -139,7 +139,7 @@ class TranslationTrainingArguments(
     )
     ddp_find_unused_parameters: bool | None = field(
         default=False,
-        metadata={"help": "Search for parameters without a gradient in DDP; this model has none."},
+        metadata={"help": "Search for parameters without gradient (DDP); this model has none."},
     )
     batches_per_update: int | None = field(
         default=None,

@@ -175,7 +175,7 @@ class ShardedTrainer(Trainer):
         """Same as `Trainer.create_scheduler`, which comes right after accelerate has wrapped the
         model."""
         for name in EMBEDDING_GETTERS:
-            vars(self.model).pop(name, None)
+            self.model.__dict__.pop(name, None)
         if is_sharded(self.model):
             held = sum(local_part(parameter).numel() for parameter in self.model.parameters())
             logger.info("This process holds %s of the parameters", f"{held:,}")

@@ -134,7 +134,7 @@ class _InterruptionCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The loop calls this when it stops, even within an epoch: the checkpoint is already saved."""
+        """The loop calls this when it stops, even within an epoch, after the checkpoint."""
         if self.received is not None:
             control.should_save = control.should_evaluate = False
 

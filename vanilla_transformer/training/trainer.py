@@ -142,9 +142,12 @@ def _expect_optimizer_state(checkpoint: Path, layout: str) -> str:
     held = [name for name, file in OPTIMIZER_LAYOUTS.items() if any(checkpoint.glob(file))]
     if layout not in held:
         holds = f"the optimizer state of {held[0]}" if held else "no optimizer state"
+        advice = "--model_name_or_path trains its weights with a new optimizer"
+        if held and "SHARDED" in held[0]:
+            advice = f"`accelerate merge-weights` gathers its weights, and {advice}"
         raise ValueError(
-            f"resume_from_checkpoint={checkpoint} holds {holds}, expected that of {layout}: "
-            "--model_name_or_path trains its weights with a new optimizer"
+            f"resume_from_checkpoint={checkpoint} holds {holds}, expected that of {layout}; "
+            f"{advice}"
         )
     return str(checkpoint)
 
@@ -337,8 +340,8 @@ def load_averaged_checkpoints(trainer: Seq2SeqTrainer) -> None:
 
 
 class EpochCallback(TrainerCallback):
-    """Tells a `BPEDropoutDataset`, which differs from epoch to epoch, which epoch begins. accelerate
-    does not when it skips the batches before a checkpoint."""
+    """Tells a `BPEDropoutDataset`, which differs from epoch to epoch, which epoch begins.
+    accelerate does not, if it skips the batches before a checkpoint."""
 
     def on_epoch_begin(
         self,
