@@ -167,7 +167,7 @@ def test_every_push_holds_our_card_and_the_last_one_the_scores(train_here, uploa
         assert "for en to fr, trained on `phrases`" in card
         assert "s3cr3t" not in card
     assert "\n2 steps" in uploads[0][1]
-    assert "None are measured yet" in uploads[0][1]
+    assert "Not measured yet" in uploads[0][1]
     last = uploads[-1][1]
     assert "\n4 steps" in last
     assert "| test |" in last

@@ -1,4 +1,4 @@
-"""The card that training leaves beside a checkpoint: data, recipe, command and measured scores."""
+"""The model card that training writes: data, recipe, command and scores."""
 
 import json
 import shlex
@@ -32,7 +32,7 @@ TEMPLATE = """---
 
 # {{ name }}
 
-A {{ model_type }} of {{ parameters }} parameters for {{ direction }}, trained on {{ data }}.
+A {{ model_type }} with {{ parameters }} parameters for {{ direction }}, trained on {{ data }}.
 
 ```python
 from transformers import pipeline
@@ -40,7 +40,7 @@ from transformers import pipeline
 translate = pipeline("translation", model="{{ place }}", trust_remote_code=True)
 ```
 
-With `import vanilla_transformer` first, `trust_remote_code` is not needed.
+After `import vanilla_transformer`, `trust_remote_code` is not needed.
 
 ## Scores
 
@@ -55,7 +55,7 @@ transformers {{ transformers }}. The curves are in `curves.png`.
 {{ command }}
 ```
 
-The options that differ from their defaults, the recipe's included:
+The options that differ from their defaults, including those of the recipe:
 
 ```yaml
 {{ recipe }}
@@ -64,10 +64,10 @@ The options that differ from their defaults, the recipe's included:
 
 
 class ModelCardTrainer(Trainer):
-    """For any trainer: `class Mine(ModelCardTrainer, Seq2SeqTrainer)`.
+    """A mixin for any trainer: `class MyTrainer(ModelCardTrainer, Seq2SeqTrainer)`.
 
-    Set `card_arguments` to the model's and the data's arguments: its card is then that of
-    `write_model_card`, and every push to the Hub holds one.
+    Set `card_arguments` to the model and data arguments. The trainer then writes its card with
+    `write_model_card`, and every push to the Hub includes it.
     """
 
     card_arguments: tuple[Any, ...] = ()
@@ -75,10 +75,10 @@ class ModelCardTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.add_callback(_CardBeforePush(self))
+        self.add_callback(_WriteCardBeforePush(self))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.create_model_card`, whose arguments our card ignores."""
+        """Same as `Trainer.create_model_card`; our card ignores the arguments."""
         if not self.card_arguments:
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
@@ -88,7 +88,7 @@ class ModelCardTrainer(Trainer):
         """Write the card with scores, and push it if the model was pushed.
 
         Args:
-            model: The whole model; the trainer's own may be in parts on other processes.
+            model: The full model; the trainer's own may be sharded.
             scores: As for `write_model_card`.
         """
         self.scores = scores
@@ -111,7 +111,7 @@ class ModelCardTrainer(Trainer):
         )
 
 
-class _CardBeforePush(TrainerCallback):
+class _WriteCardBeforePush(TrainerCallback):
     """`Trainer` writes a card before it pushes a model, but not before it pushes a checkpoint."""
 
     def __init__(self, trainer: ModelCardTrainer) -> None:
@@ -120,7 +120,7 @@ class _CardBeforePush(TrainerCallback):
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write ours."""
+        """Write our card."""
         if self.trainer.card_arguments:
             self.trainer.create_model_card()
 
@@ -137,9 +137,10 @@ def write_model_card(
     """Write `README.md` into the run's output folder.
 
     Args:
-        scores: For each split, what `evaluation.score_translations` measured; `None` before.
+        scores: For each split, the result of `metrics.score_translations`; `None` if not measured
+            yet.
         log: `steps` and `epochs` done.
-        repository: The Hub's, if the model is pushed to one.
+        repository: The name on the Hub, if the model is pushed.
 
     Returns:
         The card's path.
@@ -203,9 +204,9 @@ def _eval_results(
 
 def _score_table(scores: dict[str, dict[str, Any]] | None) -> str:
     if scores is None:
-        return "None are measured yet."
+        return "Not measured yet."
     if not scores:
-        return "None were measured: the run had no validation and no test data."
+        return "Not measured: the run had no validation or test data."
     rows = ["| split | BLEU | chrF | exact match, % |", "|---|---|---|---|"]
     for split, measured in scores.items():
         cells = (f"{measured[metric]:.2f}" for metric in METRICS)
@@ -221,7 +222,8 @@ def _command(token: str | None) -> str:
 
 
 def _changed(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """What a user or a recipe set: everything that is not at its default, but for secrets."""
+    """The options that the user or the recipe has set to other values than the defaults, without
+    secrets."""
     changed: dict[str, Any] = {}
     for group in arguments:
         for name, spec in type(group).__dataclass_fields__.items():

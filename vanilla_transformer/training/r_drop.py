@@ -1,4 +1,4 @@
-"""R-Drop: a model is to say the same under two dropout masks (Liang et al., 2021,
+"""R-Drop: train a model to predict the same under two dropout masks (Liang et al., 2021,
 https://arxiv.org/abs/2106.14448)."""
 
 import torch
@@ -19,12 +19,12 @@ def r_drop_loss(
     divergences of each from the other (equation 3).
 
     Args:
-        logits: Of both passes, one after the other, (2 * batch, length, vocabulary).
-        labels: (batch, length); -100 takes no part.
-        alpha: Weight of the divergence; the paper's is 5 for translation.
+        logits: Logits of both passes, concatenated, (2 * batch, length, vocabulary).
+        labels: (batch, length); -100 is ignored.
+        alpha: Weight of the divergence; the paper uses 5 for translation.
         label_smoothing: eps of the cross-entropy.
-        num_items_in_batch: What sums are divided by, where other batches share one gradient step;
-            by default this batch's own labels.
+        num_items_in_batch: Divisor of the sums if several batches share one update; by default the
+            number of this batch's labels.
     """
     labelled = labels != -100
     items = labelled.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
