@@ -3,13 +3,12 @@
 
 Section by section, https://arxiv.org/abs/1706.03762, then figure 1 from tokens to the loss.
 
-What makes it fast stands elsewhere, behind three seams: the attention function (`attention.py`),
-the cache (`cache.py`) and the loss without logits (`loss.py`). `attn_implementation="eager"` leaves
-the first and the last out: every product is then one of this file's.
-"""
+What is faster is behind the attention function (`attention.py`), the cache (`cache.py`) and the loss
+without logits (`loss.py`). With `attn_implementation="eager"`, this file computes everything."""
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -67,8 +66,6 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
     """What encoder and decoder share: embedded tokens plus positions, and N layers. The layer
     normalisation after them belongs to the pre-norm variant; the paper's stack has none."""
 
-    _can_record_outputs = property(output_recorders)
-
     def __init__(self, config: VanillaTransformerConfig, vocab_size: int, layers: list[nn.Module]):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(vocab_size, config.d_model)
@@ -81,11 +78,15 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def embed(self, input_ids: Ids, inputs_embeds: States, position_ids: Tensor) -> Tensor:
+    def embed(
+        self, input_ids: Ids, inputs_embeds: States, position_ids: Ids, *mask_and_cache: Any
+    ) -> Tensor:
         """Dropout(sqrt(d_model) * embedding + position), (batch, length, d_model): sections 3.4,
         3.5 and 5.4. `inputs_embeds` are rows of the embedding matrix, not yet scaled."""
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if position_ids is None:
+            position_ids = position_ids_from_mask(inputs_embeds, *mask_and_cache)
         positions = self.embed_positions(position_ids, inputs_embeds.dtype)
         states = inputs_embeds * self.embed_scale + positions
         return dropout(states, self.config.dropout, self.training)
@@ -98,6 +99,10 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
         layers = [VanillaTransformerEncoderLayer(config, i) for i in range(config.encoder_layers)]
         super().__init__(config, config.vocab_size, layers)
 
+    @property
+    def _can_record_outputs(self) -> dict[str, Any]:
+        return output_recorders(VanillaTransformerEncoderLayer, VanillaTransformerAttention)
+
     @merge_with_config_defaults
     @capture_outputs
     @without_padding
@@ -107,9 +112,7 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
     ) -> BaseModelOutput:  # fmt: skip
         """Encode (batch, source_length) token ids into (batch, source_length, d_model) states."""
         kwargs.pop("past_key_values", None)  # nothing comes before a source
-        if position_ids is None:
-            position_ids = position_ids_from_mask(attention_mask, input_ids, inputs_embeds)
-        hidden_states = self.embed(input_ids, inputs_embeds, position_ids)
+        hidden_states = self.embed(input_ids, inputs_embeds, position_ids, attention_mask)
         mask = padding_mask(self.config, hidden_states, attention_mask, hidden_states)
         for layer in self.layers:
             hidden_states = layer(hidden_states, mask, **kwargs)
@@ -117,12 +120,15 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
 
 
 class VanillaTransformerDecoder(VanillaTransformerStack):
-    """As the encoder, but no position sees a later one, and each layer attends to the encoder's
-    output as well, where there is an encoder."""
+    """As the encoder, but no position sees a later one, and each layer attends to the source."""
 
     def __init__(self, config: VanillaTransformerConfig):
         layers = [VanillaTransformerDecoderLayer(config, i) for i in range(config.decoder_layers)]
         super().__init__(config, config.target_vocab_size, layers)
+
+    @property
+    def _can_record_outputs(self) -> dict[str, Any]:
+        return output_recorders(VanillaTransformerDecoderLayer, VanillaTransformerAttention)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -139,9 +145,7 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         if use_cache and past_key_values is None:
             past_key_values = new_cache(self.config)
         past = kwargs.get("cache", past_key_values)  # "cache": that of continuous batching
-        if position_ids is None:
-            position_ids = position_ids_from_mask(attention_mask, input_ids, inputs_embeds, past)
-        hidden_states = self.embed(input_ids, inputs_embeds, position_ids)
+        hidden_states = self.embed(input_ids, inputs_embeds, position_ids, attention_mask, past)
         source, source_mask = encoder_hidden_states, encoder_attention_mask
         if source is not None:
             source_mask = padding_mask(self.config, hidden_states, source_mask, source)
@@ -344,9 +348,8 @@ class VanillaTransformerEmbeddedStacks(VanillaTransformerPreTrainedModel):
         self._tied_weights_keys = {}
         if config.shares_embeddings:
             self.shared = nn.Embedding(config.vocab_size, config.d_model)
-            self._tied_weights_keys = {
-                f"{name}.embed_tokens.weight": "shared.weight" for name in stacks
-            }
+            tied = {f"{name}.embed_tokens.weight": "shared.weight" for name in stacks}
+            self._tied_weights_keys = tied
         for name, stack in stacks.items():
             setattr(self, name, stack(config))
         self.post_init()
@@ -429,11 +432,11 @@ def label_smoothed_cross_entropy(
     labels = labels.to(logits.device)
     # The gradient of a row without a label is 0, but 0 times NaN is NaN.
     logits = logits.to(at_least_float32(logits.dtype)).masked_fill((labels == -100)[..., None], 0)
-    options: dict[str, Any] = {"label_smoothing": label_smoothing, "reduction": "sum"}
-    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
+    smoothed: Any = partial(F.cross_entropy, label_smoothing=label_smoothing, reduction="sum")
     if num_items_in_batch is None:
         num_items_in_batch = (labels != -100).sum().clamp(min=1)
-    return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
+    items = torch.as_tensor(num_items_in_batch, device=logits.device)
+    return smoothed(logits.flatten(0, -2), labels.flatten()) / items
 
 
 # ---------------------------------------------------------------- Figure 1
@@ -462,9 +465,10 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         positions = kwargs.pop("position_ids", None)
         if encoder_outputs is None:
             encoded = self.encoder(input_ids, attention_mask, positions, inputs_embeds, **kwargs)
+        elif isinstance(encoder_outputs, tuple):
+            encoded = BaseModelOutput(*encoder_outputs[:3])
         else:
-            is_tuple = isinstance(encoder_outputs, tuple)
-            encoded = BaseModelOutput(*encoder_outputs[:3]) if is_tuple else encoder_outputs
+            encoded = encoder_outputs
         target = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
         source = repeat_sources(target, encoded.last_hidden_state, attention_mask)
         outputs = self.decoder(
@@ -489,19 +493,16 @@ class VanillaTransformerForConditionalGeneration(
         decoder_input_ids: Target shifted right by one, (batch, target_length).
         decoder_attention_mask: (batch, past_length + target_length).
         encoder_outputs, past_key_values: An earlier call's, to compute them only once.
-        inputs_embeds, decoder_inputs_embeds: Rows of the embedding matrix in place of token ids,
-            not yet scaled by sqrt(d_model), (batch, length, d_model).
+        inputs_embeds, decoder_inputs_embeds: In place of ids, not scaled, (batch, length, d_model).
         position_ids, decoder_position_ids: (batch, length); counted from the mask by default.
-        labels: Target, (batch, target_length), -100 outside the loss. Gives the loss, and
-            `decoder_input_ids` where they are missing.
+        labels: Target, (batch, target_length), -100 outside the loss; makes `decoder_input_ids`.
         use_cache: Return `past_key_values`.
         logits_to_keep: Number of last positions to predict (0 for all), or an index of positions.
         num_items_in_batch: Labels in all batches of a gradient step, which divide the loss.
-        skip_logits: Return None for logits, which then never exist as a whole. Default: where
-            `labels` are given while training, as with Liger's kernels.
+        skip_logits: Never hold all logits, and return None for them; by default in training.
 
-    Returns, among others, `loss` and `logits`, (batch, target_length, vocabulary). For errors see
-    `validate_inputs`.
+    Returns `loss`, `logits` (batch, target_length, vocabulary), and more; raises what
+    `validate_inputs` raises.
     """
 
     _auto_class = "AutoModelForSeq2SeqLM"

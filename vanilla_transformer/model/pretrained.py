@@ -177,31 +177,25 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return [module for module in self.modules() if hasattr(module, "embed_positions")]
 
 
-def output_recorders(stack: Any) -> dict[str, OutputRecorder]:
-    """What transformers may record of a stack: each layer's output, and weights of attentions."""
-    layer = stack.layers[0]
-    states = OutputRecorder(type(layer))
-    recorders = {"hidden_states": states}
-    recorders["attentions"] = OutputRecorder(type(layer.self_attn), 1, "self_attn")
+def output_recorders(layer: type[nn.Module], attention: type[nn.Module]) -> dict[str, Any]:
+    """What transformers may record of a stack: each layer's output, and the attentions' weights."""
+    states = OutputRecorder(layer)
+    recorders = {"hidden_states": states, "attentions": OutputRecorder(attention, 1, "self_attn")}
     states.num_hidden_layers_key = "encoder_layers"  # a field since transformers 5.18
-    if layer.self_attn.is_causal:
+    if "Decoder" in layer.__name__:
         states.num_hidden_layers_key = "decoder_layers"
-        recorders["cross_attentions"] = OutputRecorder(type(layer.self_attn), 1, "encoder_attn")
+        recorders["cross_attentions"] = OutputRecorder(attention, 1, "encoder_attn")
     return recorders
 
 
 def position_ids_from_mask(
-    attention_mask: torch.Tensor | None,
-    input_ids: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None = None,
-    cache: Cache | None = None,
+    embeddings: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None = None
 ) -> torch.Tensor:
     """Positions from 0 at each row's first token, so that left padding shifts nothing: (batch,
     length) of a mask (batch, past_length + length), or (1, length) without one."""
-    tokens: Any = inputs_embeds if input_ids is None else input_ids
-    length = tokens.shape[1]
+    length = embeddings.shape[1]
     if attention_mask is None or attention_mask.ndim != 2:
         past_length = 0 if cache is None else cache.get_seq_length()
-        return torch.arange(length, device=tokens.device)[None] + past_length
+        return torch.arange(length, device=embeddings.device)[None] + past_length
     positions = attention_mask.bool().cumsum(-1) - 1
-    return positions.clamp(min=0)[:, -length:].to(tokens.device)
+    return positions.clamp(min=0)[:, -length:].to(embeddings.device)
