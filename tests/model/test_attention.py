@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.model import attention
 from vanilla_transformer.model.attention import (
-    FastAttentionInterface,
+    FastAttention,
     fused_attention,
     sdpa_attention,
     unfused_attention,
@@ -90,7 +90,7 @@ def test_training_in_half_precision_does_without_the_fused_one(monkeypatch):
 
 
 def test_other_attentions_are_transformers_own():
-    interface = FastAttentionInterface()
+    interface = FastAttention()
     eager = interface.get_interface("eager", scaled_dot_product_attention)
     assert eager is scaled_dot_product_attention
     flex = interface.get_interface("flex_attention", scaled_dot_product_attention)

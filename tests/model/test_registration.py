@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 import torch
-from conftest import random_ids
+from conftest import REPOSITORY, random_ids
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 
@@ -147,3 +147,51 @@ def test_saving_a_second_time_gives_the_same_config(model, tmp_path):
     for name in ("config.json", "generation_config.json"):
         first, second = ((tmp_path / run / name).read_text() for run in ("first", "second"))
         assert first == second
+
+
+# ---------------------------------------------------------------- a checkpoint of version 0.1.0
+
+OLD = REPOSITORY / "tests/fixtures/checkpoint_0.1.0"
+LOAD_OLD = """
+    import json, sys
+    import torch
+    from transformers import AutoModelForSeq2SeqLM, AutoModelForTextEncoding
+
+    folder, trust = sys.argv[1], {"trust_remote_code": True} if sys.argv[2] else {}
+    expected = json.loads(open(sys.argv[3]).read())
+    ids, labels = (torch.tensor(expected[name]) for name in ("input_ids", "labels"))
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, **trust)
+    outputs = model(input_ids=ids, labels=labels)
+    print(json.dumps({
+        "loss": outputs.loss.item(),
+        "logits_sum_by_row": outputs.logits.sum((1, 2)).tolist(),
+        "generated": model.generate(ids, max_new_tokens=8).tolist(),
+        "module": type(model).__module__,
+        "encoder": type(AutoModelForTextEncoding.from_pretrained(folder, **trust)).__name__,
+    }))
+"""
+
+
+@pytest.mark.parametrize("package", [True, False], ids=["with the package", "with its own code"])
+def test_a_checkpoint_of_the_flat_package_gives_what_it_gave(tmp_path, package):
+    """Saved before the package had rooms, with code of its own whose files have other names."""
+    expected = json.loads(OLD.with_name("expected_0.1.0.json").read_text())
+    absent = 'import sys; sys.modules["vanilla_transformer"] = None\n'
+    code = ("import vanilla_transformer\n" if package else absent) + textwrap.dedent(LOAD_OLD)
+    flags = [str(OLD), "" if package else "trust", str(OLD.with_name("expected_0.1.0.json"))]
+    process = subprocess.run(
+        [sys.executable, "-c", code, *flags],
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    found = json.loads(process.stdout.splitlines()[-1])
+    ours = found["module"] == "vanilla_transformer.model.modeling_vanilla_transformer"
+    assert ours == package
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert found["logits_sum_by_row"] == pytest.approx(expected["logits_sum_by_row"], abs=1e-3)
+    assert found["generated"] == expected["generated"]
+    assert found["encoder"] == "VanillaTransformerEncoderModel"

@@ -34,7 +34,7 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 NO_ATTENTION_OPTIONS = {"use_cache", "output_hidden_states"}
 
 
-class FastAttentionInterface(AttentionInterface):
+class FastAttention(AttentionInterface):
     """transformers' attention functions, with ours in the place of "sdpa" and of flash attention.
 
     Each takes queries (batch, heads, query_length, d_k), keys (batch, heads, key_length, d_k),

@@ -1,14 +1,12 @@
 # Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
 """The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the paper's order.
 
-Section by section, https://arxiv.org/abs/1706.03762, then figure 1 from tokens to the loss.
-
-What is faster is behind the attention function (`attention.py`), the cache (`cache.py`) and the loss
-without logits (`loss.py`). With `attn_implementation="eager"`, this file computes everything."""
+Section by section, https://arxiv.org/abs/1706.03762, then figure 1. What is faster is behind the
+attention function (`attention.py`), the cache (`cache.py`) and the loss (`loss.py`); with
+`attn_implementation="eager"`, this file computes everything."""
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -30,30 +28,14 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import (
-    FastAttentionInterface,
-    cast_once,
-    mask_from_labels,
-    repeat_sources,
-    without_padding,
-)
+from .attention import FastAttention, cast_once, mask_from_labels, repeat_sources, without_padding
 from .cache import new_cache, update_kv_cache
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .dropout import dropout
 from .generation import VanillaTransformerGenerationMixin
 from .loss import at_least_float32, can_fuse, fused_linear_cross_entropy
-from .pretrained import (
-    VanillaTransformerPreTrainedModel,
-    output_recorders,
-    position_ids_from_mask,
-)
-from .validation import (
-    expect_integers_or_none,
-    expect_labels,
-    expect_shiftable,
-    select_positions,
-    validate_inputs,
-)
+from .pretrained import VanillaTransformerPreTrainedModel, count_positions, output_recorders
+from .validation import expect_labels, expect_shiftable, select_positions, validate_inputs
 
 Ids: TypeAlias = LongTensor | None
 Mask: TypeAlias = Tensor | None
@@ -86,7 +68,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if position_ids is None:
-            position_ids = position_ids_from_mask(inputs_embeds, *mask_and_cache)
+            position_ids = count_positions(inputs_embeds, *mask_and_cache)
         positions = self.embed_positions(position_ids, inputs_embeds.dtype)
         states = inputs_embeds * self.embed_scale + positions
         return dropout(states, self.config.dropout, self.training)
@@ -248,25 +230,21 @@ def scaled_dot_product_attention(
     return (weights @ value).transpose(1, 2), weights
 
 
-ALL_ATTENTION_FUNCTIONS = FastAttentionInterface()
+ALL_ATTENTION_FUNCTIONS = FastAttention()
 
 
 class VanillaTransformerAttention(nn.Module):
     """Section 3.2.2: Concat(head_1, ..., head_h) W^O, head_i = Attention(QW_i^Q, KW_i^K, VW_i^V).
-
-    One class for the three uses of section 3.2.3: over the encoder's own positions, over the
-    decoder's (`is_causal`), and from the decoder to the encoder's output (`is_cross_attention`).
-    """
+    It has the three uses of section 3.2.3: over the encoder's own positions, over the decoder's
+    (`is_causal`), and from the decoder to the encoder's output (`is_cross_attention`)."""
 
     def __init__(
         self, config: VanillaTransformerConfig, num_heads: int, layer_idx: int,
         is_causal: bool = False, is_cross_attention: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.is_causal = is_causal
-        self.is_cross_attention = is_cross_attention
+        self.config, self.layer_idx = config, layer_idx
+        self.is_causal, self.is_cross_attention = is_causal, is_cross_attention
         self.d_k = config.head_dim or config.d_model // num_heads
         self.d_v = config.value_head_dim or self.d_k
         self.scaling = self.d_k**-0.5
@@ -391,10 +369,8 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
 
 
 class SinusoidalPositions(nn.Module):
-    """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the same.
-
-    Computed where needed, for any length: there is no table, and nothing of it in a checkpoint.
-    """
+    """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the same, computed
+    for any length when needed: a checkpoint holds no table."""
 
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__()
@@ -432,11 +408,11 @@ def label_smoothed_cross_entropy(
     labels = labels.to(logits.device)
     # The gradient of a row without a label is 0, but 0 times NaN is NaN.
     logits = logits.to(at_least_float32(logits.dtype)).masked_fill((labels == -100)[..., None], 0)
-    smoothed: Any = partial(F.cross_entropy, label_smoothing=label_smoothing, reduction="sum")
+    flat = logits.flatten(0, -2), labels.flatten()
+    loss = F.cross_entropy(*flat, label_smoothing=label_smoothing, reduction="sum")
     if num_items_in_batch is None:
         num_items_in_batch = (labels != -100).sum().clamp(min=1)
-    items = torch.as_tensor(num_items_in_batch, device=logits.device)
-    return smoothed(logits.flatten(0, -2), labels.flatten()) / items
+    return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
 
 
 # ---------------------------------------------------------------- Figure 1
@@ -465,10 +441,9 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         positions = kwargs.pop("position_ids", None)
         if encoder_outputs is None:
             encoded = self.encoder(input_ids, attention_mask, positions, inputs_embeds, **kwargs)
-        elif isinstance(encoder_outputs, tuple):
-            encoded = BaseModelOutput(*encoder_outputs[:3])
         else:
-            encoded = encoder_outputs
+            is_tuple = isinstance(encoder_outputs, tuple)
+            encoded = BaseModelOutput(*encoder_outputs[:3]) if is_tuple else encoder_outputs
         target = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
         source = repeat_sources(target, encoded.last_hidden_state, attention_mask)
         outputs = self.decoder(
@@ -496,13 +471,11 @@ class VanillaTransformerForConditionalGeneration(
         inputs_embeds, decoder_inputs_embeds: In place of ids, not scaled, (batch, length, d_model).
         position_ids, decoder_position_ids: (batch, length); counted from the mask by default.
         labels: Target, (batch, target_length), -100 outside the loss; makes `decoder_input_ids`.
-        use_cache: Return `past_key_values`.
         logits_to_keep: Number of last positions to predict (0 for all), or an index of positions.
         num_items_in_batch: Labels in all batches of a gradient step, which divide the loss.
         skip_logits: Never hold all logits, and return None for them; by default in training.
 
-    Returns `loss`, `logits` (batch, target_length, vocabulary), and more; raises what
-    `validate_inputs` raises.
+    Returns `loss` and `logits` (batch, target_length, vocabulary). Raises as `validate_inputs`.
     """
 
     _auto_class = "AutoModelForSeq2SeqLM"
@@ -541,8 +514,7 @@ class VanillaTransformerForConditionalGeneration(
     def prepare_decoder_input_ids_from_labels(self, labels: LongTensor) -> LongTensor:
         """Outputs, shifted right: (batch, target_length), `decoder_start_token_id` first, and
         `pad_token_id` for -100."""
-        config = self.config
-        start, pad = config.decoder_start_token_id, config.pad_token_id
+        start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
         expect_shiftable(labels, decoder_start_token_id=start, pad_token_id=pad)
         shifted = F.pad(labels[:, :-1], (1, 0), value=start)
         return shifted.masked_fill(shifted == -100, pad)
@@ -566,9 +538,8 @@ class VanillaTransformerEncoderModel(VanillaTransformerEmbeddedStacks):
         self, input_ids: Ids = None, attention_mask: Mask = None, position_ids: Ids = None,
         inputs_embeds: States = None, **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:  # fmt: skip
-        """Encode (batch, length) token ids, or embeddings (batch, length, d_model), not yet scaled,
-        into `last_hidden_state`, (batch, length, d_model); the mask, (batch, length), is 1 for
-        tokens, and positions are counted from it by default."""
+        """Encode (batch, length) token ids or (batch, length, d_model) embeddings, not yet scaled,
+        into (batch, length, d_model) states; the mask, (batch, length), is 1 for tokens."""
         return self.encoder(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
 
 
@@ -604,14 +575,10 @@ class VanillaTransformerForCausalLM(
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """Predict each next token; for arguments see `VanillaTransformerForConditionalGeneration`.
-
-        Args:
-            attention_mask: (batch, past_length + length), padding on either side.
-            labels: (batch, length), usually `input_ids` themselves: shifted here, as in every
-                causal model of transformers. `shift_labels` are taken as they stand.
-        """
-        expect_integers_or_none(labels=labels, shift_labels=shift_labels)
+        `labels`, (batch, length), are usually `input_ids`, and shifted here, as in every causal
+        model of transformers; `shift_labels` are taken as they stand."""
         if shift_labels is None and labels is not None:
+            expect_shiftable(labels)
             shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
         outputs = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids,

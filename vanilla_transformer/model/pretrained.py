@@ -188,7 +188,7 @@ def output_recorders(layer: type[nn.Module], attention: type[nn.Module]) -> dict
     return recorders
 
 
-def position_ids_from_mask(
+def count_positions(
     embeddings: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None = None
 ) -> torch.Tensor:
     """Positions from 0 at each row's first token, so that left padding shifts nothing: (batch,

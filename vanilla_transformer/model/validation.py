@@ -140,13 +140,6 @@ def expect_integers(ids: Any, name: str) -> None:
         )
 
 
-def expect_integers_or_none(**ids: Any) -> None:
-    """As `expect_integers`, of each that is given."""
-    for name, value in ids.items():
-        if value is not None:
-            expect_integers(value, name)
-
-
 def expect_states(states: Any, name: str, d_model: int, dtype: torch.dtype) -> None:
     """Raises an error unless these are (batch, length, d_model) of this type; autocast takes any
     floats."""
@@ -306,7 +299,7 @@ def expect_as_many(targets: int, sources: int) -> None:
 def expect_labels(labels: Any, predictions: torch.Tensor, vocab_size: int) -> None:
     """Raises an error unless there is a label for each of (batch, length, ...) predictions, and
     labels are -100 or in the vocabulary (on the CPU)."""
-    expect_tensor(labels, "labels")
+    expect_integers(labels, "labels")
     if labels.shape != predictions.shape[:-1]:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} for predictions of shape "
