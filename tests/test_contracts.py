@@ -66,37 +66,14 @@ class Override:
 GENERATION = "model/generation.py"
 OVERRIDES = [
     Override(
-        GenerationMixin, "_prepare_generation_config", "generate", ("generation_config", "kwargs"),
-        f"{GENERATION}: length_penalty_type is taken out of the options here",
-    ),
-    Override(
-        GenerationMixin, "_prepare_generated_length", "generate",
-        ("generation_config", "has_default_max_length", "input_ids_length", "inputs_tensor"),
-        f"{GENERATION}: the default limit, source length + 50, is set here",
-    ),
-    Override(
-        GenerationMixin, "_expand_inputs_for_generation", "generate", ("expand_size",),
-        f"{GENERATION}: beams share their source, which is not repeated",
-    ),
-    Override(
-        GenerationMixin, "_prepare_cache_for_generation", "generate",
-        ("generation_config", "model_kwargs"),
-        f"{GENERATION}: the cache is given layers that copy less",
-    ),
-    Override(
         GenerationMixin, "_sample", "generate",
         ("input_ids", "stopping_criteria", "generation_config", "model_kwargs"),
-        f"{GENERATION}: rows end at their own limits, without autograd",
+        f"{GENERATION}: a large vocabulary is projected onto in pieces",
     ),
     Override(
         GenerationMixin, "_beam_search", "generate",
         ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "model_kwargs"),
         f"{GENERATION}: as _sample, and only the best tokens are looked at",
-    ),
-    Override(
-        GenerationMixin, "_get_top_k_continuations", "_beam_search",
-        ("cur_len", "decoder_prompt_len"),
-        f"{GENERATION}: places among the best tokens become tokens",
     ),
     Override(
         PreTrainedModel, "_finalize_model_loading", "from_pretrained",
@@ -120,7 +97,8 @@ OVERRIDES = [
 
 # Private names that are read or called: where from, and what reads them.
 READ: dict[str, tuple[Any, str]] = {
-    "_attn_implementation": (PreTrainedConfig, "modeling, packing, shortcuts, plotting"),
+    "_attn_implementation": (PreTrainedConfig, "modeling, attention, plotting"),
+    "_get_top_k_continuations": (GenerationMixin, "model/beam_search.py"),
     "_keys_to_ignore_on_save": (PreTrainedModel, "training/distributed.py"),
     "_get_resized_embeddings": (PreTrainedModel, "model/pretrained.py"),
     "_get_resized_lm_head": (PreTrainedModel, "model/pretrained.py"),

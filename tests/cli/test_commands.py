@@ -128,7 +128,7 @@ def test_a_second_run_does_not_overwrite_and_can_go_on(trained, folder):
         ),
         (
             {"train_source": "lines", "train_target": "lines", "streaming": True},
-            "max_steps=-1: expected a positive number, since a stream does not tell its length",
+            "max_steps=-1: expected a positive number, as the length of a stream is unknown",
         ),
     ],
     ids=str,

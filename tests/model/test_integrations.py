@@ -584,10 +584,7 @@ def test_large_logits_do_not_overflow_in_the_loss(dtype, eps):
 @half
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_autocast_is_near_full_precision(cls, dtype, attention):
-    model = build(cls, attn_implementation=attention).train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    model = build(cls, attn_implementation=attention, dropout=0.0).train()
     inputs = padded_rows(model, 7)
     expected_loss, expected = learn(model, inputs)
     with torch.autocast("cpu", dtype):

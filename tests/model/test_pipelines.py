@@ -158,7 +158,7 @@ def beams_used(pipe):
     rows = []
     decoder = pipe.model.get_decoder()
     hook = decoder.register_forward_pre_hook(
-        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        lambda _, args, kwargs: rows.append(len((*args, *kwargs.values())[0])), with_kwargs=True
     )
     pipe("a", max_new_tokens=2)
     hook.remove()

@@ -152,8 +152,8 @@ def torch_logits(witness, model, batch):
     source_mask, target_mask = batch["attention_mask"], batch["decoder_attention_mask"]
     length = target_mask.shape[1]
     states = witness(
-        model.get_encoder().embed(batch["input_ids"], None, source_mask, None),
-        model.get_decoder().embed(batch["decoder_input_ids"], None, target_mask, None),
+        model.get_encoder().embed(batch["input_ids"], None, None, source_mask),
+        model.get_decoder().embed(batch["decoder_input_ids"], None, None, target_mask),
         tgt_mask=torch.ones(length, length).triu(1).bool(),
         src_key_padding_mask=source_mask == 0,
         tgt_key_padding_mask=target_mask == 0,

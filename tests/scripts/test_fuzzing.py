@@ -121,7 +121,7 @@ IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
             ValueError,
             r"position_ids of shape \(2, 4\) for 2 rows of 3 tokens",
         ),
-        ({"encoder_outputs": ()}, TypeError, "encoder_outputs of type NoneType"),
+        ({"encoder_outputs": ()}, TypeError, "encoder_outputs of type tuple"),
         (
             {"encoder_outputs": (torch.ones(2, 3, 7),)},
             ValueError,
@@ -206,7 +206,10 @@ def test_an_option_of_generate_is_named(model, option, value, expected):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"source": "a\\ud800", "target": "b"}', r"'source' holds '\\ud800' in place 1"),
+        (
+            '{"source": "a\\ud800", "target": "b"}',
+            r"'source' has the surrogate '\\ud800' at position 1",
+        ),
         ('{"source": 7, "target": "b"}', "column 'source' must hold text, not 7"),
         ("[" * 100_000, "line 1: "),
         ("9" * 10_000, r"line 1: not readable JSON \(Exceeds the limit"),
@@ -220,7 +223,9 @@ def test_a_defect_of_a_table_is_named_with_its_file(tmp_path, line, message):
 
 
 def test_half_a_character_is_no_text(checkpoint):
-    with pytest.raises(ValueError, match=r"text 2 holds '\\ud800' in place 1: expected Unicode"):
+    with pytest.raises(
+        ValueError, match=r"text 2 has the surrogate '\\ud800' at position 1: expected"
+    ):
         train_tokenizer(["a", "b\ud800"], 300, show_progress=False)
     translate = pipeline("translation", model=str(checkpoint))
     with pytest.raises(ValueError, match=r"expects Unicode, .* got '\\udfff' at position 1"):

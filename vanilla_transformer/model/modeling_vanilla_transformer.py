@@ -54,7 +54,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         learned = config.position_encoding == "learned"
         self.embed_positions = (LearnedPositions if learned else SinusoidalPositions)(config)
         self.embed_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.layers = nn.ModuleList(layers)
+        self.layers, self.dropout = nn.ModuleList(layers), config.dropout
         post_norm = config.norm_position == "post"
         self.layer_norm = nn.Identity() if post_norm else _layer_norm(config)
         self.gradient_checkpointing = False
@@ -71,7 +71,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
             position_ids = count_positions(inputs_embeds, *mask_and_cache)
         positions = self.embed_positions(position_ids, inputs_embeds.dtype)
         states = inputs_embeds * self.embed_scale + positions
-        return dropout(states, self.config.dropout, self.training)
+        return dropout(states, self.dropout, self.training)
 
 
 class VanillaTransformerEncoder(VanillaTransformerStack):
@@ -448,7 +448,7 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         source = repeat_sources(target, encoded.last_hidden_state, attention_mask)
         outputs = self.decoder(
             decoder_input_ids, decoder_attention_mask, decoder_position_ids, *source,
-            past_key_values, decoder_inputs_embeds, use_cache, **kwargs,
+            past_key_values, decoder_inputs_embeds, use_cache=use_cache, **kwargs,
         )  # fmt: skip
         return Seq2SeqModelOutput(
             outputs.last_hidden_state, outputs.past_key_values, outputs.hidden_states,
