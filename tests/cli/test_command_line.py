@@ -33,6 +33,15 @@ def test_the_version_is_the_packages(tmp_path):
     assert printed == f"vanilla-transformer {__version__}\n"
 
 
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["vanilla-transformer", "evaluate"])
+    monkeypatch.delitem(sys.modules, "vanilla_transformer.cli.evaluate", raising=False)
+    monkeypatch.delitem(sys.modules, "vanilla_transformer.inference.metrics", raising=False)
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)  # as where it is not installed
+    with pytest.raises(SystemExit, match=r"evaluate: needs the package .*\[train\]"):
+        main.main()
+
+
 @pytest.mark.parametrize("words", [["trian"], []])
 def test_an_unknown_command_is_refused_with_the_choices(tmp_path, words):
     process = command_line(*words, cwd=tmp_path, check=False)

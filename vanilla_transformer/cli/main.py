@@ -30,7 +30,14 @@ def main() -> None:
     complete_words(parser)
     command = parser.parse_args(sys.argv[1:2]).command
     sys.argv[:2] = [f"vanilla-transformer {command}"]  # as help and errors of the command name it
-    importlib.import_module(f"vanilla_transformer.cli.{command}").main()
+    try:
+        module = importlib.import_module(f"vanilla_transformer.cli.{command}")
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"vanilla-transformer {command}: needs the package {error.name}; "
+            "pip install 'vanilla-transformer[train]' brings all that the commands need"
+        )
+    module.main()
 
 
 def make_parser() -> ArgumentParser:
