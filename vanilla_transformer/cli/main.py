@@ -33,6 +33,8 @@ def main() -> None:
     try:
         module = importlib.import_module(f"vanilla_transformer.cli.{command}")
     except ModuleNotFoundError as error:
+        if str(error.name).startswith("vanilla_transformer"):
+            raise
         sys.exit(
             f"vanilla-transformer {command}: needs the package {error.name}; "
             "pip install 'vanilla-transformer[train]' brings all that the commands need"

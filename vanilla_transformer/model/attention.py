@@ -27,6 +27,8 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from .pretrained import count_positions
+
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 # ---------------------------------------------------------------- Kernels
@@ -211,18 +213,16 @@ def repeat_sources(
 # ---------------------------------------------------------------- Batches without padding
 
 
-class PackedRows:
+class Rows:
     """The tokens of a batch in one row.
 
     Args:
-        is_token: Which positions of the batch hold a token, boolean, (batch, length).
+        shape: (batch, length).
+        places: Where the tokens are in the flattened batch, in the order of the row, (tokens,).
     """
 
-    def __init__(self, is_token: torch.Tensor):
-        self.shape = is_token.shape
-        self.places = is_token.flatten().nonzero()[:, 0]  # (tokens,)
-        self.row_of = self.places // self.shape[1]  # (tokens,)
-        self._lengths = is_token.count_nonzero(1)
+    def __init__(self, shape: torch.Size, places: torch.Tensor):
+        self.shape, self.places = shape, places
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
         """(batch, length, ...) to (1, tokens, ...)."""
@@ -232,6 +232,19 @@ class PackedRows:
         """(1, tokens, dim) to (batch, length, dim), 0 where there is padding."""
         padded = states.new_zeros(self.shape.numel(), states.shape[-1])
         return padded.index_copy_(0, self.places, states[0]).unflatten(0, self.shape)
+
+
+class PackedRows(Rows):
+    """Row after row.
+
+    Args:
+        is_token: Which positions of the batch hold a token, boolean, (batch, length).
+    """
+
+    def __init__(self, is_token: torch.Tensor):
+        super().__init__(is_token.shape, is_token.flatten().nonzero()[:, 0])
+        self.row_of = self.places // self.shape[1]  # (tokens,)
+        self._lengths = is_token.count_nonzero(1)
 
     def unpack_heads(self, states: torch.Tensor) -> torch.Tensor:
         """(1, heads, tokens, head_dim) to (batch, heads, length, head_dim), likewise."""
@@ -257,9 +270,9 @@ class PackedInputs(NamedTuple):
     source: PackedRows | None = None
 
 
-class RowsByLength:
-    """The tokens of a batch in one row, rows of similar length next to each other: attention, which
-    needs each row apart, works on groups with little padding.
+class RowsByLength(Rows):
+    """Rows of similar length next to each other: attention, which needs each row apart, works on
+    groups with little padding.
 
     Args:
         attention_mask: 1 for tokens, (batch, length).
@@ -268,11 +281,9 @@ class RowsByLength:
     SHORTEST = 0.6  # row of a group, relative to its longest
 
     def __init__(self, attention_mask: torch.Tensor):
-        self.shape = attention_mask.shape
         self.groups: list[tuple[PackedRows, torch.Tensor | None]] = []  # with the mask of keys
-        places = []
         index = torch.arange(attention_mask.numel(), device=attention_mask.device)
-        index = index.view(self.shape)
+        index, places = index.view(attention_mask.shape), [index[:0]]
         for rows in self._of_similar_length(attention_mask.count_nonzero(1)):
             is_token = attention_mask[rows].bool()
             columns = is_token.any(0).nonzero()[:, 0]
@@ -280,11 +291,8 @@ class RowsByLength:
             group = PackedRows(is_token)
             places.append(index[rows[:, None], columns].flatten()[group.places])
             self.groups.append((group, None if is_token.all() else is_token[:, None, None]))
-        self.places = torch.cat([index.new_empty(0), *places])
+        super().__init__(attention_mask.shape, torch.cat(places))
         self._tokens = [len(group.places) for group, _ in self.groups]
-
-    pack: Any = PackedRows.pack
-    unpack: Any = PackedRows.unpack
 
     def attend(
         self,
@@ -323,8 +331,10 @@ def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., Ba
         given = {name: value for name, value in inputs.items() if value is not None}
         packed = None
         if not (torch.compiler.is_compiling() or are_layers_recorded(self.config, given)):
-            pack = pack_decoder_inputs if is_decoder else pack_encoder_inputs
-            packed = pack(self.config, **given)
+            if keeps_rows_apart(self.config):
+                packed = pack_rows(self.config, is_decoder, **given)
+            elif not is_decoder:
+                packed = group_by_length(self.config, **given)
         if packed is None:
             return forward(self, **inputs)
         rows, changed = packed
@@ -349,78 +359,70 @@ def mask_from_labels(
 ) -> torch.Tensor | None:
     """A mask (batch, target_length) of everything up to a row's last label, as no loss depends on
     what follows; None where a mask saves nothing."""
-    name = config._attn_implementation
-    if not (is_flash(name) or is_flex(name)) or are_layers_recorded(config, options):
+    if not keeps_rows_apart(config) or are_layers_recorded(config, options):
         return None
     if decoder_input_ids is None or decoder_input_ids.shape != labels.shape:
         return None
     return (labels != -100).flip(1).cumsum(1).flip(1) > 0
 
 
-def pack_encoder_inputs(
+def keeps_rows_apart(config: PreTrainedConfig) -> bool:
+    """Whether this attention takes packed rows: flash attention, which is told where they end, and
+    flex attention, whose mask leaves out blocks of different rows."""
+    return is_flash(config._attn_implementation) or is_flex(config._attn_implementation)
+
+
+def group_by_length(
     config: PreTrainedConfig, attention_mask: torch.Tensor | None = None, **inputs: Any
-) -> "tuple[PackedRows | RowsByLength, dict[str, Any]] | None":
-    """The rows of a padded source, and the encoder's inputs of their tokens alone; None where
-    padding costs little. With "sdpa" it costs time on a CPU, unless gradients are needed."""
-    mask, name = attention_mask, config._attn_implementation
-    if mask is None or mask.ndim != 2:
+) -> tuple[Rows, dict[str, Any]] | None:
+    """The rows of a padded source, and the encoder's inputs of their tokens alone; None unless
+    padding costs time: with "sdpa" on a CPU, where no gradients are needed."""
+    mask = attention_mask
+    if mask is None or mask.ndim != 2 or mask.shape[0] == 1 or mask.device.type != "cpu":
         return None
-    if is_flash(name) or is_flex(name):
-        if not mask.any() or mask.all():
-            return None
-        packed = PackedRows(mask.bool())
-        changed = _packed_inputs(packed, mask, **inputs)
-        return packed, changed | _kept_apart(config, PackedInputs(packed))
-    if name != "sdpa" or mask.device.type != "cpu" or torch.is_grad_enabled():
+    if config._attn_implementation != "sdpa" or torch.is_grad_enabled():
         return None
-    if mask.shape[0] == 1 or int(mask.count_nonzero()) >= 0.75 * mask.numel():
+    if int(mask.count_nonzero()) >= 0.75 * mask.numel():
         return None
     rows = RowsByLength(mask)
     return rows, {**_packed_inputs(rows, mask, **inputs), "attention_mask": None, "rows": rows}
 
 
-def pack_decoder_inputs(
+def pack_rows(
     config: PreTrainedConfig,
+    is_decoder: bool,
     attention_mask: torch.Tensor | None = None,
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
     past_key_values: Any = None,
     **inputs: Any,
-) -> tuple[PackedRows, dict[str, Any]] | None:
-    """The rows of padded targets, and the decoder's inputs of their tokens alone; None where the
-    attention can't keep packed rows apart, with a cache, and without padding."""
-    name, source = config._attn_implementation, encoder_hidden_states
-    if past_key_values is not None or not (is_flash(name) or is_flex(name)):
+) -> tuple[Rows, dict[str, Any]] | None:
+    """The rows of a padded batch, and a stack's inputs of their tokens alone; None with a cache,
+    and without padding."""
+    sides = [(inputs.get("input_ids", inputs.get("inputs_embeds")), attention_mask)]
+    if encoder_hidden_states is not None:
+        sides.append((encoder_hidden_states, encoder_attention_mask))
+    if past_key_values is not None or not _can_be_packed(sides):
         return None
-    target = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    sides = [(target, attention_mask)]
-    if source is not None:
-        sides.append((source, encoder_attention_mask))
-    if not _can_be_packed(sides):
-        return None
-    rows = PackedInputs(*(PackedRows(_is_token(*side)) for side in sides))
-    changed = _packed_inputs(rows.target, _is_token(*sides[0]), **inputs)
-    if source is not None:
-        assert rows.source is not None
-        changed["encoder_hidden_states"] = rows.source.pack(source)
-    return rows.target, changed | _kept_apart(config, rows, is_decoder=True)
+    masks = [_is_token(*side) for side in sides]
+    rows = PackedInputs(*map(PackedRows, masks))
+    changed = _packed_inputs(rows.target, masks[0], **inputs)
+    if rows.source is not None:
+        changed["encoder_hidden_states"] = rows.source.pack(encoder_hidden_states)
+    return rows.target, changed | _kept_apart(config, rows, is_decoder)
 
 
-def _packed_inputs(rows: Any, mask: torch.Tensor, **inputs: Any) -> dict[str, Any]:
+def _packed_inputs(rows: Rows, mask: torch.Tensor, **inputs: Any) -> dict[str, Any]:
     """Token ids or embeddings of the tokens alone, and their positions."""
-    positions = inputs.get("position_ids")
-    if positions is None:
-        positions = (mask.bool().cumsum(-1) - 1).clamp(min=0)
-    packed = {"position_ids": rows.pack(positions.expand(rows.shape))}
-    for name in ("input_ids", "inputs_embeds"):
-        if name in inputs:
-            packed[name] = rows.pack(inputs[name])
-    return packed
+    given: dict[str, Any] = {
+        name: inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs
+    }
+    positions = inputs.get("position_ids", count_positions(mask, mask))
+    given["position_ids"] = positions.expand(rows.shape)
+    return {name: rows.pack(states) for name, states in given.items()}
 
 
-def _kept_apart(
-    config: PreTrainedConfig, rows: PackedInputs, is_decoder: bool = False
-) -> dict[str, Any]:
+def _kept_apart(config: PreTrainedConfig, rows: PackedInputs, is_decoder: bool) -> dict[str, Any]:
     """The inputs that keep packed rows apart: where they end, or masks."""
     masks: dict[str, Any] = {"attention_mask": None}
     if is_decoder:

@@ -1,7 +1,7 @@
 """The last step of decoding on a CPU: from states to the tokens that a search looks at."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -37,13 +37,9 @@ def may_replace_forward(model: Any) -> bool:
     return is_ours and is_fast and not model._forward_hooks
 
 
-# ---------------------------------------------------------------- The projection in pieces
-
-
-def with_fast_projection(model: Any) -> Any:
-    """The model, or a copy which projects onto a large vocabulary piece by piece."""
-    if not may_replace_forward(model) or not _pays_in_pieces(model.lm_head):
-        return model
+def with_logits(model: Any, project: Callable[[torch.Tensor, nn.Linear], torch.Tensor]) -> Any:
+    """A copy of the model whose `forward` returns, for logits, what `project` makes of the last
+    states (batch, 1, d_model) and the projection."""
     copied = shallow_copy(model)
 
     @wraps(model.forward)
@@ -54,6 +50,16 @@ def with_fast_projection(model: Any) -> Any:
 
     copied.forward = forward
     return copied
+
+
+# ---------------------------------------------------------------- The projection in pieces
+
+
+def with_fast_projection(model: Any) -> Any:
+    """The model, or a copy which projects onto a large vocabulary piece by piece."""
+    if not may_replace_forward(model) or not _pays_in_pieces(model.lm_head):
+        return model
+    return with_logits(model, project)
 
 
 def project(states: torch.Tensor, projection: nn.Linear) -> torch.Tensor:
@@ -123,16 +129,8 @@ class BestTokens(LogitsProcessor):
 
     def __init__(self, model: Any, count: int):
         self.count = count
-        self.model = shallow_copy(model)
         self.tokens = self.log_probs = torch.empty(0)
-
-        @wraps(model.forward)
-        def forward(logits_to_keep: int = 1, **inputs: Any) -> ModelOutput:
-            outputs = model.model(**inputs)
-            outputs["logits"] = self.logits(outputs.last_hidden_state[:, -1:], model.lm_head)
-            return outputs
-
-        self.model.forward = forward
+        self.model = with_logits(model, self.logits)
         self.model._get_top_k_continuations = self.continuations
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.Tensor:

@@ -93,8 +93,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         expect_generation_options(options.all(), self.config.target_vocab_size)
         options.use_length_penalty_type()
         if self.config.is_encoder_decoder:
-            self._limit_by_source(inputs, options)
-            self._use_fast_cache(options)
+            prompt_length = self._prompt_length(options)
+            self._limit_by_source(inputs, prompt_length, options)
+            self._use_fast_cache(prompt_length, options)
         try:
             with self._without_autograd(options):
                 model = self._with_target_vocabulary()
@@ -107,22 +108,16 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         is_inference = isinstance(output, torch.Tensor) and output.is_inference()
         return output.clone() if is_inference else output  # the clone takes part in training
 
-    def _limit_by_source(self, inputs: torch.Tensor | None, options: "GenerationOptions") -> None:
+    def _limit_by_source(
+        self, inputs: torch.Tensor | None, prompt_length: int, options: "GenerationOptions"
+    ) -> None:
         """Input length + 50 where the caller set no limit; transformers' own default is 20 tokens.
         Each row ends at its own limit. Learned positions end where their table does."""
         if options["max_length"] is not None or options["max_new_tokens"] is not None:
             return
         kwargs, mask = options.kwargs, options.kwargs.get("attention_mask")
-        encoded = kwargs.get("encoder_outputs")
-        source = next(
-            (
-                one
-                for one in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-                if one is not None
-            ),
-            encoded[0] if encoded is not None else torch.ones(1, 1),
-        )
-        prompt_length = self._prompt_length(options)
+        encoded = kwargs.get("encoder_outputs", [torch.ones(1, 1)])[0]
+        source = first_given(inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"), encoded)
         limit = source.shape[1] + self.extra_output_tokens
         if self.config.position_encoding == "learned":
             limit = min(limit, self.config.max_position_embeddings - prompt_length)
@@ -142,19 +137,18 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         prompt = options.kwargs.get("decoder_input_ids")
         if prompt is None:
             return 1
-        start = options["decoder_start_token_id"]
-        start = options["bos_token_id"] if start is None else start
+        start = first_given(options["decoder_start_token_id"], options["bos_token_id"])
         starts = torch.as_tensor(start, device=prompt.device)
         return prompt.shape[1] + int((prompt[:, 0] != starts).all())
 
-    def _use_fast_cache(self, options: "GenerationOptions") -> None:
+    def _use_fast_cache(self, prompt_length: int, options: "GenerationOptions") -> None:
         """Pass a cache that copies less, where transformers would make a plain dynamic one."""
         if any(options[name] for name in NO_PLAIN_CACHE) or "past_key_values" in options.kwargs:
             return
         if options["use_cache"] is False or self.config._attn_implementation != "sdpa":
             return
         rows = max(options["num_beams"] or 1, options["num_return_sequences"] or 1)
-        new_tokens, prompt_length = options["max_new_tokens"], self._prompt_length(options)
+        new_tokens = options["max_new_tokens"]
         length = options["max_length"] if new_tokens is None else prompt_length + new_tokens
         options.kwargs["past_key_values"] = generation_cache(self.config, rows, length)
 
@@ -184,15 +178,11 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """As transformers', which looks in each step for all that any model might take, and hides
         the padding of a target behind the mask that it makes for a static cache."""
         given = {"past_key_values": past_key_values, "attention_mask": attention_mask, **kwargs}
-        is_static = (
-            isinstance(past_key_values, EncoderDecoderCache) and past_key_values.is_compileable
+        ours = isinstance(past_key_values, EncoderDecoderCache) and (
+            past_key_values.is_compileable or is_generation_cache(past_key_values)
         )
         plain = not {"decoder_position_ids", "labels"} & given.keys()
-        if (
-            (is_static or is_generation_cache(past_key_values))
-            and plain
-            and input_ids.device == self.device
-        ):
+        if ours and plain and input_ids.device == self.device:
             first = 0 if next_sequence_length is None else -next_sequence_length
             new = input_ids[:, first:].clone(memory_format=torch.contiguous_format)
             return {**given, "decoder_input_ids": new}
@@ -261,8 +251,7 @@ class GenerationOptions:
 
     def __getitem__(self, name: str) -> Any:
         configs = (getattr(config, name, None) for config in (self.given, self.default))
-        values = (self.kwargs.get(name), *configs)
-        return next((value for value in values if value is not None), None)
+        return first_given(self.kwargs.get(name), *configs)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.given is None:
@@ -289,6 +278,11 @@ class GenerationOptions:
                 f"length_penalty={alpha} with length_penalty_type='gnmt': expected a number from 0"
             )
         self["length_penalty"] = GNMTLengthPenalty(alpha)
+
+
+def first_given(*values: Any) -> Any:
+    """The first value that is not None, if any."""
+    return next((value for value in values if value is not None), None)
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:

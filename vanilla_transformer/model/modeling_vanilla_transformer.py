@@ -130,6 +130,7 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         hidden_states = self.embed(input_ids, inputs_embeds, position_ids, attention_mask, past)
         source, source_mask = encoder_hidden_states, encoder_attention_mask
         if source is not None:
+            source = cast_once(source)
             source_mask = padding_mask(self.config, hidden_states, source_mask, source)
         # Position i sees the positions up to i ("masking out", section 3.2.3), but no padding.
         mask = create_causal_mask(
@@ -273,7 +274,6 @@ class VanillaTransformerAttention(nn.Module):
         return self.out_proj(output.flatten(2)), weights
 
     def _keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        states = cast_once(states)
         key = _split_heads(self.k_proj(states), self.d_k)
         return key, _split_heads(self.v_proj(states), self.d_v)
 
