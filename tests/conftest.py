@@ -69,6 +69,20 @@ def random_ids(rows, length, vocab_size=SMALL["vocab_size"], seed=0):
     return torch.randint(4, vocab_size, (rows, length), generator=generator)
 
 
+def seq2seq(**options):
+    torch.manual_seed(0)
+    return VanillaTransformerForConditionalGeneration(small_config(**options))
+
+
+def ragged(*lengths, padding_side="right"):
+    """(rows, longest) token ids and their mask."""
+    longest = max(lengths)
+    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+    if padding_side == "left":
+        mask = mask.flip(1)
+    return random_ids(len(lengths), longest) * mask, mask
+
+
 # Sentence pairs for a trainer: 6 batches of 2 make an epoch.
 PAIRS = [{"input_ids": [5, 6, 7, 2], "labels": [8, 9, 2]}, {"input_ids": [9, 2], "labels": [2]}] * 6
 

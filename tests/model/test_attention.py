@@ -4,14 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import SMALL, random_ids, small_config
+from conftest import SMALL, ragged, random_ids, seq2seq, small_config
 from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.model import attention
 from vanilla_transformer.model.attention import (
     FastAttention,
@@ -24,21 +23,6 @@ from vanilla_transformer.model.modeling_vanilla_transformer import (
     padding_mask,
     scaled_dot_product_attention,
 )
-
-
-def seq2seq(**options):
-    torch.manual_seed(0)
-    return VanillaTransformerForConditionalGeneration(small_config(**options))
-
-
-def ragged(*lengths, padding_side="right"):
-    """(rows, longest) token ids and their mask."""
-    longest = max(lengths)
-    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
-    if padding_side == "left":
-        mask = mask.flip(1)
-    return random_ids(len(lengths), longest) * mask, mask
-
 
 # ---------------------------------------------------------------- attention in half precision
 

@@ -2,24 +2,12 @@
 
 import pytest
 import torch
-from conftest import random_ids, small_config
+from conftest import ragged, random_ids, seq2seq
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
-from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.model.cache import GrowingLayer, SourceLayer, generation_cache
 from vanilla_transformer.model.generation import VanillaTransformerGenerationMixin
-
-
-def seq2seq(**options):
-    torch.manual_seed(0)
-    return VanillaTransformerForConditionalGeneration(small_config(**options))
-
-
-def ragged(*lengths):
-    """(rows, longest) token ids and their mask."""
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return random_ids(*mask.shape) * mask, mask
 
 
 @pytest.mark.parametrize(

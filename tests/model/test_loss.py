@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import random_ids, small_config
+from conftest import random_ids, seq2seq, small_config
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,11 +18,6 @@ from vanilla_transformer.model.modeling_vanilla_transformer import label_smoothe
 from vanilla_transformer.model.validation import expect_labels
 
 CLASSES = [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
-
-
-def seq2seq(**options):
-    torch.manual_seed(0)
-    return VanillaTransformerForConditionalGeneration(small_config(**options))
 
 
 # ---------------------------------------------------------------- logits that are there

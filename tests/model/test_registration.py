@@ -53,14 +53,13 @@ LOAD_EVERYTHING = """
 """
 
 
-def load_everything(folder, resaved, cache, package):
-    """Load the folder in a new process, `package` importable there or not."""
-    code = textwrap.dedent(LOAD_EVERYTHING)
+def in_new_process(code, package, cache, *flags):
+    """What the code prints as JSON in a new process, where the package can be imported or not."""
     # A None among the modules makes every import of that name fail.
     absent = 'import sys; sys.modules["vanilla_transformer"] = None\n'
-    code = ("import vanilla_transformer\n" if package else absent) + code
+    code = ("import vanilla_transformer\n" if package else absent) + textwrap.dedent(code)
     process = subprocess.run(
-        [sys.executable, "-c", code, str(folder), str(resaved), "" if package else "trust"],
+        [sys.executable, "-c", code, *map(str, flags), "" if package else "trust"],
         env={**os.environ, "HF_MODULES_CACHE": str(cache)},
         cwd=cache,
         capture_output=True,
@@ -84,7 +83,7 @@ def loaded(checkpoint, tmp_path_factory):
     ]:
         cache = root / name / "modules"
         cache.mkdir(parents=True)
-        runs[name] = load_everything(folder, root / name, cache, package)
+        runs[name] = in_new_process(LOAD_EVERYTHING, package, cache, folder, root / name)
     return runs
 
 
@@ -157,8 +156,8 @@ LOAD_OLD = """
     import torch
     from transformers import AutoModelForSeq2SeqLM, AutoModelForTextEncoding
 
-    folder, trust = sys.argv[1], {"trust_remote_code": True} if sys.argv[2] else {}
-    expected = json.loads(open(sys.argv[3]).read())
+    folder, trust = sys.argv[1], {"trust_remote_code": True} if sys.argv[3] else {}
+    expected = json.loads(open(sys.argv[2]).read())
     ids, labels = (torch.tensor(expected[name]) for name in ("input_ids", "labels"))
     model = AutoModelForSeq2SeqLM.from_pretrained(folder, **trust)
     outputs = model(input_ids=ids, labels=labels)
@@ -175,20 +174,9 @@ LOAD_OLD = """
 @pytest.mark.parametrize("package", [True, False], ids=["with the package", "with its own code"])
 def test_a_checkpoint_of_the_flat_package_gives_what_it_gave(tmp_path, package):
     """Saved before the package had rooms, with code of its own whose files have other names."""
-    expected = json.loads(OLD.with_name("expected_0.1.0.json").read_text())
-    absent = 'import sys; sys.modules["vanilla_transformer"] = None\n'
-    code = ("import vanilla_transformer\n" if package else absent) + textwrap.dedent(LOAD_OLD)
-    flags = [str(OLD), "" if package else "trust", str(OLD.with_name("expected_0.1.0.json"))]
-    process = subprocess.run(
-        [sys.executable, "-c", code, *flags],
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    found = json.loads(process.stdout.splitlines()[-1])
+    expectation = OLD.with_name("expected_0.1.0.json")
+    expected = json.loads(expectation.read_text())
+    found = in_new_process(LOAD_OLD, package, tmp_path, OLD, expectation)
     ours = found["module"] == "vanilla_transformer.model.modeling_vanilla_transformer"
     assert ours == package
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)

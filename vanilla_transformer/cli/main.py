@@ -62,7 +62,7 @@ def make_parser() -> ArgumentParser:
 
 
 def complete_words(parser: ArgumentParser) -> None:
-    """Answer a shell that completes words with argcomplete, where that is installed."""
+    """Answer a shell that completes words with the package argcomplete, which users install."""
     try:
         import argcomplete
     except ImportError:

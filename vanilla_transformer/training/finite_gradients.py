@@ -72,10 +72,11 @@ class FiniteGradientsCallback(TrainerCallback):
         if args.fp16:
             allowed = max(allowed, MAX_OVERFLOWS)
         if self.skipped > allowed:
+            by_deepspeed = getattr(args, "deepspeed_plugin", None) is not None
+            applied = "DeepSpeed has applied it" if by_deepspeed else "the weights are unchanged"
             raise FloatingPointError(
                 f"the gradient of step {step} is NaN or infinite, for {self.skipped} steps in a "
-                f"row: expected a finite gradient (max_skipped_steps={allowed}); "
-                "the weights are unchanged"
+                f"row: expected a finite gradient (max_skipped_steps={allowed}); " + applied
             )
         logger.warning("The gradient of step %d is NaN or infinite: the step is skipped", step)
         model.zero_grad(set_to_none=True)
