@@ -116,7 +116,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         if options["max_length"] is not None or options["max_new_tokens"] is not None:
             return
         kwargs, mask = options.kwargs, options.kwargs.get("attention_mask")
-        encoded = kwargs.get("encoder_outputs", [torch.ones(1, 1)])[0]
+        encoded = first_given(kwargs.get("encoder_outputs"), [torch.ones(1, 1)])[0]
         source = first_given(inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"), encoded)
         limit = source.shape[1] + self.extra_output_tokens
         if self.config.position_encoding == "learned":
