@@ -1,6 +1,7 @@
 """Helpers of benchmarks and checks: validate choices, write tables and files."""
 
 import json
+import statistics
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,3 +32,42 @@ def write(folder: str | Path | None, name: str, results: Any, table: str | None 
     Path(folder, f"{name}.json").write_text(text)
     if table is not None:
         Path(folder, f"{name}.md").write_text(table + "\n")
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The mean and, of several values, the standard deviation."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+class Results:
+    """A file with the scores of finished runs, so that an interrupted command can be repeated.
+
+    Args:
+        path: The file.
+        settings: What all runs of the file have in common, by the names of the options.
+
+    Raises:
+        ValueError: The file holds runs with different settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.path = path
+        self.content = {**settings, "runs": []}
+        if path.exists():
+            self.content = json.loads(path.read_text())
+            for name, value in settings.items():
+                if self.content[name] != value:
+                    raise ValueError(
+                        f"{path} is of --{name} {self.content[name]}, not {value}: "
+                        "choose another --output_dir"
+                    )
+
+    def of(self, row: str, seeds: Collection[int]) -> list[dict[str, Any]]:
+        """The scores of a row with these seeds."""
+        return [run for run in self.content["runs"] if run["row"] == row and run["seed"] in seeds]
+
+    def add(self, row: str, seed: int, scores: dict[str, Any]) -> None:
+        """Add the scores of a run and save the file."""
+        self.content["runs"].append({"row": row, "seed": seed, **scores})
+        self.path.write_text(json.dumps(self.content, indent=1))

@@ -8,8 +8,6 @@ phrases, mean and standard deviation over the seeds. Finished runs are kept in r
 an interrupted command can be repeated. The table is written to ablations.md.
 """
 
-import json
-import statistics
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +17,7 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PrinterCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
-from scripts.reports import markdown
+from scripts.reports import Results, markdown, spread
 from vanilla_transformer.data.parallel_text import (
     DataArguments,
     load_parallel_dataset,
@@ -89,7 +87,8 @@ def main() -> None:
     rows = [
         row for row in ROWS if arguments.rows is None or any(part in row for part in arguments.rows)
     ]
-    results = Results(folder / "results.json", arguments)
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
+    results = Results(folder / "results.json", settings)
     model_args, data_args, _ = options_of(arguments, rows[0], 0, "unused")
     pairs = load_parallel_dataset(data_args)
     tokenizer = make_tokenizer(model_args, pairs["train"], None)
@@ -103,36 +102,6 @@ def main() -> None:
     table = to_markdown({row: results.of(row, arguments.seeds) for row in rows})
     (folder / "ablations.md").write_text(table + "\n")
     print(table)
-
-
-class Results:
-    """A file with the scores of finished runs.
-
-    Raises:
-        ValueError: The file holds runs with different settings.
-    """
-
-    def __init__(self, path: Path, arguments: AblationArguments):
-        self.path = path
-        settings = {name: getattr(arguments, name) for name in SETTINGS}
-        self.content = {**settings, "runs": []}
-        if path.exists():
-            self.content = json.loads(path.read_text())
-            for name, value in settings.items():
-                if self.content[name] != value:
-                    raise ValueError(
-                        f"{path} is of --{name} {self.content[name]}, not {value}: "
-                        "choose another --output_dir"
-                    )
-
-    def of(self, row: str, seeds: list[int]) -> list[dict]:
-        """The scores of a row with these seeds."""
-        return [run for run in self.content["runs"] if run["row"] == row and run["seed"] in seeds]
-
-    def add(self, row: str, seed: int, scores: dict[str, float]) -> None:
-        """Add the scores of a run and save the file."""
-        self.content["runs"].append({"row": row, "seed": seed, **scores})
-        self.path.write_text(json.dumps(self.content, indent=1))
 
 
 def options_of(arguments: AblationArguments, row: str, seed: int, folder: str) -> tuple[Any, ...]:
@@ -187,12 +156,6 @@ def to_markdown(rows: dict[str, list[dict]]) -> str:
         parameters = f"{runs[0]['parameters']:,}"
         table.append([row, parameters, spread(exact_match, 1), spread(loss, 4)])
     return markdown(["", "parameters", "exact match, %", "loss, nats per token"], table)
-
-
-def spread(values: list[float], digits: int) -> str:
-    """The mean and, of several values, the standard deviation."""
-    mean = f"{statistics.mean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from ..training.arguments import (
     TranslationTrainingArguments,
     parse_arguments,
 )
+from ..training.defaults import TextSize, choose_open_options, extend_output_limit
 from ..training.distributed import load_saved_model
 from ..training.trainer import (
     find_checkpoint,
@@ -63,9 +64,14 @@ def main() -> None:
     pairs = load_parallel_dataset(data_args)
     training_args.expect_data(pairs, data_args.streaming)
     tokenizer = make_tokenizer(model_args, pairs["train"], checkpoint)
-    model = make_model(model_args, tokenizer, checkpoint)
     with training_args.main_process_first(desc="tokenising"):
         splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
+    size = TextSize.of(splits["train"])
+    model = make_model(model_args, tokenizer, checkpoint, size)
+    if model_args.model_name_or_path is not None:
+        training_args.left_open &= {"max_tokens"}  # transformers' defaults are for fine-tuning
+    choose_open_options(training_args, model.config.d_model, size)
+    extend_output_limit(model.generation_config, size)
     if data_args.bpe_dropout:
         encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
         limits = (data_args.max_source_length, data_args.max_target_length)

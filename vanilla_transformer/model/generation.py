@@ -77,7 +77,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """As transformers', with the paper's defaults, and the faster paths of this package.
 
         Args:
-            kwargs: As for transformers, and `length_penalty_type`, "power" or "gnmt".
+            kwargs: As for transformers, and `length_penalty_type`, "power" or "gnmt", and
+                `extra_output_tokens`, by which an output may be longer than its source (50).
 
         Raises:
             TypeError, ValueError: An input or an option is not what a model can read or do.
@@ -111,21 +112,25 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
     def _limit_by_source(
         self, inputs: torch.Tensor | None, prompt_length: int, options: "GenerationOptions"
     ) -> None:
-        """Input length + 50 where the caller set no limit; transformers' own default is 20 tokens.
-        Each row ends at its own limit. Learned positions end where their table does."""
+        """Input length + `extra_output_tokens` where the caller set no limit; transformers' own
+        default is 20 tokens. Each row ends at its own limit. Learned positions end where their
+        table does."""
+        extra = first_given(options.take("extra_output_tokens"), self.extra_output_tokens)
+        if not isinstance(extra, int) or extra < 0:
+            raise ValueError(f"extra_output_tokens={extra!r}: expected an integer from 0")
         if options["max_length"] is not None or options["max_new_tokens"] is not None:
             return
         kwargs, mask = options.kwargs, options.kwargs.get("attention_mask")
         encoded = first_given(kwargs.get("encoder_outputs"), [torch.ones(1, 1)])[0]
         source = first_given(inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"), encoded)
-        limit = source.shape[1] + self.extra_output_tokens
+        limit = source.shape[1] + extra
         if self.config.position_encoding == "learned":
             limit = min(limit, self.config.max_position_embeddings - prompt_length)
         options["max_new_tokens"] = limit
         has_ends = options["pad_token_id"] is not None or options["eos_token_id"] is not None
         if mask is None or mask.ndim != 2 or not has_ends:
             return
-        lengths = mask.count_nonzero(1) + self.extra_output_tokens
+        lengths = mask.count_nonzero(1) + extra
         if lengths.min() < limit:
             ends = SourceLengthCriteria(prompt_length + lengths.clamp(max=limit))
             criteria = kwargs.get("stopping_criteria") or []
@@ -259,14 +264,19 @@ class GenerationOptions:
         else:  # transformers warns where there are both a config and keywords
             setattr(self.given, name, value)
 
+    def take(self, name: str) -> Any:
+        """The value of an option that transformers does not know, which is no keyword any more."""
+        value = self[name]
+        self.kwargs.pop(name, None)
+        return value
+
     def use_length_penalty_type(self) -> None:
         """Replace `length_penalty` by the one that `length_penalty_type` names.
 
         Raises:
             ValueError: It names none, or GNMT's alpha is negative or no number.
         """
-        kind, alpha = self["length_penalty_type"] or "power", self["length_penalty"]
-        self.kwargs.pop("length_penalty_type", None)
+        kind, alpha = self.take("length_penalty_type") or "power", self["length_penalty"]
         if kind not in LENGTH_PENALTY_TYPES:
             choices = ", ".join(LENGTH_PENALTY_TYPES)
             raise ValueError(f"length_penalty_type={kind!r}: expected one of {choices}")

@@ -24,6 +24,10 @@ from .finite_gradients import FiniteGradientArguments
 from .recipes import find_recipe
 from .token_batches import TokenBudgetArguments
 
+# What a training from scratch chooses from its model and data (defaults.py), and transformers' own
+# defaults, which apply to fine-tuning.
+CHOSEN = {"learning_rate": 5e-5, "warmup_steps": 0, "num_train_epochs": 3.0}
+
 # Local files on the command line replace the data set that a recipe names, languages included.
 LOCAL_DATA_OPTIONS = {
     f"{split}_{side}" for split in SPLITS for side in ("source", "target", "file")
@@ -80,6 +84,10 @@ class ModelArguments:
             )
         self.overrides()
 
+    def states_dropout(self) -> bool:
+        """Whether `config_overrides`, or a row of Table 3 about dropout, names a rate."""
+        return "dropout" in self.overrides() or self.preset.startswith("D-drop")
+
     def overrides(self) -> dict[str, Any]:
         """`config_overrides` as fields and values."""
         fields: dict[str, Any] = {}
@@ -107,6 +115,36 @@ class TranslationTrainingArguments(
 
     _VALID_DICT_FIELDS = [*Seq2SeqTrainingArguments._VALID_DICT_FIELDS, "generation_kwargs"]
 
+    learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "The peak learning rate. Default: (d_model * 4000)^-0.5, the paper's; 5e-5 for "
+            "fine-tuning."
+        },
+    )
+    warmup_steps: float | None = field(
+        default=None,
+        metadata={
+            "help": "Updates in which the learning rate rises, or below 1 their share. Default: a "
+            "tenth, at most 4000; 0 for fine-tuning."
+        },
+    )
+    num_train_epochs: float | None = field(
+        default=None,
+        metadata={
+            "help": "Number of epochs. Default: 30, but 3,000 to 100,000 updates; 3 for "
+            "fine-tuning."
+        },
+    )
+    per_device_train_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Pairs in a batch of each device. Default: batches of similar length with "
+            "max_tokens tokens."
+        },
+    )
+    adam_beta2: float = field(default=0.98, metadata={"help": "Adam's beta2 (section 5.3)."})
+    adam_epsilon: float = field(default=1e-9, metadata={"help": "Adam's epsilon (section 5.3)."})
     average_checkpoints: int | None = field(
         default=None,
         metadata={
@@ -159,13 +197,14 @@ class TranslationTrainingArguments(
     def __post_init__(self) -> None:
         if self.disable_tqdm is None and not (sys.stderr.isatty() or is_in_notebook()):
             self.disable_tqdm = True  # nested bars would fill a file with escape sequences
+        self._find_left_open()
         self._set_gradient_accumulation()
         init_cpu_process_group(self)
         super().__post_init__()
         enable_fsdp_on_cpu(self)
         if self.r_drop_alpha < 0:
             raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected a number from 0")
-        known = GenerationConfig().to_dict().keys() | {"length_penalty_type"}
+        known = GenerationConfig().to_dict().keys() | {"length_penalty_type", "extra_output_tokens"}
         for name in self.generation_kwargs or {}:
             if name not in known:
                 raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
@@ -182,6 +221,19 @@ class TranslationTrainingArguments(
         one there, and torch then can't load an optimizer's state."""
         device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
+
+    def _find_left_open(self) -> None:
+        """Collect the options for which a training from scratch has defaults of its own, and set
+        them to transformers' defaults until then."""
+        self.left_open = {name for name in CHOSEN if getattr(self, name) is None}
+        if "num_train_epochs" in self.left_open and self.max_steps < 1:
+            self.left_open.add("max_steps")
+        by_rows = self.per_device_train_batch_size is not None
+        if self.max_tokens is None and not by_rows and self.train_sampling_strategy == "random":
+            self.left_open.add("max_tokens")
+        for name, value in {**CHOSEN, "per_device_train_batch_size": 8}.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
     def _set_gradient_accumulation(self) -> None:
         wanted, processes = self.batches_per_update, launched_world_size()

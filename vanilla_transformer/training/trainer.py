@@ -41,6 +41,8 @@ from .checkpoints import (
     find_defect,
     last_complete_checkpoint,
 )
+from .defaults import TextSize, choose_dropout
+from .diagnosis import LossGapCallback, SourceUseCallback
 from .distributed import (
     FULL_OPTIMIZER,
     SHARDED_OPTIMIZER,
@@ -184,11 +186,14 @@ def _expect_special_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> Non
 
 
 def make_model(
-    arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, checkpoint: str | None
+    arguments: ModelArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: str | None,
+    size: TextSize | None = None,
 ) -> PreTrainedModel:
     """Make a new model with the tokenizer's vocabulary and special tokens, or load the one to
     fine-tune. A target starts with `bos_token` or, if there is none, with `pad_token`, as in T5 and
-    Marian.
+    Marian. Without a dropout in the options, the size of the text decides.
 
     Raises:
         ValueError: The checkpoint to resume from holds a model with a different configuration.
@@ -210,6 +215,8 @@ def make_model(
         **attention,
         **arguments.overrides(),
     )
+    if size is not None and not arguments.states_dropout():
+        config.dropout = choose_dropout(config, size)
     if checkpoint is not None:
         _check_same_model(config, checkpoint)
     return VanillaTransformerForConditionalGeneration(config)
@@ -252,7 +259,13 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         compute_metrics=metrics,
-        callbacks=[CurvesCallback(), EpochCallback(), FiniteGradientsCallback()],
+        callbacks=[
+            CurvesCallback(),
+            EpochCallback(),
+            FiniteGradientsCallback(),
+            SourceUseCallback(),
+            LossGapCallback(),
+        ],
     )
     if trainer.pop_callback(TensorBoardCallback) is not None:
         trainer.add_callback(ResilientTensorBoardCallback())

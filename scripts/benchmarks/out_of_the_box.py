@@ -1,0 +1,121 @@
+"""Train on small tasks with the defaults of `vanilla-transformer train`: is any seed stuck?
+
+python -m scripts.benchmarks.out_of_the_box --data FOLDER --output_dir outputs/out_of_the_box
+python -m scripts.benchmarks.out_of_the_box --tasks scan reverse --output_dir outputs/symbols
+
+Every run is the command `vanilla-transformer train` with `--preset tiny`, the text, a seed and the
+number of updates. All else follows from the text (`vanilla_transformer/training/defaults.py`). The
+table shows exact match on the test set, greedy search, and BLEU for Multi30k. Finished runs are
+kept in results.json, so that an interrupted command can be repeated. The table is written to
+out_of_the_box.md. `--data` holds `multi30k/tok` and `sigmorphon2020_g2p`; without it, their tasks
+are left out.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm.auto import tqdm
+from transformers import HfArgumentParser
+
+from scripts.benchmarks.tasks import Pairs, Task, g2p, multi30k, phrases, scan, symbols
+from scripts.reports import Results, expect_known, markdown, spread
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "scan": scan,
+    "reverse": lambda: symbols(lambda row: row[::-1]),
+    "sort": lambda: symbols(sorted),
+    **{f"phrases_{lang}": lambda lang=lang: phrases(lang) for lang in ("de", "fr", "ja")},
+}
+
+
+@dataclass
+class OutOfTheBoxArguments:
+    output_dir: str = field(metadata={"help": "Folder for results.json and out_of_the_box.md."})
+    data: str | None = field(default=None, metadata={"help": "Folder with Multi30k and G2P."})
+    tasks: list[str] | None = field(default=None, metadata={"help": "Default: all."})
+    max_steps: int = field(default=3000, metadata={"help": "Updates per run."})
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds."})
+    options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(OutOfTheBoxArguments).parse_args_into_dataclasses()
+    tasks = dict(TASKS)
+    if arguments.data is not None:
+        data = Path(arguments.data)
+        tasks["multi30k"] = lambda: multi30k(data / "multi30k/tok")
+        for language in ("fre", "hun", "kor"):
+            tasks[f"g2p_{language}"] = lambda language=language: g2p(
+                language, data / "sigmorphon2020_g2p"
+            )
+    expect_known("tasks", arguments.tasks or (), tasks)
+    rows = arguments.tasks or list(tasks)
+    folder = Path(arguments.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {name: getattr(arguments, name) for name in ("max_steps", "options")}
+    results = Results(folder / "results.json", settings)
+    runs = [(row, seed) for seed in arguments.seeds for row in rows]
+    for row, seed in tqdm(runs, desc="Training", unit="run"):
+        if not results.of(row, [seed]):
+            with tempfile.TemporaryDirectory() as scratch:
+                scores = run(tasks[row](), Path(scratch), seed, arguments)
+            results.add(row, seed, scores)
+            table = to_markdown({row: results.of(row, arguments.seeds) for row in rows})
+            (folder / "out_of_the_box.md").write_text(table + "\n")
+    print((folder / "out_of_the_box.md").read_text())
+
+
+def run(task: Task, scratch: Path, seed: int, arguments: OutOfTheBoxArguments) -> dict:
+    """Train and test a model, in a process of its own, as users do."""
+    files = [
+        f"--{split}_{side}={write(scratch / f'{split}.{side}', pairs, place)}"
+        for split, pairs in task._asdict().items()
+        for place, side in enumerate(("source", "target"))
+    ]
+    started = time.monotonic()
+    process = subprocess.run(
+        [
+            sys.executable, "-m", "vanilla_transformer", "train", "--preset=tiny", *files,
+            f"--output_dir={scratch / 'model'}", f"--max_steps={arguments.max_steps}",
+            f"--seed={seed}", "--save_strategy=no", "--report_to=none",
+            "--per_device_eval_batch_size=64", *arguments.options.split(),
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if process.returncode:
+        raise RuntimeError(process.stderr[-4000:])
+    scores = json.loads(process.stdout.splitlines()[-1])
+    ignores = process.stderr.count("the decoder ignores its source")
+    minutes = (time.monotonic() - started) / 60
+    kept = ("exact_match", "bleu", "chrf")
+    return {**{name: scores[name] for name in kept}, "ignores": ignores, "minutes": minutes}
+
+
+def write(path: Path, pairs: Pairs, place: int) -> Path:
+    """One side of the pairs, a line each."""
+    path.write_text("".join(f"{pair[place]}\n" for pair in pairs), encoding="utf-8")
+    return path
+
+
+def to_markdown(rows: dict[str, list[dict]]) -> str:
+    """A table with a row per task: the score of each seed, and in how many runs the decoder still
+    ignored its source when it was first checked."""
+    table = []
+    for row, runs in rows.items():
+        if runs:
+            name = "bleu" if row == "multi30k" else "exact_match"
+            scores = [run[name] for run in runs]
+            each = ", ".join(f"{score:.1f}" for score in scores)
+            stuck = sum(run["ignores"] > 0 for run in runs)
+            table.append([row, name, each, spread(scores, 1), f"{stuck} of {len(runs)}"])
+    return markdown(["task", "score", "seeds", "mean", "late to read the source"], table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What a training from scratch chooses for options that are left open, and why it says so."""
+
+import logging
+
+import pytest
+from conftest import SMALL
+
+from vanilla_transformer import VanillaTransformerConfig
+from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
+from vanilla_transformer.training.defaults import (
+    TextSize,
+    choose_dropout,
+    choose_open_options,
+    extend_output_limit,
+    tokens_per_update,
+)
+from vanilla_transformer.training.trainer import make_model
+
+MULTI30K = TextSize(pairs=29_000, target_tokens=420_000, longest_excess=20)
+WMT = TextSize(pairs=4_500_000, target_tokens=130_000_000, longest_excess=40)
+NAMES = ("max_tokens", "max_steps", "warmup_steps", "learning_rate")
+
+
+def chosen(tmp_path, size, d_model=128, **options):
+    arguments = TranslationTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", **options
+    )
+    choose_open_options(arguments, d_model, size)
+    return tuple(getattr(arguments, name) for name in NAMES)
+
+
+def test_the_papers_data_and_width_give_the_papers_training(tmp_path):
+    """Section 5: 25,000 tokens, 100,000 updates, 4,000 of them to warm up, and the peak of
+    d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5)."""
+    max_tokens, max_steps, warmup_steps, rate = chosen(tmp_path, WMT, d_model=512)
+    assert max_tokens == pytest.approx(25_000, rel=0.1)
+    assert (max_steps, warmup_steps) == (100_000, 4000)
+    assert rate == pytest.approx(512**-0.5 * 4000**-0.5, rel=1e-3)
+
+
+def test_a_small_text_gets_small_batches_and_fewer_updates(tmp_path):
+    max_tokens, max_steps, warmup_steps, _ = chosen(tmp_path, MULTI30K)
+    assert max_tokens == 1296  # twice the square root of 420,000
+    assert max_steps == round(30 * 420_000 / 1296)
+    assert warmup_steps == pytest.approx(max_steps / 10, abs=1)
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(10, 1000), (1_000_000, 2000), (10**9, 25_000)])
+def test_a_batch_grows_with_the_root_of_the_text(tokens, batch):
+    assert tokens_per_update(TextSize(10, tokens, 0)) == batch
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"max_tokens": 4096}, (4096, 3076, 308)),
+        ({"max_steps": 500}, (1296, 500, 50)),
+        ({"num_train_epochs": 10}, (1296, -1, 325)),
+        ({"warmup_steps": 7}, (1296, 9722, 7)),
+        ({"gradient_accumulation_steps": 4}, (324, 9722, 973)),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_an_option_that_is_given_stays(tmp_path, option, expected):
+    assert chosen(tmp_path, MULTI30K, **option)[:3] == expected
+
+
+@pytest.mark.parametrize(
+    "option", [{"per_device_train_batch_size": 8}, {"train_sampling_strategy": "group_by_length"}]
+)
+def test_batches_of_rows_stay_batches_of_rows(tmp_path, option):
+    assert chosen(tmp_path, MULTI30K, **option)[0] is None
+
+
+def test_a_streams_size_is_unknown(tmp_path):
+    assert TextSize.of(iter([])) is None
+    max_tokens, max_steps, warmup_steps, _ = chosen(tmp_path, None, max_steps=2000)
+    assert (max_tokens, max_steps, warmup_steps) == (4096, 2000, 200)
+
+
+def test_every_choice_is_logged_with_its_reason(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        chosen(tmp_path, MULTI30K)
+    for name in NAMES:
+        assert any(message.startswith(f"{name}=") for message in caplog.messages), name
+    assert "max_tokens=1296: 1296 target tokens per update; 420,000 in the text" in caplog.messages
+
+
+def test_without_a_choice_transformers_defaults_remain(tmp_path):
+    """As for a plain `Seq2SeqTrainer`, and for fine-tuning."""
+    arguments = TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    values = (arguments.learning_rate, arguments.warmup_steps, arguments.num_train_epochs)
+    assert values == (5e-5, 0, 3.0)
+    assert (arguments.per_device_train_batch_size, arguments.max_tokens) == (8, None)
+
+
+@pytest.mark.parametrize(
+    ("preset", "tokens", "dropout"),
+    [
+        ("base", 130_000_000, 0.1),  # WMT 2014 English-German, as in the paper
+        ("big", 130_000_000, 0.3),
+        ("big", 1_000_000_000, 0.1),  # English-French
+        ("tiny", 420_000, 0.3),  # Multi30k, as in Wu et al. (2021)
+    ],
+)
+def test_the_rule_for_dropout_gives_the_published_choices(preset, tokens, dropout):
+    config = VanillaTransformerConfig.from_preset(preset, vocab_size=37_000)
+    assert choose_dropout(config, TextSize(1, tokens, 0)) == dropout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "preset", "dropout"),
+    [("", "base", 0.3), ("dropout=0.2", "base", 0.2), ("", "D-drop0.2", 0.2)],
+)
+def test_a_stated_dropout_stays(overrides, preset, dropout):
+    shape = ",".join(f"{name}={value}" for name, value in SMALL.items() if name != "vocab_size")
+    arguments = ModelArguments(
+        preset=preset, config_overrides=",".join(filter(None, (shape, "head_dim=12", overrides)))
+    )
+    tokenizer = train_tokenizer(["ein kleiner Text"], vocab_size=300)
+    assert (
+        make_model(arguments, tokenizer, None, MULTI30K._replace(target_tokens=9)).config.dropout
+        == dropout
+    )
+    assert make_model(arguments, tokenizer, None).config.dropout != 0.3  # no size, no rule
+
+
+def test_outputs_may_be_as_long_as_the_targets_of_the_text():
+    config = VanillaTransformerConfig()
+    extend_output_limit(config, MULTI30K)
+    assert not hasattr(config, "extra_output_tokens")  # the paper's 50 are enough
+    extend_output_limit(config, MULTI30K._replace(longest_excess=200))
+    assert config.extra_output_tokens == 220
+
+
+def test_the_size_of_a_text_is_counted_in_tokens():
+    rows = [{"input_ids": [4, 2], "labels": [5, 6, 7, 2]}, {"input_ids": [4, 5, 2], "labels": [2]}]
+    assert TextSize.of(rows) == (2, 5, 2)

@@ -1,0 +1,112 @@
+"""What a training from scratch chooses for options that are left open, from model and data."""
+
+import logging
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from ..data.token_batches import count_tokens
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+logger = logging.getLogger(__name__)
+
+FEWEST_TOKENS, MOST_TOKENS = 1000, 25_000  # per update; the paper's batches are the largest
+FEWEST_UPDATES, MOST_UPDATES = 3000, 100_000  # the paper trains its base model for 100,000
+EPOCHS = 30
+WARMUP_STEPS = 4000  # section 5.3
+UNKNOWN_SIZE_TOKENS = 4096
+
+
+class TextSize(NamedTuple):
+    """The size of a tokenized training text."""
+
+    pairs: int
+    target_tokens: int
+    longest_excess: int  # the most tokens by which a target is longer than its source
+
+    @classmethod
+    def of(cls, dataset: Any) -> "TextSize | None":
+        """The size of a data set with `input_ids` and `labels`; None of a stream."""
+        if not hasattr(dataset, "__len__"):
+            return None
+        source, target = count_tokens(dataset)
+        return cls(len(target), int(target.sum()), int((target - source).max(initial=0)))
+
+
+def choose_dropout(config: VanillaTransformerConfig, size: TextSize) -> float:
+    """0.1, and 0.3 where the text has fewer target tokens than the model has weights. The paper's
+    choices follow the same rule: 0.1 for its base model and for big on the 36 million pairs of
+    WMT 2014 English-French, 0.3 for big on the 4.5 million of English-German (section 6.1)."""
+    with torch.device("meta"):
+        weights = VanillaTransformerForConditionalGeneration(config).num_parameters()
+    dropout = 0.3 if size.target_tokens < weights else 0.1
+    relation = "fewer" if size.target_tokens < weights else "no fewer"
+    logger.info(
+        "dropout=%s: the text has %s target tokens than the model has weights (%s, %s)",
+        dropout, relation, f"{size.target_tokens:,}", f"{weights:,}",
+    )  # fmt: skip
+    return dropout
+
+
+def choose_open_options(arguments: Any, d_model: int, size: TextSize | None) -> None:
+    """Set the options in `arguments.left_open`, and log each with its reason.
+
+    Args:
+        arguments: `TranslationTrainingArguments`.
+        d_model: The model's width.
+        size: The size of the text; None if unknown.
+    """
+
+    def choose(name: str, value: float, reason: str) -> None:
+        if name in arguments.left_open:
+            setattr(arguments, name, value)
+            logger.info("%s=%s: %s", name, value, reason)
+
+    tokens = tokens_per_update(size)
+    batches = arguments.world_size * arguments.gradient_accumulation_steps
+    known = "a stream's size is unknown" if size is None else f"{size.target_tokens:,} in the text"
+    choose("max_tokens", max(1, tokens // batches), f"{tokens} target tokens per update; {known}")
+    epoch = _updates_per_epoch(arguments, size)
+    updates = min(max(round(EPOCHS * epoch), FEWEST_UPDATES), MOST_UPDATES)
+    limits = f"from {FEWEST_UPDATES:,} to {MOST_UPDATES:,}"
+    choose("max_steps", updates, f"{EPOCHS} epochs of about {epoch:.0f} updates, but {limits}")
+    if arguments.max_steps < 1:
+        updates = round(epoch * arguments.num_train_epochs)
+    else:
+        updates = arguments.max_steps
+    warmup = min(math.ceil(updates / 10), WARMUP_STEPS)
+    choose("warmup_steps", warmup, f"a tenth of {updates:,} updates, but at most {WARMUP_STEPS}")
+    rate = float(f"{(d_model * WARMUP_STEPS) ** -0.5:.3g}")
+    choose("learning_rate", rate, f"the paper's peak, (d_model * {WARMUP_STEPS})^-0.5")
+
+
+def extend_output_limit(generation_config: Any, size: TextSize | None) -> None:
+    """Let translations be as long as the targets of the text: input length + 50 is the paper's
+    limit (section 6.1), and cuts the targets of some tasks."""
+    if size is not None and size.longest_excess > 50:
+        extra = size.longest_excess + size.longest_excess // 10
+        generation_config.extra_output_tokens = extra
+        logger.info(
+            "extra_output_tokens=%d: a target is %d tokens longer than its source",
+            extra, size.longest_excess,
+        )  # fmt: skip
+
+
+def tokens_per_update(size: TextSize | None) -> int:
+    """Target tokens of a batch: twice the square root of the text's. That makes 1,300 for Multi30k,
+    4,000 for IWSLT 2014 and 23,000 for WMT 2014 English-German."""
+    if size is None:
+        return UNKNOWN_SIZE_TOKENS
+    return min(max(round(2 * math.sqrt(size.target_tokens)), FEWEST_TOKENS), MOST_TOKENS)
+
+
+def _updates_per_epoch(arguments: Any, size: TextSize | None) -> float:
+    """About how many updates an epoch takes; 0 if the size is unknown."""
+    if size is None:
+        return 0.0
+    batches = arguments.world_size * arguments.gradient_accumulation_steps
+    if arguments.max_tokens is None:
+        return size.pairs / (arguments.per_device_train_batch_size * batches)
+    return size.target_tokens / (arguments.max_tokens * batches)

@@ -1,0 +1,118 @@
+"""Callbacks that warn while a training goes wrong without an error."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+class SourceUseCallback(TrainerCallback):
+    """Warns if the decoder still ignores its source after 500 updates, after 1,000, 2,000, and so
+    on, until it doesn't.
+
+    Post-norm models with a learning rate that is too high may stay for long, or for ever, where the
+    decoder predicts the target from its beginning alone. The loss looks as if the model were
+    learning. The test is cheap: the loss of 64 training pairs, and their loss with the sources
+    exchanged. Where the decoder reads its source, the second is far higher.
+    """
+
+    FIRST_STEP = 500
+    PAIRS = 64
+    LEAST_GAIN = 0.05  # nats per token
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Compare the losses, if it is time. All processes do, as their model may be sharded."""
+        times, rest = divmod(state.global_step, self.FIRST_STEP)
+        is_due = rest == 0 and times > 0 and times & (times - 1) == 0
+        if self.passed or not is_due:
+            return
+        inputs = self._sample(train_dataloader, args)
+        if inputs is None:
+            return
+        own, exchanged = _losses(model, inputs)
+        self.passed = exchanged - own >= self.LEAST_GAIN
+        if not self.passed and state.is_world_process_zero:
+            logger.warning(
+                "After %d updates the decoder ignores its source: the loss is %.3f, and %.3f with "
+                "the sources of other targets. If this warning comes again, start over with a "
+                "lower learning_rate (now %s), more warmup_steps (now %s) or larger batches",
+                state.global_step, own, exchanged, args.learning_rate, args.warmup_steps,
+            )  # fmt: skip
+
+    def _sample(self, dataloader: Any, args: TrainingArguments) -> dict[str, Any] | None:
+        """A batch of random training pairs with different sources; None of a stream, or if there
+        are no two."""
+        dataset: Any = getattr(dataloader, "dataset", None)
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            return None
+        size = len(dataset)
+        places = np.random.default_rng(args.seed).permutation(size)[: self.PAIRS].tolist()
+        pairs = {tuple(pair["input_ids"]): pair for pair in (dataset[place] for place in places)}
+        if len(pairs) < 2:
+            return None
+        batch = dataloader.collate_fn(list(pairs.values()))
+        return {name: value.to(args.device) for name, value in batch.items()}
+
+
+@torch.no_grad()
+def _losses(model: Any, inputs: dict[str, Any]) -> tuple[float, float]:
+    """The loss of a batch, and its loss with each target's source replaced by another one's."""
+    sources = {"input_ids", "attention_mask", "position_ids"} & inputs.keys()
+    exchanged = {name: inputs[name].roll(1, 0) for name in sources}
+    was_training = model.training
+    model.eval()
+    try:
+        return model(**inputs).loss.item(), model(**{**inputs, **exchanged}).loss.item()
+    finally:
+        model.train(was_training)
+
+
+class LossGapCallback(TrainerCallback):
+    """Warns once if the loss of an evaluation is far above the training loss in the log."""
+
+    FACTOR, LEAST = 1.5, 0.05  # nats per token
+
+    def __init__(self) -> None:
+        self.warned = False
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Compare both losses."""
+        logged = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        evaluated = (metrics or {}).get("eval_loss")
+        if self.warned or not logged or evaluated is None or not state.is_world_process_zero:
+            return
+        if evaluated > max(self.FACTOR * logged[-1], logged[-1] + self.LEAST):
+            self.warned = True
+            cause = "the model overfits, or the evaluation data is different"
+            if args.train_sampling_strategy != "random":
+                cause += (
+                    ", or the log deceives, as train_sampling_strategy="
+                    f"{args.train_sampling_strategy} makes batches that aren't random "
+                    "(--max_tokens shuffles batches of similar length)"
+                )
+            logger.warning(
+                "At step %d the evaluation loss is %.3f, but the training loss in the log is %.3f: "
+                "%s", state.global_step, evaluated, logged[-1], cause,
+            )  # fmt: skip
