@@ -23,6 +23,8 @@ VARIANTS = [
     {"decoder_vocab_size": 61},
     {"tie_word_embeddings": False},
     {"attention_bias": True, "head_dim": 6, "value_head_dim": 10},
+    {"lm_head_bias": True, "final_layer_norm": "encoder", "embedding_layer_norm": True},
+    {"sinusoid_frequencies": "tensor2tensor", "position_offset": 2},
 ]
 
 

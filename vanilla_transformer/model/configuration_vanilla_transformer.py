@@ -118,12 +118,19 @@ class VanillaTransformerConfig(PreTrainedConfig):
         label_smoothing: epsilon_ls (section 5.4), used by the model's own loss while training.
         norm_position: "post" is LayerNorm(x + Sublayer(x)), the paper's; "pre" is
             x + Sublayer(LayerNorm(x)) with one more LayerNorm after each stack.
+        final_layer_norm: Which stacks end in a layer normalisation: "both", "encoder", "decoder" or
+            "none". `None` is "both" with pre-norm, and "none", the paper's, with post-norm.
+        embedding_layer_norm: Layer normalisation of embedding plus position. Not in the paper.
         layer_norm_eps: Added to the variance; tensor2tensor's value, the paper names none.
         position_encoding: "sinusoidal" knows no length limit; "learned" is row (E) of Table 3.
+        sinusoid_frequencies: "paper" is 10000^(-2i / d_model); "tensor2tensor", as in its code and
+            in fairseq and Marian, is 10000^(-2i / (d_model - 2)).
+        position_offset: The first token's place in the sinusoids. The paper's is 0.
         max_position_embeddings: Number of learned positions; a mere hint for sinusoids.
         scale_embedding: Multiply embeddings by sqrt(d_model) on input (section 3.4).
         tie_word_embeddings: Source embedding, target embedding and pre-softmax projection are one
             matrix (section 3.4); with two vocabularies, the latter two.
+        lm_head_bias: A bias in the projection before the softmax. The paper has none.
         pad_token_id, bos_token_id, eos_token_id, decoder_start_token_id: Special token ids.
         use_cache: Keep keys and values of earlier positions while generating.
 
@@ -175,11 +182,16 @@ class VanillaTransformerConfig(PreTrainedConfig):
     activation_function: str = "relu"
     label_smoothing: float | int = 0.1
     norm_position: Literal["post", "pre"] = "post"
+    final_layer_norm: Literal["both", "encoder", "decoder", "none"] | None = None
+    embedding_layer_norm: bool = False
     layer_norm_eps: float = 1e-6
     position_encoding: Literal["sinusoidal", "learned"] = "sinusoidal"
+    sinusoid_frequencies: Literal["paper", "tensor2tensor"] = "paper"
+    position_offset: int = 0
     max_position_embeddings: int = 1024
     scale_embedding: bool = True
     tie_word_embeddings: bool = True
+    lm_head_bias: bool = False
     pad_token_id: int | None = 0
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
@@ -240,6 +252,12 @@ class VanillaTransformerConfig(PreTrainedConfig):
     def shares_embeddings(self) -> bool:
         """Whether source and target embedding are one matrix (section 3.4)."""
         return self.tie_word_embeddings and self.decoder_vocab_size is None
+
+    def ends_in_layer_norm(self, stack: str) -> bool:
+        """Whether this stack, "encoder" or "decoder", ends in a layer normalisation."""
+        if self.final_layer_norm is None:
+            return self.norm_position == "pre"
+        return self.final_layer_norm in ("both", stack)
 
     def get_text_config(
         self, decoder: bool | None = None, encoder: bool | None = None
@@ -313,6 +331,14 @@ class VanillaTransformerConfig(PreTrainedConfig):
                 f"d_model={self.d_model}: sinusoidal positions come in pairs of sine and cosine, "
                 "expected an even number"
             )
+
+        if self.sinusoid_frequencies == "tensor2tensor" and self.d_model < 4:
+            raise ValueError(
+                f"d_model={self.d_model} with sinusoid_frequencies='tensor2tensor': expected at "
+                "least 4, as their exponents are divided by d_model - 2"
+            )
+        if self.position_offset < 0:
+            raise ValueError(f"position_offset={self.position_offset}: expected an integer from 0")
 
     def validate_probabilities(self) -> None:
         """Rates of dropout and label smoothing lie in [0, 1), the layer norm's epsilon above 0."""

@@ -165,12 +165,16 @@ def _split(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ..
 
 
 def is_plain_matrix(projection: nn.Module) -> bool:
-    """Whether a call is only a product: nothing quantised, adapted, parallel or offloaded."""
+    """Whether a call is only a product: no bias, nothing quantised, adapted or offloaded."""
     hooks = (
         projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection)
     )
-    plain = type(projection) is nn.Linear and type(projection.weight) is nn.Parameter
-    return plain and projection.bias is None and not hooks
+    plain = (
+        type(projection) is nn.Linear
+        and projection.bias is None
+        and type(projection.weight) is nn.Parameter
+    )
+    return plain and not hooks
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -48,16 +48,18 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
     """What encoder and decoder share: embedded tokens plus positions, and N layers. The layer
     normalisation after them belongs to the pre-norm variant; the paper's stack has none."""
 
-    def __init__(self, config: VanillaTransformerConfig, vocab_size: int, layers: list[nn.Module]):
+    def __init__(self, config: VanillaTransformerConfig, stack: str, layer: type[nn.Module]):
         super().__init__(config)
+        vocab_size = config.vocab_size if stack == "encoder" else config.target_vocab_size
         self.embed_tokens = nn.Embedding(vocab_size, config.d_model)
         learned = config.position_encoding == "learned"
         self.embed_positions = (LearnedPositions if learned else SinusoidalPositions)(config)
         self.embed_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.layers, self.dropout = nn.ModuleList(layers), config.dropout
-        post_norm = config.norm_position == "post"
-        self.layer_norm = nn.Identity() if post_norm else _layer_norm(config)
-        self.gradient_checkpointing = False
+        self.embed_layer_norm = _layer_norm(config, config.embedding_layer_norm)
+        number = getattr(config, f"{stack}_layers")
+        self.layers = nn.ModuleList(layer(config, layer_idx) for layer_idx in range(number))
+        self.layer_norm = _layer_norm(config, config.ends_in_layer_norm(stack))
+        self.dropout, self.gradient_checkpointing = config.dropout, False
         self.post_init()
 
     def embed(
@@ -70,7 +72,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         if position_ids is None:
             position_ids = count_positions(inputs_embeds, *mask_and_cache)
         positions = self.embed_positions(position_ids, inputs_embeds.dtype)
-        states = inputs_embeds * self.embed_scale + positions
+        states = self.embed_layer_norm(inputs_embeds * self.embed_scale + positions)
         return dropout(states, self.dropout, self.training)
 
 
@@ -78,8 +80,7 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
     """N layers of self-attention and feed-forward network."""
 
     def __init__(self, config: VanillaTransformerConfig):
-        layers = [VanillaTransformerEncoderLayer(config, i) for i in range(config.encoder_layers)]
-        super().__init__(config, config.vocab_size, layers)
+        super().__init__(config, "encoder", VanillaTransformerEncoderLayer)
 
     @property
     def _can_record_outputs(self) -> dict[str, Any]:
@@ -105,8 +106,7 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
     """As the encoder, but no position sees a later one, and each layer attends to the source."""
 
     def __init__(self, config: VanillaTransformerConfig):
-        layers = [VanillaTransformerDecoderLayer(config, i) for i in range(config.decoder_layers)]
-        super().__init__(config, config.target_vocab_size, layers)
+        super().__init__(config, "decoder", VanillaTransformerDecoderLayer)
 
     @property
     def _can_record_outputs(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class VanillaTransformerLayer(GradientCheckpointingLayer):
         self.dropout = config.dropout
 
     def residual(
-        self, x: Tensor, layer_norm: nn.LayerNorm, sublayer: nn.Module, *args: Any, **kwargs: Any
+        self, x: Tensor, layer_norm: nn.Module, sublayer: nn.Module, *args: Any, **kwargs: Any
     ) -> Tensor:
         """LayerNorm(x + Dropout(Sublayer(x))), or pre-norm x + Dropout(Sublayer(LayerNorm(x)))."""
         states = sublayer(layer_norm(x) if self.pre_norm else x, *args, **kwargs)
@@ -204,8 +204,8 @@ class VanillaTransformerDecoderLayer(VanillaTransformerLayer):
         return self.residual(hidden_states, self.ffn_layer_norm, self.ffn)
 
 
-def _layer_norm(config: VanillaTransformerConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+def _layer_norm(config: VanillaTransformerConfig, is_there: bool = True) -> nn.Module:
+    return nn.LayerNorm(config.d_model, config.layer_norm_eps) if is_there else nn.Identity()
 
 
 # ---------------------------------------------------------------- 3.2 Attention
@@ -340,7 +340,7 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
         config = model.config
         super().__init__(config)
         self.model = model
-        self.lm_head = nn.Linear(config.d_model, config.target_vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.d_model, config.target_vocab_size, config.lm_head_bias)
         matrix = "shared" if config.shares_embeddings else "decoder.embed_tokens"
         self._tied_weights_keys = {"lm_head.weight": f"model.{matrix}.weight"}
         self.post_init()
@@ -374,13 +374,14 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__()
-        self.d_model = config.d_model
+        self.d_model, self.offset = config.d_model, config.position_offset
+        self.divisor = config.d_model - 2 * (config.sinusoid_frequencies == "tensor2tensor")
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """(batch, length) positions to (batch, length, d_model) encodings."""
         wide, device = at_least_float32(dtype), position_ids.device
-        exponents = torch.arange(0, self.d_model, 2, dtype=wide, device=device) / self.d_model
-        angles = position_ids[..., None] * 10000.0**-exponents
+        exponents = torch.arange(0, self.d_model, 2, dtype=wide, device=device) / self.divisor
+        angles = (position_ids + self.offset)[..., None] * 10000.0**-exponents
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(dtype)
 
 

@@ -52,9 +52,9 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self.config.d_model**-0.5)
         elif isinstance(module, nn.Linear):
             init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm):
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            init.zeros_(module.bias)
+        if isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
 
