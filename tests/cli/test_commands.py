@@ -239,3 +239,27 @@ def test_the_phrases_recipe_reaches_97_percent_exact_match(folder):
     process = run_command("train", "--config", "phrases", "--output_dir", "phrases", cwd=folder)
     scores = json.loads(process.stdout.splitlines()[-1])
     assert scores["exact_match"] >= 97
+
+
+def test_a_plan_says_how_long_a_training_takes(folder):
+    """It trains for some updates, keeps the measurement in the file, and leaves nothing else."""
+    options = [
+        "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
+        "--phrases_train_size", 200, "--vocab_size", 320, "--use_cpu", "--measured_steps", 2,
+        "--speeds", "plan/speeds.json",
+    ]  # fmt: skip
+    process = run_command("plan", *options, cwd=folder, fresh=True)
+    table = [line for line in process.stdout.splitlines() if line.startswith("|")]
+    rows = dict(line.strip("| ").split(" | ") for line in table[2:])
+    assert rows["text"].startswith("200 pairs, ")
+    assert rows["updates"] == "3,000"
+    assert "learning_rate=" in process.stderr
+    (measured,) = json.loads((folder / "plan/speeds.json").read_text())
+    speed = measured["target_tokens_per_second"]
+    assert speed > 0
+    assert rows["speed"] == f"{speed:,.0f} target tokens per second and device"
+    tokens = float(rows["epochs"]) * int(rows["text"].split(", ")[1].split()[0].replace(",", ""))
+    assert float(rows["duration"].split()[0]) == pytest.approx(tokens / speed / 3600, abs=0.02)
+    again = run_command("plan", *options, cwd=folder, fresh=True)
+    assert again.stdout.split() == process.stdout.split()  # nothing was measured again
+    assert not (folder / "trainer_output").exists()

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 COMMANDS = {
     "train": "Train a model from scratch, or fine-tune one.",
+    "plan": "Say how long a training takes, and how much memory.",
     "translate": "Translate a file or standard input.",
     "evaluate": "Score translations with BLEU, chrF and exact match.",
     "score": "Print the log-probability of given translations.",

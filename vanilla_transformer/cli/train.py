@@ -18,31 +18,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
-from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
-from ..data.parallel_text import (
-    DataArguments,
-    load_parallel_dataset,
-    tokenize_dataset,
-)
+from ..data.parallel_text import DataArguments
 from ..inference.metrics import score_translations
 from ..inference.translation import translate
-from ..training.arguments import (
-    ModelArguments,
-    TranslationTrainingArguments,
-    parse_arguments,
-)
-from ..training.defaults import TextSize, choose_open_options, extend_output_limit
+from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
 from ..training.distributed import load_saved_model
-from ..training.trainer import (
-    find_checkpoint,
-    load_averaged_checkpoints,
-    make_model,
-    make_tokenizer,
-    make_trainer,
-)
+from ..training.preparation import prepare
+from ..training.trainer import find_checkpoint, load_averaged_checkpoints, make_trainer
 from .train_options import make_parser
 
 logger = logging.getLogger("train")
@@ -53,32 +37,14 @@ def main() -> None:
         (ModelArguments, DataArguments, TranslationTrainingArguments),
         make_parser=partial(make_parser, description=__doc__),
     )
-    training_args.limit(data_args)
     logging.basicConfig(
         format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO
     )
     transformers_logging.set_verbosity_warning()
     checkpoint = find_checkpoint(training_args)
-    set_seed(training_args.seed)
-
-    pairs = load_parallel_dataset(data_args)
-    training_args.expect_data(pairs, data_args.streaming)
-    tokenizer = make_tokenizer(model_args, pairs["train"], checkpoint)
-    with training_args.main_process_first(desc="tokenising"):
-        splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
-    size = TextSize.of(splits["train"])
-    model = make_model(model_args, tokenizer, checkpoint, size)
-    if model_args.model_name_or_path is not None:
-        training_args.left_open &= {"max_tokens"}  # transformers' defaults are for fine-tuning
-    choose_open_options(training_args, model.config.d_model, size)
-    extend_output_limit(model.generation_config, size)
-    if data_args.bpe_dropout:
-        encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
-        limits = (data_args.max_source_length, data_args.max_target_length)
-        splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
-    logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
-
-    trainer = make_trainer(model, tokenizer, training_args, splits)
+    prepared = prepare(model_args, data_args, training_args, checkpoint)
+    model, tokenizer, pairs = prepared.model, prepared.tokenizer, prepared.pairs
+    trainer = make_trainer(model, tokenizer, training_args, prepared.splits)
     trainer.card_arguments = model_args, data_args
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.exit_if_interrupted()

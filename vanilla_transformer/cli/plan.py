@@ -1,0 +1,209 @@
+r"""Say how long a training takes here, how much memory it needs, and which options it chooses.
+
+    vanilla-transformer plan --preset base --train_source train.en --train_target train.de
+    vanilla-transformer plan --config multi30k_tiny --speeds outputs/speeds.json
+
+The options are those of `train`. The command trains for some updates, which it throws away, and
+extrapolates. With `--speeds`, it keeps the measurement in a file, and measures a model, batch and
+device only once. Evaluation and checkpoints come on top.
+"""
+
+import json
+import logging
+import math
+import platform
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.utils import logging as transformers_logging
+
+from ..data.parallel_text import DataArguments
+from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
+from ..training.preparation import Preparation, prepare
+from ..training.trainer import CurvesCallback, make_trainer
+from .train_options import make_parser
+
+# The pairs of the text that a recipe is for.
+RECIPES = {"multi30k_tiny": 29_000, "iwslt14_de_en": 160_000, "wmt14_en_de_base": 4_500_000}
+WARMUP = 3  # updates that are not measured
+
+
+@dataclass
+class PlanArguments:
+    """How to measure.
+
+    Raises:
+        ValueError: `measured_steps` is not positive.
+    """
+
+    measured_steps: int = field(default=20, metadata={"help": "Updates to measure."})
+    speeds: str | None = field(
+        default=None,
+        metadata={"help": "JSON file of measurements: read if it has this one, else extended."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.measured_steps < 1:
+            raise ValueError(f"measured_steps={self.measured_steps}: expected a positive number")
+
+
+class Stopwatch(TrainerCallback):
+    """Seconds of each update."""
+
+    def __init__(self) -> None:
+        self.times = [time.perf_counter()]
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note the time, when the device has finished."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self.times.append(time.perf_counter())
+
+
+def main() -> None:
+    plan_args, model_args, data_args, training_args = parse_arguments(
+        (PlanArguments, ModelArguments, DataArguments, TranslationTrainingArguments),
+        make_parser=partial(make_parser, description=__doc__),
+    )
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("vanilla_transformer.training.defaults").setLevel(logging.INFO)
+    transformers_logging.set_verbosity_error()
+    prepared = prepare(model_args, data_args, training_args)
+    if prepared.size is None:
+        sys.exit("vanilla-transformer plan: expected data without --streaming, whose size is known")
+    key = measurement_key(prepared, training_args)
+    speed = read_speed(plan_args.speeds, key)
+    if speed is None:
+        max_steps = training_args.max_steps
+        speed = measure(prepared, training_args, plan_args.measured_steps)
+        training_args.max_steps = max_steps
+        write_speed(plan_args.speeds, {**key, **speed})
+    print(report(prepared, training_args, key, speed))
+
+
+def measurement_key(prepared: Preparation, args: TranslationTrainingArguments) -> dict[str, Any]:
+    """What the speed depends on: device, model, precision and batch."""
+    config = prepared.model.config
+    shape = (config.d_model, config.encoder_layers, config.decoder_layers, config.encoder_ffn_dim)
+    batch = args.max_tokens or -int(args.per_device_train_batch_size or 0)  # in tokens, or in pairs
+    return {
+        "device": device_name(args.device),
+        "shape": "d_model {}, {}+{} layers, d_ff {}".format(*shape),
+        "vocabulary": config.target_vocab_size,
+        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "batch": batch * args.gradient_accumulation_steps,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the CPU with its number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    processor = platform.processor() or platform.machine()
+    return f"{device.type} {processor}, {torch.get_num_threads()} threads"
+
+
+def measure(
+    prepared: Preparation, args: TranslationTrainingArguments, steps: int
+) -> dict[str, float]:
+    """Train for some updates in a folder that is deleted: target tokens per second, memory."""
+    stopwatch = Stopwatch()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = {
+            "output_dir": folder, "max_steps": steps + WARMUP, "eval_strategy": "no",
+            "save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True,
+        }  # fmt: skip
+        for name, value in quiet.items():
+            setattr(args, name, value)
+        trainer = make_trainer(prepared.model, prepared.tokenizer, args, prepared.splits)
+        trainer.remove_callback(CurvesCallback)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(stopwatch)
+        batches = len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps
+        trainer.train()
+    seconds = (stopwatch.times[-1] - stopwatch.times[WARMUP]) / steps
+    tokens = prepared.size.target_tokens / batches if prepared.size else math.nan
+    return {"target_tokens_per_second": tokens / seconds, "gib": peak_gib()}
+
+
+def peak_gib() -> float:
+    """The most memory that the GPU, or else this process, has held."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def read_speed(path: str | None, key: dict[str, Any]) -> dict[str, float] | None:
+    """The measurement with this key, if the file has it."""
+    if path is None or not Path(path).exists():
+        return None
+    rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    return next((row for row in rows if all(row.get(name) == key[name] for name in key)), None)
+
+
+def write_speed(path: str | None, row: dict[str, Any]) -> None:
+    """Add a measurement to the file."""
+    if path is None:
+        return
+    file = Path(path)
+    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps([*rows, row], indent=1) + "\n", encoding="utf-8")
+
+
+def report(
+    prepared: Preparation,
+    args: TranslationTrainingArguments,
+    key: dict[str, Any],
+    speed: dict[str, float],
+) -> str:
+    """The plan as a Markdown table."""
+    size = prepared.size
+    assert size is not None
+    if args.max_steps > 0:
+        total = args.max_steps * tokens_of_update(size, args)
+    else:
+        total = float(args.num_train_epochs or 0) * size.target_tokens
+    hours = total / (speed["target_tokens_per_second"] * args.world_size) / 3600
+    nearest = min(RECIPES, key=lambda name: abs(math.log(RECIPES[name] / size.pairs)))
+    rows = {
+        "model": f"{key['shape']}, {prepared.model.num_parameters():,} weights",
+        "text": f"{size.pairs:,} pairs, {size.target_tokens:,} target tokens",
+        "hardware": f"{args.world_size} x {key['device']}, {key['precision']}",
+        "updates": f"{args.max_steps:,}" if args.max_steps > 0 else "as many as the epochs take",
+        "epochs": f"{total / size.target_tokens:.1f}",
+        "speed": f"{speed['target_tokens_per_second']:,.0f} target tokens per second and device",
+        "duration": f"{hours:.2f} hours",
+        "memory": f"{speed['gib']:.1f} GiB per device",
+        "recipe for a text of this size": nearest,
+    }
+    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def tokens_of_update(size: Any, args: TranslationTrainingArguments) -> float:
+    """Target tokens of an update, on average and over all devices."""
+    batches = args.world_size * args.gradient_accumulation_steps
+    if args.max_tokens is None:
+        each = args.per_device_train_batch_size * size.target_tokens / size.pairs
+    else:
+        each = min(args.max_tokens, size.target_tokens)
+    return each * batches

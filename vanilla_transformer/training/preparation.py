@@ -1,0 +1,63 @@
+"""From the options of a training run to its tokenizer, model and token ids."""
+
+import logging
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
+from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_dataset
+from .arguments import ModelArguments, TranslationTrainingArguments
+from .defaults import TextSize, choose_open_options, extend_output_limit
+from .trainer import make_model, make_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Preparation(NamedTuple):
+    """All that a trainer needs.
+
+    Attributes:
+        pairs: The splits as text, columns `source` and `target`.
+        splits: The same as token ids, columns `input_ids` and `labels`.
+        size: The size of the training text; None if it is a stream.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+    pairs: Any
+    splits: dict[str, Any]
+    size: TextSize | None
+
+
+def prepare(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TranslationTrainingArguments,
+    checkpoint: str | None = None,
+) -> Preparation:
+    """Load the text, make or load the tokenizer and the model, and choose the options that are left
+    open. `checkpoint` is the one to resume from.
+
+    Raises:
+        ValueError, FileNotFoundError: An option, a file or the text is not what training needs.
+    """
+    training_args.limit(data_args)
+    set_seed(training_args.seed)
+    pairs = load_parallel_dataset(data_args)
+    training_args.expect_data(pairs, data_args.streaming)
+    tokenizer = make_tokenizer(model_args, pairs["train"], checkpoint)
+    with training_args.main_process_first(desc="tokenising"):
+        splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
+    size = TextSize.of(splits["train"])
+    model = make_model(model_args, tokenizer, checkpoint, size)
+    if model_args.model_name_or_path is not None:
+        training_args.left_open &= {"max_tokens"}  # transformers' defaults are for fine-tuning
+    choose_open_options(training_args, model.config.d_model, size)
+    extend_output_limit(model.generation_config, size)
+    if data_args.bpe_dropout:
+        encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
+        limits = (data_args.max_source_length, data_args.max_target_length)
+        splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
+    logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
+    return Preparation(tokenizer, model, pairs, splits, size)
