@@ -268,16 +268,28 @@ def test_embeddings_may_be_given_in_place_of_ids(any_model):
     assert_close(given, expected)
 
 
-def test_initialisation_follows_its_table():
+@pytest.mark.parametrize("initializer", ["depth_scaled", "tensor2tensor"])
+def test_initialisation_follows_its_table(initializer):
     config = VanillaTransformerConfig(
-        vocab_size=5000, d_model=128, encoder_layers=1, decoder_layers=1, attention_bias=True
-    )
+        vocab_size=5000, d_model=128, encoder_layers=2, decoder_layers=3, attention_bias=True,
+        initializer=initializer,
+    )  # fmt: skip
     model = VanillaTransformerForConditionalGeneration(config)
     model.requires_grad_(False)
-    layer = model.model.encoder.layers[0]
+    layer, upper = model.model.encoder.layers[0], model.model.decoder.layers[2]
     assert model.lm_head.weight.std() == pytest.approx(128**-0.5, rel=0.02)
-    for matrix in (layer.self_attn.q_proj.weight, layer.ffn.fc1.weight):
-        bound = math.sqrt(6 / sum(matrix.shape))
+    scaled = initializer == "depth_scaled"
+    in_encoder, in_decoder = ((2 * 2) ** -0.5, (3 * 3) ** -0.5) if scaled else (1, 1)
+    for matrix, gain in (
+        (layer.self_attn.q_proj.weight, 1),
+        (layer.ffn.fc1.weight, 1),
+        (layer.self_attn.out_proj.weight, in_encoder),
+        (layer.ffn.fc2.weight, in_encoder),
+        (upper.self_attn.out_proj.weight, in_decoder),
+        (upper.encoder_attn.out_proj.weight, in_decoder),
+        (upper.ffn.fc2.weight, in_decoder),
+    ):
+        bound = gain * math.sqrt(6 / sum(matrix.shape))
         assert matrix.abs().max() <= bound
         assert matrix.std() == pytest.approx(bound / math.sqrt(3), rel=0.02)
     assert not layer.ffn.fc1.bias.any()

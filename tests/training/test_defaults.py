@@ -41,12 +41,12 @@ def test_the_papers_data_and_width_give_the_papers_training(tmp_path):
 
 def test_a_small_text_gets_small_batches_and_fewer_updates(tmp_path):
     max_tokens, max_steps, warmup_steps, _ = chosen(tmp_path, MULTI30K)
-    assert max_tokens == 1296  # twice the square root of 420,000
-    assert max_steps == round(30 * 420_000 / 1296)
+    assert max_tokens == 1944  # three times the square root of 420,000
+    assert max_steps == round(30 * 420_000 / 1944)
     assert warmup_steps == pytest.approx(max_steps / 10, abs=1)
 
 
-@pytest.mark.parametrize(("tokens", "batch"), [(10, 1000), (1_000_000, 2000), (10**9, 25_000)])
+@pytest.mark.parametrize(("tokens", "batch"), [(10, 1000), (1_000_000, 3000), (10**9, 25_000)])
 def test_a_batch_grows_with_the_root_of_the_text(tokens, batch):
     assert tokens_per_update(TextSize(10, tokens, 0)) == batch
 
@@ -55,10 +55,10 @@ def test_a_batch_grows_with_the_root_of_the_text(tokens, batch):
     ("option", "expected"),
     [
         ({"max_tokens": 4096}, (4096, 3076, 308)),
-        ({"max_steps": 500}, (1296, 500, 50)),
-        ({"num_train_epochs": 10}, (1296, -1, 325)),
-        ({"warmup_steps": 7}, (1296, 9722, 7)),
-        ({"gradient_accumulation_steps": 4}, (324, 9722, 973)),
+        ({"max_steps": 500}, (1944, 500, 50)),
+        ({"num_train_epochs": 10}, (1944, -1, 216)),
+        ({"warmup_steps": 7}, (1944, 6481, 7)),
+        ({"gradient_accumulation_steps": 4}, (486, 6481, 649)),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -84,7 +84,7 @@ def test_every_choice_is_logged_with_its_reason(tmp_path, caplog):
         chosen(tmp_path, MULTI30K)
     for name in NAMES:
         assert any(message.startswith(f"{name}=") for message in caplog.messages), name
-    assert "max_tokens=1296: 1296 target tokens per update; 420,000 in the text" in caplog.messages
+    assert "max_tokens=1944: 1944 target tokens per update; 420,000 in the text" in caplog.messages
 
 
 def test_without_a_choice_transformers_defaults_remain(tmp_path):

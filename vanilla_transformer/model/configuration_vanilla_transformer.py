@@ -132,6 +132,8 @@ class VanillaTransformerConfig(PreTrainedConfig):
             matrix (section 3.4); with two vocabularies, the latter two.
         lm_head_bias: A bias in the projection before the softmax. The paper has none.
         pad_token_id, bos_token_id, eos_token_id, decoder_start_token_id: Special token ids.
+        initializer: How weights start: "depth_scaled" lets post-norm models learn sooner,
+            "tensor2tensor" is the start of the paper's own code. See `_init_weights`.
         use_cache: Keep keys and values of earlier positions while generating.
 
     Raises:
@@ -196,6 +198,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     decoder_start_token_id: int | None = 1
+    initializer: Literal["depth_scaled", "tensor2tensor"] = "depth_scaled"
     is_encoder_decoder: bool = True
     use_cache: bool = True
 

@@ -34,7 +34,12 @@ from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .dropout import dropout
 from .generation import VanillaTransformerGenerationMixin
 from .loss import at_least_float32, can_fuse, fused_linear_cross_entropy
-from .pretrained import VanillaTransformerPreTrainedModel, count_positions, output_recorders
+from .pretrained import (
+    VanillaTransformerPreTrainedModel,
+    count_positions,
+    output_recorders,
+    scale_sublayers,
+)
 from .validation import expect_labels, expect_shiftable, select_positions, validate_inputs
 
 Ids: TypeAlias = LongTensor | None
@@ -58,6 +63,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         self.embed_layer_norm = _layer_norm(config, config.embedding_layer_norm)
         number = getattr(config, f"{stack}_layers")
         self.layers = nn.ModuleList(layer(config, layer_idx) for layer_idx in range(number))
+        scale_sublayers(self.layers, config.initializer)
         self.layer_norm = _layer_norm(config, config.ends_in_layer_norm(stack))
         self.dropout, self.gradient_checkpointing = config.dropout, False
         self.post_init()
