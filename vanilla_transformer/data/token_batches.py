@@ -7,13 +7,12 @@ The budget applies to sources and to targets separately. It includes padding, as
 """
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, islice
 from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow.compute
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 OVERSIZED = ("alone", "drop")
@@ -265,17 +264,23 @@ class TokenBudgetStream(IterableDataset):
             raise ValueError(f"the stream holds no sentence pair in epoch {epoch}")
 
 
-def iter_all_shards(stream: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def iter_all_shards(stream: Any) -> Iterator[dict[str, Any]]:
     """All examples of a stream. In a `DataLoader` worker, an `IterableDataset` of `datasets` yields
     only the shards of that worker. A class that wraps one defines `iter_all_shards()`."""
     if hasattr(stream, "iter_all_shards"):
         yield from stream.iter_all_shards()
-    elif isinstance(stream, datasets.IterableDataset):
+    elif _is_from_datasets(stream, "IterableDataset"):
         for batch in stream.iter(1000):
             for values in zip(*batch.values(), strict=True):
                 yield dict(zip(batch, values, strict=True))
     else:
         yield from stream
+
+
+def _is_from_datasets(data: Any, name: str) -> bool:
+    """Whether this is an instance of a class of `datasets`, which may not be installed."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(data, getattr(datasets, name))
 
 
 def _buffers(examples: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -296,7 +301,9 @@ def count_tokens(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     two arrays. Without `labels`, the lengths of the sources stand for both. BPE-dropout is not
     taken into account."""
     dataset = getattr(dataset, "tokenized", dataset)
-    if isinstance(dataset, datasets.Dataset):
+    if _is_from_datasets(dataset, "Dataset"):
+        import pyarrow.compute
+
         columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
         parts: list[list[np.ndarray]] = [[] for _ in columns]
         for table in dataset.select_columns(columns).with_format("arrow").iter(10_000):
