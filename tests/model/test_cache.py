@@ -19,7 +19,7 @@ from vanilla_transformer.model.generation import VanillaTransformerGenerationMix
         {"num_return_sequences": 3, "do_sample": True},
         {"num_beams": 3, "use_cache": False},
         {"num_beams": 3, "cache_implementation": "static"},
-        {"num_beams": 3, "cache_implementation": "offloaded"},
+        pytest.param({"num_beams": 3, "cache_implementation": "offloaded"}, marks=pytest.mark.gpu),
     ],
     ids=str,
 )

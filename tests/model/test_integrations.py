@@ -97,10 +97,13 @@ def compiler():
     torch._dynamo.reset()
 
 
-NEEDS_GPU = pytest.mark.skipif(
-    not (torch.cuda.is_available() and is_flash_attn_2_available()),
-    reason="flash-attn is not installed, or there is no GPU to run it on",
-)
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and is_flash_attn_2_available()),
+        reason="flash-attn is not installed, or there is no GPU to run it on",
+    ),
+]
 
 
 @pytest.fixture(

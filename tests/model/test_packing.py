@@ -175,6 +175,7 @@ def test_flex_attention_sees_packed_rows(without_compiler, cls):
     assert {rows for rows, _ in packed} == {1}
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(
     not (torch.cuda.is_available() and is_flash_attn_2_available()),
     reason="flash-attn is not installed, or there is no GPU to run it on",
