@@ -22,14 +22,16 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def write(folder: str | Path | None, name: str, results: Any, table: str | None = None) -> None:
-    """Print the table, or the results if there is none. With a folder, also write NAME.json with
-    the results and NAME.md with the table."""
-    text = json.dumps(results, indent=2) + "\n"
-    print(table or text)
-    if folder is None:
-        return
+    """Print the table, or the results if there is none. With a folder, also `save` both."""
+    print(table or as_json(results))
+    if folder is not None:
+        save(folder, name, results, table)
+
+
+def save(folder: str | Path, name: str, results: Any, table: str | None = None) -> None:
+    """Write NAME.json with the results and, if there is one, NAME.md with the table."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    Path(folder, f"{name}.json").write_text(text)
+    Path(folder, f"{name}.json").write_text(as_json(results))
     if table is not None:
         Path(folder, f"{name}.md").write_text(table + "\n")
 
@@ -71,3 +73,7 @@ class Results:
         """Add the scores of a run and save the file."""
         self.content["runs"].append({"row": row, "seed": seed, **scores})
         self.path.write_text(json.dumps(self.content, indent=1))
+
+
+def as_json(results: Any) -> str:
+    return json.dumps(results, indent=2) + "\n"

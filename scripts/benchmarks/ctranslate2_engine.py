@@ -1,4 +1,4 @@
-"""CTranslate2, a compiled inference engine, as a peer of `speed.py`.
+"""CTranslate2, a compiled inference engine, as a peer of `speed.py` and `gpu`.
 
 It gets the weights of a MarianMTModel, an architecture that it supports.
 """
@@ -12,11 +12,11 @@ import torch
 
 from scripts.benchmarks.peers import EOS, PAD, PEERS, Size
 
-COMPUTE_TYPES = {"ctranslate2": "float32", "ctranslate2, int8": "int8"}
+COMPUTE_TYPES = {"ctranslate2": "float32", "ctranslate2, int8": "int8"}  # the peers of `speed.py`
 INSTALLED = importlib.util.find_spec("ctranslate2") is not None
 
 
-def make_translator(size: Size, name: str, threads: int) -> Any:
+def make_translator(size: Size, compute_type: str, threads: int, device: str = "cpu") -> Any:
     import ctranslate2
     from ctranslate2.converters.transformers import MarianMTLoader
 
@@ -30,7 +30,11 @@ def make_translator(size: Size, name: str, threads: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         spec.save(folder)
         return ctranslate2.Translator(
-            folder, compute_type=COMPUTE_TYPES[name], intra_threads=threads, inter_threads=1
+            folder,
+            device=device,
+            compute_type=compute_type,
+            intra_threads=threads,
+            inter_threads=1,
         )
 
 

@@ -57,6 +57,7 @@ class Size:
 
 
 SIZES = {"tiny": Size(128, 256, 4, 4, 8000), "base": Size(512, 2048, 8, 6, 37000)}
+BIG = Size(1024, 4096, 16, 6, 37000)  # too slow for the benchmarks on CPUs
 SPECIAL = {
     "pad_token_id": PAD,
     "bos_token_id": BOS,

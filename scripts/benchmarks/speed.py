@@ -155,7 +155,8 @@ def prepare(
     shape, beams = SIZES[size], BEAMS if workload == "G2" else 1
     ids = sources(shape, 1 if workload == "G3" else SOURCES, arguments.seed)
     if name in compiled.COMPUTE_TYPES:
-        translator = compiled.make_translator(shape, name, arguments.threads)
+        compute_type = compiled.COMPUTE_TYPES[name]
+        translator = compiled.make_translator(shape, compute_type, arguments.threads)
         return compiled.generation(translator, ids, beams, NEW_TOKENS)
     setting = BEST_SETTING[size].get(workload, {}) if name.endswith(BEST) else {}
     if arguments.quick and "compiled" in setting:  # compiling takes a minute
@@ -219,21 +220,33 @@ def training_batches(size: Size, tokens: int, seed: int) -> list[dict[str, torch
         rows = max(1, tokens // int(lengths[start]))
         target = lengths[start : start + rows]
         source = (target + torch.randint(-3, 4, target.shape, generator=generator)).clamp(min=4)
-        ids = padded(source, size.vocab_size, PAD, generator)
-        labels = padded(target, size.vocab_size, -100, generator)
-        batches.append({"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": labels})
+        batches.append(training_batch(source, target, size.vocab_size, generator))
     return batches
 
 
+def training_batch(
+    source: torch.Tensor, target: torch.Tensor, vocab_size: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Random pairs of these lengths, (batch,) each."""
+    ids = padded(source, vocab_size, PAD, generator)
+    labels = padded(target, vocab_size, -100, generator)
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": labels}
+
+
 def training(
-    model: torch.nn.Module, batches: list[dict[str, torch.Tensor]], autocast: bool
+    model: torch.nn.Module,
+    batches: list[dict[str, torch.Tensor]],
+    autocast: bool,
+    fused: bool | None = None,
 ) -> Callable[[], None]:
+    """A function that trains on each batch once. `fused` is an option of AdamW."""
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    device = batches[0]["input_ids"].device.type
 
     def run() -> None:
         for batch in batches:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
                 loss = training_loss(model, batch)
             loss.backward()
             optimizer.step()
