@@ -91,7 +91,8 @@ def test_commands_and_their_options_exist(name):
             assert os.access(REPOSITORY / "scripts" / target, os.X_OK), target
             continue
         if program == "python -m ":
-            assert target.replace(".", "/") + ".py" in scripts, target
+            path = target.replace(".", "/")
+            assert {f"{path}.py", f"{path}/__main__.py"} & scripts.keys(), target
             texts, known = scripts.values(), set()
         else:
             own = f"vanilla_transformer/cli/{target}.py"

@@ -1,0 +1,150 @@
+"""Measure this package on one NVIDIA GPU.
+
+python -m scripts.benchmarks.gpu --output_dir outputs/gpu --data FOLDER
+python -m scripts.benchmarks.gpu --output_dir outputs/gpu --parts training decoding
+python -m scripts.benchmarks.gpu --output_dir outputs/dry --dry_run
+
+There are four parts. tests runs `pytest -m gpu`. training measures tokens per second, MFU and
+memory at base and big, and the loss alone. decoding measures greedy and beam search. recipes trains
+the paper's base model for some time, and Multi30k to its score if FOLDER holds it: train.en,
+train.de, test_2016_flickr.en and test_2016_flickr.de, lower-cased and tokenised.
+
+Together they take 25 minutes at most. What can't be measured is a row with its reason: an error, a
+package that is not installed, or the end of a part's time. `--dry_run` does next to nothing of
+everything on a CPU. Each part writes NAME.json and NAME.md after each of its rows.
+"""
+
+import os
+import time
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import HfArgumentParser
+
+from scripts.benchmarks.gpu.cells import Cell, Worker, describe, measure_all
+from scripts.benchmarks.gpu.multi30k import expect_multi30k
+from scripts.benchmarks.gpu.plan import DRY_RUN, Plan
+from scripts.benchmarks.gpu.timing import environment
+from scripts.reports import expect_known, markdown, save
+
+PARTS = ("tests", "training", "decoding", "recipes")
+
+
+@dataclass
+class GPUArguments:
+    output_dir: str = field(metadata={"help": "Folder for the files, two for each part."})
+    parts: list[str] = field(default_factory=lambda: list(PARTS))
+    data: str | None = field(default=None, metadata={"help": "Folder with Multi30k."})
+    limit_s: float | None = field(
+        default=None, metadata={"help": "Seconds that each part may take. Default: its own limit."}
+    )
+    dry_run: bool = field(
+        default=False, metadata={"help": "Run everything in a tiny form, on a CPU."}
+    )
+
+    def __post_init__(self) -> None:
+        expect_known("parts", self.parts, PARTS)
+        if self.limit_s is not None and self.limit_s <= 0:
+            raise ValueError(f"--limit_s {self.limit_s}: expected a positive number")
+        if self.data is not None:
+            expect_multi30k(self.data)
+        if not (self.dry_run or torch.cuda.is_available()):
+            raise ValueError("--dry_run is not given: expected an NVIDIA GPU that torch can use")
+
+    def plan(self) -> Plan:
+        plan = Plan(data=self.data, **(DRY_RUN if self.dry_run else {}))
+        if self.limit_s is None:
+            return plan
+        return replace(plan, limits=dict.fromkeys(PARTS, self.limit_s))
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(GPUArguments).parse_args_into_dataclasses()
+    # For the processes of the cells. On several GPUs, transformers' trainer would use all.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    plan, worker = arguments.plan(), Worker()
+    try:
+        for name in arguments.parts:
+            print(run_part(name, plan, worker, arguments.output_dir), flush=True)
+            if name == "tests":  # they change much in their process
+                worker.stop()
+    finally:
+        worker.stop()
+
+
+def run_part(name: str, plan: Plan, worker: Worker, output_dir: str) -> str:
+    """Measure a part, and return its report."""
+    begin, limit = time.monotonic(), plan.limits[name]
+    result: dict[str, Any] = {"part": name, "dry_run": plan.is_dry, "limit_s": limit}
+    report = ""
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        nonlocal report
+        labelled = [row for row in rows if part.LABELS[0] in row]
+        result.update(seconds=time.monotonic() - begin, rows=rows, goals=part.goals(labelled))
+        report = to_markdown(result, part)
+        save(output_dir, name, result, report)
+
+    part = load(name)
+    try:
+        result["environment"] = worker.measure(Cell({}, environment, (plan,)), limit)
+        cells = part.cells(plan, worker)
+    except Exception as error:
+        keep([{"reason": describe(error)}])
+    else:
+        measure_all(cells, worker, limit - (time.monotonic() - begin), keep)
+    return report
+
+
+def load(name: str) -> Any:
+    """The module of a part; where it can't be imported, one whose cells say why."""
+    try:
+        return import_module(f"scripts.benchmarks.gpu.{name}")
+    except ImportError as error:
+        reason = describe(error)
+
+    def cells(*args: Any) -> None:
+        raise RuntimeError(reason)
+
+    return SimpleNamespace(cells=cells, goals=lambda rows: [], LABELS=("",), COLUMNS={}, NOTES="")
+
+
+def to_markdown(result: dict[str, Any], part: Any) -> str:
+    """What was measured where, a table of the rows, and one of the goals."""
+    where = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
+    warning = "A dry run: the figures mean nothing. " if result["dry_run"] else ""
+    title = f"# {result['part']}\n\n{warning}{result['seconds']:.0f} s on {where}."
+    rows = result["rows"]
+    shown = [name for name in part.COLUMNS if any(row.get(name) is not None for row in rows)]
+    table = [
+        [row.get(name) for name in part.LABELS]
+        + [formatted(row.get(name), part.COLUMNS[name]) for name in shown]
+        + [(row.get("reason") or row.get("stopped", "")).replace("|", "\\|")]
+        for row in rows
+    ]
+    texts = [title, markdown([*part.LABELS, *shown, "reason"], table), part.NOTES]
+    if result["goals"]:
+        verdicts = {True: "reached", False: "not reached", None: "not measured"}
+        met = [
+            [
+                one["goal"],
+                one["wanted"],
+                formatted(one["found"], "{:.2f}"),
+                verdicts[one["reached"]],
+            ]
+            for one in result["goals"]
+        ]
+        texts.append(markdown(["goal", "wanted", "found", ""], met))
+    return "\n\n".join(texts)
+
+
+def formatted(value: Any, style: str) -> str | None:
+    return None if value is None else style.format(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What the benchmark measures, cell by cell: each has figures, or a reason why there are none.
+
+Cells are measured one after another in a process of their own. One that takes too long or breaks
+its process loses its figures; the next cell gets a new process.
+"""
+
+import gc
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+# After these, nothing works in a process any more.
+FATAL = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "Triton Error")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A thing to measure.
+
+    Args:
+        labels: What it is: the first columns of its row.
+        measure: A function that returns the figures, the other columns.
+        arguments: Of that function.
+        seconds: The most that it may take.
+    """
+
+    labels: dict[str, Any]
+    measure: Callable[..., dict[str, Any]]
+    arguments: tuple[Any, ...] = ()
+    seconds: float = 100.0
+
+
+class Worker:
+    """The process in which cells are measured. It starts with the first of them, and again after
+    each that has broken it."""
+
+    def __init__(self) -> None:
+        self._process: Any = None
+        self._connection: Any = None
+
+    def measure(self, cell: Cell, seconds: float) -> dict[str, Any]:
+        """The figures of a cell; `reason` in their place if there are none within this time."""
+        if self._process is None:
+            self._start()
+        try:
+            self._connection.send((cell.measure, cell.arguments))
+            if self._connection.poll(seconds):
+                figures = self._connection.recv()
+            else:
+                figures = {"reason": f"took longer than {seconds:.0f} s"}
+                self.stop()
+        except (EOFError, OSError):
+            self._process.join(10)
+            figures = {"reason": f"its process ended with exit code {self._process.exitcode}"}
+            self.stop()
+        if any(error in str(figures) for error in FATAL):
+            self.stop()
+        return figures
+
+    def stop(self) -> None:
+        """End the process, whatever it does."""
+        if self._process is not None:
+            self._connection.close()
+            self._process.join(2)  # it ends by itself unless it is at work
+            self._process.kill()
+            self._process.join()
+        self._process = self._connection = None
+
+    def _start(self) -> None:
+        context = get_context("spawn")  # a copy of this process could not use the GPU
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,))
+        self._process.start()
+        theirs.close()
+
+
+def _serve(connection: Connection) -> None:
+    """Measure what comes, until there is nobody to tell."""
+    while True:
+        try:
+            measure, arguments = connection.recv()
+        except EOFError:
+            return
+        except Exception as error:  # a module can't be imported
+            connection.send({"reason": describe(error)})
+            continue
+        try:
+            figures = measure(*arguments)
+        except Exception as error:
+            traceback.print_exc()
+            figures = {"reason": describe(error)}
+        connection.send(figures)
+        _forget()
+
+
+def _forget() -> None:
+    """Free the GPU's memory of a cell."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def describe(error: BaseException) -> str:
+    """The error in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def measure_all(
+    cells: list[Cell], worker: Worker, seconds: float, keep: Callable[[list[dict]], None]
+) -> list[dict[str, Any]]:
+    """A row for each cell. `keep` gets the rows after each cell; those not yet measured say so."""
+    end = time.monotonic() + seconds
+    rows = [{**cell.labels, "reason": "not measured yet"} for cell in cells]
+    for place, cell in enumerate(cells):
+        left = end - time.monotonic()
+        if left > 0:
+            figures = worker.measure(cell, min(left, cell.seconds))
+        else:
+            figures = {"reason": "not measured: the time of this part was up"}
+        rows[place] = {**cell.labels, **figures}
+        keep(rows)
+    return rows

@@ -1,0 +1,63 @@
+"""How much the benchmark measures."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from scripts.benchmarks.peers import BIG, SIZES, Size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure. Without further arguments: all of it, on a GPU.
+
+    Args:
+        tokens: The budget of a training batch, for sources and for targets.
+        batches: How many training batches make up a run.
+        doublings: How often the budget is doubled at most in search of the largest that fits.
+        runs: How often to time a run, at least.
+        seconds: How long to time it, at least.
+        sentences: Sizes of the batches to decode.
+        updates: Of the WMT recipe, at most.
+        multi30k_updates: Of the Multi30k recipe.
+        vocab_size: Of the Multi30k recipe.
+        data: A folder with Multi30k.
+        limits: The seconds that each part may take.
+    """
+
+    device: str = "cuda"
+    sizes: dict[str, Size] = field(default_factory=lambda: {"base": SIZES["base"], "big": BIG})
+    tokens: int = 25_000
+    batches: int = 6
+    doublings: int = 6
+    runs: int = 3
+    seconds: float = 1.0
+    sentences: tuple[int, ...] = (1, 32, 256)
+    new_tokens: int = 32
+    updates: int = 3000
+    multi30k_updates: int = 8000
+    vocab_size: int = 10_000
+    data: str | None = None
+    limits: dict[str, float] = field(
+        default_factory=lambda: {"tests": 230, "training": 480, "decoding": 300, "recipes": 470}
+    )
+
+    @property
+    def is_dry(self) -> bool:
+        return self.device == "cpu"
+
+
+# The same cells in a minute on a CPU: the figures mean nothing.
+DRY_RUN: dict[str, Any] = {
+    "device": "cpu",
+    "sizes": {"base": Size(32, 64, 2, 1, 100), "big": Size(64, 128, 2, 1, 100)},
+    "tokens": 200,
+    "batches": 2,
+    "doublings": 1,
+    "runs": 1,
+    "seconds": 0.0,
+    "sentences": (2,),
+    "new_tokens": 3,
+    "updates": 2,
+    "multi30k_updates": 2,
+    "vocab_size": 300,
+}
