@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import random_ids, small_config
 from test_modeling import VARIANTS, pad, variant_name
-from transformers import WatermarkDetector, WatermarkingConfig
+from transformers import GenerationConfig, WatermarkDetector, WatermarkingConfig
 
 from vanilla_transformer import (
     VanillaTransformerForCausalLM,
@@ -179,6 +179,25 @@ def test_each_sample_ends_at_its_own_limit():
         ids, attention_mask=mask, do_sample=True, num_return_sequences=2, suppress_tokens=[0]
     )
     assert samples.count_nonzero(1).tolist() == [1 + 2 + 50] * 2 + [1 + 9 + 50] * 2
+
+
+def test_another_limit_is_saved_with_the_model_and_a_call_goes_before_it(tmp_path):
+    model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None))
+    model.generation_config.extra_output_tokens = 70
+    model.save_pretrained(tmp_path)
+    model = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path)
+    source = random_ids(1, 5)
+    assert model.generate(source).shape[1] == 1 + 5 + 70
+    assert model.generate(source, extra_output_tokens=0).shape[1] == 1 + 5
+    given = GenerationConfig(extra_output_tokens=3)
+    assert model.generate(source, given).shape[1] == 1 + 5 + 3
+    assert model.generate(source, max_new_tokens=2, extra_output_tokens=9).shape[1] == 1 + 2
+
+
+@pytest.mark.parametrize("extra", [-1, 2.5, "many"])
+def test_another_limit_that_is_none_is_named(model, extra):
+    with pytest.raises(ValueError, match=rf"extra_output_tokens={extra!r}: expected an integer"):
+        model.generate(random_ids(1, 5), extra_output_tokens=extra)
 
 
 @pytest.mark.parametrize("limit", [{"max_new_tokens": 12}, {"max_length": 13}], ids=str)
