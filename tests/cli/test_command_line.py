@@ -53,6 +53,21 @@ def test_an_unknown_command_is_refused_with_the_choices(tmp_path, words):
         assert all(command in error for command in ("'trian'", *COMMANDS))
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("train", ["--output_dir", "m"]), ("translate", ["--model", "m"]), ("average", ["m", "n"])],
+)
+def test_an_unknown_option_is_refused_by_name(tmp_path, command, words):
+    words = [*words, "--max_lenght", 3, "--output_dir", "out"]
+    process = run_command(command, *words, cwd=tmp_path, check=False)
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
+    error = process.stderr.splitlines()[-1]
+    assert error.startswith(f"vanilla-transformer {command}: error: ")
+    assert "--max_lenght" in error
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_commands_help_begins_with_its_purpose_and_examples(tmp_path, command):
     text = run_command(command, "--help", cwd=tmp_path).stdout

@@ -37,6 +37,15 @@ class CommandParser(HfArgumentParser):
             if action.dest != "help":
                 action.option_strings = action.option_strings[:1]
 
+    def parse_args_into_dataclasses(
+        self, args: Any = None, return_remaining_strings: bool = False, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """As `HfArgumentParser`, but an unknown option is an error in argparse's form."""
+        found = super().parse_args_into_dataclasses(args, return_remaining_strings=True, **kwargs)
+        if found[-1] and not return_remaining_strings:
+            self.error(f"unrecognized arguments: {' '.join(found[-1])}")
+        return found if return_remaining_strings else found[:-1]
+
 
 class GroupedParser(CommandParser):
     """`CommandParser` for more options than fit on a screen.
