@@ -55,7 +55,11 @@ def test_an_unknown_command_is_refused_with_the_choices(tmp_path, words):
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [("train", ["--output_dir", "m"]), ("translate", ["--model", "m"]), ("average", ["m", "n"])],
+    [
+        ("train", ["--config", "phrases"]),
+        ("translate", ["--model", "m"]),
+        ("average", ["--models", "m", "n"]),
+    ],
 )
 def test_an_unknown_option_is_refused_by_name(tmp_path, command, words):
     words = [*words, "--max_lenght", 3, "--output_dir", "out"]
