@@ -28,6 +28,7 @@ from vanilla_transformer.training.arguments import (
     TranslationTrainingArguments,
     parse_arguments,
 )
+from vanilla_transformer.training.defaults import TextSize, choose_open_options
 from vanilla_transformer.training.trainer import (
     load_averaged_checkpoints,
     make_model,
@@ -136,6 +137,7 @@ def run(options: tuple[Any, ...], tokenizer: Any, splits: Any) -> dict[str, floa
     model_args, _, training_args = options
     set_seed(training_args.seed)
     model = make_model(model_args, tokenizer, None)
+    choose_open_options(training_args, model.config.d_model, TextSize.of(splits["train"]))
     trainer = make_trainer(model, tokenizer, training_args, splits)
     trainer.remove_callback(PrinterCallback)  # print nothing but the table
     trainer.train()
