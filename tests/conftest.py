@@ -1,4 +1,5 @@
 import gc
+import json
 import logging
 import os
 import runpy
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from contextlib import ExitStack
@@ -165,6 +167,23 @@ def run_module(module, *flags, cwd, stdin=None, check=True, fresh=False):
     if check:
         assert process.returncode == 0, process.stderr[-4000:]
     return process
+
+
+def in_new_process(code, package, cache, *flags):
+    """What the code prints as JSON in a new process, where the package can be imported or not."""
+    # A None among the modules makes every import of that name fail.
+    absent = 'import sys; sys.modules["vanilla_transformer"] = None\n'
+    code = ("import vanilla_transformer\n" if package else absent) + textwrap.dedent(code)
+    process = subprocess.run(
+        [sys.executable, "-c", code, *map(str, flags), "" if package else "trust"],
+        env={**os.environ, "HF_MODULES_CACHE": str(cache)},
+        cwd=cache,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.fixture

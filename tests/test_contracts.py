@@ -18,7 +18,14 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.state import GradientState, PartialState
 from conftest import small_config
 from huggingface_hub import ModelCard
-from transformers import GenerationMixin, Pipeline, PreTrainedConfig, PreTrainedModel, Trainer
+from transformers import (
+    GenerationMixin,
+    Pipeline,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+)
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -84,6 +91,11 @@ OVERRIDES = [
         PreTrainedModel, "_resize_token_embeddings", "resize_token_embeddings",
         ("new_num_tokens", "pad_to_multiple_of", "mean_resizing"),
         "model/pretrained.py: two vocabularies, or matrices that are not shared",
+    ),
+    Override(
+        PreTrainedTokenizerBase, "_save_pretrained", "save_pretrained",
+        ("save_directory", "file_names", "legacy_format", "filename_prefix"),
+        "model/tokenization_vanilla_transformer.py: the target's file is saved too",
     ),
     Override(
         Trainer, "_get_output_dir", "_save_checkpoint", ("trial",),

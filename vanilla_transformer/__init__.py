@@ -10,6 +10,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForTextEncoding,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
 )
 
 from .model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -24,6 +26,7 @@ from .model.pipelines import (
     TranslationPipeline,
     register_translation_pipelines,
 )
+from .model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
 __version__ = "0.1.0"
 
@@ -32,6 +35,12 @@ AutoModel.register(VanillaTransformerConfig, VanillaTransformerModel)
 AutoModelForSeq2SeqLM.register(VanillaTransformerConfig, VanillaTransformerForConditionalGeneration)
 AutoModelForTextEncoding.register(VanillaTransformerConfig, VanillaTransformerEncoderModel)
 AutoModelForCausalLM.register(VanillaTransformerConfig, VanillaTransformerForCausalLM)
+# A folder that names no tokenizer has a stock one.
+AutoTokenizer.register(
+    VanillaTransformerConfig,
+    tokenizer_class=PreTrainedTokenizerFast,
+    fast_tokenizer_class=VanillaTransformerTokenizer,
+)
 register_translation_pipelines()
 
 __all__ = [
@@ -42,4 +51,5 @@ __all__ = [
     "VanillaTransformerForCausalLM",
     "VanillaTransformerForConditionalGeneration",
     "VanillaTransformerModel",
+    "VanillaTransformerTokenizer",
 ]

@@ -4,14 +4,10 @@ Each test runs in a fresh process: what is registered there is what its own impo
 """
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
-from conftest import REPOSITORY, random_ids
+from conftest import REPOSITORY, in_new_process, random_ids
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 
@@ -51,23 +47,6 @@ LOAD_EVERYTHING = """
     results["module"] = type(model).__module__
     print(json.dumps(results))
 """
-
-
-def in_new_process(code, package, cache, *flags):
-    """What the code prints as JSON in a new process, where the package can be imported or not."""
-    # A None among the modules makes every import of that name fail.
-    absent = 'import sys; sys.modules["vanilla_transformer"] = None\n'
-    code = ("import vanilla_transformer\n" if package else absent) + textwrap.dedent(code)
-    process = subprocess.run(
-        [sys.executable, "-c", code, *map(str, flags), "" if package else "trust"],
-        env={**os.environ, "HF_MODULES_CACHE": str(cache)},
-        cwd=cache,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ from ..data.tokenization import train_tokenizer
 from ..inference.metrics import make_compute_metrics
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from .arguments import ModelArguments
 from .averaging import average_checkpoints, checkpoints_with_weights
 from .checkpoints import (
@@ -205,6 +206,9 @@ def make_model(
         options = {**attention, **arguments.overrides()}
         return AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path, **options)
     bos = tokenizer.bos_token_id
+    separate = {}
+    if isinstance(tokenizer, VanillaTransformerTokenizer):
+        separate["decoder_vocab_size"] = tokenizer.target_vocab_size
     config = VanillaTransformerConfig.from_preset(
         arguments.preset,
         vocab_size=len(tokenizer),
@@ -212,6 +216,7 @@ def make_model(
         bos_token_id=bos,
         eos_token_id=tokenizer.eos_token_id,
         decoder_start_token_id=tokenizer.pad_token_id if bos is None else bos,
+        **separate,
         **attention,
         **arguments.overrides(),
     )
