@@ -1,0 +1,106 @@
+"""Checkpoints of other toolkits: one module for each format, with a table of its names."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from . import core
+from .core import Conversion, ConversionOptions
+
+# In the order in which they are asked whether a checkpoint is theirs: files with a name of their
+# own first, bare state dicts last.
+FORMATS: list[ModuleType] = [
+    import_module(f".{name}", __name__)
+    for name in (
+        "marian", "fsmt", "hf_marian", "sockeye", "tensor2tensor",
+        "fairseq", "opennmt_py", "joeynmt", "torch_nn",
+    )
+    if find_spec(f".{name}", __name__)
+]  # fmt: skip
+
+
+def find_format(path: Path, name: str | None = None) -> ModuleType:
+    """The module for a checkpoint: the one that is named, or the first that recognises it.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: No format has this name, or none recognises the checkpoint.
+    """
+    names = ", ".join(module.NAME for module in FORMATS)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: expected a checkpoint, a file or a folder")
+    for module in FORMATS:
+        if name == module.NAME or (name is None and module.recognizes(path)):
+            return module
+    if name is not None:
+        raise ValueError(f"format={name!r}: expected one of {names}")
+    raise ValueError(f"{path}: not recognised, expected a checkpoint of {names}")
+
+
+def read(path: str | Path, options: ConversionOptions | None = None) -> Conversion:
+    """Read another toolkit's checkpoint into memory; see `convert`."""
+    options = options or ConversionOptions()
+    module = find_format(Path(path), options.format)
+    conversion = module.read(Path(path), options)
+    conversion.record["format"] = module.NAME
+    if options.licence:
+        conversion.origin["licence"] = options.licence
+    return conversion
+
+
+def convert(
+    path: str | Path,
+    output_dir: str | Path,
+    *,
+    options: ConversionOptions | None = None,
+    max_shard_size: int | str = "5GB",
+) -> Path:
+    """Convert another toolkit's checkpoint to a model folder for `from_pretrained`.
+
+    Args:
+        path: The checkpoint, a file or a folder.
+        output_dir: A new or empty folder.
+        options: What the checkpoint does not say.
+        max_shard_size: The largest size of a file of weights.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        FileExistsError: The output folder is in use.
+        ValueError: The checkpoint is not understood; the message names the tensor, the option or
+            the file.
+    """
+    core.expect_unused(output_dir)
+    return core.save(read(path, options), output_dir, max_shard_size)
+
+
+def convert_back(model_folder: str | Path, output_dir: str | Path, to: str | None = None) -> Path:
+    """Convert a model that `convert` made to a checkpoint of the toolkit that it came from. Without
+    training in between, the tensors are the original ones, bit for bit.
+
+    Args:
+        model_folder: The converted model.
+        output_dir: A new or empty folder.
+        to: The format, which must be the one that the model came from.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: The model was not converted.
+        FileExistsError: The output folder is in use.
+        ValueError: There is no way back to this format.
+    """
+    output = core.expect_unused(output_dir)
+    origin = core.read_record(Path(model_folder))["format"]
+    if to not in (None, origin):
+        raise ValueError(f"to={to!r}: {model_folder} comes from {origin}, expected {origin!r}")
+    module = next(module for module in FORMATS if origin == module.NAME)
+    if not hasattr(module, "write"):
+        names = ", ".join(module.NAME for module in FORMATS if hasattr(module, "write"))
+        raise ValueError(f"{model_folder}: comes from {origin}, expected one of {names}")
+    module.write(Path(model_folder), output)
+    return output

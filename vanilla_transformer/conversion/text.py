@@ -1,0 +1,85 @@
+"""The tokenizer of toolkits that split text at white space, or whose users split it before with
+byte-pair codes or a SentencePiece model."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from .core import (
+    PROJECTION,
+    PROJECTION_BIAS,
+    SHARED,
+    SIDES,
+    SOURCE,
+    TARGET,
+    ConversionOptions,
+    add_unknown_clones,
+)
+from .vocabularies import (
+    Specials,
+    bpe_codes,
+    pair,
+    read_bpe_codes,
+    read_sentencepiece,
+    rows,
+    sentencepiece,
+    words,
+)
+
+Vocabulary = Mapping[str, int]
+
+
+def tokenizer_for(
+    vocabularies: Sequence[Vocabulary],
+    specials: Sequence[Specials],
+    options: ConversionOptions,
+    weights: dict[str, Tensor],
+) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
+    """A tokenizer for source and target. The weights get a copy of the unknown token's row for each
+    symbol that the codes produce and the source vocabulary lacks.
+
+    Args:
+        vocabularies: Ids by token of the source and of the target.
+        specials: Their special tokens.
+        options: Says which codes there are. The source's serve both sides if the target has none.
+        weights: Under our names.
+
+    Returns:
+        The tokenizer, and `vocab_size`, `decoder_vocab_size` and `lm_head_bias`.
+
+    Raises:
+        ValueError: A vocabulary does not fit the weights, or lacks a special token.
+    """
+    matrices = (SHARED, SHARED) if SHARED in weights else (SOURCE, TARGET)
+    codes = options.source_codes, options.target_codes or options.source_codes
+    sizes = [len(weights[matrix]) for matrix in matrices]
+    sides = [_side(*each) for each in zip(SIDES, vocabularies, specials, codes, sizes, strict=True)]
+    unknown = [
+        vocabulary[each.unk or ""] for vocabulary, each in zip(vocabularies, specials, strict=True)
+    ]
+    if (clones := rows(sides[0]) - sizes[0]) > 0:
+        add_unknown_clones(weights, "source", clones, unknown[0])
+    source, target = (len(weights[matrix]) for matrix in matrices)
+    own = source != target or (SHARED not in weights and PROJECTION not in weights)
+    fields = {
+        "vocab_size": source,
+        "decoder_vocab_size": target if own else None,
+        "lm_head_bias": PROJECTION_BIAS in weights,
+    }
+    return pair(*sides, size=sizes[1], unk_id=unknown[1]), fields
+
+
+def _side(
+    name: str, vocabulary: Vocabulary, specials: Specials, codes: str | None, size: int
+) -> PreTrainedTokenizerFast:
+    try:
+        if codes is None:
+            return words(vocabulary, specials, size=size)
+        if Path(codes).suffix in (".model", ".spm"):
+            return sentencepiece(read_sentencepiece(codes), specials, vocab=vocabulary, size=size)
+        return bpe_codes(read_bpe_codes(codes), vocabulary, specials, size=size)
+    except ValueError as error:
+        raise ValueError(f"{name} vocabulary: {error}") from error

@@ -1,0 +1,741 @@
+"""Fast tokenizers from the vocabulary files of other toolkits, with the ids that the toolkits give.
+
+    read_fairseq_dict, read_marian_vocab, read_json, read_lines, read_subwords   token -> id
+    read_bpe_codes, read_sentencepiece                                           how text is split
+    words, bpe_codes, sentencepiece, subwords      a stock tokenizer from these
+    pair                                           the source's and the target's in one
+
+Moses tokenization, lower-casing and other preparation of text stay outside.
+
+BPE and Unigram models need an id for every symbol that can arise. Where a toolkit's vocabulary
+lacks one, the toolkit looks it up as unknown: here it gets an id from `size` on, and is called a
+clone. `rows(tokenizer)` rows are what the embedding must have; those from `size` on are copies of
+the unknown token's.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import pre_tokenizers as splits
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
+
+# Characters of Unicode's private use area, which text does not have: what must not match a text
+# starts with the first, the next two stand for "\" and "_" of a text, and the last stands around
+# characters that sentencepiece does not know.
+PRIVATE, BACKSLASH, UNDERSCORE, UNSEEN = "\ue000", "\ue001", "\ue002", "\ue003"
+_FIRST_STAND_IN = 0xE010
+SPACE = "▁"  # sentencepiece's
+# What Python's str.split() splits at.
+_WHITE_SPACE = "[\x09-\x0d\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
+
+
+@dataclass(frozen=True)
+class Specials:
+    """The special tokens of a vocabulary, None for those that it lacks.
+
+    Attributes:
+        pad, bos, eos: Tokens that never come from a text, and that decoding leaves out.
+        unk: What the toolkit makes of unknown tokens. It is an ordinary token: decoding prints it.
+        template: What surrounds a text, `$A`: "$A </s>", "<s> $A </s>", "$A".
+    """
+
+    pad: str | None = "<pad>"
+    bos: str | None = "<s>"
+    eos: str | None = "</s>"
+    unk: str | None = "<unk>"
+    template: str = "$A </s>"
+
+    @property
+    def names(self) -> list[str]:
+        """Pad, bos and eos, as far as there are any."""
+        return [name for name in dict.fromkeys((self.pad, self.bos, self.eos)) if name is not None]
+
+
+# ---------------------------------------------------------------- files
+
+
+def _lines(path: str | Path) -> list[str]:
+    """Lines that end in "\\n" and nothing else, as toolkits count them."""
+    try:
+        lines = Path(path).read_bytes().decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected text in UTF-8, but {error.reason}") from None
+    return [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
+
+
+def _numbered(path: str | Path, tokens: Iterable[str]) -> dict[str, int]:
+    vocab: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        if vocab.setdefault(token, number) != number:
+            raise ValueError(f"{path}: {token!r} has ids {vocab[token]} and {number}, expected one")
+    return vocab
+
+
+def read_lines(path: str | Path) -> dict[str, int]:
+    """A token a line; its id is the number of the line, from 0."""
+    return _numbered(path, _lines(path))
+
+
+def read_fairseq_dict(path: str | Path) -> dict[str, int]:
+    """fairseq's `dict.txt`: "symbol count" a line, after `<s> <pad> </s> <unk>` = 0 to 3.
+
+    Raises:
+        ValueError: A line has no count, or a symbol comes twice.
+    """
+    vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+    for number, line in enumerate(_lines(path), start=1):
+        overwrite = line.endswith(" #fairseq:overwrite")
+        symbol, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
+        if not symbol or not re.fullmatch(r"-?\d+", count):
+            raise ValueError(f"{path}: line {number} is {line!r}, expected 'symbol count'")
+        if symbol in vocab and not overwrite:
+            raise ValueError(f"{path}: line {number} holds {symbol!r} again, expected it once")
+        # An overwritten symbol leaves its row, which no text reaches any more.
+        if symbol in vocab:
+            vocab[f"{PRIVATE}{symbol}"] = vocab.pop(symbol)
+        vocab[symbol] = len(vocab)
+    return vocab
+
+
+def read_json(path: str | Path) -> dict[str, int]:
+    """A JSON object of ids by token, as Sockeye and transformers save it."""
+    try:
+        vocab = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, but {error}") from None
+    if not isinstance(vocab, dict) or not all(type(number) is int for number in vocab.values()):
+        raise ValueError(f"{path}: expected a JSON object of ids by token")
+    return vocab
+
+
+_ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)")
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "a": "\a", "b": "\b", "e": "\x1b"}
+_ESCAPED |= {"f": "\f", "v": "\v", "_": "\xa0", "N": "\x85", "L": "\u2028", "P": "\u2029"}
+
+
+def read_marian_vocab(path: str | Path) -> dict[str, int]:
+    """Marian's vocabulary: `key: id` a line (YAML), or a token a line.
+
+    YAML libraries take keys such as `no` or `007` for other types and stop at some characters.
+
+    Raises:
+        ValueError: A line has no id, or a token comes twice.
+    """
+    lines = _lines(path)
+    if Path(path).suffix not in (".yml", ".yaml"):
+        return _numbered(path, lines)
+    vocab: dict[str, int] = {}
+    key = None
+    for number, line in enumerate(lines, start=1):
+        if line in ("---", "...", "") or (line.startswith("#") and ": " not in line):
+            continue
+        if line.startswith("? "):
+            key = line[2:]
+            continue
+        name, colon, value = line.rpartition(":")
+        name = key if key is not None and not name.strip() else name
+        if name is None or not colon or not re.fullmatch(r"\s*\d+\s*", value):
+            raise ValueError(f"{path}: line {number} is {line!r}, expected 'token: id'")
+        key, token = None, _unquote(name.strip(" "))
+        if vocab.setdefault(token, int(value)) != int(value):
+            raise ValueError(f"{path}: line {number} holds {token!r} again, expected it once")
+    return vocab
+
+
+def _unquote(key: str) -> str:
+    """A YAML key as the text it stands for."""
+    if len(key) > 1 and key[0] == key[-1] == "'":
+        return key[1:-1].replace("''", "'")
+    if len(key) > 1 and key[0] == key[-1] == '"':
+
+        def character(match: re.Match[str]) -> str:
+            code = match[1]
+            return chr(int(code[1:], 16)) if len(code) > 1 else _ESCAPED.get(code, code)
+
+        return _ESCAPE.sub(character, key[1:-1])
+    return key
+
+
+def read_subwords(path: str | Path) -> dict[str, int]:
+    """tensor2tensor's `vocab.*.subwords`: a subtoken a line, most often in single quotes."""
+
+    def bare(line: str) -> str:
+        line = line.strip()
+        quoted = len(line) > 1 and line[0] == line[-1] and line[0] in "'\""
+        return line[1:-1] if quoted else line
+
+    # A subtoken may come twice, and the last line counts.
+    vocab: dict[str, int] = {}
+    for number, token in enumerate(map(bare, _lines(path))):
+        if token in vocab:
+            vocab[f"{PRIVATE}{vocab[token]}{token}"] = vocab[token]
+        vocab[token] = number
+    return vocab
+
+
+def read_bpe_codes(path: str | Path) -> list[tuple[str, str]]:
+    """The merges of subword-nmt 0.2 or fastBPE, the most frequent first; of duplicates, the first.
+
+    Raises:
+        ValueError: The file has subword-nmt's format 0.1, in which `</w>` is a symbol of its own,
+            or a line is no merge.
+    """
+    lines = _lines(path)
+    version = re.fullmatch(r"#version: *(\S+)\s*", lines[0]) if lines else None
+    if version and version[1] != "0.2":
+        raise ValueError(f"{path}: the codes have version {version[1]}, expected 0.2")
+    merges: dict[tuple[str, str], None] = {}
+    for number, line in enumerate(lines[1:] if version else lines, start=2 if version else 1):
+        fields = line.strip(" \r").split(" ")
+        # fastBPE has the count of each merge in a third field.
+        if len(fields) not in (2, 3) or not all(fields):
+            raise ValueError(f"{path}: line {number} is {line!r}, expected two symbols to merge")
+        if fields[1] == "</w>":
+            raise ValueError(
+                f"{path}: line {number} merges a symbol '</w>', as version 0.1 does: expected 0.2"
+            )
+        merges[fields[0], fields[1]] = None
+    return list(merges)
+
+
+# ---------------------------------------------------------------- sentencepiece
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+_MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
+
+
+@dataclass(frozen=True)
+class SentencePieceModel:
+    """What a sentencepiece `.model` (`.spm`) says about how to split text.
+
+    Attributes:
+        pieces: (piece, score, type) by id.
+        model_type: "unigram", "bpe", "word" or "char".
+        charsmap: Compiled rules of normalization, or nothing.
+        dummy_prefix: Whether a text gets a space in front.
+        squeezes_spaces: Whether spaces at the ends and runs of them are removed.
+        byte_fallback: Whether unknown characters are spelled in bytes.
+        unk_surface: What decoding prints for the unknown piece.
+    """
+
+    pieces: list[tuple[str, float, int]]
+    model_type: str = "unigram"
+    charsmap: bytes = b""
+    dummy_prefix: bool = True
+    squeezes_spaces: bool = True
+    byte_fallback: bool = False
+    unk_surface: str = " ⁇ "
+
+    def vocab(self) -> dict[str, int]:
+        """The model's own ids by piece."""
+        return {piece: number for number, (piece, _, _) in enumerate(self.pieces)}
+
+    def special(self, name: str) -> str | None:
+        """The name, if it is a control piece."""
+        return name if any(p == name and kind == CONTROL for p, _, kind in self.pieces) else None
+
+
+def _message(data: bytes) -> dict[int, list[int | bytes]]:
+    """The fields of a protobuf message by number: integers, or bytes of whatever else.
+
+    Raises:
+        IndexError, struct.error, ValueError: The bytes are no such message, or cut.
+    """
+    fields: dict[int, list[int | bytes]] = {}
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = data[place]
+            place += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while place < len(data):
+        tag = varint()
+        wire = tag & 7
+        if wire == 0:
+            fields.setdefault(tag >> 3, []).append(varint())
+            continue
+        if wire not in (1, 2, 5):
+            raise ValueError(f"wire type {wire}")
+        length = varint() if wire == 2 else {1: 8, 5: 4}[wire]
+        if place + length > len(data):
+            raise ValueError("it is cut off")
+        fields.setdefault(tag >> 3, []).append(data[place : place + length])
+        place += length
+    return fields
+
+
+def read_sentencepiece(path: str | Path) -> SentencePieceModel:
+    """Read a sentencepiece model, without the library.
+
+    Raises:
+        ValueError: The file is no such model or cut off, or splits in a way that no fast tokenizer
+            can: spaces at the ends of words, or a model of whole words.
+    """
+    try:
+        model = _message(Path(path).read_bytes())
+        trainer, normalizer = (_message(b"".join(model.get(n, []))) for n in (2, 3))  # type: ignore[arg-type]
+        pieces = []
+        for raw in model[1]:
+            piece = _message(raw)  # type: ignore[arg-type]
+            score = struct.unpack("<f", piece.get(2, [bytes(4)])[-1])[0]  # type: ignore[arg-type]
+            text = piece.get(1, [b""])[-1].decode("utf-8")  # type: ignore[union-attr]
+            pieces.append((text, score, int(piece.get(3, [NORMAL])[-1])))
+    except (IndexError, KeyError, AttributeError, TypeError, ValueError, struct.error) as error:
+        raise ValueError(f"{path}: expected a sentencepiece model, but {error!r}") from None
+
+    def flag(fields: Mapping[int, list[int | bytes]], number: int, default: bool) -> bool:
+        return bool(fields.get(number, [default])[-1])
+
+    model_type = _MODEL_TYPES.get(int(trainer.get(3, [1])[-1]), "unknown")
+    if model_type in ("word", "unknown"):
+        raise ValueError(f"{path}: model_type={model_type}: expected unigram, bpe or char")
+    if flag(trainer, 24, False) or not flag(normalizer, 5, True):
+        raise ValueError(
+            f"{path}: treat_whitespace_as_suffix or escape_whitespaces=false: expected a model "
+            "that marks the start of words"
+        )
+    charsmap, surface = normalizer.get(2, [b""])[-1], trainer.get(44, [" ⁇ ".encode()])[-1]
+    return SentencePieceModel(
+        pieces=pieces,
+        model_type=model_type,
+        charsmap=bytes(charsmap),
+        dummy_prefix=flag(normalizer, 3, True),
+        squeezes_spaces=flag(normalizer, 4, True),
+        byte_fallback=flag(trainer, 35, False),
+        unk_surface=surface.decode("utf-8"),  # type: ignore[union-attr]
+    )
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+def rows(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of rows that an embedding needs for all ids of a tokenizer, clones included."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def words(
+    vocab: Mapping[str, int],
+    specials: Specials,
+    *,
+    size: int | None = None,
+    spaces_only: bool = False,
+) -> PreTrainedTokenizerFast:
+    """Text split at white space, each word looked up.
+
+    Args:
+        vocab: Ids by token.
+        specials: The special tokens. `unk` must be one of the vocabulary.
+        size: The number of rows of the embedding, where it has more than the vocabulary.
+        spaces_only: Split at U+0020 alone, as Marian does, not at all that Python calls space.
+
+    Raises:
+        ValueError: The vocabulary does not fit `size` or lacks a special token.
+    """
+    backend = Tokenizer(models.WordLevel(_filled(vocab, size), unk_token=_unknown(vocab, specials)))
+    pattern = " " if spaces_only else Regex(_WHITE_SPACE)
+    backend.pre_tokenizer = splits.Split(pattern, behavior="removed")
+    return _wrap(backend, vocab, specials)
+
+
+def bpe_codes(
+    merges: Sequence[tuple[str, str]],
+    vocab: Mapping[str, int],
+    specials: Specials,
+    *,
+    size: int | None = None,
+    separator: str | None = "@@",
+    restrict: bool = False,
+) -> PreTrainedTokenizerFast:
+    """Words split by subword-nmt or fastBPE, each piece looked up.
+
+    Args:
+        merges: From `read_bpe_codes`.
+        vocab: Ids by piece.
+        specials: The special tokens. `unk` must be one of the vocabulary.
+        size: The number of rows of the embedding, where it has more than the vocabulary.
+        separator: What ends a piece inside a word. With None, what ends a word is `</w>`, as in
+            FSMT's vocabularies.
+        restrict: Leave out merges from which no piece of the vocabulary comes. JoeyNMT splits such
+            pieces again instead, which gives the same but in rare cases.
+
+    Raises:
+        ValueError: The vocabulary does not fit `size` or lacks a special token.
+    """
+    plain = {*specials.names, specials.unk}
+    named: dict[str, int] = {}
+    for token, number in _filled(vocab, size).items():
+        if token in plain or separator is None or token.startswith(PRIVATE):
+            name = token
+        elif token.endswith(separator) and token != separator:
+            name = token.removesuffix(separator)
+        else:
+            name = f"{token}</w>"
+        named[name if name not in named else f"{PRIVATE}{number}{name}"] = number
+    if restrict:
+        merges = _leading_to(merges, named)
+    for left, right in merges:
+        for symbol in (left, right, left + right):
+            named.setdefault(symbol, len(named))
+    backend = Tokenizer(
+        models.BPE(
+            vocab=named,
+            merges=list(merges),
+            unk_token=_unknown(vocab, specials),
+            end_of_word_suffix="</w>",
+            fuse_unk=False,
+        )
+    )
+    # subword-nmt takes other white space for characters of a word.
+    backend.pre_tokenizer = splits.Split(" ", behavior="removed")
+    backend.decoder = decoders.BPEDecoder(suffix="</w>")
+    return _wrap(backend, vocab, specials)
+
+
+def _leading_to(
+    merges: Sequence[tuple[str, str]], listed: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """The merges that have a part in a listed piece."""
+    needed, kept = set(listed), []
+    for left, right in reversed(merges):
+        if left + right in needed:
+            needed |= {left, right}
+            kept.append((left, right))
+    return kept[::-1]
+
+
+def sentencepiece(
+    model: SentencePieceModel,
+    specials: Specials,
+    *,
+    vocab: Mapping[str, int] | None = None,
+    size: int | None = None,
+    restrict: bool = False,
+    whole: Sequence[str] = (),
+) -> PreTrainedTokenizerFast:
+    """Text split by sentencepiece.
+
+    Args:
+        model: From `read_sentencepiece`.
+        specials: The special tokens. `unk` must be one of the vocabulary.
+        vocab: Ids by piece, if these are not the model's own.
+        size: The number of rows of the embedding, where it has more than the vocabulary.
+        restrict: Split only into pieces of `vocab` and characters, as JoeyNMT does, which calls
+            `SetVocabulary`. Otherwise a piece that `vocab` lacks is unknown.
+        whole: Tokens of the vocabulary that are never split, as OPUS-MT's `>>fra<<`.
+
+    Raises:
+        ValueError: The vocabulary does not fit `size` or lacks a special token.
+    """
+    own = vocab is None
+    model, symbols = _with_stand_ins(model, specials)
+    vocab = model.vocab() if vocab is None else vocab
+    named = {symbols.get(token, token): number for token, number in vocab.items()}
+    unk = _unknown(vocab, specials)
+    names = {*specials.names, *([] if unk is None else [unk])}
+    build = _unigram if model.model_type == "unigram" else _sentencepiece_bpe
+    backend = build(model, _filled(named, size), {*names, *whole}, unk, restrict)
+
+    rules: list[normalizers.Normalizer] = []
+    for symbol, stand_in in symbols.items():
+        rules.append(normalizers.Replace(symbol, stand_in))
+    if model.charsmap:
+        rules.append(normalizers.Precompiled(model.charsmap))
+    if model.squeezes_spaces:
+        rules.append(normalizers.Replace(Regex("^ +| +$"), ""))
+        rules.append(normalizers.Replace(Regex(" {2,}"), " "))
+    if not own and not model.byte_fallback:
+        rules.append(_mark_unseen(model))
+    backend.normalizer = normalizers.Sequence(rules)
+    scheme = "always" if model.dummy_prefix else "never"
+    split = not any(SPACE in piece[1:] for piece, _, _ in model.pieces)
+    backend.pre_tokenizer = splits.Metaspace(SPACE, prepend_scheme=scheme, split=split)
+    if model.model_type == "unigram":
+        # "</s>" in a text is no token: a piece can't reach over a boundary.
+        guard = splits.Split(_first_characters(model, names), behavior="merged_with_previous")
+        backend.pre_tokenizer = splits.Sequence([backend.pre_tokenizer, guard])
+    backend.decoder = decoders.Sequence(
+        [
+            *([decoders.Replace(unk, model.unk_surface)] if own and unk else []),
+            decoders.Replace(Regex(f"[{PRIVATE}{UNSEEN}]"), ""),
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if model.dummy_prefix else []),
+            *(decoders.Replace(stand_in, symbol) for symbol, stand_in in symbols.items()),
+        ]
+    )
+    backend.add_tokens([AddedToken(token, normalized=False, rstrip=True) for token in whole])
+    return _wrap(backend, named, specials)
+
+
+def _with_stand_ins(
+    model: SentencePieceModel, specials: Specials
+) -> tuple[SentencePieceModel, dict[str, str]]:
+    """The model with a private character for each symbol that its user defined and that text is
+    never split inside, and these by symbol, the longest first."""
+    symbols = [p for p, _, kind in model.pieces if kind == USER_DEFINED and p not in specials.names]
+    symbols.sort(key=len, reverse=True)
+    stand_ins = {symbol: chr(_FIRST_STAND_IN + n) for n, symbol in enumerate(symbols)}
+    pieces = [(stand_ins.get(piece, piece), score, kind) for piece, score, kind in model.pieces]
+    return replace(model, pieces=pieces), stand_ins
+
+
+def _first_characters(model: SentencePieceModel, names: set[str]) -> Regex:
+    """Where a text spells a token that never comes from a text: the token's first character."""
+    names = names | {piece for piece, _, kind in model.pieces if kind in (CONTROL, UNKNOWN)}
+    literal = [f"{re.escape(n[0])}(?={re.escape(n[1:])})" for n in sorted(names) if len(n) > 1]
+    return Regex("|".join([*literal, "<(?=0x[0-9A-F]{2}>)"]))
+
+
+def _seen(model: SentencePieceModel) -> set[str]:
+    """The characters that a model knows."""
+    pieces = (piece for piece, _, kind in model.pieces if kind in (NORMAL, USER_DEFINED))
+    return {SPACE, " "}.union(*pieces)
+
+
+def _mark_unseen(model: SentencePieceModel) -> normalizers.Normalizer:
+    """Sentencepiece makes one piece of neighbours that it does not know. Toolkits look it up whole,
+    so the characters of a longer one must not be found one by one."""
+    seen = _any_of(_seen(model))
+    if model.model_type != "unigram":
+        return normalizers.Replace(Regex(f"[^{seen}]{{2,}}"), UNSEEN)
+    start, end = rf"(?:\A|(?<=[{seen}]))(?=[^{seen}])", rf"(?<=[^{seen}])(?=[{seen}]|\z)"
+    return normalizers.Replace(Regex(f"{start}|{end}"), UNSEEN)
+
+
+def _any_of(characters: Iterable[str]) -> str:
+    """The inside of a regular expression's brackets."""
+    return "".join(rf"\x{{{ord(character):x}}}" for character in sorted(characters))
+
+
+def _unigram(
+    model: SentencePieceModel,
+    vocab: dict[str, int],
+    names: set[str],
+    unk: str | None,
+    restrict: bool,
+) -> Tokenizer:
+    normal = [score for _, score, kind in model.pieces if kind == NORMAL]
+    low = min(normal, default=0.0)
+    scores = {piece: score for piece, score, kind in model.pieces if kind != UNUSED}
+    seen = _seen(model)
+    entries = {}
+    for token in sorted(vocab, key=vocab.__getitem__):
+        if token in scores or token in names:
+            entries[token] = scores.get(token, 0.0)
+        elif seen.isdisjoint(token):
+            entries[f"{UNSEEN}{token}{UNSEEN}"] = low
+        else:
+            entries[f"{PRIVATE}{token}"] = low
+    for piece, _, kind in model.pieces:
+        if kind in (NORMAL, USER_DEFINED, BYTE) and (not restrict or len(piece) == 1):
+            entries.setdefault(piece, scores[piece])
+    unk_id = None if unk is None else vocab[unk]
+    byte_fallback = model.byte_fallback
+    return Tokenizer(models.Unigram(list(entries.items()), unk_id, byte_fallback))
+
+
+def _sentencepiece_bpe(
+    model: SentencePieceModel,
+    vocab: dict[str, int],
+    names: set[str],
+    unk: str | None,
+    restrict: bool,
+) -> Tokenizer:
+    scores = {piece: score for piece, score, kind in model.pieces if kind in (NORMAL, UNUSED)}
+    kept = [piece for piece, _, kind in model.pieces if kind in (BYTE, USER_DEFINED)]
+    products = [piece for piece in scores if len(piece) > 1] if model.model_type == "bpe" else []
+    # Any two neighbours merge that make a piece. A piece is worth the same however it is made.
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(products, key=lambda piece: -scores[piece])
+        for cut in range(1, len(piece))
+        if all(len(part) == 1 or part in scores for part in (piece[:cut], piece[cut:]))
+    ]
+    if restrict:
+        merges = _leading_to(merges, vocab)
+    symbols = dict(vocab)
+    for symbol in [*(s for s in scores if len(s) == 1), *kept, *(s for m in merges for s in m)]:
+        symbols.setdefault(symbol, len(symbols))
+    for left, right in merges:
+        symbols.setdefault(left + right, len(symbols))
+    return Tokenizer(
+        models.BPE(
+            vocab=symbols,
+            merges=merges,
+            unk_token=unk,
+            fuse_unk=True,
+            byte_fallback=model.byte_fallback,
+        )
+    )
+
+
+_ALNUM = r"[\p{L}\p{N}]"
+_OTHER = r"[^\p{L}\p{N}]"
+
+
+def subwords(
+    vocab: Mapping[str, int], specials: Specials, *, size: int | None = None
+) -> PreTrainedTokenizerFast:
+    r"""Text split by tensor2tensor's `SubwordTextEncoder`.
+
+    A character that no subtoken spells, which tensor2tensor writes as `\233;`, becomes U+FFFD,
+    written `\65533;`: no normalizer can compute a number.
+
+    Args:
+        vocab: From `read_subwords`.
+        specials: The special tokens: pad and eos, no bos and no unk.
+        size: The number of rows of the embedding, where it has more than the vocabulary.
+
+    Raises:
+        ValueError: The vocabulary does not fit `size`, or lacks a special token or a character that
+            spells others.
+    """
+    alphabet = {token for token in vocab if len(token) == 1}
+    if lacking := set("\\_u;0123456789") - alphabet:
+        raise ValueError(f"the vocabulary lacks {''.join(sorted(lacking))!r}, expected each of it")
+    _check_specials(vocab, specials)
+    borders = f"(?<={_ALNUM})(?={_OTHER})|(?<={_OTHER})(?={_ALNUM})|(?<=.)\\z"
+    backend = Tokenizer(
+        models.WordPiece(
+            _filled(vocab, size),
+            unk_token=specials.names[0],  # nothing is unknown
+            continuing_subword_prefix="",
+            max_input_chars_per_word=100_000,
+        )
+    )
+    backend.normalizer = normalizers.Sequence(
+        [
+            normalizers.Replace("\\", BACKSLASH),
+            normalizers.Replace("_", UNDERSCORE),
+            normalizers.Replace(Regex(borders), "_"),
+            normalizers.Replace(Regex("_ _(?=.)"), "_"),  # a single space between two words
+            normalizers.Replace("\n", r"\10;"),
+            normalizers.Replace(
+                Regex(f"[^{_any_of({*alphabet, BACKSLASH, UNDERSCORE})}]"), r"\65533;"
+            ),
+            normalizers.Replace(BACKSLASH, "\\\\"),
+            normalizers.Replace(UNDERSCORE, "\\u"),
+        ]
+    )
+    backend.pre_tokenizer = splits.Split("_", behavior="merged_with_previous")
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Fuse(),
+            decoders.Replace("\\\\", BACKSLASH),
+            decoders.Replace("\\u", UNDERSCORE),
+            decoders.Replace("\\65533;", "\ufffd"),
+            decoders.Replace(Regex(f"(?<={_ALNUM})_(?={_ALNUM})"), " "),
+            decoders.Replace("_", ""),
+            decoders.Replace(UNDERSCORE, "_"),
+            decoders.Replace(BACKSLASH, "\\"),
+        ]
+    )
+    return _wrap(backend, vocab, specials)
+
+
+# ---------------------------------------------------------------- shared
+
+
+def _filled(vocab: Mapping[str, int], size: int | None) -> dict[str, int]:
+    """The vocabulary in the order of its ids, with a name that no text has for each unused row."""
+    names: dict[int, str] = {}
+    for token, number in vocab.items():
+        if names.setdefault(number, token) != token:
+            raise ValueError(f"{names[number]!r} and {token!r} share the id {number}")
+    last = max(names, default=-1)
+    size = last + 1 if size is None else size
+    if min(names, default=0) < 0 or last >= size:
+        raise ValueError(
+            f"the vocabulary has {len(vocab)} tokens and ids up to {last}, which does not match an "
+            f"embedding of {size} rows"
+        )
+    return {names.get(number, f"{PRIVATE}{number}"): number for number in range(size)}
+
+
+def _unknown(vocab: Mapping[str, int], specials: Specials) -> str | None:
+    if specials.unk is not None and specials.unk not in vocab:
+        raise ValueError(f"the vocabulary lacks the unknown token {specials.unk!r}")
+    return specials.unk
+
+
+def _check_specials(vocab: Mapping[str, int], specials: Specials) -> None:
+    around = [token for token in specials.template.split() if token != "$A"]
+    for token in dict.fromkeys([*specials.names, *around]):
+        if token not in vocab:
+            raise ValueError(f"the vocabulary lacks the special token {token!r}")
+
+
+def _wrap(
+    backend: Tokenizer, vocab: Mapping[str, int], specials: Specials
+) -> PreTrainedTokenizerFast:
+    """A stock tokenizer with the special tokens, none of which a text can spell."""
+    _check_specials(vocab, specials)
+    around = [token for token in specials.template.split() if token != "$A"]
+    backend.post_processor = processors.TemplateProcessing(
+        single=specials.template,
+        pair=None,
+        special_tokens=[(token, vocab[token]) for token in dict.fromkeys(around)],
+    )
+    backend.add_special_tokens(
+        [AddedToken(name, normalized=False, special=True) for name in specials.names]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=specials.pad,
+        bos_token=specials.bos,
+        eos_token=specials.eos,
+        model_input_names=["input_ids", "attention_mask"],
+        padding_side="right",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+    )
+
+
+def pair(
+    source: PreTrainedTokenizerFast,
+    target: PreTrainedTokenizerFast,
+    *,
+    size: int | None = None,
+    unk_id: int | None = None,
+) -> PreTrainedTokenizerFast:
+    """One tokenizer for both sides: the source's, if the target's is the same and has no clones.
+
+    Args:
+        source: The source's tokenizer.
+        target: The target's.
+        size: The `size` that the target was built with, if it has clones.
+        unk_id: The id of the target's unknown token, which stands for its clones in a target.
+
+    Raises:
+        ValueError: The sides have different ids of the padding token.
+    """
+    has_clones = size is not None and unk_id is not None and rows(target) > size
+    same = source.backend_tokenizer.to_str() == target.backend_tokenizer.to_str()
+    if same and source.special_tokens_map == target.special_tokens_map and not has_clones:
+        return source
+    return VanillaTransformerTokenizer(
+        tokenizer_object=source.backend_tokenizer,
+        target_tokenizer_object=target.backend_tokenizer,
+        target_size=size if has_clones else None,
+        target_unk_id=unk_id if has_clones else None,
+        **target.special_tokens_map,
+        padding_side="right",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+    )
