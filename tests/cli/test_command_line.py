@@ -14,7 +14,10 @@ from vanilla_transformer import __version__
 from vanilla_transformer.cli import main, train_options
 from vanilla_transformer.training.recipes import find_recipe, recipe_names, recipe_path
 
-COMMANDS = ("train", "plan", "translate", "evaluate", "score", "average", "plot", "recipes", "info")
+COMMANDS = (
+    "train", "plan", "translate", "evaluate", "score", "average", "convert", "plot", "recipes",
+    "info",
+)  # fmt: skip
 
 
 def command_line(*words, cwd, **options):

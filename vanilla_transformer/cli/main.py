@@ -12,6 +12,7 @@ COMMANDS = {
     "evaluate": "Score translations with BLEU, chrF and exact match.",
     "score": "Print the log-probability of given translations.",
     "average": "Average the weights of checkpoints.",
+    "convert": "Convert a checkpoint of another toolkit, or back.",
     "plot": "Plot training curves, learning rates and attention.",
     "recipes": "List the packaged recipes, or print one.",
     "info": "Print versions and devices, for a bug report.",

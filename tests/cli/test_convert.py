@@ -1,0 +1,96 @@
+"""`vanilla-transformer convert`."""
+
+import pytest
+from conftest import run_command
+from conversion.reference import CHECKPOINTS
+from transformers import AutoModelForSeq2SeqLM
+
+from vanilla_transformer.conversion import find_format
+from vanilla_transformer.conversion.check import check
+
+
+@pytest.fixture
+def checkpoint():
+    folder = CHECKPOINTS / "fairseq" / "post"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there: it is test data that no package contains")
+    return folder
+
+
+def test_it_converts_there_and_back(checkpoint, tmp_path):
+    printed = run_command("convert", checkpoint, "--output_dir", "one", cwd=tmp_path).stdout
+    assert printed == "The converted model is in one\n"
+    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "one").config.d_model == 32
+    card = (tmp_path / "one" / "README.md").read_text()
+    assert "A fairseq model" in card
+    run_command("convert", "one", "--to", "fairseq", "--output_dir", "two", cwd=tmp_path)
+    assert (tmp_path / "two" / "checkpoint_best.pt").is_file()
+
+
+def test_it_shards_and_names_the_licence(checkpoint, tmp_path):
+    file = checkpoint / "checkpoint_best.pt"
+    flags = ("--max_shard_size", "100KB", "--licence", "mit", "--output_dir", "out")
+    run_command("convert", file, *flags, cwd=tmp_path)
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").config.d_model == 32
+    assert "license: mit" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere", "--output_dir", "out"], "nowhere: expected a checkpoint"),
+        ([".", "--output_dir", "out"], ".: not recognised, expected a checkpoint of "),
+        ([".", "--output_dir", "out", "--format", "lua"], "format='lua': expected one of "),
+        ([".", "--output_dir", "out", "--to", "fairseq"], "expected the record of a conversion"),
+        ([".", "--output_dir", "."], "output_dir='.': expected a new or empty folder"),
+        ([".", "--output_dir", "out", "--like", "moses"], "like='moses': expected 'transformers'"),
+    ],
+)
+def test_what_it_cannot_do_is_named(tmp_path, words, message):
+    (tmp_path / "file").write_text("")
+    process = run_command("convert", *words, cwd=tmp_path, check=False)
+    assert process.returncode != 0
+    assert message in process.stderr.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_goes_back_only_where_it_came_from(checkpoint, tmp_path):
+    run_command("convert", checkpoint, "--output_dir", "one", cwd=tmp_path)
+    flags = ("--to", "fsmt", "--output_dir", "two")
+    process = run_command("convert", "one", *flags, cwd=tmp_path, check=False)
+    assert "to='fsmt': one comes from fairseq, expected 'fairseq'" in process.stderr
+
+
+class Echo:
+    """A toolkit that is the converted model itself, perhaps with an error."""
+
+    def __init__(self, folder, error):
+        from vanilla_transformer.conversion.check import Converted
+
+        self.model, self.error = Converted(folder), error
+
+    def translate(self, sources):
+        return self.model.translate(sources)
+
+    def log_probs(self, sources, targets):
+        return [row + self.error for row in self.model.log_probs(sources, targets)]
+
+
+@pytest.mark.parametrize(("error", "shown"), [(0.0, "0.0e+00"), (0.25, "2.5e-01")])
+def test_a_check_reports_the_largest_difference(checkpoint, tmp_path, monkeypatch, error, shown):
+    run_command("convert", checkpoint, "--output_dir", "one", cwd=tmp_path)
+    (tmp_path / "lines.de").write_text("maus drei neun\nbaum haus\n\n")
+    module = find_format(checkpoint)
+    monkeypatch.setattr(module, "load_toolkit", lambda path: Echo(tmp_path / "one", error))
+    table = check(checkpoint, tmp_path / "one", tmp_path / "lines.de", module)
+    assert f"largest difference of log-probabilities  {shown}" in table
+    assert "equal greedy translations                3 (100.0%)" in table
+
+
+def test_a_check_without_the_toolkit_says_so(checkpoint, tmp_path):
+    (tmp_path / "lines.de").write_text("baum haus\n")
+    flags = ("--output_dir", "one", "--check", "lines.de")
+    printed = run_command("convert", checkpoint, *flags, cwd=tmp_path).stdout
+    assert "fairseq can't be imported" in printed
+    assert "nothing was compared" in printed

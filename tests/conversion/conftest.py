@@ -1,0 +1,24 @@
+import os
+
+import pytest
+
+from conversion.reference import CHECKPOINTS
+from vanilla_transformer import conversion
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory):
+    """The converted model of a variant, such as "fairseq/post"; made once for all tests, which
+    leave it as it is."""
+    folders = {}
+
+    def convert(variant):
+        folder = CHECKPOINTS / variant
+        if not folder.is_dir():
+            pytest.skip(f"{folder} is not there: it is test data that no package contains")
+        if variant not in folders:
+            output = tmp_path_factory.mktemp(variant.replace(os.sep, "-")) / "converted"
+            folders[variant] = conversion.convert(folder, output)
+        return folders[variant]
+
+    return convert

@@ -1,0 +1,64 @@
+r"""Convert a checkpoint of another toolkit to a model folder, or back.
+
+    vanilla-transformer convert checkpoint_best.pt --output_dir outputs/converted
+    vanilla-transformer convert opus-mt-folder --output_dir outputs/marian --check sample.en
+    vanilla-transformer convert outputs/converted --to fairseq --output_dir outputs/fairseq
+
+The format is recognised. Nothing in a checkpoint is executed. See docs/conversion.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..conversion import convert, convert_back, find_format
+from ..conversion.check import check
+from ..conversion.core import ConversionOptions
+from .parser import CommandParser
+
+
+@dataclass
+class ConvertArguments:
+    output_dir: str = field(metadata={"help": "A new or empty folder."})
+    to: str | None = field(
+        default=None,
+        metadata={"help": "Back to this format, which a converted model came from."},
+    )
+    check: str | None = field(
+        default=None,
+        metadata={
+            "help": "A file of source lines that toolkit and result then translate and score, if "
+            "the toolkit is installed."
+        },
+    )
+    max_shard_size: str = field(
+        default="5GB", metadata={"help": "The largest size of a file of weights."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.check is not None and not Path(self.check).is_file():
+            raise FileNotFoundError(f"--check {self.check}: expected a file")
+        if self.check is not None and self.to is not None:
+            raise ValueError("expected one of --check and --to")
+
+
+def main() -> None:
+    parser = CommandParser(
+        [ConvertArguments, ConversionOptions],
+        description=__doc__,
+        usage="%(prog)s PATH --output_dir DIR [options]",
+    )
+    parser.add_argument("path", metavar="PATH", help="The checkpoint: a file or a folder.")
+    arguments, options, rest = parser.parse_args_into_dataclasses()
+    if arguments.to is not None:
+        output = convert_back(rest.path, arguments.output_dir, arguments.to)
+    else:
+        output = convert(
+            rest.path,
+            arguments.output_dir,
+            options=options,
+            max_shard_size=arguments.max_shard_size,
+        )
+    print(f"The converted model is in {output}")
+    if arguments.check is not None:
+        module = find_format(Path(rest.path), options.format)
+        print(check(rest.path, output, arguments.check, module))
