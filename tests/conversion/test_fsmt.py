@@ -1,0 +1,152 @@
+"""transformers' FSMT: random small models, made on the spot."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+)
+
+from vanilla_transformer.conversion import convert, convert_back, find_format, read
+
+WORDS = {
+    "source": ["<s>", "<pad>", "</s>", "<unk>", "l", "o", "w", "lo", "low</w>", "e", "r</w>"],
+    "target": ["<s>", "<pad>", "</s>", "<unk>", "n", "ew</w>", "e", "w</w>", "t", "o</w>", "a</w>"],
+}
+MERGES = "l o 10\nlo w</w> 9\ne w</w> 8\n"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder as `save_pretrained` leaves it, with vocabularies, and its model."""
+
+    def save(name="fsmt", tie=False, change=lambda model: None, **fields):
+        torch.manual_seed(0)
+        config = FSMTConfig(
+            langs=["en", "de"],
+            src_vocab_size=11,
+            tgt_vocab_size=11,
+            d_model=16,
+            encoder_layers=2,
+            decoder_layers=3,
+            encoder_ffn_dim=20,
+            decoder_ffn_dim=28,
+            encoder_attention_heads=4,
+            decoder_attention_heads=2,
+            max_position_embeddings=40,
+            tie_word_embeddings=tie,
+            **fields,
+        )
+        model = FSMTForConditionalGeneration(config).eval()
+        with torch.no_grad():
+            for name_, parameter in model.named_parameters():
+                if "embed_positions" not in name_:
+                    parameter.normal_(std=0.3)
+        change(model)
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        for side, short in (("source", "src"), ("target", "tgt")):
+            vocab = {word: number for number, word in enumerate(WORDS[side])}
+            (folder / f"vocab-{short}.json").write_text(json.dumps(vocab))
+        (folder / "merges.txt").write_text(MERGES)
+        return folder, model
+
+    return save
+
+
+def untie(model):
+    model.model.decoder.output_projection.weight = torch.nn.Parameter(torch.randn(11, 16))
+
+
+def share_target(model):
+    decoder = model.model.decoder
+    decoder.output_projection.weight = torch.nn.Parameter(decoder.embed_tokens.weight.clone())
+
+
+SHARING = {
+    "three matrices": {"change": untie},
+    "target and projection": {"change": share_target},
+    "one matrix": {"tie": True},
+}
+
+
+def inputs():
+    source = torch.tensor([[4, 5, 6, 7, 2], [8, 9, 2, 1, 1]])
+    target = torch.tensor([[2, 4, 5, 6], [2, 7, 8, 9]])
+    # With a cache, FSMT masks nothing: a target sees what follows it.
+    return {
+        "input_ids": source,
+        "attention_mask": source.ne(1).long(),
+        "decoder_input_ids": target,
+        "use_cache": False,
+    }
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("fields", [{}, {"scale_embedding": False, "activation_function": "gelu"}])
+def test_logits_are_equal_and_it_goes_back(saved, tmp_path, sharing, fields):
+    folder, theirs = saved(**SHARING[sharing], **fields)
+    output = convert(folder, tmp_path / "converted")
+    ours = AutoModelForSeq2SeqLM.from_pretrained(output).eval()
+    with torch.no_grad():
+        expected, found = (model(**inputs()).logits.log_softmax(-1) for model in (theirs, ours))
+    assert (expected - found[..., :11]).abs().max() < 1e-5
+    assert (found[..., 11:] < -1000).all()  # tokens that only a text's pieces need
+    back = convert_back(output, tmp_path / "back", "fsmt")
+    one, other = (load_file(each / "model.safetensors") for each in (folder, back))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    again = FSMTForConditionalGeneration.from_pretrained(back).eval()
+    assert torch.equal(again(**inputs()).logits.log_softmax(-1), expected)
+    files = {file.name for file in folder.iterdir()}
+    assert files == {file.name for file in back.iterdir()}
+
+
+def test_text_is_split_as_its_tokenizer_splits_words(saved, tmp_path):
+    output = convert(saved()[0], tmp_path / "converted")
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    low_er = [8, 7, 6, 9, 10, 2]  # "low</w>"; "lo", "w", "e", "r</w>"
+    assert tokenizer("low lower")["input_ids"] == low_er
+    assert tokenizer("low")["input_ids"] == [8, 2]
+    assert tokenizer.decode([4, 5, 2], skip_special_tokens=True) == "new"
+
+
+def test_it_generates_as_theirs(saved, tmp_path):
+    folder, theirs = saved(change=untie)
+    ours = AutoModelForSeq2SeqLM.from_pretrained(convert(folder, tmp_path / "converted"))
+    source = {name: inputs()[name] for name in ("input_ids", "attention_mask")}
+    for options in ({"num_beams": 1}, {"num_beams": 4}):
+        expected = theirs.generate(**source, max_length=12, **options)
+        assert torch.equal(ours.generate(**source, max_length=12, **options), expected)
+    assert ours.generation_config.max_length == 200
+    assert ours.generation_config.num_beams == 5
+
+
+def test_a_tensor_that_is_not_known_is_named(saved):
+    folder, _ = saved()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.encoder.layers.0.adapter.weight"] = torch.zeros(2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert find_format(folder).NAME == "fsmt"
+    with pytest.raises(ValueError, match=r"encoder.layers.0.adapter.weight"):
+        read(folder)
+
+
+def test_a_vocabulary_that_does_not_match_is_named(saved):
+    folder, _ = saved()
+    (folder / "vocab-tgt.json").write_text('{"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}')
+    with pytest.raises(ValueError, match=r"vocab-tgt.json: holds 4 tokens, expected 11"):
+        read(folder)
+
+
+def test_a_truncated_file_is_named(saved):
+    folder, _ = saved()
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"model.safetensors: expected a complete"):
+        read(folder)

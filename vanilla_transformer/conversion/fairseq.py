@@ -1,0 +1,590 @@
+"""fairseq: `checkpoint*.pt` beside `dict.*.txt`.
+
+Versions 0.1 to 0.12 (facebookresearch/fairseq at 3d262bb2): post- and pre-norm, learned and
+sinusoidal positions, shared or separate embeddings.
+"""
+
+import math
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast
+
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from . import core, vocabularies
+from .core import Conversion, ConversionOptions, Tensors
+from .unpickling import Inert, contents, load_torch
+
+NAME = "fairseq"
+PAD, EOS, UNK = 1, 2, 3
+STACKS = ("encoder", "decoder")
+
+# Our names from theirs: a regular expression and its replacement. "model." stands in front of ours.
+NAMES = {
+    r"\.ffn\.fc": ".fc",
+    r"\.ffn_layer_norm": ".final_layer_norm",
+    r"\.embed_layer_norm": ".layernorm_embedding",
+}
+# Older names: the module, then what it is now.
+OLD_NAMES = {
+    r"encoder\.layers\.\d+\.layer_norms\.0": "self_attn_layer_norm",
+    r"encoder\.layers\.\d+\.layer_norms\.1": "final_layer_norm",
+    r"decoder\.layers\.\d+\.layer_norms\.0": "self_attn_layer_norm",
+    r"decoder\.layers\.\d+\.layer_norms\.1": "encoder_attn_layer_norm",
+    r"decoder\.layers\.\d+\.layer_norms\.2": "final_layer_norm",
+}
+# Buffers without a meaning for the model.
+BUFFERS = (r"(en|de)coder\.version", r"(en|de)coder\.embed_positions\.(_float_tensor|weights)")
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_fast": "gelu_new",
+    "gelu_accurate": "gelu_new",
+    "relu_squared": "relu2",
+    "tanh": "tanh",
+    "linear": "linear",
+}
+# Options that change what a model computes, and that ours has no equal for.
+REFUSED = (
+    "adaptive_softmax_cutoff", "adaptive_input", "char_inputs", "cross_self_attention",
+    "no_cross_attention", "base_layers", "quant_noise_pq", "quant_noise_scalar", "scale_fc",
+    "scale_attn", "scale_heads", "scale_resids", "moe_freq", "encoder_moe_freq", "decoder_moe_freq",
+    "moe_expert_count", "encoder_langtok", "decoder_langtok", "decoder_xformers_att_config",
+    "encoder_xformers_att_config", "alibi", "use_alibi", "rotary_embeddings",
+    "max_relative_positions",
+)  # fmt: skip
+# Classes of saved options and states: nothing in them is executed.
+INERT = (
+    "fairseq.*", "omegaconf.*", "typing.Any", "typing.Union", "collections.defaultdict",
+    "builtins.dict", "builtins.list", "builtins.tuple", "builtins.int", "builtins.float",
+    "builtins.str", "builtins.bool", "__builtin__.*", "numpy.*", "_codecs.encode",
+)  # fmt: skip
+
+
+def recognizes(path: Path) -> bool:
+    """A checkpoint, or a folder with one beside its dictionaries."""
+    if path.is_dir():
+        return bool(list(path.glob("dict*.txt"))) and bool(list(path.glob("*.pt")))
+    strings, _ = contents(path)
+    return {"model", "decoder.embed_tokens.weight"} <= strings and bool({"args", "cfg"} & strings)
+
+
+def read(path: Path, options: ConversionOptions) -> Conversion:
+    """The model with its dictionaries; see `core`."""
+    path = _checkpoint(path)
+    checkpoint = load_torch(path, allowed=[Namespace], inert=INERT)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("model"), dict):
+        raise ValueError(f"{path}: expected a fairseq checkpoint, a dictionary with 'model'")
+    args = _model_options(path, checkpoint)
+
+    def make_side(side: str, rows: int) -> Side:
+        return _side(path, args, side, options, rows)
+
+    conversion = build(path, args, checkpoint["model"], make_side)
+    conversion.generation = _generation(checkpoint, args, conversion.config)
+    conversion.origin = {"toolkit": "fairseq", "notes": _notes(args)}
+    conversion.record = {"checkpoint": path.name, "args": _plain_values(args)}
+    return conversion
+
+
+def build(
+    path: Path,
+    args: dict[str, Any],
+    state: dict[str, Tensor],
+    make_side: Callable[[str, int], "Side"],
+) -> Conversion:
+    """The model, without what only a format knows of it.
+
+    Args:
+        path: The checkpoint, for error messages.
+        args: fairseq's options.
+        state: fairseq's names and tensors.
+        make_side: From "source" or "target", and the rows of its embedding, to its tokenizer.
+    """
+    _expect_translation_model(path, args, state)
+    tensors, parts = _with_new_names(state, path)
+    source, target, projection = _embeddings(tensors, args)
+    weights, tying = core.tie(source, target, projection)
+    sides = {
+        side: make_side(side, len(matrix))
+        for side, matrix in zip(core.SIDES, (source, target), strict=True)
+    }
+    config = _config(path, args, tensors, tying)
+    weights |= core.take_layers(tensors, config, _their_name)
+    weights |= _positions(tensors, args, config)
+    tensors.expect_all_taken(BUFFERS)
+    tokenizers = [side.tokenizer for side in sides.values()]
+    tokenizer = vocabularies.pair(*tokenizers, size=len(target), unk_id=UNK)
+    conversion = Conversion(config, weights, tokenizer)
+    conversion.sources, conversion.leftovers = _way_back(state, parts, weights)
+    conversion.files = [file for side in sides.values() for file in side.files]
+    if config.position_encoding == "sinusoidal":
+        core.interleave_halves(weights)
+    # Targets have <unk> in the place of a clone.
+    conversion.fill_with_clones("source", vocabularies.rows(tokenizers[0]), UNK)
+    return conversion
+
+
+def _checkpoint(path: Path) -> Path:
+    if path.is_file():
+        return path
+    for name in ("checkpoint_best.pt", "checkpoint_last.pt"):
+        if (path / name).is_file():
+            return path / name
+    found = sorted(path.glob("*.pt"))
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise FileNotFoundError(f"{path}: holds the checkpoints {names}, expected the path of one")
+    return found[0]
+
+
+def _model_options(path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The options of the model and its task: a Namespace up to 0.10, then a configuration."""
+    args = plain(checkpoint.get("args"))
+    if args:
+        return args
+    cfg = plain(checkpoint.get("cfg"))
+    if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):
+        raise ValueError(f"{path}: expected the options of training, 'args' or 'cfg.model'")
+    model = dict(cfg["model"])
+    for name in ("encoder", "decoder", "quant_noise"):  # groups, if hydra made the configuration
+        for key, value in (model.pop(name, None) or {}).items():
+            model[f"{name}_{key}"] = value
+    arch = model.get("arch") or model.get("_name")
+    return {**(cfg.get("task") or {}), **model, "arch": arch}
+
+
+def plain(value: Any) -> Any:
+    """Options without the classes that they were saved in."""
+    if isinstance(value, Inert):
+        state = value.state if isinstance(value.state, dict) else {}
+        for key in ("_content", "_val"):  # a container of omegaconf, and a value
+            if key in state:
+                return plain(state[key])
+        return plain(state) if state else list(value.arguments)
+    if isinstance(value, Namespace):
+        return plain(vars(value))
+    if isinstance(value, dict):
+        return {str(plain(key)): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value
+
+
+def _plain_values(args: dict[str, Any]) -> dict[str, Any]:
+    """What JSON can hold."""
+    simple = (str, int, float, bool, list, type(None))
+    return {name: value for name, value in args.items() if isinstance(value, simple)}
+
+
+def _expect_translation_model(path: Path, args: dict[str, Any], state: dict[str, Any]) -> None:
+    arch = args.get("arch")
+    if not any(name.startswith("encoder.") for name in state):
+        raise ValueError(
+            f"{path}: arch={arch!r} has no encoder, as language models have none: expected an "
+            "encoder-decoder Transformer"
+        )
+    for stack in STACKS:
+        if not any(name.startswith(f"{stack}.layers.0.self_attn.") for name in state):
+            raise ValueError(
+                f"{path}: arch={arch!r} has no {stack}.layers.0.self_attn: expected an "
+                "encoder-decoder Transformer"
+            )
+    for name in REFUSED:
+        if args.get(name):
+            raise ValueError(f"{path}: {name}={args[name]!r}: expected a model without it")
+    for both in ("embed_dim", "normalize_before"):
+        one, other = (args.get(f"{stack}_{both}") for stack in STACKS)
+        if one is not None and other is not None and one != other:
+            raise ValueError(
+                f"{path}: encoder_{both}={one!r} and decoder_{both}={other!r}: expected the same"
+            )
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _with_new_names(state: dict[str, Tensor], path: Path) -> tuple[Tensors, dict[str, list[str]]]:
+    """The tensors under the names of fairseq 0.9 and later, and which of these each one holds."""
+    tensors: dict[str, Tensor] = {}
+    parts: dict[str, list[str]] = {}
+    for name, tensor in state.items():
+        module, _, kind = name.rpartition(".")
+        for pattern, new in OLD_NAMES.items():
+            if re.fullmatch(pattern, module):
+                module = f"{module.rpartition('.layer_norms')[0]}.{new}"
+        found = {f"{module}.{kind}" if module else kind: tensor}
+        if kind in ("in_proj_weight", "in_proj_bias"):
+            chunks = zip("qkv", tensor.chunk(3), strict=True)
+            found = {f"{module}.{each}_proj.{kind[8:]}": chunk for each, chunk in chunks}
+        elif name == "decoder.embed_out":
+            found = {"decoder.output_projection.weight": tensor}
+        tensors |= found
+        parts[name] = list(found)
+    return Tensors(tensors, path), parts
+
+
+def _their_name(ours: str) -> str:
+    name = ours.removeprefix("model.")
+    for pattern, replacement in NAMES.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _embeddings(tensors: Tensors, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Source and target embedding and the projection, each (vocabulary, d_model)."""
+    source = tensors.take("encoder.embed_tokens.weight", None, None)
+    width = source.shape[1]
+    target = tensors.take("decoder.embed_tokens.weight", None, None)
+    projection = target
+    if "decoder.output_projection.weight" in tensors:
+        projection = tensors.take("decoder.output_projection.weight", len(target), None)
+    elif not (args.get("share_decoder_input_output_embed") or args.get("share_all_embeddings")):
+        tensors.take("decoder.output_projection.weight", *target.shape)
+    # Linear maps without a bias next to a matrix are part of it.
+    if "decoder.project_in_dim.weight" in tensors:
+        into = tensors.take("decoder.project_in_dim.weight", width, target.shape[1])
+        target = (target.double() @ into.double().T).to(target.dtype)
+    if "decoder.project_out_dim.weight" in tensors:
+        out = tensors.take("decoder.project_out_dim.weight", projection.shape[1], width)
+        projection = (projection.double() @ out.double()).to(projection.dtype)
+    for name, matrix in (("embed_tokens", target), ("output_projection", projection)):
+        if matrix.shape[1] != width:
+            raise ValueError(
+                f"{tensors.place}: decoder.{name}.weight has {matrix.shape[1]} columns, expected "
+                f"{width}, the width of the encoder"
+            )
+    return source, target, projection
+
+
+def _config(
+    path: Path, args: dict[str, Any], tensors: Tensors, tying: dict[str, Any]
+) -> VanillaTransformerConfig:
+    activation = args.get("activation_fn") or "relu"
+    if activation not in ACTIVATIONS:
+        expected = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{path}: activation_fn={activation!r}: expected one of {expected}")
+    pre_norm = bool(args.get("encoder_normalize_before"))
+    ends = [pre_norm and _ends_in_norm(tensors, args, stack) for stack in STACKS]
+    final = {(True, True): "both", (True, False): "encoder", (False, True): "decoder"}
+    fields: dict[str, Any] = {}
+    for stack in STACKS:
+        fields[f"{stack}_layers"] = _count_layers(path, args, tensors, stack)
+        fields[f"{stack}_attention_heads"] = args.get(f"{stack}_attention_heads") or 8
+        fc1 = tensors.take(f"{stack}.layers.0.fc1.weight", None, None)
+        fields[f"{stack}_ffn_dim"] = len(fc1)
+    fixed = all(_position_kind(tensors, args, stack) == "sinusoids" for stack in STACKS)
+    return VanillaTransformerConfig(
+        d_model=tensors.take("encoder.embed_tokens.weight").shape[1],
+        attention_bias=True,
+        activation_function=ACTIVATIONS[activation],
+        dropout=_rate(args, "dropout", 0.1),
+        attention_dropout=_rate(args, "attention_dropout", 0.0),
+        activation_dropout=_rate(args, "activation_dropout", args.get("relu_dropout") or 0.0),
+        label_smoothing=_rate(args, "label_smoothing", 0.0),
+        norm_position="pre" if pre_norm else "post",
+        final_layer_norm=final.get((ends[0], ends[1]), "none"),
+        embedding_layer_norm="encoder.layernorm_embedding.weight" in tensors,
+        layer_norm_eps=1e-5,
+        position_encoding="sinusoidal" if fixed else "learned",
+        sinusoid_frequencies="tensor2tensor",
+        position_offset=2 if fixed else 0,
+        max_position_embeddings=max(_position_count(tensors, args, stack) for stack in STACKS),
+        scale_embedding=not args.get("no_scale_embedding"),
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        **fields,
+        **tying,
+    )
+
+
+def _rate(args: dict[str, Any], name: str, default: float) -> float:
+    value = args.get(name)
+    return default if value is None else float(value)
+
+
+def _ends_in_norm(tensors: Tensors, args: dict[str, Any], stack: str) -> bool:
+    """Whether a pre-norm stack ends in a layer norm. Those of the first versions don't."""
+    name = f"{stack}.layer_norm.weight"
+    if stack == "decoder" and args.get("no_decoder_final_norm"):
+        return False
+    version = tensors.take(f"{stack}.version") if f"{stack}.version" in tensors else None
+    last_without = 1 if stack == "encoder" else 2
+    return name in tensors or (version is not None and version.item() > last_without)
+
+
+def _count_layers(path: Path, args: dict[str, Any], tensors: Tensors, stack: str) -> int:
+    """As many as the file holds, which pruning may have made fewer."""
+    found, kept = tensors.count(rf"{stack}\.layers\.(\d+)\."), args.get(f"{stack}_layers_to_keep")
+    expected = args.get(f"{stack}_layers") or found
+    if kept:
+        kept = kept.split(",") if isinstance(kept, str) else kept
+        expected = len(kept)
+    if found != expected:
+        raise ValueError(
+            f"{path}: {stack}.layers has {found} layers, expected {stack}_layers={expected}"
+        )
+    return found
+
+
+def _position_kind(tensors: Tensors, args: dict[str, Any], stack: str) -> str:
+    if args.get("no_token_positional_embeddings"):
+        return "none"
+    return "learned" if f"{stack}.embed_positions.weight" in tensors else "sinusoids"
+
+
+def _position_count(tensors: Tensors, args: dict[str, Any], stack: str) -> int:
+    if _position_kind(tensors, args, stack) == "learned":
+        return len(tensors.take(f"{stack}.embed_positions.weight", None, None)) - 2
+    side = "source" if stack == "encoder" else "target"
+    return args.get(f"max_{side}_positions") or args.get("max_positions") or 1024
+
+
+def _positions(
+    tensors: Tensors, args: dict[str, Any], config: VanillaTransformerConfig
+) -> dict[str, Tensor]:
+    """Learned positions of both stacks, (max_position_embeddings, d_model); none if both have
+    sinusoids. Their first two rows belong to no position of a token."""
+    if config.position_encoding == "sinusoidal":
+        return {}
+    tables = {}
+    count, width = config.max_position_embeddings, config.d_model
+    for stack in STACKS:
+        kind = _position_kind(tensors, args, stack)
+        like = tensors.take("encoder.embed_tokens.weight")
+        table = like.new_zeros(count, width)
+        if kind == "learned":
+            learned = tensors.take(f"{stack}.embed_positions.weight", None, width)[2:]
+            table[: len(learned)] = learned
+        elif kind == "sinusoids":
+            table = _sinusoids(config).to(like.dtype)
+        tables[f"model.{stack}.embed_positions.weight"] = table
+    return tables
+
+
+def _sinusoids(config: VanillaTransformerConfig) -> Tensor:
+    """Fairseq's table, for a stack beside one that learns its positions."""
+    half = config.d_model // 2
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float64) + 2
+    frequencies = torch.exp(torch.arange(half).double() * -(math.log(10000) / (half - 1)))
+    angles = positions[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def _way_back(
+    state: dict[str, Tensor],
+    parts: dict[str, list[str]],
+    weights: dict[str, Tensor],
+) -> tuple[dict[str, list[str]], dict[str, Tensor]]:
+    """`Conversion.sources` and `Conversion.leftovers`; nothing if a fold has no inverse."""
+    if any(name.startswith("decoder.project_") for name in state):
+        return {}, {}
+    ours = {_their_name(name): name for name in weights}
+    target = core.SHARED if core.SHARED in weights else core.TARGET
+    ours["encoder.embed_tokens.weight"] = core.SHARED if core.SHARED in weights else core.SOURCE
+    ours["decoder.embed_tokens.weight"] = target
+    projection = core.PROJECTION if core.PROJECTION in weights else target
+    ours["decoder.output_projection.weight"] = projection
+    sources, leftovers = {}, {}
+    for name, tensor in state.items():
+        if parts[name][0] not in ours:
+            leftovers[name], sources[name] = tensor, [f"original:{name}"]
+        elif name.endswith("embed_positions.weight"):
+            leftovers[name] = tensor[:2]
+            sources[name] = [f"original:{name}", f"{ours[name]}[:{len(tensor) - 2}]"]
+        elif (len(parts[name]) == 1 and "embed_" in name) or "output_projection" in name:
+            sources[name] = [f"{ours[parts[name][0]]}[:{len(tensor)}]"]
+        else:
+            sources[name] = [ours[part] for part in parts[name]]
+    return sources, leftovers
+
+
+def write(model_folder: Path, output: Path) -> None:
+    """The checkpoint that a model was converted from, with the model's weights, which may have been
+    trained since, and its dictionaries."""
+    config = VanillaTransformerConfig.from_pretrained(model_folder)
+    state = core.restore(model_folder, halves=config.position_encoding == "sinusoidal")
+    record = core.read_record(model_folder)
+    output.mkdir(parents=True, exist_ok=True)
+    names = ("criterion_name", "optimizer_name", "lr_scheduler_state")
+    checkpoint = {
+        "args": Namespace(**record["args"]),
+        "model": state,
+        "optimizer_history": [{**dict.fromkeys(names), "num_updates": 0}],
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
+        "last_optimizer_state": None,
+    }
+    torch.save(checkpoint, output / record["checkpoint"])
+    core.copy_original_files(model_folder, output)
+
+
+# ---------------------------------------------------------------- text
+
+
+@dataclass
+class Side:
+    """Source or target: its tokenizer, and the files that this came from."""
+
+    tokenizer: PreTrainedTokenizerFast
+    files: list[Path]
+
+
+def _side(
+    path: Path, args: dict[str, Any], side: str, options: ConversionOptions, rows: int
+) -> Side:
+    language = args.get(f"{side}_lang")
+    given = getattr(options, f"{side}_vocabulary")
+    dictionary = Path(given) if given else _find_dictionary(path, args, side, language)
+    vocab = vocabularies.read_fairseq_dict(dictionary)
+    for token in _added_tokens(args, rows - len(vocab)):
+        vocab[token] = len(vocab)
+    if len(vocab) != rows:
+        raise ValueError(
+            f"{dictionary}: holds {len(vocab)} tokens, expected {rows}, the rows of the embedding "
+            f"in {path}"
+        )
+    specials = vocabularies.Specials()
+    given = getattr(options, f"{side}_codes") or options.source_codes
+    codes = Path(given) if given else _find_codes({path.parent, dictionary.parent}, args, language)
+    if codes is None:
+        return Side(vocabularies.words(vocab, specials, size=rows), [dictionary])
+    if codes.suffix in (".model", ".spm"):
+        model = vocabularies.read_sentencepiece(codes)
+        tokenizer = vocabularies.sentencepiece(model, specials, vocab=vocab, size=rows)
+    else:
+        merges = vocabularies.read_bpe_codes(codes)
+        tokenizer = vocabularies.bpe_codes(merges, vocab, specials, size=rows)
+    return Side(tokenizer, [dictionary, codes])
+
+
+def _find_dictionary(path: Path, args: dict[str, Any], side: str, language: str | None) -> Path:
+    """Beside the checkpoint, or in the folder that training read."""
+    data = str(args.get("data") or "").split(":")[0]
+    folders = [path.parent, *([path.parent / data, Path(data)] if data else [])]
+    names = [f"dict.{language}.txt", "dict.txt"] if language else ["dict.txt"]
+    for folder in folders:
+        for name in names:
+            if (folder / name).is_file():
+                return folder / name
+    raise FileNotFoundError(
+        f"{path.parent}: expected the dictionary {names[0]} beside the checkpoint, or the option "
+        f"{side}_vocabulary"
+    )
+
+
+def _added_tokens(args: dict[str, Any], number: int) -> list[str]:
+    """Tokens that a task appends to a dictionary when it loads it, if as many are missing."""
+    languages = args.get("langs") or []
+    languages = languages.split(",") if isinstance(languages, str) else languages
+    added = [[f"__{language}__" for language in languages]]
+    if "bart" in str(args.get("arch")):
+        added.append([*(f"[{language}]" for language in languages), "<mask>"])
+    return next((tokens for tokens in added if len(tokens) == number), [])
+
+
+def _find_codes(folders: set[Path], args: dict[str, Any], language: str | None) -> Path | None:
+    """BPE codes, or a SentencePiece model: one for the language goes before one for all."""
+    saved = [args.get(name) for name in ("bpe_codes", "sentencepiece_model")]
+    names = [Path(name).name for name in saved if isinstance(name, str) and name]
+    for stem in ("bpecodes", "codes", "code", "bpe.codes", "codes.bpe"):
+        names += [f"{stem}.{language}", f"{language}.{stem}", stem]
+    names += [f"spm.{language}.model", f"{language}.spm.model", f"{language}.model", "*.model"]
+    for folder in sorted(folders):
+        for name in names:
+            found = sorted(folder.glob(name))
+            if len(found) == 1 and found[0].is_file():
+                return found[0]
+    return None
+
+
+def _generation(
+    checkpoint: dict[str, Any], args: dict[str, Any], config: VanillaTransformerConfig
+) -> dict[str, Any]:
+    """What `fairseq-generate` does with its own defaults, or with the options that were saved."""
+    cfg = plain(checkpoint.get("cfg"))
+    saved = {**args, **((cfg or {}).get("generation") or {})}
+    positions = args.get("max_target_positions") or args.get("max_positions") or 1024
+    most = int((saved.get("max_len_a") or 0) * positions) + (saved.get("max_len_b") or 200)
+    fields = {
+        "num_beams": saved.get("beam") or 5,
+        "length_penalty": 0.0 if saved.get("unnormalized") else float(saved.get("lenpen", 1)),
+        "early_stopping": not saved.get("no_early_stop"),
+        "max_new_tokens": min(most, positions - 1),
+        "min_new_tokens": saved.get("min_len", 1),
+        "suppress_tokens": [config.pad_token_id],  # fairseq's search never selects it
+    }
+    if saved.get("no_repeat_ngram_size"):
+        fields["no_repeat_ngram_size"] = saved["no_repeat_ngram_size"]
+    if saved.get("unkpen"):
+        fields["sequence_bias"] = [[[UNK], -float(saved["unkpen"])]]
+    return fields
+
+
+def _notes(args: dict[str, Any]) -> str:
+    """What the tokenizer leaves to the user."""
+    tokenizer = args.get("tokenizer")
+    if not tokenizer:
+        return ""
+    return f"texts are tokenized ({tokenizer}) before they reach this model's tokenizer"
+
+
+# ---------------------------------------------------------------- the toolkit itself
+
+
+def load_toolkit(path: Path) -> "FairseqModel":
+    """The checkpoint in fairseq, for `check`.
+
+    Raises:
+        ImportError: fairseq can't be imported.
+    """
+    return FairseqModel(path)
+
+
+class FairseqModel:
+    """A `check.Toolkit`. fairseq gets options and weights as we read them: it opens no pickle."""
+
+    def __init__(self, path: Path):
+        from fairseq import tasks
+        from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+        from fairseq.sequence_generator import SequenceGenerator
+
+        path = _checkpoint(path)
+        checkpoint = load_torch(path, allowed=[Namespace], inert=INERT)
+        args = _model_options(path, checkpoint)
+        dictionary = _find_dictionary(path, args, "source", args.get("source_lang"))
+        known = Namespace(**{**args, "data": str(dictionary.parent)})
+        cfg = convert_namespace_to_omegaconf(known)
+        task = tasks.setup_task(cfg.task)
+        self.model = task.build_model(cfg.model)
+        self.model.load_state_dict(checkpoint["model"], strict=True, model_cfg=cfg.model)
+        self.model.float().eval()
+        self.rows = len(task.source_dictionary)
+        self.search = SequenceGenerator([self.model], task.target_dictionary, beam_size=1)
+
+    def translate(self, sources: list[list[int]]) -> list[list[int]]:
+        """As `check.Toolkit.translate`."""
+        hypotheses = self.search.generate([self.model], {"net_input": self._inputs(sources)})
+        return [best[0]["tokens"].tolist() for best in hypotheses]
+
+    @torch.no_grad()
+    def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
+        """As `check.Toolkit.log_probs`."""
+        before = [torch.tensor([EOS, *target[:-1]]) for target in targets]
+        padded = pad_sequence(before, batch_first=True, padding_value=PAD)
+        logits = self.model(**self._inputs(sources), prev_output_tokens=padded)[0]
+        rows = logits.log_softmax(-1)
+        return [row[: len(target)] for row, target in zip(rows, targets, strict=True)]
+
+    def _inputs(self, sources: list[list[int]]) -> dict[str, Tensor]:
+        rows = [torch.tensor([i if i < self.rows else UNK for i in source]) for source in sources]
+        tokens = pad_sequence(rows, batch_first=True, padding_value=PAD, padding_side="left")
+        return {"src_tokens": tokens, "src_lengths": torch.tensor(list(map(len, rows)))}

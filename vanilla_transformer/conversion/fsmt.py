@@ -1,0 +1,163 @@
+"""transformers' `FSMTForConditionalGeneration`: fairseq's post-norm models, such as those of WMT19.
+
+The names are fairseq's with "model." in front. Files: `config.json`, the weights,
+`vocab-src.json`, `vocab-tgt.json` and `merges.txt`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import FSMTConfig, FSMTForConditionalGeneration, GenerationConfig
+
+from . import core, fairseq, vocabularies
+from .core import Conversion, ConversionOptions
+
+NAME = "fsmt"
+VOCABULARIES = {"source": "vocab-src.json", "target": "vocab-tgt.json"}
+MERGES = "merges.txt"
+FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
+# Fields with an equal among fairseq's options.
+OPTIONS = (
+    "encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads",
+    "dropout", "attention_dropout", "activation_dropout",
+)  # fmt: skip
+GENERATION = (
+    "num_beams", "length_penalty", "early_stopping", "max_length", "forced_eos_token_id",
+    "no_repeat_ngram_size", "num_return_sequences", "bad_words_ids", "suppress_tokens",
+)  # fmt: skip
+
+
+def recognizes(path: Path) -> bool:
+    """A folder with a configuration of this type."""
+    try:
+        return json.loads((path / "config.json").read_text())["model_type"] == "fsmt"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def read(path: Path, options: ConversionOptions) -> Conversion:
+    """The model with its tokenizer, which splits text that Moses has tokenized; see `core`."""
+    theirs = FSMTConfig.from_pretrained(path)
+    tensors = dict(core.read_transformers_weights(path).tensors)
+    state = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    tables = {name: state.pop(name) for name in list(state) if "embed_positions" in name}
+    if theirs.tie_word_embeddings and "decoder.embed_tokens.weight" in state:
+        # One matrix for all, which the file holds once.
+        state.setdefault("encoder.embed_tokens.weight", state["decoder.embed_tokens.weight"])
+
+    def make_side(side: str, rows: int) -> fairseq.Side:
+        return _side(path, side, options, rows)
+
+    conversion = fairseq.build(path, _args(theirs), state, make_side)
+    _set_fields(conversion.config, theirs)
+    conversion.leftovers |= tables
+    conversion.sources = {
+        name: conversion.sources.get(name.removeprefix("model."), [])
+        or [f"original:{name.removeprefix('model.')}"]
+        for name in tensors
+    }
+    conversion.generation = _generation(path, theirs)
+    conversion.files += [path / name for name in FILES if (path / name).is_file()]
+    conversion.origin = {
+        "toolkit": "transformers FSMT",
+        "notes": f"{theirs.langs[0]} to {theirs.langs[1]}; texts are normalized and tokenized by "
+        "Moses (sacremoses) before they reach this model's tokenizer, and detokenized after",
+    }
+    return conversion
+
+
+def write(model_folder: Path, output: Path) -> None:
+    """A folder for `FSMTForConditionalGeneration`, with the weights of a model that `read` made."""
+    tensors = core.restore(model_folder, halves=True)
+    output.mkdir(parents=True, exist_ok=True)
+    core.write_safetensors(tensors, output / "model.safetensors")
+    core.copy_original_files(model_folder, output)
+
+
+def _args(theirs: FSMTConfig) -> dict[str, Any]:
+    return {
+        **{name: getattr(theirs, name) for name in OPTIONS},
+        "arch": "fsmt",
+        "share_all_embeddings": theirs.tie_word_embeddings,
+        # Files whose target embedding is the projection may hold it once.
+        "share_decoder_input_output_embed": True,
+        "no_scale_embedding": not theirs.scale_embedding,
+        "max_source_positions": theirs.max_position_embeddings,
+        "max_target_positions": theirs.max_position_embeddings,
+    }
+
+
+def _set_fields(config: Any, theirs: FSMTConfig) -> None:
+    """Set what fairseq has as constants."""
+    for name in ("activation_function", "pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, name, getattr(theirs, name))
+    config.decoder_start_token_id = theirs.decoder_start_token_id
+    config.position_offset = theirs.pad_token_id + 1
+
+
+def _side(path: Path, side: str, options: ConversionOptions, rows: int) -> fairseq.Side:
+    given = getattr(options, f"{side}_vocabulary")
+    file = Path(given) if given else path / VOCABULARIES[side]
+    codes = Path(options.source_codes) if options.source_codes else path / MERGES
+    for each in (file, codes):
+        if not each.is_file():
+            raise FileNotFoundError(f"{each}: expected the vocabulary of an FSMT model")
+    vocab = vocabularies.read_json(file)
+    if len(vocab) != rows:
+        raise ValueError(
+            f"{file}: holds {len(vocab)} tokens, expected {rows}, the rows of the embedding"
+        )
+    merges = vocabularies.read_bpe_codes(codes)
+    tokenizer = vocabularies.bpe_codes(
+        merges, vocab, vocabularies.Specials(), size=rows, separator=None
+    )
+    return fairseq.Side(tokenizer, [file, codes])
+
+
+def _generation(path: Path, theirs: FSMTConfig) -> dict[str, Any]:
+    saved: Any = theirs
+    if (path / "generation_config.json").is_file():
+        saved = GenerationConfig.from_pretrained(path)
+    values = {name: getattr(saved, name, None) for name in GENERATION}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def load_toolkit(path: Path) -> "FSMTModel":
+    """The checkpoint in transformers, for `check`."""
+    return FSMTModel(path)
+
+
+class FSMTModel:
+    """A `check.Toolkit`."""
+
+    def __init__(self, path: Path):
+        self.model = FSMTForConditionalGeneration.from_pretrained(path, dtype="float32").eval()
+
+    def translate(self, sources: list[list[int]]) -> list[list[int]]:
+        """As `check.Toolkit.translate`."""
+        outputs = self.model.generate(**self._inputs(sources), num_beams=1, do_sample=False)
+        return outputs[:, 1:].tolist()
+
+    @torch.no_grad()
+    def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
+        """As `check.Toolkit.log_probs`."""
+        config = self.model.config
+        before = [torch.tensor([config.decoder_start_token_id, *ids[:-1]]) for ids in targets]
+        padded = pad_sequence(before, batch_first=True, padding_value=config.pad_token_id)
+        # With a cache it would mask nothing: a target would see what follows.
+        inputs = {**self._inputs(sources), "decoder_input_ids": padded, "use_cache": False}
+        rows = self.model(**inputs).logits.log_softmax(-1)
+        return [row[: len(ids)] for row, ids in zip(rows, targets, strict=True)]
+
+    def _inputs(self, sources: list[list[int]]) -> dict[str, Tensor]:
+        config = self.model.config
+        known = [
+            torch.tensor([i if i < config.src_vocab_size else fairseq.UNK for i in source])
+            for source in sources
+        ]
+        ids = pad_sequence(known, batch_first=True, padding_value=config.pad_token_id)
+        return {"input_ids": ids, "attention_mask": ids.ne(config.pad_token_id).long()}
