@@ -1,0 +1,222 @@
+"""transformers' `MarianMTModel`, such as the models of OPUS-MT, and back.
+
+These models were trained by Marian. transformers runs them with other sinusoids and another epsilon
+than Marian, and so do we, because this is what their users have. `marian` reads Marian's own files
+and runs them as they were trained.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, MarianConfig, PreTrainedTokenizerFast
+
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.modeling_vanilla_transformer import SinusoidalPositions
+from . import core, vocabularies
+from .core import (
+    PROJECTION,
+    PROJECTION_BIAS,
+    SHARED,
+    SOURCE,
+    TARGET,
+    Conversion,
+    ConversionOptions,
+    Tensors,
+)
+from .marian import expect_size
+from .vocabularies import Specials
+
+NAME = "hf_marian"
+Frequencies: TypeAlias = Literal["paper", "tensor2tensor"]
+BIAS = "final_logits_bias"
+UNK, END = "<unk>", "</s>"
+SPECIALS = Specials(bos=None, eos=END, unk=UNK, template=f"$A {END}")
+
+# What every MarianMTModel is, in fields of our configuration.
+FIXED = {
+    "norm_position": "post",
+    "final_layer_norm": "none",
+    "embedding_layer_norm": False,
+    "layer_norm_eps": 1e-5,
+    "attention_bias": True,
+    "lm_head_bias": True,
+    "position_encoding": "sinusoidal",
+    "position_offset": 0,
+}
+# Fields that have the same name and meaning in both configurations.
+SAME = (
+    "d_model", "encoder_layers", "decoder_layers", "encoder_attention_heads",
+    "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "activation_function",
+    "dropout", "attention_dropout", "activation_dropout", "scale_embedding",
+    "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
+    "decoder_start_token_id", "use_cache",
+)  # fmt: skip
+# Options of models before transformers 4: today's MarianMTModel ignores them.
+OFF = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "add_bias_logits")
+# What goes back as it is.
+FILES = (
+    "config.json", "generation_config.json", "source.spm", "target.spm", "vocab.json",
+    "target_vocab.json", "tokenizer_config.json", "special_tokens_map.json",
+)  # fmt: skip
+
+
+def recognizes(path: Path) -> bool:
+    """Whether this is the folder of a `MarianMTModel`."""
+    try:
+        content = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("model_type") == "marian"
+
+
+def read(path: Path, options: ConversionOptions) -> Conversion:
+    """Read a folder of a `MarianMTModel`.
+
+    Raises:
+        FileNotFoundError, ValueError: A file is missing or damaged, or holds what our model can't.
+    """
+    theirs = MarianConfig.from_pretrained(path)
+    for name in OFF:
+        if getattr(theirs, name, False):
+            raise ValueError(f"{path}: {name}={getattr(theirs, name)!r}: expected false")
+    tensors = core.read_transformers_weights(path)
+    matrices = _matrices(tensors, theirs)
+    weights, tying = core.tie(*matrices[:3])
+    weights[PROJECTION_BIAS] = matrices[3]
+    config = VanillaTransformerConfig(
+        **{name: getattr(theirs, name) for name in SAME}, **FIXED, **tying, label_smoothing=0.0
+    )
+    config.sinusoid_frequencies = _frequencies(tensors, config)
+    weights |= core.take_layers(tensors, config, _their_name)
+    tensors.expect_all_taken()
+    sides = _sides(path, config)
+    unk = [side.backend_tokenizer.token_to_id(UNK) for side in sides]
+    pair = vocabularies.pair(*sides, size=config.target_vocab_size, unk_id=unk[1])
+    conversion = Conversion(config, weights, pair)
+    conversion.sources, conversion.leftovers = _way_back(tensors, weights)
+    core.interleave_halves(weights)
+    for side, tokenizer, unk_id in zip(core.SIDES, sides, unk, strict=True):
+        conversion.fill_with_clones(side, vocabularies.rows(tokenizer), unk_id)
+    conversion.generation = _generation(path)
+    version = str(theirs.transformers_version)
+    conversion.origin = {"toolkit": "transformers (MarianMTModel)", "version": version}
+    conversion.files = [file for name in FILES if (file := path / name).is_file()]
+    return conversion
+
+
+def _their_name(ours: str) -> str:
+    return ours.replace(".ffn.fc", ".fc").replace(".ffn_layer_norm", ".final_layer_norm")
+
+
+def _matrices(tensors: Tensors, theirs: MarianConfig) -> list[Tensor]:
+    """Source embedding, target embedding, projection and its bias. Files hold a matrix of several
+    names under one of them or all."""
+    shared = theirs.share_encoder_decoder_embeddings
+    target_size = theirs.vocab_size if shared else theirs.decoder_vocab_size
+    matrices, name = [], SHARED
+    for ours, size in (
+        (SOURCE, theirs.vocab_size),
+        (TARGET, target_size),
+        (PROJECTION, target_size),
+    ):
+        name = ours if ours in tensors else name
+        matrices.append(tensors.take(name, size, theirs.d_model))
+    tensors.taken.add(SHARED)
+    if BIAS in tensors:
+        return [*matrices, tensors.take(BIAS, 1, target_size)[0]]
+    return [*matrices, matrices[2].new_zeros(target_size)]
+
+
+def _frequencies(tensors: Tensors, config: VanillaTransformerConfig) -> Frequencies:
+    """The frequencies of the sinusoids, which old files hold as a table."""
+    tables = [f"model.{stack}.embed_positions.weight" for stack in ("encoder", "decoder")]
+    found = {_frequencies_of(tensors, name, config) for name in tables if name in tensors}
+    if len(found) > 1:
+        raise ValueError(f"{tensors.place}: expected the same positions in encoder and decoder")
+    return found.pop() if found else "paper"
+
+
+def _frequencies_of(tensors: Tensors, name: str, config: VanillaTransformerConfig) -> Frequencies:
+    table = tensors.take(name, None, config.d_model).float()[:, core.interleaved(config.d_model)]
+    for frequencies in get_args(Frequencies):
+        config.sinusoid_frequencies = frequencies
+        ours = SinusoidalPositions(config)(torch.arange(len(table)), torch.float32)
+        if torch.allclose(table, ours, atol=2e-3):  # float16 counts in steps of 1e-3 near 1
+            return frequencies
+    raise ValueError(f"{tensors.place}: {name}: expected sinusoids, these are other positions")
+
+
+def _generation(folder: Path) -> dict[str, Any]:
+    """The generation config. Before transformers 4.27, its fields were the configuration's."""
+    file = folder / "generation_config.json"
+    known = GenerationConfig().to_dict().keys() - {"transformers_version"}
+    settings = json.loads(
+        (file if file.is_file() else folder / "config.json").read_text(encoding="utf-8")
+    )
+    return {name: value for name, value in settings.items() if name in known}
+
+
+def _sides(folder: Path, config: VanillaTransformerConfig) -> list[PreTrainedTokenizerFast]:
+    """The tokenizers of source and target, with one vocabulary or two."""
+    separate = folder / "target_vocab.json"
+    files = [folder / "vocab.json", separate if separate.is_file() else folder / "vocab.json"]
+    sizes = [config.vocab_size, config.target_vocab_size]
+    sides = []
+    for side, file, size in zip(core.SIDES, files, sizes, strict=True):
+        vocab = vocabularies.read_json(file)
+        expect_size(file, vocab, size)
+        for token, number in (("<pad>", config.pad_token_id), (END, config.eos_token_id)):
+            if vocab.get(token) != number:
+                raise ValueError(f"{file}: {token} has id {vocab.get(token)}: expected {number}")
+        model = vocabularies.read_sentencepiece(folder / f"{side}.spm")
+        whole = [token for token in vocab if re.fullmatch(">>.+<<", token)]
+        tokenizer = vocabularies.sentencepiece(model, SPECIALS, vocab=vocab, size=size, whole=whole)
+        tokenizer.add_special_tokens({"unk_token": UNK})  # decoding leaves it out
+        sides.append(tokenizer)
+    return sides
+
+
+# ---------------------------------------------------------------- Back
+
+
+def _way_back(
+    tensors: Tensors, weights: dict[str, Tensor]
+) -> tuple[dict[str, list[str]], dict[str, Tensor]]:
+    """`Conversion.sources` and `Conversion.leftovers`."""
+    ours = {_their_name(name): name for name in weights}
+    target = SHARED if SHARED in weights else TARGET
+    ours |= {
+        SHARED: SHARED if SHARED in weights else SOURCE,
+        SOURCE: SHARED if SHARED in weights else SOURCE,
+        TARGET: target,
+        PROJECTION: PROJECTION if PROJECTION in weights else target,
+        BIAS: PROJECTION_BIAS,
+    }
+    sources, leftovers = {}, {}
+    for name, tensor in tensors.tensors.items():
+        if name in ours:
+            rows = f"[:{tensor.shape[name == BIAS]}]"
+            sources[name] = [ours[name] + rows]
+        else:
+            leftovers[name], sources[name] = tensor, [f"original:{name}"]
+    return sources, leftovers
+
+
+def write(model_folder: Path, output: Path) -> None:
+    """Write the folder of a `MarianMTModel`, from one that `read` made of another and that may have
+    been trained since.
+
+    Raises:
+        FileNotFoundError: The model was not converted.
+        ValueError: The model was not converted from a `MarianMTModel`.
+    """
+    tensors = core.restore(model_folder, halves=True)
+    if BIAS in tensors:
+        tensors[BIAS] = tensors[BIAS][None]
+    output.mkdir(parents=True, exist_ok=True)
+    core.write_safetensors(tensors, output / "model.safetensors")
+    core.copy_original_files(model_folder, output)

@@ -1,0 +1,586 @@
+"""Native Marian: `model.npz`, `decoder.yml` and vocabularies. https://github.com/marian-nmt/marian-dev
+
+A model runs as it was trained. Marian's sinusoids have d_model - 2 in the exponent, its layer norms
+an epsilon of 1e-6, and its decoder starts from a vector of zeros. transformers' own converter keeps
+none of the first two; `like="transformers"` gives what it would give.
+"""
+
+import math
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from . import core, vocabularies
+from .core import PROJECTION_BIAS, SHARED, Conversion, ConversionOptions, Tensors
+
+logger = logging.get_logger(__name__)
+
+NAME = "marian"
+OPTIONS = "special:model.yml"
+STACKS = ("encoder", "decoder")
+# Our modules and Marian's names: {} is "W" or "b", in a layer norm "scale" or "bias".
+STACK_NAMES = {"embed_layer_norm": "emb_ln_{}_pre", "layer_norm": "top_ln_{}"}
+LAYER_NAMES = {
+    "self_attn.q_proj": "self_{}q",
+    "self_attn.k_proj": "self_{}k",
+    "self_attn.v_proj": "self_{}v",
+    "self_attn.out_proj": "self_{}o",
+    "self_attn_layer_norm": "self_Wo_ln_{}",
+    "encoder_attn.q_proj": "context_{}q",
+    "encoder_attn.k_proj": "context_{}k",
+    "encoder_attn.v_proj": "context_{}v",
+    "encoder_attn.out_proj": "context_{}o",
+    "encoder_attn_layer_norm": "context_Wo_ln_{}",
+    "ffn.fc1": "ffn_{}1",
+    "ffn.fc2": "ffn_{}2",
+    "ffn_layer_norm": "ffn_ffn_ln_{}",
+}
+ACTIVATIONS = {"relu": "relu", "swish": "silu", "gelu": "gelu", "sigmoid": "sigmoid", "": "linear"}
+EXACT_GELU = (1, 12, 3)  # x * sigmoid(1.702 x) before
+NORMALIZED_KEYS = (1, 11)  # before, pre-norm did not normalise keys and values
+
+# Options of a model that ours has an equal for with these values only; the first is the default.
+HELD: dict[str, tuple[Any, ...]] = {
+    "type": ("transformer",),
+    "transformer-decoder-autoreg": ("self-attention",),
+    "transformer-attention-mask": ("default",),
+    "transformer-ffn-depth": (2,),
+    "transformer-decoder-ffn-depth": (0, 2),
+    "transformer-pool": (False,),
+    "transformer-no-bias": (False,),
+    "transformer-no-affine": (False,),
+    "right-left": (False,),
+    "ulr": (False,),
+    "lemma-dim-emb": (0,),
+    "lemma-dependency": ("",),
+    "factors-dim-emb": (0,),
+    "factors-combine": ("sum",),
+}
+REQUIRED = {
+    "dim-vocabs", "dim-emb", "enc-depth", "dec-depth", "transformer-heads", "transformer-dim-ffn",
+}  # fmt: skip
+# Other options that we read, and those that a transformer with the values above ignores.
+READ = {
+    "version", "tied-embeddings", "tied-embeddings-src", "tied-embeddings-all", "output-omit-bias",
+    "transformer-no-projection", "transformer-decoder-dim-ffn", "transformer-ffn-activation",
+    "transformer-tied-layers", "transformer-preprocess", "transformer-postprocess",
+    "transformer-postprocess-emb", "transformer-postprocess-top",
+    "transformer-disable-position-embeddings",
+}  # fmt: skip
+IGNORED = re.compile(
+    "(enc|dec)-(type|cell|cell-depth|cell-base-depth|cell-high-depth)|dim-rnn|skip|input-types"
+    "|layer-normalization|special-vocab|separator-symbol|bert-.*|ulr-.*|transformer-alibi-.*"
+    "|transformer-(dim-aan|aan-.*|rnn-projection|guided-alignment-layer|depth-scaling)"
+    "|transformer-train-position(s|-embeddings)"
+)
+
+
+@dataclass
+class Side:
+    """The tokenizer of a side and two of its ids."""
+
+    tokenizer: PreTrainedTokenizerFast
+    unk_id: int
+    eos_id: int
+
+
+def recognizes(path: Path) -> bool:
+    """Whether this is a Marian model (`.npz`), its `decoder.yml`, or a folder that has either."""
+    if path.is_dir():
+        return any(map(_is_marian, [*path.glob("*.yml"), *path.glob("*.npz")]))
+    return path.is_file() and _is_marian(path)
+
+
+def _is_marian(file: Path) -> bool:
+    return file.suffix == ".npz" or file.name.endswith("decoder.yml")
+
+
+def read(path: Path, options: ConversionOptions) -> Conversion:
+    """Read a model and its vocabularies.
+
+    Args:
+        path: `model.npz`, its `decoder.yml`, or a folder with one model.
+        options: `source_vocabulary` and `target_vocabulary` replace those that `decoder.yml` names;
+            `like="transformers"` takes the sinusoids and the epsilon of `MarianMTModel`.
+
+    Raises:
+        FileNotFoundError, ValueError: A file is missing, damaged, or holds what our model can't.
+    """
+    files = MarianFiles.find(path, options)
+    with NumpyFile(files.model) as arrays:
+        marian = _model_options(arrays)
+        tensors = Tensors(arrays, files.model)
+        weights, tying = _matrices(marian, tensors)
+        fields = _config_fields(marian, files, options) | tying | _position_fields(marian, tensors)
+        source, target = _sides(files, marian, options)
+        config = VanillaTransformerConfig(**fields, eos_token_id=target.eos_id)
+        weights |= _stacks(marian, tensors, config) | _positions(tensors, config)
+        tensors.expect_all_taken(ignored=[re.escape(OPTIONS)])
+    if config.position_encoding == "sinusoidal":
+        core.interleave_halves(weights)
+    pair = vocabularies.pair(
+        source.tokenizer, target.tokenizer, size=config.target_vocab_size, unk_id=target.unk_id
+    )
+    conversion = Conversion(config, weights, pair)
+    for name, side in zip(core.SIDES, (source, target), strict=True):
+        conversion.fill_with_clones(name, vocabularies.rows(side.tokenizer), side.unk_id)
+    conversion.generation = _generation(files, target)
+    conversion.origin = {"toolkit": "Marian", "version": str(marian.get("version", ""))}
+    return conversion
+
+
+# ---------------------------------------------------------------- Files
+
+
+@dataclass
+class MarianFiles:
+    """The files of a model.
+
+    Attributes:
+        model: Weights and options of the model.
+        vocabularies: One for each side.
+        options: Options of decoding and training; those for decoding win.
+    """
+
+    model: Path
+    vocabularies: list[Path]
+    options: dict[str, Any]
+
+    @classmethod
+    def find(cls, path: Path, options: ConversionOptions) -> "MarianFiles":
+        """The files of the model at `path`, as `decoder.yml` names them."""
+        named = _only(path, "*decoder.yml", "*.npz") if path.is_dir() else path
+        if named.suffix == ".npz":
+            model = named
+            beside = [named.with_name(f"{named.name}.decoder.yml"), named.with_name("decoder.yml")]
+            decoding = next((_read_yaml(file) for file in beside if file.is_file()), {})
+        else:
+            decoding = _read_yaml(named)
+            models = decoding.get("models") or []
+            if len(models) != 1 or not str(models[0]).endswith(".npz"):
+                raise ValueError(
+                    f"{named}: models={models}: expected one .npz file; ensembles and quantised or "
+                    "packed models (.bin), are not converted"
+                )
+            model = _beside(named, models[0])
+        training = model.with_name(model.name + ".yml")
+        both = {**(_read_yaml(training) if training.is_file() else {}), **decoding}
+        given = [options.source_vocabulary, options.target_vocabulary]
+        if any(given):
+            files = [Path(file or given[0] or given[1] or "") for file in given]
+        else:
+            files = [_beside(model, name) for name in both.get("vocabs") or []]
+        if len(files) != 2:
+            raise ValueError(
+                f"{model}: expected two vocabularies, in decoder.yml or as source_vocabulary and "
+                f"target_vocabulary, not {len(files)}"
+            )
+        return cls(model, files, both)
+
+
+def _only(folder: Path, *patterns: str) -> Path:
+    """The file in a folder that the first of these patterns with a match has. `decoder.yml` itself
+    comes before those of single models, and an optimizer's state is no model."""
+    if (folder / "decoder.yml").is_file():
+        return folder / "decoder.yml"
+    for pattern in patterns:
+        files = [file for file in sorted(folder.glob(pattern)) if "optimizer" not in file.name]
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise ValueError(f"{folder}: holds {names}: expected one, or the path of one of them")
+        if files:
+            return files[0]
+    raise FileNotFoundError(f"{folder}: expected one of {', '.join(patterns)}")
+
+
+def _beside(file: Path, name: str) -> Path:
+    """The file that `file` names; models are moved together with what they need."""
+    places = [file.parent / name, file.parent / Path(name).name]
+    for place in places:
+        if place.is_file():
+            return place
+    raise FileNotFoundError(f"{file}: expected the file {name!r} that it names beside it")
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    return _parse_yaml(file.read_text(encoding="utf-8"), file)
+
+
+def _parse_yaml(text: str, file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file}: expected options in YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: expected options in YAML, not {content!r:.80}")
+    return content
+
+
+class NumpyFile(Mapping[str, Tensor]):
+    """The arrays of an `.npz` file, each read when it is asked for. Nothing is unpickled.
+
+    Raises:
+        ValueError: The file is damaged, or an array is of a type that Marian's float models lack.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._zip = zipfile.ZipFile(path)
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path}: expected a complete .npz file: {error}") from error
+        self._members = {info.filename.removesuffix(".npy"): info for info in self._zip.infolist()}
+
+    def __enter__(self) -> "NumpyFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._zip.close()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __getitem__(self, name: str) -> Tensor:
+        info = self._members[name]
+        try:
+            shape, dtype = self._header(info)
+            is_whole = math.prod(shape) * dtype.itemsize < info.file_size
+            is_held = dtype.kind == "f" or name == OPTIONS
+            if is_whole and is_held:
+                with self._zip.open(info) as file:
+                    return torch.from_numpy(np.lib.format.read_array(file, allow_pickle=False))
+        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+            raise ValueError(f"{self.path}: {name} is damaged: {error}") from error
+        if is_whole:
+            raise ValueError(
+                f"{self.path}: {name} is of type {dtype}: expected floats, as quantised models are "
+                "not converted"
+            )
+        raise ValueError(f"{self.path}: {name} is shorter than its shape {shape}")
+
+    def _header(self, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and type, from which follows how much memory an array takes."""
+        with self._zip.open(info) as file:
+            is_old = np.lib.format.read_magic(file) == (1, 0)
+            header = "read_array_header_1_0" if is_old else "read_array_header_2_0"
+            shape, _, dtype = getattr(np.lib.format, header)(file)
+        return shape, dtype
+
+
+# ---------------------------------------------------------------- Configuration
+
+
+def _model_options(arrays: NumpyFile) -> dict[str, Any]:
+    """The options in the model; each is one that we understand."""
+    if OPTIONS not in arrays:
+        raise ValueError(f"{arrays.path}: expected {OPTIONS!r} in it, the options of the model")
+    text = bytes(arrays[OPTIONS].numpy()).decode().rstrip("\0")
+    marian = _parse_yaml(text, arrays.path)
+    for name, held in HELD.items():
+        if name in marian and marian[name] not in held:
+            expected = " or ".join(map(repr, held))
+            raise ValueError(f"{arrays.path}: {name}={marian[name]!r}: expected {expected}")
+    for name in sorted(marian.keys() - READ - HELD.keys() - REQUIRED):
+        if not IGNORED.fullmatch(name):
+            raise ValueError(f"{arrays.path}: {name}={marian[name]!r}: expected no such option")
+    if missing := sorted(REQUIRED - marian.keys()):
+        raise ValueError(f"{arrays.path}: expected the option {missing[0]} in {OPTIONS!r}")
+    for name, number in (
+        ("dim-vocabs", 2),
+        ("transformer-tied-layers", marian["dec-depth"]),
+    ):
+        value = marian.get(name) or [None] * number
+        if len(value) != number:
+            raise ValueError(f"{arrays.path}: {name}={value}: expected {number} numbers")
+    return marian
+
+
+def _config_fields(
+    marian: dict[str, Any], files: MarianFiles, options: ConversionOptions
+) -> dict[str, Any]:
+    """Our configuration, but for the vocabularies."""
+    as_transformers = options.like == "transformers"
+    d_ff = marian["transformer-dim-ffn"]
+    heads = marian["transformer-heads"]
+    final = "both" if _has_norm(marian, "transformer-postprocess-top") else "none"
+    return {
+        "d_model": marian["dim-emb"],
+        "encoder_layers": marian["enc-depth"],
+        "decoder_layers": marian["dec-depth"],
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_ffn_dim": d_ff,
+        "decoder_ffn_dim": marian.get("transformer-decoder-dim-ffn") or d_ff,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "activation_function": _activation(marian),
+        "norm_position": _norm_position(marian),
+        "final_layer_norm": final,
+        "embedding_layer_norm": _has_norm(marian, "transformer-postprocess-emb"),
+        "layer_norm_eps": 1e-5 if as_transformers else 1e-6,
+        "sinusoid_frequencies": "paper" if as_transformers else "tensor2tensor",
+        "dropout": files.options.get("transformer-dropout", 0.0),
+        "attention_dropout": files.options.get("transformer-dropout-attention", 0.0),
+        "activation_dropout": files.options.get("transformer-dropout-ffn", 0.0),
+        "label_smoothing": files.options.get("label-smoothing", 0.0),
+    }
+
+
+def _position_fields(marian: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """Sinusoids, unless there are learned positions or none; only sinusoids scale embeddings."""
+    if "Wpos" in tensors:
+        number = len(tensors["Wpos"])
+    elif marian.get("transformer-disable-position-embeddings"):
+        number = 1024
+    else:
+        return {}
+    return {
+        "position_encoding": "learned",
+        "scale_embedding": False,
+        "max_position_embeddings": number,
+    }
+
+
+def _version(marian: dict[str, Any]) -> tuple[int, ...]:
+    """The numbers of "v1.12.42 b7be0e964 2025-05-24": (1, 12, 42)."""
+    found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", str(marian.get("version")))
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def _activation(marian: dict[str, Any]) -> str:
+    name = marian.get("transformer-ffn-activation", "swish")
+    if name not in ACTIVATIONS:
+        expected = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"transformer-ffn-activation={name!r}: expected one of {expected}")
+    if name == "gelu" and _version(marian) < EXACT_GELU:
+        return "quick_gelu"
+    return ACTIVATIONS[name]
+
+
+def _norm_position(marian: dict[str, Any]) -> str:
+    before = marian.get("transformer-preprocess", "")
+    after = marian.get("transformer-postprocess", "dan")
+    without_dropout = before.replace("d", ""), after.replace("d", "")
+    if without_dropout == ("", "an"):
+        return "post"
+    if without_dropout != ("n", "a"):
+        raise ValueError(
+            f"transformer-preprocess={before!r} and transformer-postprocess={after!r}: expected "
+            "'' and 'dan' (post-norm), or 'n' and 'da' (pre-norm)"
+        )
+    if _version(marian) < NORMALIZED_KEYS:
+        raise ValueError(
+            f"version={marian.get('version')!r} with transformer-preprocess={before!r}: expected "
+            "1.11 or later, as earlier ones do not normalise keys and values"
+        )
+    return "pre"
+
+
+def _has_norm(marian: dict[str, Any], option: str) -> bool:
+    operations = marian.get(option, "")
+    if operations.replace("d", "") not in ("", "n"):
+        raise ValueError(
+            f"{option}={operations!r}: expected 'n' (a layer norm), 'd' (dropout), both or ''"
+        )
+    return "n" in operations
+
+
+# ---------------------------------------------------------------- Weights
+
+
+def _matrices(marian: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Embeddings, projection and its bias, and the fields of our configuration about them.
+
+    Both vocabularies grow to a common size, for one more token: it pads, and its embedding is the
+    vector of zeros from which the decoder starts.
+    """
+    (source_size, target_size), d_model = marian["dim-vocabs"], marian["dim-emb"]
+    if "Wemb" in tensors:
+        source = target = tensors.take("Wemb", source_size, d_model)
+    else:
+        source = tensors.take("encoder_Wemb", source_size, d_model)
+        target = tensors.take("decoder_Wemb", target_size, d_model)
+    if marian.get("tied-embeddings") or marian.get("tied-embeddings-all"):
+        projection = target
+    elif "decoder_ff_logit_out_W" in tensors:  # of the first versions
+        projection = tensors.take("decoder_ff_logit_out_W", d_model, target_size).T.contiguous()
+    else:
+        projection = tensors.take("decoder_ff_logit_out_Wt", target_size, d_model)
+    weights, tying = core.tie(source, target, projection)
+    if not marian.get("output-omit-bias"):
+        weights[PROJECTION_BIAS] = tensors.take("decoder_ff_logit_out_b", 1, target_size)[0]
+    start = max(marian["dim-vocabs"])
+    core.add_rows(weights, "target", start + 1 - target_size)
+    if SHARED not in weights:
+        core.add_rows(weights, "source", start + 1 - source_size)
+    tokens = {"pad_token_id": start, "decoder_start_token_id": start, "bos_token_id": None}
+    tying["vocab_size"] = start + 1
+    if tying["decoder_vocab_size"]:
+        tying["decoder_vocab_size"] = start + 1
+    return weights, tying | tokens
+
+
+def _stacks(
+    marian: dict[str, Any], tensors: Tensors, config: VanillaTransformerConfig
+) -> dict[str, Tensor]:
+    """All weights in and after the layers. Marian's matrices are (in, out)."""
+    weights: dict[str, Tensor] = {}
+    dtype = tensors[next(name for name in tensors if name != OPTIONS)].dtype
+    for ours, tensor in core.empty_model(config).state_dict().items():
+        theirs, shape = _their_name(ours, marian, config), tensor.shape
+        if theirs is None:
+            continue
+        if marian.get("transformer-no-projection") and ".out_proj." in ours:
+            identity = torch.zeros(shape) if len(shape) == 1 else torch.eye(*shape)
+            weights[ours] = identity.to(dtype)
+        elif len(shape) == 1:
+            weights[ours] = tensors.take(theirs, 1, *shape)[0]
+        else:
+            weights[ours] = tensors.take(theirs, *reversed(shape)).T.contiguous()
+    return weights
+
+
+def _their_name(ours: str, marian: dict[str, Any], config: VanillaTransformerConfig) -> str | None:
+    """Marian's name of a tensor in a layer, or of a layer norm around the layers."""
+    stack, *path, part = ours.removeprefix("model.").split(".")
+    module = ".".join(path)
+    if module.startswith("layers."):
+        number = int(path[1])
+        numbers = stack == "decoder" and marian.get("transformer-tied-layers")
+        layer = numbers[number] if numbers else number + 1
+        name = f"l{layer}_{LAYER_NAMES['.'.join(path[2:])]}"
+        if config.norm_position == "pre" and "_ln_" in name:
+            name += "_pre"
+    elif module in STACK_NAMES:
+        name = STACK_NAMES[module]
+    else:
+        return None
+    kinds = ("scale", "bias") if "_ln_" in name else ("W", "b")
+    return f"{stack}_{name}".format(kinds[part == "bias"])
+
+
+def _positions(tensors: Tensors, config: VanillaTransformerConfig) -> dict[str, Tensor]:
+    """Learned positions, which both stacks share; zeros where a model knows no positions."""
+    if config.position_encoding == "sinusoidal":
+        return {}
+    shape = config.max_position_embeddings, config.d_model
+    table = tensors.take("Wpos", *shape) if "Wpos" in tensors else torch.zeros(shape)
+    return {f"model.{stack}.embed_positions.weight": table.clone() for stack in STACKS}
+
+
+# ---------------------------------------------------------------- Decoding
+
+
+def _generation(files: MarianFiles, target: Side) -> dict[str, Any]:
+    """How `marian-decoder` searches with these options; its own defaults stand for missing ones."""
+    options = files.options
+    generation: dict[str, Any] = {
+        "num_beams": options.get("beam-size", 12),
+        "length_penalty": float(options.get("normalize", 0)),
+    }
+    if suppressed := _suppressed(options, target):
+        generation["suppress_tokens"] = suppressed
+    if options.get("word-penalty"):
+        logger.warning(
+            f"word-penalty={options['word-penalty']} has no equal here, so translations may be "
+            "shorter or longer than Marian's: set length_penalty to taste"
+        )
+    return generation
+
+
+def _suppressed(options: dict[str, Any], target: Side) -> list[int]:
+    """Ids that Marian never produces: the unknown token, and control characters as bytes."""
+    ids = [] if options.get("allow-unk") else [target.unk_id]
+    if not options.get("allow-special"):
+        vocab = target.tokenizer.get_vocab()
+        ids += [vocab[byte] for code in range(32) if (byte := f"<0x{code:02X}>") in vocab]
+    return ids
+
+
+# ---------------------------------------------------------------- Vocabularies
+
+
+def _sides(files: MarianFiles, marian: dict[str, Any], options: ConversionOptions) -> list[Side]:
+    """Source and target as the toolkit splits text, with one token more, which pads."""
+    pad = max(marian["dim-vocabs"])
+    codes = options.source_codes, options.target_codes or options.source_codes
+    sides = []
+    for index, name in enumerate(core.SIDES):
+        file, size = files.vocabularies[index], marian["dim-vocabs"][index]
+        found = (file.with_name(f"{name}.{suffix}") for suffix in ("spm", "bpe"))
+        splitter = codes[index] or next(filter(Path.is_file, found), None)
+        sides.append(_side(file, size, pad, splitter))
+    return sides
+
+
+def _side(file: Path, size: int, pad: int, splitter: str | Path | None) -> Side:
+    if file.suffix == ".fsv":
+        raise ValueError(f"{file}: expected a vocabulary without factors")
+    model = vocabularies.read_sentencepiece(file) if file.suffix == ".spm" else None
+    vocab = model.vocab() if model else vocabularies.read_marian_vocab(file)
+    expect_size(file, vocab, size)
+    eos = _required(file, vocab, "</s>", "eos", 0)
+    unk = _required(file, vocab, "<unk>", "UNK", 1)
+    ids = vocab[unk], vocab[eos]
+    specials = vocabularies.Specials(
+        pad=add_pad(vocab, pad), bos=None, eos=eos, unk=unk, template=f"$A {eos}"
+    )
+    if model:
+        return Side(vocabularies.sentencepiece(model, specials, vocab=vocab), *ids)
+    return Side(split_and_look_up(splitter, vocab, specials), *ids)
+
+
+def split_and_look_up(
+    splitter: str | Path | None, vocab: dict[str, int], specials: vocabularies.Specials
+) -> PreTrainedTokenizerFast:
+    """A tokenizer that splits text by a SentencePiece model, by BPE codes or at spaces, and looks
+    the pieces up in another vocabulary."""
+    if splitter is None:
+        return vocabularies.words(vocab, specials, spaces_only=True)
+    if Path(splitter).suffix in (".spm", ".model"):
+        model = vocabularies.read_sentencepiece(splitter)
+        whole = [token for token in vocab if re.fullmatch(">>.+<<", token)]
+        return vocabularies.sentencepiece(model, specials, vocab=vocab, whole=whole)
+    return vocabularies.bpe_codes(vocabularies.read_bpe_codes(splitter), vocab, specials)
+
+
+def add_pad(vocab: dict[str, int], number: int) -> str:
+    """Add a token for padding to a vocabulary, under a name that is free."""
+    pad = "<pad>"
+    while pad in vocab:
+        pad = f"<{pad}>"
+    vocab[pad] = number
+    return pad
+
+
+def expect_size(file: Path, vocab: dict[str, int], size: int) -> None:
+    """Vocabulary and embedding are of equal size, but for rows that fill up a multiple of 8."""
+    found = len(vocab)
+    is_filled_up = size % 8 == 0 and 0 < size - found <= max(8, size // 10)
+    if found != size and not is_filled_up:
+        raise ValueError(f"{file}: {found} tokens: expected {size}, the rows of the embedding")
+
+
+def _required(file: Path, vocab: dict[str, int], name: str, old: str, number: int) -> str:
+    """The token that Marian takes for `name`: files of Nematus call it `old`."""
+    is_yaml = file.suffix in (".yml", ".yaml")
+    if is_yaml and vocab.get(old) == number:
+        return old
+    if name not in vocab:
+        raise ValueError(f"{file}: expected an entry {name!r}")
+    return name
