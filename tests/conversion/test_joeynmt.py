@@ -1,0 +1,405 @@
+"""JoeyNMT's checkpoints, and what other versions and options make of the same model."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import Payload
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, pipeline
+
+from conversion.reference import (
+    CHECKPOINTS,
+    expect_reference,
+    load_reference,
+    log_probability_difference,
+)
+from vanilla_transformer import conversion
+from vanilla_transformer.conversion import joeynmt
+
+
+class Checkpoint:
+    """A copy of a variant's folder, to be changed."""
+
+    def __init__(self, variant, folder):
+        source = CHECKPOINTS / "joeynmt" / variant
+        if not source.is_dir():
+            pytest.skip(f"{source} is not there: it is test data that no package contains")
+        self.variant, self.folder = variant, folder / variant
+        shutil.copytree(source, self.folder, copy_function=shutil.copyfile)
+        self.folder.chmod(0o755)
+        self.cfg = yaml.safe_load((self.folder / "config.yaml").read_text())
+        self.state = torch.load(self.folder / "best.ckpt", weights_only=True)
+        self.model = self.state["model_state"]
+
+    def stack(self, name):
+        return self.cfg["model"][name]
+
+    def convert(self, **options):
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(self.cfg))
+        torch.save(self.state, self.folder / "best.ckpt")
+        options = conversion.ConversionOptions(**options)
+        return conversion.convert(self.folder, self.folder / "converted", options=options)
+
+    def expect_the_same(self, folder, tolerance=2e-6):
+        tensors, _ = load_reference(f"joeynmt/{self.variant}")
+        assert log_probability_difference(load(folder), tensors) < tolerance
+
+
+@pytest.fixture
+def post(tmp_path):
+    return Checkpoint("post", tmp_path)
+
+
+@pytest.fixture
+def pre(tmp_path):
+    return Checkpoint("pre", tmp_path)
+
+
+def load(folder):
+    return AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="float64").eval()
+
+
+@pytest.mark.parametrize("variant", ["post", "pre"])
+def test_a_converted_model_says_what_joeynmt_said(converted, variant):
+    expect_reference(converted(f"joeynmt/{variant}"), f"joeynmt/{variant}")
+
+
+@pytest.mark.parametrize("variant", ["post", "pre"])
+def test_beam_search_finds_what_joeynmt_found(converted, variant):
+    folder = converted(f"joeynmt/{variant}")
+    _, notes = load_reference(f"joeynmt/{variant}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(notes["source_texts"], padding=True, return_tensors="pt")
+    output = AutoModelForSeq2SeqLM.from_pretrained(folder).generate(**batch, num_beams=4)
+    texts = tokenizer.batch_decode(output, skip_special_tokens=True)
+    assert texts == notes["beam_4"]["length_penalty"]["texts"]
+
+
+def test_a_pipeline_translates(converted):
+    translate = pipeline("translation", model=str(converted("joeynmt/pre")))
+    assert translate("maus drei neun")[0]["translation_text"] == "nine three mouse"
+
+
+# ---------------------------------------------------------------- Versions and options
+
+
+def as_version_1(checkpoint):
+    """One set of options for the text of both sides, and none that version 1 lacks."""
+    cfg = checkpoint.cfg
+    del cfg["joeynmt_version"]
+    cfg["data"] = {"src": "de", "trg": "en", "level": "word", "lowercase": False}
+    cfg["training"]["max_output_length"] = cfg["testing"].pop("max_output_length")
+    cfg["testing"]["alpha"] = cfg["testing"].pop("beam_alpha")
+    for stack in ("encoder", "decoder"):
+        del checkpoint.stack(stack)["layer_norm"]
+    checkpoint.state = {"model_state": checkpoint.model, "steps": 880, "amp_state": None}
+
+
+def test_version_1_is_pre_norm(pre):
+    as_version_1(pre)
+    folder = pre.convert()
+    pre.expect_the_same(folder)
+    generation = GenerationConfig.from_pretrained(folder)
+    assert (generation.length_penalty, generation.length_penalty_type) == (1.0, "gnmt")
+    assert generation.max_new_tokens == 20
+
+
+def test_versions_2_0_to_2_2_are_post_norm_by_default(post):
+    post.cfg["joeynmt_version"] = "2.0.0"
+    for stack in ("encoder", "decoder"):
+        del post.stack(stack)["layer_norm"]
+    post.expect_the_same(post.convert())
+
+
+def test_the_encoder_of_version_2_3_lacks_a_last_layer_norm_by_default(pre):
+    del pre.stack("encoder")["layer_norm"]
+    for part in ("weight", "bias"):
+        del pre.model[f"encoder.layer_norm.{part}"]
+    config = load(pre.convert()).config
+    assert (config.norm_position, config.final_layer_norm) == ("pre", "decoder")
+
+
+def test_the_version_need_not_be_known(post):
+    del post.cfg["joeynmt_version"]
+    post.expect_the_same(post.convert())
+
+
+def test_without_a_version_the_default_is_unknown(post):
+    del post.cfg["joeynmt_version"]
+    del post.stack("encoder")["layer_norm"]
+    with pytest.raises(ValueError, match=r"neither model\.encoder\.layer_norm nor joeynmt_version"):
+        post.convert()
+
+
+@pytest.mark.parametrize("alphas", [(2.0, 2.0), (1.5, 3.0)])
+def test_the_weight_of_residual_connections_is_folded(post, alphas):
+    """alpha x + alpha f is the same to a layer norm as x + f, but for epsilon."""
+    for stack, alpha in zip(("encoder", "decoder"), alphas, strict=True):
+        post.stack(stack)["alpha"] = alpha
+        for name, tensor in post.model.items():
+            if re.match(rf"{stack}\.layers\..*(att\.output_layer|pwff_layer\.3)\.", name):
+                post.model[name] = tensor * alpha
+    folder = post.convert()
+    post.expect_the_same(folder, 1e-5)
+    assert load(folder).config.layer_norm_eps == pytest.approx(1e-6 / alphas[1] ** 2)
+
+
+@pytest.mark.parametrize("scaled", ["encoder", "decoder"])
+def test_one_stack_alone_may_scale_its_embeddings(post, scaled):
+    for stack, name in (("encoder", "src"), ("decoder", "trg")):
+        if stack != scaled:
+            post.stack(stack)["embeddings"]["scale"] = False
+            matrix = post.model[f"{name}_embed.lut.weight"]
+            post.model[f"{name}_embed.lut.weight"] = matrix * 32**0.5  # the projection stays
+    post.expect_the_same(post.convert())
+
+
+def test_one_matrix_may_serve_all(post):
+    matrix = post.model["decoder.output_layer.weight"]
+    post.cfg["model"]["tied_embeddings"] = True
+    post.stack("decoder")["embeddings"]["scale"] = False  # the encoder's counts
+    post.model["src_embed.lut.weight"] = matrix
+    shutil.copyfile(post.folder / "trg_vocab.txt", post.folder / "src_vocab.txt")
+    model = load(post.convert())
+    assert (model.config.decoder_vocab_size, model.config.scale_embedding) == (None, True)
+    assert torch.equal(model.model.shared.weight, matrix.double())
+    assert model.lm_head.weight is model.model.shared.weight
+
+
+def test_generation_is_what_the_configuration_says(post):
+    post.cfg["testing"] |= {"beam_size": 7, "beam_alpha": -1, "max_output_length": -1}
+    post.cfg["testing"] |= {"generate_unk": False, "min_output_length": 2}
+    post.cfg["data"]["special_symbols"] = {"lang_tags": ["<de>", "<en>"]}
+    for side in ("src", "trg"):
+        as_vocabulary(post, ["<de>", "<en>"], side)
+    generation = GenerationConfig.from_pretrained(post.convert())
+    assert (generation.num_beams, generation.length_penalty) == (7, 0.0)
+    assert (generation.min_new_tokens, generation.max_new_tokens) == (2, None)
+    assert generation.suppress_tokens == [0, 1, 2, 4, 5]
+
+
+def test_the_latest_checkpoint_is_taken_where_none_is_the_best(post):
+    post.convert()
+    shutil.rmtree(post.folder / "converted")
+    (post.folder / "90.ckpt").touch()
+    (post.folder / "best.ckpt").rename(post.folder / "880.ckpt")
+    post.expect_the_same(conversion.convert(post.folder, post.folder / "converted"))
+
+
+# ---------------------------------------------------------------- Text
+
+
+def encode(folder, *texts):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer.convert_ids_to_tokens(ids) for ids in tokenizer(list(texts))["input_ids"]]
+
+
+def as_vocabulary(checkpoint, tokens, side="src"):
+    """The first rows of an embedding get other names."""
+    path = checkpoint.folder / f"{side}_vocab.txt"
+    first = path.read_text().splitlines()[:4]
+    rest = [f"unused{number}" for number in range(20 - len(tokens))]
+    path.write_text("\n".join([*first, *tokens, *rest]) + "\n")
+
+
+def test_characters(post):
+    post.cfg["data"]["src"]["level"] = "char"
+    post.cfg["data"]["trg"]["level"] = "char"
+    for side in ("src", "trg"):
+        as_vocabulary(post, ["a", "b", "▁", "ä"], side)
+    folder = post.convert()
+    assert encode(folder, "ab ä", "c") == [["a", "b", "▁", "ä", "</s>"], ["<unk>", "</s>"]]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode([4, 5, 6, 7, 3], skip_special_tokens=True) == "ab ä"
+
+
+def test_text_is_prepared_as_the_configuration_says(post):
+    for side in ("src", "trg"):
+        post.cfg["data"][side] |= {"normalize": True, "lowercase": True}
+        as_vocabulary(post, ["haus!", "maus", "ein", "."], side)
+    folder = post.convert()
+    assert encode(folder, "  Ein　 HAUS !\u200b") == [["ein", "haus!", "</s>"]]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode([6, 5, 7, 3], skip_special_tokens=True) == "ein maus."
+
+
+def test_subword_nmt_splits_into_the_vocabulary(post):
+    """JoeyNMT passes the vocabulary to subword-nmt: "ma" is listed, "maus" is not."""
+    post.cfg["data"]["src"] |= {
+        "level": "bpe",
+        "tokenizer_type": "subword-nmt",
+        "tokenizer_cfg": {"codes": "elsewhere/bpe.codes", "separator": "@@"},
+    }
+    merges = ["m a", "u s</w>", "ma us</w>", "e i", "ei n</w>"]
+    (post.folder / "bpe.codes").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    as_vocabulary(post, ["ma@@", "us", "ein", "e@@", "i@@", "n"])
+    folder = post.convert()
+    assert encode(folder, "maus ein") == [["ma", "us</w>", "ein</w>", "</s>"]]
+    ids = AutoTokenizer.from_pretrained(folder)("maus ein")["input_ids"]
+    assert ids == [4, 5, 6, 3]
+    post.expect_the_same(folder)
+
+
+def test_sentencepiece_splits_into_the_vocabulary(post):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text = post.folder / "text"
+    text.write_text("ein haus ein baum\nzwei hunde drei autos\neine maus\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(post.folder / "sp"), vocab_size=24, minloglevel=2
+    )
+    model = sentencepiece.SentencePieceProcessor(str(post.folder / "sp.model"))
+    scores = {model.id_to_piece(number): model.get_score(number) for number in range(3, 24)}
+    listed = [piece for piece in scores if piece not in ("▁ein", "us")]
+    for side in ("src", "trg"):
+        post.cfg["data"][side] |= {"level": "bpe", "tokenizer_cfg": {"model_file": "sp.model"}}
+        as_vocabulary(post, listed, side)
+    folder = post.convert()
+    scores = {piece: score for piece, score in scores.items() if piece in listed}
+    for line in ("ein haus", "zwei autos drei", "eine maus"):
+        assert encode(folder, line) == [
+            [*best_pieces(f"▁{line}".replace(" ", "▁"), scores), "</s>"]
+        ]
+    post.expect_the_same(folder)
+
+
+def best_pieces(text, scores):
+    """The most probable way to spell a text."""
+    best = {0: (0.0, [])}
+    for end in range(1, len(text) + 1):
+        ways = [(start, text[start:end]) for start in best if text[start:end] in scores]
+        if ways:
+            best[end] = max(
+                (best[start][0] + scores[piece], [*best[start][1], piece]) for start, piece in ways
+            )
+    return best[len(text)][1]
+
+
+def test_missing_files_are_named(post):
+    post.cfg["data"]["src"] |= {"level": "bpe", "tokenizer_cfg": {"model_file": "sp.model"}}
+    with pytest.raises(FileNotFoundError, match=r"sp\.model: expected a file"):
+        post.convert()
+    (post.folder / "src_vocab.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"src_vocab\.txt: expected a file"):
+        post.convert()
+    (post.folder / "config.yaml").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.yaml: expected the configuration"):
+        joeynmt.read(post.folder, conversion.ConversionOptions())
+
+
+# ---------------------------------------------------------------- Training
+
+
+def test_training_goes_on(converted):
+    tensors, _ = load_reference("joeynmt/post")
+    model = AutoModelForSeq2SeqLM.from_pretrained(converted("joeynmt/post"))
+    assert model.config.label_smoothing == 0.1
+    model.config.label_smoothing = 0.0
+    source, labels = tensors["source_ids"], tensors["target_ids"]
+    batch = {
+        "input_ids": source,
+        "attention_mask": (source != 1).long(),
+        "labels": labels.masked_fill(labels == 1, -100),
+    }
+    gold = tensors["log_probs"].gather(2, labels[..., None])[..., 0]
+    expected = -gold[labels != 1].mean()
+    assert model.eval()(**batch).loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model.train()(**batch).loss
+        loss.backward()
+        optimizer.step()
+    assert model.eval()(**batch).loss < 0.9 * expected
+
+
+# ---------------------------------------------------------------- Refusals
+
+
+def change_norm(checkpoint):
+    checkpoint.stack("encoder")["layer_norm"] = "pre"
+
+
+def change_alpha(checkpoint):
+    checkpoint.stack("encoder")["alpha"] = 0
+
+
+def change_type(checkpoint):
+    checkpoint.stack("encoder")["type"] = "recurrent"
+
+
+def change_activation(checkpoint):
+    checkpoint.stack("decoder")["activation"] = "gelu"
+
+
+def change_to_unknown_activation(checkpoint):
+    checkpoint.stack("decoder")["activation"] = "mish"
+
+
+def change_prompt(checkpoint):
+    checkpoint.cfg["data"]["trg"]["has_prompt"] = True
+
+
+def add_tensor(checkpoint):
+    checkpoint.model["extra"] = torch.zeros(1)
+
+
+def remove_tensor(checkpoint):
+    del checkpoint.model["decoder.layers.1.src_trg_att.k_layer.bias"]
+
+
+def reshape_tensor(checkpoint):
+    checkpoint.model["encoder.layers.0.feed_forward.pwff_layer.3.bias"] = torch.zeros(31)
+
+
+def shorten_vocabulary(checkpoint):
+    (checkpoint.folder / "src_vocab.txt").write_text("<unk>\n<pad>\n<s>\n</s>\n")
+
+
+def remove_model(checkpoint):
+    del checkpoint.cfg["model"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_norm, "layer_norm is 'pre' in the encoder and 'post' in the decoder"),
+        (change_alpha, "alpha=0.0 and 1.0, expected numbers above 0"),
+        (change_type, r"model\.encoder\.type='recurrent', expected 'transformer'"),
+        (change_activation, "activation is 'relu' in the encoder and 'gelu' in the decoder"),
+        (change_to_unknown_activation, r"model\.decoder\.activation='mish', expected 'relu' or"),
+        (change_prompt, r"data\.trg\.has_prompt=True, expected False"),
+        (add_tensor, "does not know: extra$"),
+        (remove_tensor, r"src_trg_att\.k_layer\.bias' of shape \(32\)"),
+        (reshape_tensor, r"pwff_layer\.3\.bias' has shape \(31\), expected \(32\)"),
+        (shorten_vocabulary, r"src_embed\.lut\.weight' has shape \(24, 32\), expected \(4, any\)"),
+        (remove_model, "expected a configuration of JoeyNMT, but KeyError"),
+    ],
+)
+def test_what_is_not_understood_is_named(post, change, message):
+    change(post)
+    with pytest.raises(ValueError, match=message):
+        post.convert()
+
+
+def test_a_residual_weight_in_pre_norm_is_refused(pre):
+    pre.stack("decoder")["alpha"] = 2.0
+    with pytest.raises(ValueError, match=r"alpha=1\.0 and 2\.0, expected 1 with layer_norm='pre'"):
+        pre.convert()
+
+
+def test_a_truncated_file_is_refused(post):
+    path = Path(post.folder / "best.ckpt")
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="expected a complete torch checkpoint"):
+        joeynmt.read(path, conversion.ConversionOptions())
+
+
+def test_no_code_in_a_checkpoint_runs(post, mark):
+    post.state["scheduler_state"] = Payload(mark)
+    with pytest.raises(ValueError, match=r"mkdir.* none of them is executed"):
+        post.convert()

@@ -1,0 +1,436 @@
+"""JoeyNMT 1.x to 2.3: `best.ckpt` beside `config.yaml`, `src_vocab.txt` and `trg_vocab.txt`.
+
+Source: joeynmt/joeynmt, tags 1.0 to v2.3.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tokenizers import Regex, Tokenizer, decoders, normalizers
+from tokenizers import pre_tokenizers as splits
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .core import SHARED, SOURCE, Conversion, ConversionOptions, Tensors, take_layers, tie
+from .unpickling import contents, load_torch
+from .vocabularies import (
+    PRIVATE,
+    SPACE,
+    Specials,
+    bpe_codes,
+    pair,
+    read_bpe_codes,
+    read_lines,
+    read_sentencepiece,
+    rows,
+    sentencepiece,
+    words,
+)
+
+NAME = "joeynmt"
+
+# From our names to theirs: regular expressions and what replaces them, one after the other.
+NAMES = {
+    r"^model\.": "",
+    r"^(encoder\..+)\.self_attn_layer_norm": r"\1.layer_norm",
+    r"self_attn_layer_norm": "x_layer_norm",
+    r"encoder_attn_layer_norm": "dec_layer_norm",
+    r"ffn_layer_norm": "feed_forward.layer_norm",
+    r"^(encoder\..+)\.self_attn": r"\1.src_src_att",
+    r"self_attn": "trg_trg_att",
+    r"encoder_attn": "src_trg_att",
+    r"([qkv])_proj": r"\1_layer",
+    r"out_proj": "output_layer",
+    r"ffn\.fc1": "feed_forward.pwff_layer.0",
+    r"ffn\.fc2": "feed_forward.pwff_layer.3",
+}
+STACKS = ("encoder", "decoder")
+SIDES = ("src", "trg")
+# The sinusoids of the paper, stored.
+BUFFERS = [r"(en|de)coder\.pe\.pe"]
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "tanh": "tanh", "swish": "silu"}
+EPSILON = 1e-6
+SPECIALS = {"unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>", "sep": None}
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """Special tokens, which every vocabulary begins with.
+
+    Attributes:
+        special: unk, pad, bos and eos, and in some vocabularies a separator.
+        tags: Names of languages.
+    """
+
+    special: Sequence[str]
+    tags: Sequence[str]
+
+    @property
+    def unk(self) -> str:
+        return self.special[0]
+
+    @property
+    def pad(self) -> str:
+        return self.special[1]
+
+    @property
+    def bos(self) -> str:
+        return self.special[2]
+
+    @property
+    def eos(self) -> str:
+        return self.special[3]
+
+
+def _symbols(cfg: Mapping[str, Any]) -> Symbols:
+    given = cfg["data"].get("special_symbols") or {}
+    special = [given.get(f"{name}_token", token) for name, token in SPECIALS.items()]
+    return Symbols([token for token in special if token], given.get("lang_tags") or [])
+
+
+def recognizes(path: Path) -> bool:
+    """A checkpoint, or a folder with one; only with `config.yaml` can it be read."""
+    try:
+        strings, _ = contents(_checkpoint(path))
+    except FileNotFoundError:
+        return False
+    return {"model_state", "src_embed.lut.weight"} <= strings
+
+
+def read(path: Path, options: ConversionOptions) -> Conversion:
+    """The model of a file, or of the best checkpoint in a folder.
+
+    Raises:
+        FileNotFoundError: A file is missing: the checkpoint, `config.yaml`, a vocabulary or codes.
+        ValueError: The model is of another kind, or has tensors that nothing reads.
+    """
+    path = _checkpoint(path)
+    cfg = _read_config(path.parent / "config.yaml")
+    state = load_torch(path)
+    if not isinstance(state, dict) or "model_state" not in state:
+        raise ValueError(f"{path}: expected a JoeyNMT checkpoint, a dictionary with 'model_state'")
+    tensors = Tensors(state["model_state"], path)
+    symbols = _symbols(cfg)
+    source, target = (_vocabulary(cfg, side, symbols, options, path.parent) for side in SIDES)
+    weights, fields = _matrices(tensors, cfg, len(source), len(target))
+    config = VanillaTransformerConfig(
+        **fields,
+        **_norms(cfg, tensors),
+        **_options(cfg, tensors),
+        pad_token_id=target[symbols.pad],
+        bos_token_id=target[symbols.bos],
+        eos_token_id=target[symbols.eos],
+        decoder_start_token_id=target[symbols.bos],
+    )
+    weights |= take_layers(tensors, config, _their_name)
+    tensors.expect_all_taken(BUFFERS)
+    _fold_alpha(cfg, weights)
+    sides = [
+        _tokenizer(cfg, side, vocabulary, symbols, options, path.parent)
+        for side, vocabulary in zip(SIDES, (source, target), strict=True)
+    ]
+    version = str(cfg.get("joeynmt_version") or "2")
+    origin = {"toolkit": "JoeyNMT", "version": version, "notes": _notes(cfg, options)}
+    generation = _generation(cfg, symbols, target)
+    conversion = Conversion(config, weights, pair(*sides), generation, origin)
+    sizes = [rows(side) for side in sides]
+    for name, size in zip(("source", "target"), sizes, strict=True):
+        number = max(sizes) if SHARED in weights else size
+        conversion.fill_with_clones(name, number, target[symbols.unk])
+    return conversion
+
+
+# ---------------------------------------------------------------- Files
+
+
+def _checkpoint(path: Path) -> Path:
+    """The file, or the best checkpoint in a folder."""
+    if not path.is_dir():
+        return path
+    for name in ("best.ckpt", "latest.ckpt"):
+        if (path / name).is_file():
+            return path / name
+    steps = [file for file in path.glob("*.ckpt") if file.stem.isdigit()]
+    if not steps:
+        raise FileNotFoundError(f"{path}: expected a checkpoint best.ckpt")
+    return max(steps, key=lambda file: int(file.stem))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The configuration of the training, in the form of version 2: version 1 has one set of options
+    for the text of both sides."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: expected the configuration of the training")
+    try:
+        cfg = {"testing": {}, "training": {}, **yaml.safe_load(path.read_text(encoding="utf-8"))}
+        data = cfg["data"]
+        if isinstance(data["src"], str):
+            both = {name: data[name] for name in ("level", "lowercase") if name in data}
+            for side in SIDES:
+                data[side] = {**both, "voc_file": data.get(f"{side}_vocab")}
+            cfg["joeynmt_version"] = "1"
+        for stack, side in zip(STACKS, SIDES, strict=True):
+            options = cfg["model"][stack]
+            options["embeddings"] = options.get("embeddings") or {}
+            _expect(path, f"model.{stack}.type", options.get("type", "transformer"), "transformer")
+            activation = options.setdefault("activation", "relu")
+            _expect(path, f"model.{stack}.activation", activation, *ACTIVATIONS)
+            _expect(path, f"data.{side}.has_prompt", data[side].get("has_prompt", False), False)
+            level = data[side].setdefault("level", "word")
+            _expect(path, f"data.{side}.level", level, "word", "char", "bpe")
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: expected a configuration of JoeyNMT, but {error!r}") from error
+    return cfg
+
+
+def _expect(path: Path, name: str, value: Any, *expected: Any) -> None:
+    if value not in expected:
+        values = " or ".join(map(repr, expected))
+        raise ValueError(f"{path}: {name}={value!r}, expected {values}")
+
+
+def _vocabulary(
+    cfg: Mapping[str, Any], side: str, symbols: Symbols, options: ConversionOptions, folder: Path
+) -> dict[str, int]:
+    """Ids by token. Training writes the vocabularies beside the checkpoint."""
+    given = options.source_vocabulary if side == "src" else options.target_vocabulary
+    file = _find(given, folder / f"{side}_vocab.txt", cfg["data"][side].get("voc_file"))
+    tokens = dict.fromkeys([*symbols.special, *symbols.tags, *read_lines(file)])
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def _find(given: str | None, beside: Path, named: str | None = None) -> Path:
+    """The file that an option gives, or one beside the checkpoint."""
+    files = [Path(given)] if given else [beside]
+    if named and not given:
+        files.append(beside.parent / Path(named).name)
+    for file in files:
+        if file.is_file():
+            return file
+    raise FileNotFoundError(f"{beside}: expected a file")
+
+
+# ---------------------------------------------------------------- Model
+
+
+def _their_name(name: str) -> str:
+    for ours, theirs in NAMES.items():
+        name = re.sub(ours, theirs, name)
+    return name
+
+
+def _matrices(
+    tensors: Tensors, cfg: Mapping[str, Any], source: int, target: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Embeddings and projection, which have a row for each token."""
+    embedding = tensors.take("src_embed.lut.weight", source, None)
+    d_model = embedding.shape[1]
+    weights, fields = tie(
+        embedding,
+        tensors.take("trg_embed.lut.weight", target, d_model),
+        tensors.take("decoder.output_layer.weight", target, d_model),
+    )
+    scales = [cfg["model"][stack]["embeddings"].get("scale", False) for stack in STACKS]
+    if cfg["model"].get("tied_embeddings", False):
+        scales[1] = scales[0]  # one module for both
+    if scales[0] != scales[1]:
+        weights[SOURCE] = weights[SOURCE] * math.sqrt(d_model) ** (scales[0] - scales[1])
+    return weights, {**fields, "d_model": d_model, "scale_embedding": scales[1]}
+
+
+def _norms(cfg: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """Where layer norms are, and their epsilon with the weight `alpha` of residual connections."""
+    norms = [_norm(cfg, stack, tensors) for stack in STACKS]
+    (encoder, encoder_ends), (decoder, decoder_ends) = norms
+    if encoder != decoder:
+        raise ValueError(
+            f"{tensors.place}: layer_norm is {encoder!r} in the encoder and {decoder!r} in the "
+            "decoder, expected the same in both"
+        )
+    alphas = [_alpha(cfg, stack) for stack in STACKS]
+    if min(alphas) <= 0 or (encoder == "pre" and alphas != [1.0, 1.0]):
+        expected = "1 with layer_norm='pre'" if encoder == "pre" else "numbers above 0"
+        raise ValueError(f"{tensors.place}: alpha={alphas[0]} and {alphas[1]}, expected {expected}")
+    ends = {(True, True): "both", (False, True): "decoder", (True, False): "encoder"}
+    return {
+        "norm_position": decoder,
+        "final_layer_norm": ends.get((encoder_ends, decoder_ends), "none"),
+        "layer_norm_eps": EPSILON / alphas[1] ** 2,
+    }
+
+
+def _norm(cfg: Mapping[str, Any], stack: str, tensors: Tensors) -> tuple[str, bool]:
+    """ "pre" or "post", and whether the stack ends in a layer norm, which only pre-norm does."""
+    given, version = cfg["model"][stack].get("layer_norm"), cfg.get("joeynmt_version")
+    if f"{stack}.layer_norm.weight" in tensors:
+        return "pre", True
+    if given is not None:
+        return given, given == "pre"
+    if version is None:
+        raise ValueError(
+            f"{tensors.place}: config.yaml has neither model.{stack}.layer_norm nor "
+            "joeynmt_version, expected one of them: what is the default depends on the version"
+        )
+    return ("pre" if _is_since_2_3(cfg) and stack == "encoder" else "post"), False
+
+
+def _is_since_2_3(cfg: Mapping[str, Any]) -> bool:
+    version = re.findall(r"\d+", str(cfg.get("joeynmt_version", "2.3")))
+    return tuple(map(int, version[:2])) >= (2, 3)
+
+
+def _alpha(cfg: Mapping[str, Any], stack: str) -> float:
+    return float(cfg["model"][stack].get("alpha", 1.0))
+
+
+def _fold_alpha(cfg: Mapping[str, Any], weights: dict[str, Tensor]) -> None:
+    """LayerNorm(alpha x + f) is LayerNorm(x + f / alpha) with epsilon / alpha^2."""
+    for name, tensor in weights.items():
+        sublayer = re.match(r"model\.(encoder|decoder)\..+\.(out_proj|fc2)\.", name)
+        if sublayer and _alpha(cfg, sublayer[1]) != 1:
+            weights[name] = tensor / _alpha(cfg, sublayer[1])
+
+
+def _options(cfg: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    encoder, decoder = (cfg["model"][stack] for stack in STACKS)
+    if encoder["activation"] != decoder["activation"]:
+        raise ValueError(
+            f"{tensors.place}: activation is {encoder['activation']!r} in the encoder and "
+            f"{decoder['activation']!r} in the decoder, expected the same in both"
+        )
+    dropout = decoder.get("dropout", 0.1)
+    fields = {
+        "attention_bias": True,
+        "activation_function": ACTIVATIONS[decoder["activation"]],
+        "dropout": dropout,
+        "attention_dropout": dropout,
+        "activation_dropout": dropout,
+        "label_smoothing": cfg["training"].get("label_smoothing", 0.0),
+        "encoder_attention_heads": encoder.get("num_heads", 4),
+        "decoder_attention_heads": decoder.get("num_heads", 8),
+    }
+    for stack in STACKS:
+        fields[f"{stack}_layers"] = tensors.count(rf"{stack}\.layers\.(\d+)\.")
+        first = f"{stack}.layers.0.feed_forward.pwff_layer.0.weight"
+        fields[f"{stack}_ffn_dim"] = len(tensors.take(first))
+    return fields
+
+
+def _generation(
+    cfg: Mapping[str, Any], symbols: Symbols, target: Mapping[str, int]
+) -> dict[str, Any]:
+    """The search that `testing` describes."""
+    testing = cfg["testing"]
+    alpha = testing.get("beam_alpha", testing.get("alpha", -1))
+    fields: dict[str, Any] = {"num_beams": testing.get("beam_size", 1), "length_penalty": 0.0}
+    if alpha > 0:
+        fields |= {"length_penalty": float(alpha), "length_penalty_type": "gnmt"}
+    most = testing.get("max_output_length", cfg["training"].get("max_output_length"))
+    if most is not None and most > 0:
+        fields["max_new_tokens"] = most
+    if cfg.get("joeynmt_version") == "1":
+        return fields
+    forbidden = [] if testing.get("generate_unk", True) else [symbols.unk]
+    if _is_since_2_3(cfg):
+        forbidden += [symbols.bos, symbols.pad, *symbols.special[4:], *symbols.tags]
+    if forbidden:
+        fields["suppress_tokens"] = sorted(target[token] for token in forbidden)
+    return {**fields, "min_new_tokens": testing.get("min_output_length", 1)}
+
+
+# ---------------------------------------------------------------- Text
+
+
+def _tokenizer(
+    cfg: Mapping[str, Any],
+    side: str,
+    vocabulary: Mapping[str, int],
+    symbols: Symbols,
+    options: ConversionOptions,
+    folder: Path,
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of a side, "src" or "trg"."""
+    text = cfg["data"][side]
+    details = text.get("tokenizer_cfg") or {}
+    specials = Specials(symbols.pad, symbols.bos, symbols.eos, symbols.unk, f"$A {symbols.eos}")
+    codes = _codes(cfg, side, options, folder)
+    if text["level"] == "char":
+        tokenizer = _characters(vocabulary, specials)
+    elif codes is None:
+        tokenizer = words(vocabulary, specials, spaces_only=True)
+    elif codes.suffix in (".model", ".spm"):
+        model = read_sentencepiece(codes)
+        tokenizer = sentencepiece(model, specials, vocab=vocabulary, restrict=True)
+    else:
+        separator = details.get("separator", "@@")
+        merges = read_bpe_codes(codes)
+        tokenizer = bpe_codes(merges, vocabulary, specials, separator=separator, restrict=True)
+    _prepare(tokenizer.backend_tokenizer, text)
+    return tokenizer
+
+
+def _codes(
+    cfg: Mapping[str, Any], side: str, options: ConversionOptions, folder: Path
+) -> Path | None:
+    """Codes or a SentencePiece model. Version 1 leaves them to the user."""
+    given = options.source_codes if side == "src" else options.target_codes or options.source_codes
+    text = cfg["data"][side]
+    if text["level"] != "bpe" or (not given and cfg.get("joeynmt_version") == "1"):
+        return None
+    details = text.get("tokenizer_cfg") or {}
+    named = details.get("model_file") or details.get("codes")
+    if not given and not named:
+        raise ValueError(
+            f"{folder}/config.yaml: data.{side}.tokenizer_cfg has neither model_file nor codes, "
+            "expected one of them"
+        )
+    return _find(given, folder / Path(named or "").name)
+
+
+def _characters(vocabulary: Mapping[str, int], specials: Specials) -> PreTrainedTokenizerFast:
+    tokenizer = words(vocabulary, specials)
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.pre_tokenizer = splits.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.Fuse()])
+    return tokenizer
+
+
+def _prepare(backend: Tokenizer, text: Mapping[str, Any]) -> None:
+    """What happens to a text before it is split, and with `normalize` to a translation too."""
+    first: list[normalizers.Normalizer] = []
+    if text.get("normalize"):
+        tidy: list[tuple[str | Regex, str]] = [("\u200b", ""), (Regex("[ \u3000]+"), " ")]
+        tidy += [(f" {sign}", sign) for sign in "?!,.:"]
+        quotes = [("’", "'"), ("“", '"'), ("”", '"')]
+        first = [
+            normalizers.NFKC(),
+            *(normalizers.Replace(*pair) for pair in (*quotes, *tidy)),
+            normalizers.Strip(),
+        ]
+        # Without a decoder of its own a tokenizer joins words by spaces.
+        joined = backend.decoder or decoders.WordPiece(prefix=PRIVATE, cleanup=False)
+        last = [decoders.Replace(*pair) for pair in tidy]
+        backend.decoder = decoders.Sequence([joined, decoders.Fuse(), *last])
+    if text.get("lowercase"):
+        first.append(normalizers.Lowercase())
+    if first:
+        own = [backend.normalizer] if backend.normalizer else []
+        backend.normalizer = normalizers.Sequence([*first, *own])
+
+
+def _notes(cfg: Mapping[str, Any], options: ConversionOptions) -> str:
+    """What the tokenizer leaves to its user."""
+    details = [cfg["data"][side].get("tokenizer_cfg") or {} for side in SIDES]
+    if any(each.get("pretokenizer") == "moses" for each in details):
+        return "text goes through sacremoses first, and translations through its detokenizer"
+    is_split = cfg.get("joeynmt_version") == "1" and cfg["data"]["src"]["level"] == "bpe"
+    if is_split and not options.source_codes:
+        return "text is split into subwords first, and translations consist of subwords"
+    return ""

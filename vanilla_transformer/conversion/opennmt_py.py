@@ -1,0 +1,354 @@
+"""OpenNMT-py 1.x to 3.x: `NAME_step_N.pt`, with the weights in it or in `NAME_step_N.safetensors`.
+
+Source: OpenNMT/OpenNMT-py, tags 1.0.0 to v3.5.1.
+"""
+
+import math
+import re
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .core import (
+    PROJECTION_BIAS,
+    Conversion,
+    ConversionOptions,
+    Tensors,
+    interleave_halves,
+    take_layers,
+    tie,
+)
+from .positions import find_sinusoids
+from .text import tokenizer_for
+from .unpickling import Inert, contents, load_torch
+from .vocabularies import Specials
+
+NAME = "opennmt_py"
+
+# From our names to theirs: regular expressions and what replaces them, one after the other.
+NAMES = {
+    r"^model\.": "",
+    r"^encoder\.layers": "encoder.transformer",
+    r"^decoder\.layers": "decoder.transformer_layers",
+    r"^(encoder\..+)\.self_attn_layer_norm": r"\1.layer_norm",
+    r"^(decoder\..+)\.self_attn_layer_norm": r"\1.layer_norm_1",
+    r"encoder_attn_layer_norm": "layer_norm_2",
+    r"encoder_attn": "context_attn",
+    r"q_proj": "linear_query",
+    r"k_proj": "linear_keys",
+    r"v_proj": "linear_values",
+    r"out_proj": "final_linear",
+    r"ffn\.fc": "feed_forward.w_",
+    r"ffn_layer_norm": "feed_forward.layer_norm",
+}
+# From older names to those of version 3.
+OLD_NAMES = {r"^generator\.0\.": "generator.", r"\.a_2$": ".weight", r"\.b_2$": ".bias"}
+STACKS = ("encoder", "decoder")
+LAYERS = {"encoder": "encoder.transformer", "decoder": "decoder.transformer_layers"}
+EMBEDDING = "{}.embeddings.make_embedding.emb_luts.0.weight"
+POSITIONS = "{}.embeddings.make_embedding.pe.pe"
+SINUSOIDS = {
+    "SinusoidalInterleaved": ("paper", "interleaved"),
+    "SinusoidalConcat": ("tensor2tensor", "halves"),
+}
+MOST_POSITIONS = 5000
+# Linear maps that have biases or not, by version and options.
+ATTENTION = r".*_attn\.(linear_\w+|final_linear)"
+FEED_FORWARD = r".*\.feed_forward\.w_[12]"
+
+# Options that change what a model computes, and the values that our model has an equal for. The
+# first one is that of versions without the option.
+EXPECTED: dict[str, tuple[Any, ...]] = {
+    "model_task": ("seq2seq",),
+    "model_type": ("text",),
+    "encoder_type": ("transformer",),
+    "decoder_type": ("transformer",),
+    "self_attn_type": ("scaled-dot", "scaled-dot-flash"),
+    "max_relative_positions": (0,),
+    "relative_positions_buckets": (0,),
+    "sliding_window": (0,),
+    "copy_attn": (False,),
+    "generator_function": ("softmax",),
+    "pos_ffn_activation_fn": ("relu", "gelu"),
+    "layer_norm": ("standard",),
+    "parallel_residual": (False,),
+    "multiquery": (False,),
+    "num_experts": (0,),
+    "n_src_feats": (0,),
+    "lora_layers": ([],),
+    "lora_embedding": (False,),
+    "quant_layers": ([],),
+}
+# The defaults of `onmt_translate`, in which a checkpoint has no say.
+OLD_SEARCH = {"num_beams": 5, "length_penalty": 0.0, "max_new_tokens": 100}
+GENERATION: dict[int, dict[str, Any]] = {
+    1: OLD_SEARCH,
+    2: OLD_SEARCH,
+    3: {"num_beams": 5, "length_penalty": 1.0, "max_new_tokens": 250},
+}
+PAD, BOS, EOS = "<blank>", "<s>", "</s>"
+TEMPLATES = "$A", f"$A {EOS}"
+# Transforms of a text that no tokenizer computes, and that translation needs too.
+OUTSIDE = ("onmt_tokenize", "normalize", "prefix", "suffix", "docify", "inlinetags", "fuzzymatch")
+# What versions 1 and 2 keep around their vocabularies. Nothing in it is executed.
+INERT = ("torchtext.*", "onmt.*", "functools.partial", "collections.defaultdict")
+
+
+def recognizes(path: Path) -> bool:
+    """A checkpoint, or a folder with one."""
+    try:
+        strings, _ = contents(_checkpoint(path))
+    except FileNotFoundError:
+        return False
+    return {"vocab", "opt", "encoder_type"} <= strings
+
+
+def read(path: Path, options: ConversionOptions) -> Conversion:
+    """The model of a file, or of the last checkpoint in a folder.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint, or no file with its weights.
+        ValueError: The model is of another kind, or has tensors that nothing reads.
+    """
+    path = _checkpoint(path)
+    checkpoint = load_torch(path, allowed=[Namespace], inert=INERT)
+    opt, vocab = vars(checkpoint["opt"]), dict(checkpoint["vocab"])
+    _expect_understood(opt, path)
+    options = _with_codes(opt, options, path)
+    sides = [_tokens(vocab, side, path) for side in ("src", "tgt")]
+    token_ids = _token_ids(vocab, sides, path)
+    tensors = Tensors(_modern(_tensors(checkpoint, path)), path)
+    weights, tying = _matrices(tensors, *map(len, sides))
+    tokenizer, sizes = tokenizer_for(
+        [{token: number for number, token in enumerate(side)} for side in sides],
+        [_specials(side, template) for side, template in zip(sides, TEMPLATES, strict=True)],
+        options,
+        weights,
+    )
+    config = VanillaTransformerConfig(
+        **{**tying, **sizes}, **token_ids, **_options(opt, tensors), **_positions(opt, tensors)
+    )
+    weights |= take_layers(tensors, config, _their_name)
+    tensors.expect_all_taken()
+    if config.sinusoid_frequencies == "tensor2tensor":
+        interleave_halves(weights)
+    if config.position_encoding == "learned":
+        absent = torch.zeros(MOST_POSITIONS, config.d_model, dtype=weights[PROJECTION_BIAS].dtype)
+        for stack in STACKS:
+            weights[f"model.{stack}.embed_positions.weight"] = absent.clone()
+    version = 3 if "data_task" in vocab else 2 if "transforms" in opt else 1
+    origin = {"toolkit": "OpenNMT-py", "version": f"{version}.x", "notes": _notes(opt, options)}
+    return Conversion(config, weights, tokenizer, dict(GENERATION[version]), origin)
+
+
+# ---------------------------------------------------------------- Files
+
+
+def _checkpoint(path: Path) -> Path:
+    """The file, or the last checkpoint in a folder."""
+    if not path.is_dir():
+        return path
+    steps = {file: re.search(r"_step_(\d+)\.pt$", file.name) for file in path.glob("*.pt")}
+    if not steps:
+        raise FileNotFoundError(f"{path}: expected a checkpoint NAME_step_N.pt")
+    return max(steps, key=lambda file: int(match[1]) if (match := steps[file]) else -1)
+
+
+def _expect_understood(opt: Mapping[str, Any], path: Path) -> None:
+    for name, expected in EXPECTED.items():
+        value = opt.get(name, expected[0])
+        if value not in expected:
+            values = " or ".join(map(repr, expected))
+            raise ValueError(f"{path}: {name}={value!r}, expected {values}")
+    if opt.get("num_kv", 0) not in (0, opt["heads"]):
+        raise ValueError(f"{path}: num_kv={opt['num_kv']}, expected heads={opt['heads']}")
+
+
+def _tensors(checkpoint: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """All tensors, those of the projection as `generator.weight` and `generator.bias`."""
+    if "model" in checkpoint:
+        generator = {f"generator.{name}": each for name, each in checkpoint["generator"].items()}
+        return {**checkpoint["model"], **generator}
+    files = [file for file in path.parent.iterdir() if file.name.startswith(f"{path.stem}.")]
+    files = sorted(file for file in files if file.suffix == ".safetensors")
+    if not files:
+        raise FileNotFoundError(f"{path}: expected its weights in {path.stem}.safetensors")
+    try:
+        return {name: each for file in files for name, each in load_file(file).items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path.stem}.safetensors: expected a complete file ({error})") from error
+
+
+def _modern(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As version 3 names tensors, and zeros for the biases that a model may lack but ours has.
+
+    The layer norm before version 1 divides by the standard deviation of d_model - 1 degrees of
+    freedom, which its gain absorbs.
+    """
+    modern = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".a_2"):
+            tensor = tensor * math.sqrt((len(tensor) - 1) / len(tensor))
+        for old, new in OLD_NAMES.items():
+            name = re.sub(old, new, name)
+        modern[name] = tensor
+    for linear in (FEED_FORWARD, *([ATTENTION] if _has_bias(modern) else [])):
+        for name in [each for each in modern if re.fullmatch(rf"{linear}\.weight", each)]:
+            zeros = modern[name].new_zeros(len(modern[name]))
+            modern.setdefault(name.replace(".weight", ".bias"), zeros)
+    return modern
+
+
+def _has_bias(tensors: Iterable[str]) -> bool:
+    return any(re.fullmatch(rf"{ATTENTION}\.bias", name) for name in tensors)
+
+
+def _tokens(vocab: Mapping[str, Any], side: str, path: Path) -> list[str]:
+    """The vocabulary of a side. Since version 3 it is a list. Before, it is inside the objects that
+    read text."""
+    held = vocab.get(side)
+    while isinstance(held, Inert) or (isinstance(held, list) and isinstance(held[0], tuple)):
+        if isinstance(held, Inert):
+            inner = [held.state[name] for name in ("fields", "vocab", "itos") if name in held.state]
+            held = inner[0] if inner else None
+        elif len(held) > 1:
+            names = ", ".join(name for name, _ in held)
+            raise ValueError(f"{path}: vocabularies {names}, expected words without features")
+        else:
+            held = held[0][1]
+    if not isinstance(held, list) or not held or not all(isinstance(each, str) for each in held):
+        raise ValueError(f"{path}: vocab[{side!r}]: expected a list of tokens")
+    return held
+
+
+# ---------------------------------------------------------------- Model
+
+
+def _their_name(name: str) -> str:
+    for ours, theirs in NAMES.items():
+        name = re.sub(ours, theirs, name)
+    return name
+
+
+def _matrices(
+    tensors: Tensors, source: int, target: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Embeddings and projection, which have a row for each token."""
+    embedding = tensors.take(EMBEDDING.format("encoder"), source, None)
+    d_model = embedding.shape[1]
+    weights, tying = tie(
+        embedding,
+        tensors.take(EMBEDDING.format("decoder"), target, d_model),
+        tensors.take("generator.weight", target, d_model),
+    )
+    weights[PROJECTION_BIAS] = tensors.take("generator.bias", target)
+    return weights, {**tying, "d_model": d_model, "lm_head_bias": True}
+
+
+def _options(opt: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    dropout, attention_dropout = (
+        value[-1] if isinstance(value, list) else value  # one for each part of the training
+        for value in (opt["dropout"], opt.get("attention_dropout", opt["dropout"]))
+    )
+    fields = {
+        "norm_position": "pre",
+        "layer_norm_eps": opt.get("norm_eps", 1e-6),
+        "attention_bias": _has_bias(tensors),
+        "activation_function": opt.get("pos_ffn_activation_fn", "relu"),
+        "dropout": dropout,
+        "attention_dropout": attention_dropout,
+        "activation_dropout": dropout,
+        "label_smoothing": opt.get("label_smoothing", 0.0),
+    }
+    for stack, layers in LAYERS.items():
+        fields[f"{stack}_layers"] = tensors.count(rf"{layers}\.(\d+)\.")
+        fields[f"{stack}_attention_heads"] = opt["heads"]
+        fields[f"{stack}_ffn_dim"] = len(tensors.take(f"{layers}.0.feed_forward.w_1.weight"))
+    return fields
+
+
+def _positions(opt: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """Which sinusoids are stored. Without positions embeddings are not scaled either."""
+    tables = [name for name in map(POSITIONS.format, STACKS) if name in tensors]
+    if not tables and not opt.get("position_encoding"):
+        return {
+            "position_encoding": "learned",
+            "max_position_embeddings": MOST_POSITIONS,
+            "scale_embedding": False,
+        }
+    frequencies, _ = SINUSOIDS[opt.get("position_encoding_type", "SinusoidalInterleaved")]
+    for name in tables:
+        found = find_sinusoids(tensors.take(name, None, 1, None)[:64, 0])
+        if found is None or found not in SINUSOIDS.values():
+            raise ValueError(f"{tensors.place}: tensor {name!r} is no table of sinusoids")
+        frequencies, _ = found
+    return {"sinusoid_frequencies": frequencies}
+
+
+# ---------------------------------------------------------------- Text
+
+
+def _specials(tokens: Sequence[str], template: str) -> Specials:
+    """The source of versions 1 and 2 has neither `<s>` nor `</s>`."""
+    bos, eos = (token if token in tokens else None for token in (BOS, EOS))
+    return Specials(pad=PAD, bos=bos, eos=eos, template=template)
+
+
+def _token_ids(
+    vocab: Mapping[str, Any], sides: Sequence[list[str]], path: Path
+) -> dict[str, int | None]:
+    source, target = sides
+    start = vocab.get("decoder_start_token", BOS)
+    for token, tokens in ((PAD, source), (PAD, target), (EOS, target), (start, target)):
+        if token not in tokens:
+            raise ValueError(f"{path}: expected a token {token!r} in the vocabulary")
+    if source.index(PAD) != target.index(PAD):
+        ids = f"{source.index(PAD)} in the source and {target.index(PAD)} in the target"
+        raise ValueError(f"{path}: {PAD!r} has id {ids}, expected the same")
+    return {
+        "pad_token_id": target.index(PAD),
+        "bos_token_id": target.index(BOS) if BOS in target else None,
+        "eos_token_id": target.index(EOS),
+        "decoder_start_token_id": target.index(start),
+    }
+
+
+def _transforms(opt: Mapping[str, Any]) -> set[str]:
+    """Of all corpora; before version 2 there are none."""
+    corpora = opt["data"].values() if isinstance(opt.get("data"), dict) else []
+    return {name for where in (opt, *corpora) for name in where.get("transforms") or []}
+
+
+def _codes(opt: Mapping[str, Any], path: Path) -> list[Path]:
+    """The files of the transforms `bpe` and `sentencepiece`, source first."""
+    if not _transforms(opt) & {"bpe", "sentencepiece"}:
+        return []
+    source = opt.get("src_subword_model") or ""
+    names = source, opt.get("tgt_subword_model") or source
+    return [path.parent / Path(name).name for name in names]
+
+
+def _with_codes(
+    opt: Mapping[str, Any], options: ConversionOptions, path: Path
+) -> ConversionOptions:
+    """The options, with codes that were moved along with the checkpoint."""
+    codes = _codes(opt, path)
+    if options.source_codes or not codes or not all(file.is_file() for file in codes):
+        return options
+    return replace(options, source_codes=str(codes[0]), target_codes=str(codes[1]))
+
+
+def _notes(opt: Mapping[str, Any], options: ConversionOptions) -> str:
+    """What a text goes through before the tokenizer."""
+    outside = sorted(_transforms(opt) & {*OUTSIDE})
+    if not options.source_codes:
+        outside += sorted(_transforms(opt) & {"bpe", "sentencepiece"})
+    return f"text goes through OpenNMT-py's {', '.join(outside)} first" if outside else ""
