@@ -1,0 +1,349 @@
+"""Sockeye 3: a folder with `params.best` (a PyTorch state dict), `config`, `version` and a
+vocabulary of each side, `vocab.src.0.json` and `vocab.trg.0.json`.
+
+Source: Hieber et al. (2022), "Sockeye 3: Fast Neural Machine Translation with PyTorch",
+https://arxiv.org/abs/2207.05851, and https://github.com/awslabs/sockeye, versions 3.0 and 3.1.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .core import (
+    PROJECTION_BIAS,
+    Conversion,
+    ConversionOptions,
+    Tensors,
+    interleave_halves,
+    tie,
+)
+from .positions import find_sinusoids, learned_positions
+from .text import tokenizer_for
+from .unpickling import load_torch
+from .vocabularies import Specials, read_json
+
+NAME = "sockeye"
+STACKS = "encoder", "decoder"
+PARAMS, CONFIG, VERSION, ARGUMENTS = "params.best", "config", "version", "args.yaml"
+VOCABULARIES = "vocab.src.0.json", "vocab.trg.0.json"
+SPECIAL_IDS = {"<pad>": 0, "<unk>": 1, "<s>": 2, "</s>": 3}
+# An array of MXNet, in which Sockeye 1 and 2 save their parameters, starts with this number.
+MXNET_MAGIC = (0x112).to_bytes(8, "little")
+
+# Their names in a layer, and ours. Attention and its layer norms have one name per stack.
+ATTENTION = {
+    "encoder": {"self_attention": "self_attn"},
+    "decoder": {"autoregr_layer": "self_attn", "enc_attention": "encoder_attn"},
+}
+FEED_FORWARD = {"ff.ff1": "ffn.fc1", "ff.ff2": "ffn.fc2"}
+ACTIVATIONS = {"relu": "relu", "swish1": "silu", "gelu": "gelu"}
+# What a sub-layer does before and after it, without dropout: n normalises, r adds the input.
+NORM_POSITIONS = {("", "rn"): "post", ("n", "r"): "pre"}
+# Never part of a translation's probability: the predictor of lengths, and the selection of words.
+IGNORED = (r"length_ratio\..*", r"nvs\..*")
+REQUIRED = "model_size", "num_layers", "attention_heads", "feed_forward_num_hidden"
+# Options of a stack that change what it computes, and the only value that we know.
+PLAIN = {
+    "decoder_type": "transformer", "use_lhuc": False, "use_glu": False,
+    "block_prepended_cross_attention": False,
+}  # fmt: skip
+
+
+class _ConfigLoader(yaml.SafeLoader):
+    """YAML that keeps a Sockeye object as a mapping and a Python tuple as a list."""
+
+
+def _mapping(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> dict[Any, Any]:
+    if not isinstance(node, yaml.MappingNode):
+        raise yaml.constructor.ConstructorError(
+            None, None, f"!{tag} is no mapping", node.start_mark
+        )
+    return loader.construct_mapping(node, deep=True)
+
+
+def _sequence(loader: yaml.SafeLoader, node: yaml.Node) -> list[Any]:
+    if not isinstance(node, yaml.SequenceNode):
+        raise yaml.constructor.ConstructorError(None, None, "a tuple is none", node.start_mark)
+    return loader.construct_sequence(node, deep=True)
+
+
+_ConfigLoader.add_multi_constructor("!", _mapping)
+_ConfigLoader.add_constructor("tag:yaml.org,2002:python/tuple", _sequence)
+
+
+def recognizes(path: Path) -> bool:
+    """Whether it is a model folder of Sockeye, or the parameters in one."""
+    folder = path if path.is_dir() else path.parent
+    if path != folder and not path.name.startswith("params."):
+        return False
+    return (folder / CONFIG).is_file() and any((folder / name).is_file() for name in VOCABULARIES)
+
+
+def read(path: Path, options: ConversionOptions) -> Conversion:
+    """Read a model folder, or `params.NNNNN` in one; see `vanilla_transformer.conversion`."""
+    folder, params = (path, path / PARAMS) if path.is_dir() else (path.parent, path)
+    described = read_config(folder / CONFIG)
+    expect_plain(described, folder / CONFIG)
+    tensors = read_params(params)
+    weights, tied = _embeddings(tensors, described)
+    for stack in STACKS:
+        weights |= _layers(tensors, described[f"config_{stack}"], stack)
+    positions, position_fields = _positions(tensors, described)
+    tensors.expect_all_taken(IGNORED)
+    weights |= positions
+    if not positions:
+        interleave_halves(weights)
+    files = options.source_vocabulary, options.target_vocabulary
+    vocabularies = [
+        read_vocabulary(Path(given or folder / name), described[f"vocab_{side}_size"])
+        for given, name, side in zip(files, VOCABULARIES, ("source", "target"), strict=True)
+    ]
+    tokenizer, vocabulary_fields = tokenizer_for(vocabularies, [Specials()] * 2, options, weights)
+    arguments = _load_yaml(folder / ARGUMENTS) if (folder / ARGUMENTS).is_file() else {}
+    config = VanillaTransformerConfig(
+        **_sizes(described), **tied, **vocabulary_fields, **position_fields,
+        **_rates(described, arguments),
+        pad_token_id=0, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2,
+    )  # fmt: skip
+    version = folder / VERSION
+    return Conversion(
+        config=config,
+        weights=weights,
+        tokenizer=tokenizer,
+        generation={"num_beams": 5, "length_penalty": 1.0, "early_stopping": "never"},
+        origin={
+            "toolkit": "Sockeye",
+            "version": version.read_text().strip() if version.is_file() else "3",
+            "notes": "Text is split at white space: apply the tokenisation that the model was "
+            "trained with before, and undo it afterwards.",
+        },
+    )
+
+
+# ---------------------------------------------------------------- Configuration
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Sockeye's `config`, whose objects become mappings. No object is made.
+
+    Raises:
+        ValueError: It is no YAML, or not that of a model.
+    """
+    config = _load_yaml(path)
+    for name in ("vocab_source_size", "vocab_target_size"):
+        if not isinstance(config.get(name), int):
+            raise ValueError(f"{path}: {name}={config.get(name)!r}: expected a number")
+    for stack in ("config_encoder", "config_decoder"):
+        if not isinstance(config.get(stack), dict):
+            raise ValueError(f"{path}: expected {stack}, of a Transformer of Sockeye 3")
+        for name in REQUIRED:
+            if not isinstance(config[stack].get(name), int):
+                value = config[stack].get(name)
+                raise ValueError(f"{path}: {name}={value!r} in {stack}: expected a number")
+        width, heads = config[stack]["model_size"], config[stack]["attention_heads"]
+        if heads < 1 or width % heads:
+            raise ValueError(f"{path}: attention_heads={heads}: expected a divisor of {width}")
+    return config
+
+
+def _load_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _ConfigLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected the YAML of a Sockeye model ({error})") from error
+    return content if isinstance(content, dict) else {}
+
+
+def expect_plain(config: dict[str, Any], path: Path) -> None:
+    """Refuse what the model does not have, by name.
+
+    Raises:
+        ValueError: An option has a value that changes what the model computes.
+    """
+    if config.get("lhuc"):
+        raise ValueError(f"{path}: lhuc={config['lhuc']}: expected false")
+    if config.get("dtype") == "int8":
+        raise ValueError(f"{path}: dtype=int8: expected the parameters before quantisation")
+    for side in ("source", "target"):
+        factors = config.get(f"config_embed_{side}", {}).get("num_factors", 1)
+        if factors != 1:
+            raise ValueError(f"{path}: num_factors={factors} of the {side}: expected 1")
+    for stack in ("config_encoder", "config_decoder"):
+        for name, plain in PLAIN.items():
+            value = config[stack].get(name, plain)
+            if value != plain:
+                raise ValueError(f"{path}: {name}={value!r} in {stack}: expected {plain!r}")
+        activation = config[stack].get("act_type")
+        if activation not in ACTIVATIONS:
+            expected = ", ".join(ACTIVATIONS)
+            raise ValueError(f"{path}: act_type={activation!r}: expected one of {expected}")
+        _norm_position(config[stack], path)
+    for name in ("model_size", "act_type", "positional_embedding_type", "preprocess_sequence"):
+        values = [config[stack].get(name) for stack in ("config_encoder", "config_decoder")]
+        if values[0] != values[1]:
+            raise ValueError(
+                f"{path}: {name}={values[0]!r} in the encoder and {values[1]!r} in the decoder: "
+                "expected the same"
+            )
+
+
+def _norm_position(stack: dict[str, Any], path: Path | str = CONFIG) -> str:
+    sequences = stack.get("preprocess_sequence", ""), stack.get("postprocess_sequence", "")
+    position = NORM_POSITIONS.get(tuple(sequence.replace("d", "") for sequence in sequences))
+    if position is None:
+        raise ValueError(
+            f"{path}: preprocess_sequence={sequences[0]!r}, postprocess_sequence={sequences[1]!r}: "
+            "expected '' and 'drn', or 'n' and 'dr'"
+        )
+    return position
+
+
+def _sizes(config: dict[str, Any]) -> dict[str, Any]:
+    encoder, decoder = config["config_encoder"], config["config_decoder"]
+    return {
+        "d_model": encoder["model_size"],
+        "norm_position": _norm_position(encoder),
+        "activation_function": ACTIVATIONS[encoder["act_type"]],
+        "encoder_layers": encoder["num_layers"],
+        "decoder_layers": decoder["num_layers"],
+        "encoder_attention_heads": encoder["attention_heads"],
+        "decoder_attention_heads": decoder["attention_heads"],
+        "encoder_ffn_dim": encoder["feed_forward_num_hidden"],
+        "decoder_ffn_dim": decoder["feed_forward_num_hidden"],
+        "layer_norm_eps": 1e-6,
+    }
+
+
+def _rates(config: dict[str, Any], arguments: dict[str, Any]) -> dict[str, float]:
+    encoder = config["config_encoder"]
+    return {
+        "dropout": encoder.get("dropout_prepost", 0.1),
+        "attention_dropout": encoder.get("dropout_attention", 0.0),
+        "activation_dropout": encoder.get("dropout_act", 0.0),
+        "label_smoothing": arguments.get("label_smoothing", 0.1),
+    }
+
+
+# ---------------------------------------------------------------- Parameters
+
+
+def read_params(path: Path) -> Tensors:
+    """The state dict.
+
+    Raises:
+        FileNotFoundError: It is missing.
+        ValueError: It is MXNet's, quantised or damaged.
+    """
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(MXNET_MAGIC)) == MXNET_MAGIC:
+                raise ValueError(
+                    f"{path} holds MXNet arrays, of Sockeye 1 or 2: expected a PyTorch state dict, "
+                    "which Sockeye 3.0 makes of them"
+                )
+    state = load_torch(path)
+    if not isinstance(state, dict) or not all(isinstance(each, Tensor) for each in state.values()):
+        raise ValueError(f"{path}: expected a state dict of Sockeye 3")
+    for name, tensor in state.items():
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{path}: {name} is {tensor.dtype}: expected the parameters before quantisation"
+            )
+    return Tensors(state, path)
+
+
+def _embeddings(
+    tensors: Tensors, config: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    d_model = config["config_encoder"]["model_size"]
+    source, target = config["vocab_source_size"], config["vocab_target_size"]
+    weights, fields = tie(
+        tensors.take("embedding_source.embedding.weight", source, d_model),
+        tensors.take("embedding_target.embedding.weight", target, d_model),
+        tensors.take("output_layer.weight", target, d_model),
+    )
+    weights[PROJECTION_BIAS] = tensors.take("output_layer.bias", target)
+    return weights, {"tie_word_embeddings": fields["tie_word_embeddings"]}
+
+
+def _layers(tensors: Tensors, config: dict[str, Any], stack: str) -> dict[str, Tensor]:
+    """The layers of a stack, and the layer norm behind them, under our names."""
+    d, d_ff, when = config["model_size"], config["feed_forward_num_hidden"], _norm_position(config)
+    norms = {**ATTENTION[stack], "ff": "ffn"}
+    weights: dict[str, Tensor] = {}
+    for layer in range(config["num_layers"]):
+        theirs, ours = f"{stack}.layers.{layer}.", f"model.{stack}.layers.{layer}."
+        for name, our_name in ATTENTION[stack].items():
+            weights |= _attention(
+                tensors, theirs + name, ours + our_name, d, config["attention_heads"]
+            )
+        for name, our_name in FEED_FORWARD.items():
+            shape = (d_ff, d) if our_name == "ffn.fc1" else (d, d_ff)
+            weights[f"{ours}{our_name}.weight"] = tensors.take(f"{theirs}{name}.weight", *shape)
+            weights[f"{ours}{our_name}.bias"] = tensors.take(f"{theirs}{name}.bias", shape[0])
+        for name, our_name in norms.items():
+            for part in ("weight", "bias"):
+                norm = tensors.take(f"{theirs}{when}_{name}.layer_norm.{part}", d)
+                weights[f"{ours}{our_name}_layer_norm.{part}"] = norm
+    if when == "pre":
+        for part in ("weight", "bias"):
+            norm = tensors.take(f"{stack}.final_process.layer_norm.{part}", d)
+            weights[f"model.{stack}.layer_norm.{part}"] = norm
+    return weights
+
+
+def _attention(tensors: Tensors, theirs: str, ours: str, d: int, heads: int) -> dict[str, Tensor]:
+    """Queries, keys, values and output. Keys and values take turns, head by head."""
+    if f"{theirs}.ff_in.weight" in tensors:
+        q, kv = tensors.take(f"{theirs}.ff_in.weight", 3 * d, d).split([d, 2 * d])
+    else:
+        q = tensors.take(f"{theirs}.ff_q.weight", d, d)
+        kv = tensors.take(f"{theirs}.ff_kv.weight", 2 * d, d)
+    k, v = kv.reshape(heads, 2, d // heads, d).unbind(1)
+    return {
+        f"{ours}.q_proj.weight": q,
+        f"{ours}.k_proj.weight": k.reshape(d, d),
+        f"{ours}.v_proj.weight": v.reshape(d, d),
+        f"{ours}.out_proj.weight": tensors.take(f"{theirs}.ff_out.weight", d, d),
+    }
+
+
+def _positions(
+    tensors: Tensors, config: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Learned positions, or none where they are sinusoids. Past the end of a learned table, Sockeye
+    repeats its last row."""
+    d, kind = (config["config_encoder"].get(n) for n in ("model_size", "positional_embedding_type"))
+    tables = [tensors.take(f"{stack}.pos_embedding.weight", None, d) for stack in STACKS]
+    if kind == "learned":
+        return learned_positions(*tables)
+    if kind != "fixed":
+        raise ValueError(f"positional_embedding_type={kind!r}: expected 'fixed' or 'learned'")
+    for stack, table in zip(STACKS, tables, strict=True):
+        if find_sinusoids(table) != ("paper", "halves"):
+            raise ValueError(f"{stack}.pos_embedding.weight: expected the sinusoids of Sockeye")
+    return {}, {}
+
+
+# ---------------------------------------------------------------- Vocabularies
+
+
+def read_vocabulary(path: Path, size: int) -> dict[str, int]:
+    """Tokens and their ids.
+
+    Raises:
+        FileNotFoundError: It is missing.
+        ValueError: It does not fit the model, or lacks a special token.
+    """
+    vocabulary = read_json(path)
+    if sorted(vocabulary.values()) != list(range(size)):
+        raise ValueError(
+            f"{path} has {len(vocabulary)} tokens: expected the ids 0 to {size - 1} of the model"
+        )
+    for token, token_id in SPECIAL_IDS.items():
+        if vocabulary.get(token) != token_id:
+            raise ValueError(f"{path}: {token} is {vocabulary.get(token)}: expected {token_id}")
+    return vocabulary

@@ -1,0 +1,214 @@
+"""TensorFlow's V2 checkpoints ("tensor bundles"), read without TensorFlow.
+
+A checkpoint `model.ckpt-N` is an index, a LevelDB table from a tensor's name to a protocol buffer
+with its dtype, shape and place, and the tensors' bytes in `model.ckpt-N.data-0000s-of-0000n`.
+
+Sources: tensorflow/core/protobuf/tensor_bundle.proto, tensorflow/core/util/tensor_bundle, and the
+table format of LevelDB, https://github.com/google/leveldb/blob/main/doc/table_format.md
+"""
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
+FOOTER_SIZE, TRAILER_SIZE = 48, 5
+# DataType in tensorflow/core/framework/types.proto
+DTYPES = {
+    1: torch.float32, 2: torch.float64, 3: torch.int32, 4: torch.uint8, 5: torch.int16,
+    6: torch.int8, 9: torch.int64, 10: torch.bool, 14: torch.bfloat16, 19: torch.float16,
+}  # fmt: skip
+MOST_DIMENSIONS = 254
+
+
+def is_index(path: Path) -> bool:
+    """Whether the file ends as the index of a TensorFlow checkpoint does."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(size - len(MAGIC), 0))
+        return size >= FOOTER_SIZE and file.read() == MAGIC
+
+
+class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint by name. Each is mapped from its file and read when it is used.
+
+    Args:
+        prefix: Path of the checkpoint without `.index`, such as `folder/model.ckpt-250000`.
+
+    Raises:
+        FileNotFoundError: A file of the checkpoint is missing.
+        ValueError: A file is truncated or damaged, or holds what this reader does not know. Sizes
+            are checked for all tensors, checksums for the index alone.
+    """
+
+    def __init__(self, prefix: Path):
+        self.prefix, self.index = prefix, prefix.with_name(f"{prefix.name}.index")
+        entries = dict(_read_table(self.index))
+        if b"" not in entries:
+            raise ValueError(f"{self.index}: expected the header of a TensorFlow checkpoint")
+        header = dict(_fields(entries.pop(b""), self.index))
+        if header.get(2, 0) != 0:
+            raise ValueError(f"{self.index} is big-endian: expected little-endian")
+        self.shards = [self._shard(shard, header.get(1, 0)) for shard in range(header.get(1, 0))]
+        self.entries = {
+            name.decode(errors="replace"): self._entry(name, entry)
+            for name, entry in entries.items()
+        }
+
+    def _shard(self, shard: int, shards: int) -> Path:
+        path = self.prefix.with_name(f"{self.prefix.name}.data-{shard:05}-of-{shards:05}")
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: expected it beside {self.index.name}")
+        return path
+
+    def _entry(self, name: bytes, entry: bytes) -> dict[str, Any]:
+        """What is known of a tensor, checked against the files."""
+        fields: dict[int, Any] = {4: 0, 5: 0, 3: 0}
+        shape: list[int] = []
+        for field, value in _fields(entry, self.index):
+            if field == 2:
+                dimensions = [v for f, v in _fields(value, self.index) if f == 2]
+                shape = [dict(_fields(d, self.index)).get(1, 0) for d in dimensions]
+            fields[field] = value
+        shard, offset, size = fields[3], fields[4], fields[5]
+        dtype, where = (
+            DTYPES.get(fields.get(1, 0)),
+            f"{self.index}: {name.decode(errors='replace')}",
+        )
+        if 7 in fields:
+            raise ValueError(f"{where} is saved in slices: expected a whole tensor")
+        if len(shape) > MOST_DIMENSIONS or shard >= len(self.shards):
+            raise ValueError(f"{where}, shape={shape}, shard={shard}: the file is damaged")
+        if dtype is not None and math.prod(shape) * dtype.itemsize != size:
+            raise ValueError(f"{where}, shape={shape}, {dtype}: expected {size} bytes")
+        found = self.shards[shard].stat().st_size
+        if offset + size > found:
+            raise ValueError(
+                f"{self.shards[shard]} is truncated: expected at least {offset + size} bytes for "
+                f"{name.decode(errors='replace')}, found {found}"
+            )
+        return {"dtype": dtype, "shape": shape, "shard": shard, "offset": offset, "size": size}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        return tuple(self.entries[name]["shape"])
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        entry = self.entries[name]
+        if entry["dtype"] is None:
+            raise ValueError(f"{self.index}: {name} holds no numbers: expected a tensor of numbers")
+        if not entry["size"]:
+            return torch.empty(entry["shape"], dtype=entry["dtype"])
+        # Mapped copy-on-write: torch wants memory that may be written.
+        place = {"offset": entry["offset"], "shape": (entry["size"],)}
+        raw = np.memmap(self.shards[entry["shard"]], np.uint8, "c", **place)
+        return torch.from_numpy(raw).view(entry["dtype"]).reshape(entry["shape"])
+
+
+def _read_table(path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Keys and values of a LevelDB table."""
+    table = path.read_bytes()
+    if len(table) < FOOTER_SIZE or not table.endswith(MAGIC):
+        raise ValueError(
+            f"{path} is truncated or no index of a TensorFlow checkpoint: expected it to end in "
+            f"{MAGIC.hex()}"
+        )
+    footer = table[-FOOTER_SIZE:]
+    _, position = _handle(footer, 0, path)  # the meta-index, empty in checkpoints
+    index, _ = _handle(footer, position, path)
+    for _, handle in _read_block(table, *index, path):
+        yield from _read_block(table, *_handle(handle, 0, path)[0], path)
+
+
+def _handle(data: bytes, position: int, path: Path) -> tuple[tuple[int, int], int]:
+    """Offset and size of a block, and the position behind them."""
+    offset, position = _varint(data, position, path)
+    size, position = _varint(data, position, path)
+    return (offset, size), position
+
+
+def _read_block(table: bytes, offset: int, size: int, path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Keys and values of a block. A key shares a prefix with the one before it; after the entries
+    comes a list of places to start from, with its length in the last four bytes."""
+    block, trailer = table[offset : offset + size], table[offset + size :][:TRAILER_SIZE]
+    if len(trailer) < TRAILER_SIZE or size < 4:
+        raise ValueError(f"{path} is truncated: expected a block of {size} bytes at {offset}")
+    kind, checksum = struct.unpack("<BI", trailer)
+    if kind != 0:
+        raise ValueError(f"{path}: a block is compressed ({kind}): expected none to be")
+    if _masked_crc32c(block + trailer[:1]) != checksum:
+        raise ValueError(f"{path} is damaged: the checksum of its block at {offset} is wrong")
+    end = size - 4 * (struct.unpack("<I", block[-4:])[0] + 1)
+    position, key = 0, b""
+    while position < end:
+        shared, position = _varint(block, position, path)
+        own, position = _varint(block, position, path)
+        length, position = _varint(block, position, path)
+        key = key[:shared] + block[position : position + own]
+        position += own
+        yield key, block[position : position + length]
+        position += length
+
+
+def _fields(message: bytes, path: Path) -> Iterator[tuple[int, Any]]:
+    """Numbers and values of a protocol buffer's fields."""
+    position = 0
+    while position < len(message):
+        tag, position = _varint(message, position, path)
+        kind = tag & 7
+        if kind == 0:
+            value, position = _varint(message, position, path)
+            yield tag >> 3, value
+            continue
+        if kind not in (1, 2, 5):
+            raise ValueError(f"{path} is damaged: no protocol buffer has a field of type {kind}")
+        size = {1: 8, 5: 4}.get(kind)
+        if size is None:
+            size, position = _varint(message, position, path)
+        yield tag >> 3, message[position : position + size]
+        position += size
+
+
+def _varint(data: bytes, position: int, path: Path) -> tuple[int, int]:
+    """An integer in groups of seven bits, and the position behind it."""
+    value = 0
+    for shift in range(0, 64, 7):
+        if position >= len(data):
+            raise ValueError(f"{path} is damaged: an integer goes past its end")
+        byte, position = data[position], position + 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise ValueError(f"{path} is damaged: an integer has more than 64 bits")
+
+
+def _crc32c_table() -> list[int]:
+    table = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+        table.append(byte)
+    return table
+
+
+_CRC32C = _crc32c_table()
+
+
+def _masked_crc32c(data: bytes) -> int:
+    """CRC-32C (Castagnoli), rotated and shifted as LevelDB stores it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _CRC32C[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -1,0 +1,500 @@
+"""State dicts of `torch.nn.Transformer` and of The Annotated Transformer.
+
+A state dict has names and tensors, but no configuration. What it does not say comes from the
+options, or from the table of `--names`, a YAML file with any of the keys of `Table`.
+
+Sources: https://docs.pytorch.org/docs/stable/generated/torch.nn.Transformer.html, PyTorch's
+tutorial "Language Translation with nn.Transformer and torchtext", and
+https://nlp.seas.harvard.edu/annotated-transformer
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .core import (
+    PROJECTION_BIAS,
+    SIDES,
+    Conversion,
+    ConversionOptions,
+    Tensors,
+    interleave_halves,
+    split_fused,
+    tie,
+)
+from .positions import find_sinusoids, learned_positions
+from .text import tokenizer_for
+from .unpickling import load_torch
+from .vocabularies import Specials, read_json, read_lines
+
+NAME = "torch_nn"
+STACKS = "encoder", "decoder"
+VOCABULARIES = "vocab.src.txt", "vocab.tgt.txt"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+# Where a training script keeps the state dict, and what wrappers put in front of its names.
+STATE_DICTS = ("model_state_dict", "state_dict", "model", "model_state", "net")
+WRAPPERS = ("module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the names within the layers don't say. A user's YAML file replaces any of these.
+
+    Attributes:
+        heads: Attention heads of both stacks.
+        norm_first: Pre-norm (true) or post-norm.
+        activation: Name in transformers' `ACT2FN`.
+        layer_norm_eps: Of all layer norms.
+        scale_embedding: Whether embeddings are multiplied by sqrt(d_model).
+        source_embedding, target_embedding: Names of the tensors (vocabulary, d_model).
+        projection, projection_bias: Before the softmax. No bias: a name that is not there.
+        source_positions, target_positions: Tables of positions, if they are in the file. Without
+            them, positions are the paper's sinusoids.
+        pad, unk, bos, eos: Special tokens in the vocabularies.
+        bos_before_source, eos_after_source: Whether a source has these tokens.
+        ignored: Regular expressions for names of tensors that a translation does not need.
+    """
+
+    heads: int | None = None
+    norm_first: bool = False
+    activation: str = "relu"
+    layer_norm_eps: float = 1e-5
+    scale_embedding: bool = True
+    source_embedding: str = "src_tok_emb.embedding.weight"
+    target_embedding: str = "tgt_tok_emb.embedding.weight"
+    projection: str = "generator.weight"
+    projection_bias: str | None = "generator.bias"
+    source_positions: str | None = "positional_encoding.pos_embedding"
+    target_positions: str | None = "positional_encoding.pos_embedding"
+    pad: str = "<pad>"
+    unk: str = "<unk>"
+    bos: str = "<bos>"
+    eos: str = "<eos>"
+    bos_before_source: bool = True
+    eos_after_source: bool = True
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names within a layer.
+
+    Attributes:
+        toolkit: For the model card.
+        attention: Attention of the encoder's layers and the decoder's, and ours.
+        feed_forward: The same for the two linear layers.
+        norms: The same for layer norms, per stack.
+        norm_parts: What a layer norm calls its weight and its bias.
+        first: Names of the first tensors of self-attention and of attention to the source.
+        table: What is true for this layout if nobody says otherwise.
+    """
+
+    toolkit: str
+    attention: Mapping[str, str]
+    feed_forward: Mapping[str, str]
+    norms: Mapping[str, Mapping[str, str]]
+    norm_parts: tuple[str, str]
+    first: tuple[str, str]
+    table: Table
+
+
+TORCH = Layout(
+    toolkit="torch.nn.Transformer",
+    attention={"self_attn": "self_attn", "multihead_attn": "encoder_attn"},
+    feed_forward={"linear1": "ffn.fc1", "linear2": "ffn.fc2"},
+    norms={
+        "encoder": {"norm1": "self_attn_layer_norm", "norm2": "ffn_layer_norm"},
+        "decoder": {
+            "norm1": "self_attn_layer_norm",
+            "norm2": "encoder_attn_layer_norm",
+            "norm3": "ffn_layer_norm",
+        },
+    },
+    norm_parts=("weight", "bias"),
+    first=("layers.0.self_attn.in_proj_weight", "layers.0.multihead_attn.in_proj_weight"),
+    table=Table(),
+)
+ANNOTATED = Layout(
+    toolkit="The Annotated Transformer",
+    attention={"self_attn": "self_attn", "src_attn": "encoder_attn"},
+    feed_forward={"feed_forward.w_1": "ffn.fc1", "feed_forward.w_2": "ffn.fc2"},
+    norms={
+        "encoder": {
+            "sublayer.0.norm": "self_attn_layer_norm",
+            "sublayer.1.norm": "ffn_layer_norm",
+        },
+        "decoder": {
+            "sublayer.0.norm": "self_attn_layer_norm",
+            "sublayer.1.norm": "encoder_attn_layer_norm",
+            "sublayer.2.norm": "ffn_layer_norm",
+        },
+    },
+    norm_parts=("a_2", "b_2"),
+    first=("layers.0.self_attn.linears.0.weight", "layers.0.src_attn.linears.0.weight"),
+    table=Table(
+        norm_first=True,
+        layer_norm_eps=1e-6,
+        source_embedding="src_embed.0.lut.weight",
+        target_embedding="tgt_embed.0.lut.weight",
+        projection="generator.proj.weight",
+        projection_bias="generator.proj.bias",
+        source_positions="src_embed.1.pe",
+        target_positions="tgt_embed.1.pe",
+        pad="<blank>",
+        bos="<s>",
+        eos="</s>",
+    ),
+)
+
+
+def recognizes(path: Path) -> bool:
+    """Whether it is a state dict with the names of one of the two, or a folder with one."""
+    try:
+        return _layout(read_state_dict(find_file(path))) is not None
+    except (ValueError, OSError):
+        return False
+
+
+def read(path: Path, options: ConversionOptions) -> Conversion:
+    """Read a state dict; see `vanilla_transformer.conversion`."""
+    file = find_file(path)
+    tensors = read_state_dict(file)
+    layout = _layout(tensors)
+    if layout is None:
+        raise ValueError(
+            f"{file}: expected a state dict of torch.nn.Transformer or The Annotated Transformer, "
+            f"with a tensor that ends in {TORCH.first[0]} or {ANNOTATED.first[0]}"
+        )
+    prefixes = _prefixes(tensors, layout)
+    table = read_table(layout, options, prefixes["encoder"])
+    weights, sizes = _embeddings(tensors, table)
+    d_model = sizes["d_model"]
+    if table.heads is None or table.heads < 1 or d_model % table.heads:
+        raise ValueError(
+            f"heads={table.heads}: a state dict does not say how many attention heads there are; "
+            f"expected --heads, a divisor of d_model={d_model}"
+        )
+    bias = any(name.endswith("bias") for name in tensors if name.startswith(prefixes["encoder"]))
+    bias |= layout is ANNOTATED
+    final = []
+    for stack in STACKS:
+        reader = _Stack(tensors, layout, stack, prefixes[stack], d_model, bias)
+        weights |= reader.layers()
+        sizes |= reader.sizes
+        final += [stack] if reader.has_final_norm else []
+    positions, position_fields = _positions(tensors, table, d_model)
+    weights |= positions
+    tensors.expect_all_taken(table.ignored)
+    if position_fields.pop("layout", None) == "halves":
+        interleave_halves(weights)
+    vocabularies = _vocabularies(file.parent, options, table)
+    specials = _specials(table)
+    tokenizer, vocabulary_sizes = tokenizer_for(vocabularies, specials, options, weights)
+    if table.activation not in ACT2FN:
+        expected = ", ".join(sorted(ACT2FN))
+        raise ValueError(f"activation={table.activation!r}: expected one of {expected}")
+    config = VanillaTransformerConfig(
+        **{**sizes, **vocabulary_sizes}, **position_fields, **_token_ids(vocabularies, table),
+        encoder_attention_heads=table.heads, decoder_attention_heads=table.heads,
+        attention_bias=bias, activation_function=table.activation,
+        norm_position="pre" if table.norm_first else "post",
+        final_layer_norm={0: "none", 2: "both"}.get(len(final), "".join(final)),
+        layer_norm_eps=table.layer_norm_eps, scale_embedding=table.scale_embedding,
+    )  # fmt: skip
+    return Conversion(
+        config=config,
+        weights=weights,
+        tokenizer=tokenizer,
+        origin={"toolkit": layout.toolkit, "notes": _notes(table)},
+    )
+
+
+def _notes(table: Table) -> str:
+    said = ("heads", "norm_first", "activation", "layer_norm_eps", "scale_embedding")
+    values = ", ".join(f"{name} {getattr(table, name)}" for name in said)
+    return f"The state dict does not say, and the conversion assumed: {values}."
+
+
+# ---------------------------------------------------------------- Files
+
+
+def find_file(path: Path) -> Path:
+    """The file itself, or the only one in a folder that may hold a state dict.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: There are several.
+    """
+    if not path.is_dir():
+        return path
+    found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    if not found:
+        raise FileNotFoundError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}")
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ValueError(f"{path} holds {names}: expected one state dict, so name the file")
+    return found[0]
+
+
+def read_state_dict(path: Path) -> Tensors:
+    """The tensors, by the names of the model that was saved.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It holds no state dict, or is damaged.
+    """
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            state: Any = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    else:
+        state = load_torch(path)
+    for name in STATE_DICTS:
+        if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
+            state = state[name]
+    if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise ValueError(f"{path}: expected a state dict, names and tensors")
+    for wrapper in WRAPPERS:
+        if state and all(name.startswith(wrapper) for name in state):
+            state = {name.removeprefix(wrapper): tensor for name, tensor in state.items()}
+    return Tensors(state, path)
+
+
+def _layout(tensors: Tensors) -> Layout | None:
+    for layout in (TORCH, ANNOTATED):
+        if any(name.endswith(layout.first[0]) for name in tensors):
+            return layout
+    return None
+
+
+def _prefixes(tensors: Tensors, layout: Layout) -> dict[str, str]:
+    """What stands before `layers.N` in each stack: the decoder's layers attend to a source."""
+    own, cross = layout.first
+    decoders = [name.removesuffix(cross) for name in tensors if name.endswith(cross)]
+    stacks = [name.removesuffix(own) for name in tensors if name.endswith(own)]
+    encoders = [stack for stack in stacks if stack not in decoders]
+    if len(encoders) != 1 or len(decoders) != 1:
+        raise ValueError(
+            f"{tensors.place}: found {len(encoders)} encoders and {len(decoders)} decoders that "
+            f"attend to a source ({', '.join(sorted(stacks))}): expected one of each, as a "
+            "language model is no translation model"
+        )
+    return {"encoder": encoders[0], "decoder": decoders[0]}
+
+
+def read_table(layout: Layout, options: ConversionOptions, encoder: str) -> Table:
+    """The layout's table, completed by the file `options.names`, and both by the options.
+
+    Args:
+        layout: Names within layers.
+        options: What the user says.
+        encoder: What stands before the encoder's layers: "transformer.encoder.", or "" and more if
+            the model is part of another.
+
+    Raises:
+        ValueError: The file is no YAML, or has a key or a type that is not known.
+    """
+    outer = encoder.removesuffix("encoder.").removesuffix("transformer.")
+    tensors = [each.name for each in fields(Table) if "." in str(each.default)]
+    outer_names = [name for name in tensors if isinstance(getattr(layout.table, name), str)]
+    table = replace(layout.table, **{n: outer + getattr(layout.table, n) for n in outer_names})
+    given: dict[str, Any] = {}
+    if options.names is not None:
+        given = _read_names(Path(options.names))
+    for name in ("heads", "norm_first", "activation", "layer_norm_eps"):
+        if getattr(options, name) is not None:
+            given[name] = getattr(options, name)
+    return replace(table, **given)
+
+
+def _read_names(path: Path) -> dict[str, Any]:
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected YAML ({error})") from error
+    kinds = {each.name: each.type for each in fields(Table)}
+    if not isinstance(given, dict) or not given.keys() <= kinds.keys():
+        unknown = ", ".join(map(str, given)) if isinstance(given, dict) else type(given).__name__
+        raise ValueError(f"{path}: {unknown}: expected keys among {', '.join(kinds)}")
+    for name, value in given.items():
+        if name == "ignored" and isinstance(value, list):
+            given[name] = value = tuple(value)
+        if name == "layer_norm_eps" and isinstance(value, str | int):
+            given[name] = value = float(value)  # YAML reads 1e-5, without a point, as text
+        kind: Any = tuple if name == "ignored" else kinds[name]
+        if not isinstance(value, kind):
+            raise ValueError(f"{path}: {name}={value!r}: expected {kinds[name]}")
+    return given
+
+
+# ---------------------------------------------------------------- Vocabularies
+
+
+def _vocabularies(folder: Path, options: ConversionOptions, table: Table) -> list[dict[str, int]]:
+    """The lists of tokens: neither toolkit saves them in a form that can be read."""
+    source, target = (folder / name for name in VOCABULARIES)
+    source = Path(options.source_vocabulary or source)
+    if options.target_vocabulary or not target.is_file():
+        target = Path(options.target_vocabulary or options.source_vocabulary or target)
+    vocabularies = []
+    for side, path in zip(SIDES, (source, target), strict=True):
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path}: a state dict holds no vocabulary, expected --{side}_vocabulary, a file "
+                "with a token a line in the order of ids, or a JSON object of ids by token"
+            )
+        vocabulary = read_json(path) if path.suffix == ".json" else read_lines(path)
+        for kind in ("pad", "unk", "bos", "eos"):
+            token = getattr(table, kind)
+            if token not in vocabulary:
+                raise ValueError(
+                    f"{path}: there is no {token!r}: expected the {kind} token, whose name can be "
+                    "given in --names"
+                )
+        vocabularies.append(vocabulary)
+    return vocabularies
+
+
+def _specials(table: Table) -> list[Specials]:
+    before = f"{table.bos} " if table.bos_before_source else ""
+    after = f" {table.eos}" if table.eos_after_source else ""
+    return [
+        Specials(table.pad, table.bos, table.eos, table.unk, template)
+        for template in (f"{before}$A{after}", f"$A {table.eos}")
+    ]
+
+
+def _token_ids(vocabularies: list[dict[str, int]], table: Table) -> dict[str, int]:
+    """The ids of the target's special tokens."""
+    target = vocabularies[1]
+    return {
+        "pad_token_id": target[table.pad],
+        "bos_token_id": target[table.bos],
+        "eos_token_id": target[table.eos],
+        "decoder_start_token_id": target[table.bos],
+    }
+
+
+# ---------------------------------------------------------------- Tensors
+
+
+def _embeddings(tensors: Tensors, table: Table) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    projection = tensors.take(table.projection, None, None)
+    size, d_model = projection.shape
+    source = tensors.take(table.source_embedding, None, d_model)
+    weights, sizes = tie(source, tensors.take(table.target_embedding, size, d_model), projection)
+    bias = table.projection_bias
+    has_bias = bias is not None and bias in tensors
+    if has_bias:
+        weights[PROJECTION_BIAS] = tensors.take(str(bias), size)
+    sizes |= {"d_model": d_model, "lm_head_bias": has_bias}
+    return weights, sizes
+
+
+def _positions(
+    tensors: Tensors, table: Table, d_model: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Learned positions, or what kind of sinusoids they are."""
+    found = []
+    for name in (table.source_positions, table.target_positions):
+        if name is not None and name in tensors:
+            positions = tensors.take(name)
+            if positions.numel() % d_model or positions.numel() != max(positions.shape) * d_model:
+                shape = tuple(positions.shape)
+                raise ValueError(f"{name}: the shape is {shape}, expected (positions, {d_model})")
+            found.append(positions.reshape(-1, d_model))
+    if not found:
+        return {}, {}
+    kinds = [find_sinusoids(positions) for positions in found]
+    if kinds[0] is None or len(set(kinds)) > 1:
+        return learned_positions(found[0], found[-1].clone())
+    frequencies, layout = kinds[0]
+    return {}, {"sinusoid_frequencies": frequencies, "layout": layout}
+
+
+class _Stack:
+    """Reads the layers of a stack under our names.
+
+    Args:
+        tensors: The state dict.
+        layout: Names within layers.
+        stack: "encoder" or "decoder".
+        prefix: What stands before `layers.N`.
+        d_model: The width.
+        bias: Whether linear layers and layer norms have biases. Without, ours are zero.
+    """
+
+    def __init__(
+        self, tensors: Tensors, layout: Layout, stack: str, prefix: str, d_model: int, bias: bool
+    ):
+        self.tensors, self.layout, self.stack, self.prefix = tensors, layout, stack, prefix
+        self.d_model, self.bias = d_model, bias
+        self.has_final_norm = f"{prefix}norm.{layout.norm_parts[0]}" in tensors
+        self.number = tensors.count(rf"{prefix.replace('.', '[.]')}layers[.](\d+)[.]")
+        first = next(iter(layout.feed_forward))
+        self.d_ff = len(tensors.take(f"{prefix}layers.0.{first}.weight", None, d_model))
+        self.sizes = {f"{stack}_layers": self.number, f"{stack}_ffn_dim": self.d_ff}
+
+    def layers(self) -> dict[str, Tensor]:
+        """All layers, and the layer norm after them."""
+        weights: dict[str, Tensor] = {}
+        norms, ours = self.layout.norms[self.stack], f"model.{self.stack}."
+        for layer in range(self.number):
+            theirs, our_layer = f"{self.prefix}layers.{layer}.", f"{ours}layers.{layer}."
+            for name, our_name in self.layout.attention.items():
+                if our_name == "self_attn" or self.stack == "decoder":
+                    weights |= self.attention(theirs + name, our_layer + our_name)
+            for name, our_name in self.layout.feed_forward.items():
+                weights |= self.linear(theirs + name, our_layer + our_name)
+            for name, our_name in norms.items():
+                weights |= self.norm(theirs + name, our_layer + our_name)
+        if self.has_final_norm:
+            weights |= self.norm(f"{self.prefix}norm", f"{ours}layer_norm")
+        return weights
+
+    def attention(self, theirs: str, ours: str) -> dict[str, Tensor]:
+        """Queries, keys and values, in one matrix or in three, and the output projection."""
+        if self.layout is ANNOTATED:
+            weights: dict[str, Tensor] = {}
+            for number, name in enumerate(("q_proj", "k_proj", "v_proj", "out_proj")):
+                weights |= self.linear(f"{theirs}.linears.{number}", f"{ours}.{name}")
+            return weights
+        d = self.d_model
+        weights = split_fused(
+            "weight", self.tensors.take(f"{theirs}.in_proj_weight", 3 * d, d), ours
+        )
+        if self.bias:
+            fused = self.tensors.take(f"{theirs}.in_proj_bias", 3 * d)
+            weights |= split_fused("bias", fused, ours)
+        return weights | self.linear(f"{theirs}.out_proj", f"{ours}.out_proj")
+
+    def linear(self, theirs: str, ours: str) -> dict[str, Tensor]:
+        """A linear layer. Without a bias, attention has none, and ours in the feed-forward network
+        is zero."""
+        d, d_ff = self.d_model, self.d_ff
+        rows, columns = {"fc1": (d_ff, d), "fc2": (d, d_ff)}.get(ours.rpartition(".")[2], (d, d))
+        weights = {f"{ours}.weight": self.tensors.take(f"{theirs}.weight", rows, columns)}
+        if self.bias:
+            weights[f"{ours}.bias"] = self.tensors.take(f"{theirs}.bias", rows)
+        elif ".ffn." in ours:
+            weights[f"{ours}.bias"] = weights[f"{ours}.weight"].new_zeros(rows)
+        return weights
+
+    def norm(self, theirs: str, ours: str) -> dict[str, Tensor]:
+        """A layer norm. The Annotated Transformer's divides by the unbiased standard deviation,
+        which is larger by sqrt(d / (d - 1))."""
+        d, (weight, bias) = self.d_model, self.layout.norm_parts
+        gain = self.tensors.take(f"{theirs}.{weight}", d)
+        if self.layout is ANNOTATED:
+            gain = gain * math.sqrt((d - 1) / d)
+        has_bias = self.bias or self.layout is ANNOTATED
+        shift = self.tensors.take(f"{theirs}.{bias}", d) if has_bias else torch.zeros_like(gain)
+        return {f"{ours}.weight": gain, f"{ours}.bias": shift}
