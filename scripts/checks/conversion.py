@@ -19,6 +19,11 @@ from scripts.reports import markdown, write
 from tests.conversion import reference
 from vanilla_transformer import conversion
 
+# What a bare state dict does not say.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "annotated_transformer": {"heads": 4},
+    "torch_nn_transformer": {"heads": 4},
+}
 HEADER = (
     "checkpoint", "toolkit", "log-probabilities", "largest difference", "texts to the same ids",
     "equal greedy translations",
@@ -37,7 +42,8 @@ def check(checkpoint: Path) -> dict[str, Any]:
     """Convert a checkpoint and compare."""
     tensors, notes = reference.load_reference(checkpoint)
     with tempfile.TemporaryDirectory() as folder:
-        output = conversion.convert(checkpoint, Path(folder) / "converted")
+        options = conversion.ConversionOptions(**OPTIONS.get(checkpoint.parent.name, {}))
+        output = conversion.convert(checkpoint, Path(folder) / "converted", options=options)
         model = AutoModelForSeq2SeqLM.from_pretrained(output, dtype="float64").eval()
         tokenizer = AutoTokenizer.from_pretrained(output)
         texts = reference.greedy_texts(output, notes["source_texts"])
