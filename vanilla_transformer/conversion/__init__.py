@@ -1,22 +1,26 @@
 """Checkpoints of other toolkits: one module for each format, with a table of its names."""
 
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from . import core
+from . import (
+    core,
+    fairseq,
+    fsmt,
+    hf_marian,
+    joeynmt,
+    marian,
+    opennmt_py,
+    sockeye,
+    tensor2tensor,
+    torch_nn,
+)
 from .core import Conversion, ConversionOptions
 
 # In the order in which they are asked whether a checkpoint is theirs: files with a name of their
 # own first, bare state dicts last.
 FORMATS: list[ModuleType] = [
-    import_module(f".{name}", __name__)
-    for name in (
-        "marian", "fsmt", "hf_marian", "sockeye", "tensor2tensor",
-        "fairseq", "opennmt_py", "joeynmt", "torch_nn",
-    )
-    if find_spec(f".{name}", __name__)
+    marian, fsmt, hf_marian, sockeye, tensor2tensor, fairseq, opennmt_py, joeynmt, torch_nn,
 ]  # fmt: skip
 
 
