@@ -41,13 +41,11 @@ def test_translations_and_their_scores_are_those_of_marian(converted, variant):
     model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = tokenizer(notes["source_texts"], padding=True, return_tensors="pt")
-    # Marian's --max-length-factor
-    limit = {"max_new_tokens": 3 * batch["input_ids"].shape[1]}
-    greedy = model.generate(**batch, num_beams=1, **limit)
+    greedy = model.generate(**batch, num_beams=1)
     assert tokenizer.batch_decode(greedy, skip_special_tokens=True) == notes["greedy"]["texts"]
     for beam in notes["beam_4"].values():
         output = model.generate(
-            **batch, **limit, num_beams=4, return_dict_in_generate=True, output_scores=True,
+            **batch, num_beams=4, return_dict_in_generate=True, output_scores=True,
             length_penalty=float(beam["settings"]["normalize"]),
         )  # fmt: skip
         texts = tokenizer.batch_decode(output.sequences, skip_special_tokens=True)
@@ -436,11 +434,12 @@ def test_training_options_go_on(tmp_path):
     training = {"transformer-dropout": 0.2, "label-smoothing": 0.1, "beam-size": 6}
     (folder / "model.npz.yml").write_text(yaml.safe_dump(training))
     decoder = yaml.safe_load((folder / "model.npz.decoder.yml").read_text())
-    decoder |= {"beam-size": 4, "normalize": 0.6, "allow-unk": True}
+    decoder |= {"beam-size": 4, "normalize": 0.6, "allow-unk": True, "max-length-factor": 2}
     (folder / "model.npz.decoder.yml").write_text(yaml.safe_dump(decoder))
     read = marian.read(folder, ConversionOptions())
     assert (read.config.dropout, read.config.label_smoothing) == (0.2, 0.1)
-    assert read.generation == {"num_beams": 4, "length_penalty": 0.6}
+    expected = {"num_beams": 4, "length_penalty": 0.6, "max_length_factor": 2}
+    assert read.generation == expected
 
 
 # ---------------------------------------------------------------- What is refused

@@ -194,6 +194,20 @@ def test_another_limit_is_saved_with_the_model_and_a_call_goes_before_it(tmp_pat
     assert model.generate(source, max_new_tokens=2, extra_output_tokens=9).shape[1] == 1 + 2
 
 
+def test_marians_limit_is_a_multiple_of_the_longest_source(tmp_path):
+    model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None))
+    model.generation_config.max_length_factor = 3
+    model.save_pretrained(tmp_path)
+    model = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path)
+    ids, mask = pad([random_ids(1, 2)[0], random_ids(1, 5)[0]], "right")
+    tokens = model.generate(ids, attention_mask=mask, suppress_tokens=[0])
+    assert tokens.count_nonzero(1).tolist() == [1 + 3 * 5] * 2
+    assert model.generate(ids, attention_mask=mask, max_length_factor=1.5).shape[1] == 1 + 7
+    assert model.generate(ids, attention_mask=mask, max_new_tokens=4).shape[1] == 1 + 4
+    with pytest.raises(ValueError, match=r"max_length_factor=0: expected a number above 0"):
+        model.generate(ids, max_length_factor=0)
+
+
 @pytest.mark.parametrize("extra", [-1, 2.5, "many"])
 def test_another_limit_that_is_none_is_named(model, extra):
     with pytest.raises(ValueError, match=rf"extra_output_tokens={extra!r}: expected an integer"):

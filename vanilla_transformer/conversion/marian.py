@@ -492,6 +492,7 @@ def _generation(files: MarianFiles, target: Side) -> dict[str, Any]:
     generation: dict[str, Any] = {
         "num_beams": options.get("beam-size", 12),
         "length_penalty": float(options.get("normalize", 0)),
+        "max_length_factor": options.get("max-length-factor", 3),
     }
     if suppressed := _suppressed(options, target):
         generation["suppress_tokens"] = suppressed

@@ -78,7 +78,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
         Args:
             kwargs: As for transformers, and `length_penalty_type`, "power" or "gnmt", and
-                `extra_output_tokens`, by which an output may be longer than its source (50).
+                `extra_output_tokens`, by which an output may be longer than its source (50), or
+                `max_length_factor`, by which an output may be longer than the longest source.
 
         Raises:
             TypeError, ValueError: An input or an option is not what a model can read or do.
@@ -113,22 +114,26 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         self, inputs: torch.Tensor | None, prompt_length: int, options: "GenerationOptions"
     ) -> None:
         """Input length + `extra_output_tokens` where the caller set no limit; transformers' own
-        default is 20 tokens. Each row ends at its own limit. Learned positions end where their
-        table does."""
+        default is 20 tokens. Each row ends at its own limit, or with `max_length_factor`, Marian's,
+        at that multiple of the batch's longest source. Learned positions end where their table
+        does."""
         extra = first_given(options.take("extra_output_tokens"), self.extra_output_tokens)
         if not isinstance(extra, int) or extra < 0:
             raise ValueError(f"extra_output_tokens={extra!r}: expected an integer from 0")
+        factor = options.take("max_length_factor")
+        if factor is not None and not factor > 0:
+            raise ValueError(f"max_length_factor={factor!r}: expected a number above 0")
         if options["max_length"] is not None or options["max_new_tokens"] is not None:
             return
         kwargs, mask = options.kwargs, options.kwargs.get("attention_mask")
         encoded = first_given(kwargs.get("encoder_outputs"), [torch.ones(1, 1)])[0]
         source = first_given(inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"), encoded)
-        limit = source.shape[1] + extra
+        limit = source.shape[1] + extra if factor is None else int(factor * source.shape[1])
         if self.config.position_encoding == "learned":
             limit = min(limit, self.config.max_position_embeddings - prompt_length)
         options["max_new_tokens"] = limit
         has_ends = options["pad_token_id"] is not None or options["eos_token_id"] is not None
-        if mask is None or mask.ndim != 2 or not has_ends:
+        if factor is not None or mask is None or mask.ndim != 2 or not has_ends:
             return
         lengths = mask.count_nonzero(1) + extra
         if lengths.min() < limit:

@@ -28,6 +28,9 @@ from .token_batches import TokenBudgetArguments
 # defaults, which apply to fine-tuning.
 CHOSEN = {"learning_rate": 5e-5, "warmup_steps": 0, "num_train_epochs": 3.0}
 
+# Of the generation config, besides transformers' own fields.
+OUTPUT_LIMITS = ("extra_output_tokens", "max_length_factor")
+
 # Local files on the command line replace the data set that a recipe names, languages included.
 LOCAL_DATA_OPTIONS = {
     f"{split}_{side}" for split in SPLITS for side in ("source", "target", "file")
@@ -204,7 +207,7 @@ class TranslationTrainingArguments(
         enable_fsdp_on_cpu(self)
         if self.r_drop_alpha < 0:
             raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected a number from 0")
-        known = GenerationConfig().to_dict().keys() | {"length_penalty_type", "extra_output_tokens"}
+        known = GenerationConfig().to_dict().keys() | {"length_penalty_type", *OUTPUT_LIMITS}
         for name in self.generation_kwargs or {}:
             if name not in known:
                 raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
