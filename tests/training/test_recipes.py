@@ -38,6 +38,12 @@ def stand_in(folder, recipe):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_its_score_or_that_it_was_not_run(path):
+    comment = " ".join(line.strip("# ") for line in path.read_text().partition("\n\n")[0].split("\n"))
+    assert ("This recipe was not run." in comment) != ("Score on " in comment)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_trains_and_names_its_source(path, tmp_path, train_here):
     assert "http" in path.read_text().partition("\n\n")[0] or path.stem == "phrases"
     recipe = yaml.safe_load(path.read_text())
