@@ -14,6 +14,8 @@ PAD, BOS, EOS = 0, 1, 2
 PENALTIES = {
     "power": lambda length, alpha: length**alpha,
     "gnmt": lambda length, alpha: ((5 + length) / (5 + 1)) ** alpha,
+    "avg": lambda length, alpha: (length + 1) ** alpha,  # the start token counts
+    "wu": lambda length, alpha: ((5 + length + 1) / 6) ** alpha,
 }
 
 
@@ -21,7 +23,11 @@ def tiny(seed):
     """A model of six tokens that is sure of itself, so that penalties decide now and then."""
     torch.manual_seed(seed)
     config = small_config(
-        vocab_size=VOCABULARY, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS
+        vocab_size=VOCABULARY,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        initializer="tensor2tensor",
     )
     model = VanillaTransformerForConditionalGeneration(config).eval()
     with torch.no_grad():
@@ -132,7 +138,10 @@ def test_the_kind_is_saved_with_the_model_and_a_call_goes_before_it(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length_penalty_type": "wu"}, "length_penalty_type='wu': expected one of power, gnmt"),
+        (
+            {"length_penalty_type": "mean"},
+            "length_penalty_type='mean': expected one of power, gnmt, avg, wu",
+        ),
         (
             {"length_penalty_type": "gnmt", "length_penalty": -0.5},
             "length_penalty=-0.5 with length_penalty_type='gnmt': expected a number from 0",

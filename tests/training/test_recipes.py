@@ -39,7 +39,8 @@ def stand_in(folder, recipe):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_says_its_score_or_that_it_was_not_run(path):
-    comment = " ".join(line.strip("# ") for line in path.read_text().partition("\n\n")[0].split("\n"))
+    lines = path.read_text().partition("\n\n")[0].splitlines()
+    comment = " ".join(line.strip("# ") for line in lines)
     assert ("This recipe was not run." in comment) != ("Score on " in comment)
 
 

@@ -92,7 +92,7 @@ OLD_SEARCH = {"num_beams": 5, "length_penalty": 0.0, "max_new_tokens": 100}
 GENERATION: dict[int, dict[str, Any]] = {
     1: OLD_SEARCH,
     2: OLD_SEARCH,
-    3: {"num_beams": 5, "length_penalty": 1.0, "max_new_tokens": 250},
+    3: {"num_beams": 5, "length_penalty": 1.0, "length_penalty_type": "avg", "max_new_tokens": 250},
 }
 PAD, BOS, EOS = "<blank>", "<s>", "</s>"
 TEMPLATES = "$A", f"$A {EOS}"

@@ -20,7 +20,9 @@ from .beam_search import best_tokens, shallow_copy, with_fast_projection
 from .cache import generation_cache, is_generation_cache, repeat_for_each_beam
 from .validation import expect_generation_options, expect_in_range, expect_prompt
 
-LENGTH_PENALTY_TYPES = ("power", "gnmt")
+# By `length_penalty_type`, a and b of (a + length) / b, which takes the length's place. "gnmt", the
+# paper's, is equation 14 of https://arxiv.org/abs/1609.08144; "avg" and "wu" are OpenNMT-py's.
+LENGTH_PENALTIES = {"power": (0, 1), "gnmt": (5, 6), "avg": (1, 1), "wu": (6, 6)}
 # Options with which transformers makes another cache than a plain dynamic one, or rolls it back.
 NO_PLAIN_CACHE = (
     "cache_implementation", "assistant_model", "custom_generate", "prompt_lookup_num_tokens",
@@ -28,12 +30,22 @@ NO_PLAIN_CACHE = (
 )  # fmt: skip
 
 
-class GNMTLengthPenalty(float):
-    """The exponent alpha of ((5 + length) / 6)^alpha, for code that writes length ** alpha: eq. 14
-    of Wu et al. (2016), https://arxiv.org/abs/1609.08144, which section 6.1 refers to."""
+class LengthPenalty(float):
+    """The exponent alpha of ((a + length) / b)^alpha, for code that writes length ** alpha."""
+
+    a: float
+    b: float
+
+    def __new__(cls, alpha: float, a: float, b: float) -> "LengthPenalty":
+        penalty = super().__new__(cls, alpha)
+        penalty.a, penalty.b = a, b
+        return penalty
+
+    def __getnewargs__(self) -> tuple[float, float, float]:  # type: ignore[override]
+        return float(self), self.a, self.b  # to be copied with a generation config
 
     def __rpow__(self, length: Any, modulo: None = None) -> Any:
-        return ((5 + length) / 6) ** float(self)
+        return ((self.a + length) / self.b) ** float(self)
 
 
 class SourceLengthCriteria(StoppingCriteria):
@@ -77,7 +89,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """As transformers', with the paper's defaults, and the faster paths of this package.
 
         Args:
-            kwargs: As for transformers, and `length_penalty_type`, "power" or "gnmt", and
+            kwargs: As for transformers, and `length_penalty_type`, "power", "gnmt", "avg" or "wu";
                 `extra_output_tokens`, by which an output may be longer than its source (50), or
                 `max_length_factor`, by which an output may be longer than the longest source.
 
@@ -279,20 +291,21 @@ class GenerationOptions:
         """Replace `length_penalty` by the one that `length_penalty_type` names.
 
         Raises:
-            ValueError: It names none, or GNMT's alpha is negative or no number.
+            ValueError: It names none, or alpha is negative or no number.
         """
         kind, alpha = self.take("length_penalty_type") or "power", self["length_penalty"]
-        if kind not in LENGTH_PENALTY_TYPES:
-            choices = ", ".join(LENGTH_PENALTY_TYPES)
+        if kind not in LENGTH_PENALTIES:
+            choices = ", ".join(LENGTH_PENALTIES)
             raise ValueError(f"length_penalty_type={kind!r}: expected one of {choices}")
         if kind == "power":
             return
         alpha = 1.0 if alpha is None else alpha
         if not 0 <= alpha < math.inf:
             raise ValueError(
-                f"length_penalty={alpha} with length_penalty_type='gnmt': expected a number from 0"
+                f"length_penalty={alpha} with length_penalty_type={kind!r}: expected a number from "
+                "0"
             )
-        self["length_penalty"] = GNMTLengthPenalty(alpha)
+        self["length_penalty"] = LengthPenalty(alpha, *LENGTH_PENALTIES[kind])
 
 
 def first_given(*values: Any) -> Any:
