@@ -39,6 +39,7 @@ from scripts.reports import expect_known, write
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.cli import train as train_command
 from vanilla_transformer.inference.translation import translate
+from vanilla_transformer.training import preparation
 
 PROGRAMS = ("start", "train", "translate")
 RECIPE = Path(__file__).parents[2] / "vanilla_transformer/recipes/multi30k_tiny.yaml"
@@ -55,9 +56,9 @@ PARTS = (
     (Accelerator, "clip_grad_norm_", "optimizer"),
     (AcceleratedOptimizer, "step", "optimizer"),
     (AcceleratedOptimizer, "zero_grad", "optimizer"),
-    (train_command, "load_parallel_dataset", "data"),
-    (train_command, "make_tokenizer", "tokenizer"),
-    (train_command, "tokenize_dataset", "data"),
+    (preparation, "load_parallel_dataset", "data"),
+    (preparation, "make_tokenizer", "tokenizer"),
+    (preparation, "tokenize_dataset", "data"),
     (Trainer, "log", "logging"),
     (Trainer, "_save_checkpoint", "saving"),
     (Trainer, "save_model", "saving"),

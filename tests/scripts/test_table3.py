@@ -180,11 +180,22 @@ def assert_starts_as_documented(model):
         elif isinstance(module, nn.Embedding) or module is projection:
             assert_is_normal(module.weight, 64**-0.5)
         elif isinstance(module, nn.Linear):
-            assert_is_uniform(module.weight, math.sqrt(6 / sum(module.weight.shape)))
+            bound = math.sqrt(6 / sum(module.weight.shape))
+            if name.endswith(("out_proj", "fc2")):  # the last one of a sub-layer
+                bound *= number_of_sublayers(model, name) ** -0.5
+            assert_is_uniform(module.weight, bound)
             assert module.bias is None or not module.bias.any(), name
         else:
             assert not weights, name
     assert seen == {id(p) for p in model.parameters()}
+
+
+def number_of_sublayers(model, name):
+    """2 for each layer of an encoder or a decoder alone, 3 with attention to the source."""
+    config = model.config
+    if "encoder.layers" in name:
+        return 2 * config.encoder_layers
+    return (3 if config.is_encoder_decoder else 2) * config.decoder_layers
 
 
 def assert_is_normal(weight, std):

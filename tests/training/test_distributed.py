@@ -11,6 +11,7 @@ import torch
 from conftest import Payload
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from vanilla_transformer.training.distributed import (
@@ -81,6 +82,26 @@ def test_no_class_that_opens_files_is_in_an_index(shards, mark, module, name):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_getattr_in_an_index_finds_members_of_enums_alone(shards):
+    """Python 3.11.0 to 3.11.3 pickle these so; getattr itself would find any function."""
+    folder, _ = shards
+
+    class Planted:
+        def __reduce__(self):
+            return getattr, ("".join, "__self__")
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(ValueError, match="is not a checkpoint's index"):
+        check_index(folder.parent)
+
+    class Member:
+        def __reduce__(self):
+            return getattr, (_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Member()))
+    check_index(folder.parent)
+
+
 def test_a_payload_among_the_values_stays_asleep(tmp_path, mark):
     state = {"model": {"weight": torch.ones(2)}, "optimizer": {"lr": Payload(mark)}}
     checkpoint.save(state, checkpoint_id=tmp_path / SHARDED_MODEL, no_dist=True)

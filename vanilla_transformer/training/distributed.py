@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -235,10 +236,19 @@ class _IndexUnpickler(pickle.Unpickler):
     """Unpickles the index of a sharded checkpoint and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in INDEX_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's index")
         return super().find_class(module, name)
+
+
+def _enum_member(kind: Any, name: str) -> Enum:
+    """What Python 3.11.0 to 3.11.3 pickle an enum's member as, in place of `getattr`."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"{kind!r} is not allowed in a checkpoint's index")
+    return kind[name]
 
 
 def check_index(checkpoint: str | Path) -> None:
@@ -254,7 +264,13 @@ def check_index(checkpoint: str | Path) -> None:
             continue
         try:
             _IndexUnpickler(io.BytesIO(index.read_bytes())).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            LookupError,
+            AttributeError,
+            ImportError,
+        ) as error:
             raise ValueError(f"{index} is not a checkpoint's index: {error}") from error
 
 
