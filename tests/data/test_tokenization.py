@@ -307,9 +307,9 @@ def test_the_same_text_gives_the_same_tokenizer_in_each_process():
     )
     vocabularies = [
         ast.literal_eval(subprocess.check_output([sys.executable, "-c", program], text=True))
-        for _ in range(3)
+        for _ in range(2)
     ]
-    assert vocabularies[0] == vocabularies[1] == vocabularies[2]
+    assert vocabularies[0] == vocabularies[1]
     kept = [token for token in vocabularies[0] if "\u4e00" <= token <= "\u5000"]
     assert min(kept) == "\u4e00"
     assert max(kept) == chr(0x4E00 + len(kept) - 1)

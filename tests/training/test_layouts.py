@@ -24,6 +24,9 @@ from vanilla_transformer.training.recipes import find_recipe, recipe_path
 from vanilla_transformer.training.trainer import find_checkpoint
 
 CONFIGS = sorted((REPOSITORY / "vanilla_transformer/recipes/accelerate").glob("*.yaml"))
+fsdp = pytest.mark.parametrize(
+    "layout", ["2, FSDP2", pytest.param("2, FSDP2, full state", marks=pytest.mark.slow)]
+)
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
 
@@ -80,7 +83,7 @@ def assert_same(actual, expected):
 # ---------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("layout", ["2, FSDP2", "2, FSDP2, full state"])
+@fsdp
 def test_models_in_parts_learn_what_one_process_does(train, layout):
     folder, held = train(layout)
     expected, _ = train("1 process")
@@ -94,7 +97,7 @@ def test_models_in_parts_learn_what_one_process_does(train, layout):
         assert parts == {"__0_0.distcp", "__1_0.distcp"}
 
 
-@pytest.mark.parametrize("layout", ["2, FSDP2", "2, FSDP2, full state"])
+@fsdp
 def test_fsdp_resumes_from_its_own_checkpoints(train, layout):
     assert_same(train(layout, layout)[0], train("1 process")[0])
 
@@ -126,7 +129,7 @@ def test_one_process_and_ddp_resume_from_each_others_checkpoints(train, layout, 
     assert_same(train(layout, before)[0], train("1 process")[0])
 
 
-@pytest.mark.parametrize("layout", ["2, FSDP2", "2, FSDP2, full state"])
+@fsdp
 def test_the_model_saved_in_the_end_is_as_one_process_saves_it(train, layout):
     folder, expected = train(layout)[0], train("1 process")[0]
     assert load_file(folder / "model.safetensors").keys() == (
