@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -85,6 +86,18 @@ def log_probability_difference(model, tensors):
         rows.append(log_probabilities(model, row)[is_target[index : index + 1]])
     differences = [(found - expected).abs().max() for found in (batch, torch.cat(rows))]
     return max(difference.item() for difference in differences)
+
+
+def expect_to_train_on(model, batch, expected):
+    """The loss of a batch is the toolkit's, and 20 steps lower it."""
+    assert model.eval()(**batch).loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model.train()(**batch).loss
+        loss.backward()
+        optimizer.step()
+    assert model.eval()(**batch).loss < 0.9 * expected
 
 
 def greedy_texts(folder, texts):

@@ -31,7 +31,7 @@ VARIANTS = {
 
 
 def interleaved(keys, values, heads):
-    """Keys and values by turns, head by head, as Sockeye saves them."""
+    """Keys and values interleaved, head by head, as Sockeye saves them."""
     parts = [each.view(heads, -1, each.shape[1]) for each in (keys, values)]
     return torch.cat(parts, dim=1).reshape(-1, keys.shape[1])
 

@@ -57,7 +57,7 @@ def block(entries):
 
 
 def save_tensors(prefix, tensors, shards=2):
-    """A checkpoint of TensorFlow's, the tensors dealt to `shards` files by turns."""
+    """A checkpoint of TensorFlow's, every tensor in one of `shards` files."""
     numbers = {dtype: number for number, dtype in DTYPES.items()}
     data = [b""] * shards
     entries = [(b"", field(1, shards))]

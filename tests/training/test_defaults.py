@@ -3,7 +3,8 @@
 import logging
 
 import pytest
-from conftest import SMALL
+from conftest import SMALL, seq2seq
+from transformers import MarianConfig, MarianMTModel
 
 from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.tokenization import train_tokenizer
@@ -127,11 +128,32 @@ def test_a_stated_dropout_stays(overrides, preset, dropout):
 
 
 def test_outputs_may_be_as_long_as_the_targets_of_the_text():
-    config = VanillaTransformerConfig()
-    extend_output_limit(config, MULTI30K)
-    assert not hasattr(config, "extra_output_tokens")  # the paper's 50 are enough
-    extend_output_limit(config, MULTI30K._replace(longest_excess=200))
-    assert config.extra_output_tokens == 220
+    model = seq2seq()
+    extend_output_limit(model, MULTI30K)
+    assert not hasattr(model.generation_config, "extra_output_tokens")  # the paper's 50 are enough
+    extend_output_limit(model, MULTI30K._replace(longest_excess=200))
+    assert model.generation_config.extra_output_tokens == 220
+
+
+def test_the_limit_of_another_model_is_its_own():
+    marian = MarianMTModel(
+        MarianConfig(
+            vocab_size=9,
+            pad_token_id=0,
+            d_model=8,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=1,
+            decoder_attention_heads=1,
+            encoder_ffn_dim=8,
+            decoder_ffn_dim=8,
+            decoder_start_token_id=0,
+            eos_token_id=1,
+            forced_eos_token_id=None,
+        )
+    )
+    extend_output_limit(marian, MULTI30K._replace(longest_excess=200))
+    assert not hasattr(marian.generation_config, "extra_output_tokens")
 
 
 def test_the_size_of_a_text_is_counted_in_tokens():

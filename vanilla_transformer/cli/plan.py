@@ -8,6 +8,7 @@ extrapolates. With `--speeds`, it keeps the measurement in a file, and measures 
 device only once. Evaluation and checkpoints come on top.
 """
 
+import copy
 import json
 import logging
 import math
@@ -33,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..data.parallel_text import DataArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
+from ..training.defaults import updates_per_epoch
 from ..training.preparation import Preparation, prepare
 from ..training.trainer import CurvesCallback, make_trainer
 from .train_options import make_parser
@@ -62,10 +64,22 @@ class PlanArguments:
 
 
 class Stopwatch(TrainerCallback):
-    """Seconds of each update."""
+    """The time of each update, and the number of batches of an epoch."""
 
     def __init__(self) -> None:
         self.times = [time.perf_counter()]
+        self.batches = 0
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Count the batches."""
+        self.batches = len(train_dataloader)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -90,9 +104,7 @@ def main() -> None:
     key = measurement_key(prepared, training_args)
     speed = read_speed(plan_args.speeds, key)
     if speed is None:
-        max_steps = training_args.max_steps
-        speed = measure(prepared, training_args, plan_args.measured_steps)
-        training_args.max_steps = max_steps
+        speed = measure(prepared, copy.copy(training_args), plan_args.measured_steps)
         write_speed(plan_args.speeds, {**key, **speed})
     print(report(prepared, training_args, key, speed))
 
@@ -122,7 +134,8 @@ def device_name(device: torch.device) -> str:
 def measure(
     prepared: Preparation, args: TranslationTrainingArguments, steps: int
 ) -> dict[str, float]:
-    """Train for some updates in a folder that is deleted: target tokens per second, memory."""
+    """Train for some updates in a folder that is deleted: target tokens per second, memory. It sets
+    some of the arguments."""
     stopwatch = Stopwatch()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -137,10 +150,10 @@ def measure(
         trainer.remove_callback(CurvesCallback)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(stopwatch)
-        batches = len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps
         trainer.train()
     seconds = (stopwatch.times[-1] - stopwatch.times[WARMUP]) / steps
-    tokens = prepared.size.target_tokens / batches if prepared.size else math.nan
+    updates = stopwatch.batches / args.gradient_accumulation_steps  # of an epoch
+    tokens = prepared.size.target_tokens / updates if prepared.size else math.nan
     return {"target_tokens_per_second": tokens / seconds, "gib": peak_gib()}
 
 
@@ -179,31 +192,22 @@ def report(
     """The plan as a Markdown table."""
     size = prepared.size
     assert size is not None
+    epochs = args.num_train_epochs or 0.0
     if args.max_steps > 0:
-        total = args.max_steps * tokens_of_update(size, args)
-    else:
-        total = float(args.num_train_epochs or 0) * size.target_tokens
-    hours = total / (speed["target_tokens_per_second"] * args.world_size) / 3600
+        epochs = args.max_steps / updates_per_epoch(args, size)
+    hours = (
+        epochs * size.target_tokens / (speed["target_tokens_per_second"] * args.world_size) / 3600
+    )
     nearest = min(RECIPES, key=lambda name: abs(math.log(RECIPES[name] / size.pairs)))
     rows = {
         "model": f"{key['shape']}, {prepared.model.num_parameters():,} weights",
         "text": f"{size.pairs:,} pairs, {size.target_tokens:,} target tokens",
         "hardware": f"{args.world_size} x {key['device']}, {key['precision']}",
         "updates": f"{args.max_steps:,}" if args.max_steps > 0 else "as many as the epochs take",
-        "epochs": f"{total / size.target_tokens:.1f}",
+        "epochs": f"{epochs:.1f}",
         "speed": f"{speed['target_tokens_per_second']:,.0f} target tokens per second and device",
         "duration": f"{hours:.2f} hours",
         "memory": f"{speed['gib']:.1f} GiB per device",
         "recipe for a text of this size": nearest,
     }
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-
-
-def tokens_of_update(size: Any, args: TranslationTrainingArguments) -> float:
-    """Target tokens of an update, on average and over all devices."""
-    batches = args.world_size * args.gradient_accumulation_steps
-    if args.max_tokens is None:
-        each = args.per_device_train_batch_size * size.target_tokens / size.pairs
-    else:
-        each = min(args.max_tokens, size.target_tokens)
-    return each * batches

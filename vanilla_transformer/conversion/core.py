@@ -145,7 +145,7 @@ class Conversion:
     files: list[Path] = field(default_factory=list)
 
     def fill_with_clones(self, side: str, rows: int, unk: int) -> None:
-        """Let a vocabulary grow to so many rows, if it has fewer, by `add_unknown_clones`.
+        """Let a vocabulary grow to this number of rows, if it has fewer, by `add_unknown_clones`.
 
         Args:
             side: "source" or "target".

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core, vocabularies
 from .core import Conversion, ConversionOptions, Tensors
+from .text import side_tokenizer
 from .unpickling import Inert, contents, load_torch
 
 NAME = "fairseq"
@@ -455,15 +456,8 @@ def _side(
     specials = vocabularies.Specials()
     given = getattr(options, f"{side}_codes") or options.source_codes
     codes = Path(given) if given else _find_codes({path.parent, dictionary.parent}, args, language)
-    if codes is None:
-        return Side(vocabularies.words(vocab, specials, size=rows), [dictionary])
-    if codes.suffix in (".model", ".spm"):
-        model = vocabularies.read_sentencepiece(codes)
-        tokenizer = vocabularies.sentencepiece(model, specials, vocab=vocab, size=rows)
-    else:
-        merges = vocabularies.read_bpe_codes(codes)
-        tokenizer = vocabularies.bpe_codes(merges, vocab, specials, size=rows)
-    return Side(tokenizer, [dictionary, codes])
+    tokenizer = side_tokenizer(vocab, specials, codes, rows)
+    return Side(tokenizer, [dictionary] if codes is None else [dictionary, codes])
 
 
 def _find_dictionary(path: Path, args: dict[str, Any], side: str, language: str | None) -> Path:

@@ -76,10 +76,18 @@ def _side(
     name: str, vocabulary: Vocabulary, specials: Specials, codes: str | None, size: int
 ) -> PreTrainedTokenizerFast:
     try:
-        if codes is None:
-            return words(vocabulary, specials, size=size)
-        if Path(codes).suffix in (".model", ".spm"):
-            return sentencepiece(read_sentencepiece(codes), specials, vocab=vocabulary, size=size)
-        return bpe_codes(read_bpe_codes(codes), vocabulary, specials, size=size)
+        return side_tokenizer(vocabulary, specials, codes, size)
     except ValueError as error:
         raise ValueError(f"{name} vocabulary: {error}") from error
+
+
+def side_tokenizer(
+    vocabulary: Vocabulary, specials: Specials, codes: str | Path | None, size: int
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of one side: words without codes, else SentencePiece or byte-pair codes, by the
+    name of their file. `size` is the number of the embedding's rows."""
+    if codes is None:
+        return words(vocabulary, specials, size=size)
+    if Path(codes).suffix in (".model", ".spm"):
+        return sentencepiece(read_sentencepiece(codes), specials, vocab=vocabulary, size=size)
+    return bpe_codes(read_bpe_codes(codes), vocabulary, specials, size=size)

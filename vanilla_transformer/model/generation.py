@@ -20,6 +20,8 @@ from .beam_search import best_tokens, shallow_copy, with_fast_projection
 from .cache import generation_cache, is_generation_cache, repeat_for_each_beam
 from .validation import expect_generation_options, expect_in_range, expect_prompt
 
+# What a generation config may hold besides transformers' own fields.
+OWN_OPTIONS = ("length_penalty_type", "extra_output_tokens", "max_length_factor")
 # By `length_penalty_type`, a and b of (a + length) / b, which takes the length's place. "gnmt", the
 # paper's, is equation 14 of https://arxiv.org/abs/1609.08144; "avg" and "wu" are OpenNMT-py's.
 LENGTH_PENALTIES = {"power": (0, 1), "gnmt": (5, 6), "avg": (1, 1), "wu": (6, 6)}

@@ -184,11 +184,10 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
 
 def scale_sublayers(layers: nn.ModuleList, initializer: str) -> None:
     """Note on the last matrix of each sub-layer by what its start is multiplied."""
-    last = [
-        module
-        for name, module in layers.named_modules()
-        if initializer == "depth_scaled" and name.endswith(("out_proj", "fc2"))
-    ]
+    if initializer == "tensor2tensor":
+        return
+    modules = layers.named_modules()
+    last = [module for name, module in modules if name.endswith(("out_proj", "fc2"))]
     for module in last:
         module.init_gain = len(last) ** -0.5
 

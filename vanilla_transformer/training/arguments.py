@@ -14,6 +14,7 @@ from transformers.utils import is_in_notebook
 from ..data.parallel_text import SPLITS, DataArguments
 from ..inference.metrics import METRICS
 from ..model.configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
+from ..model.generation import OWN_OPTIONS
 from .distributed import (
     enable_fsdp_on_cpu,
     init_cpu_process_group,
@@ -27,9 +28,6 @@ from .token_batches import TokenBudgetArguments
 # What a training from scratch chooses from its model and data (defaults.py), and transformers' own
 # defaults, which apply to fine-tuning.
 CHOSEN = {"learning_rate": 5e-5, "warmup_steps": 0, "num_train_epochs": 3.0}
-
-# Of the generation config, besides transformers' own fields.
-OUTPUT_LIMITS = ("extra_output_tokens", "max_length_factor")
 
 # Local files on the command line replace the data set that a recipe names, languages included.
 LOCAL_DATA_OPTIONS = {
@@ -207,7 +205,7 @@ class TranslationTrainingArguments(
         enable_fsdp_on_cpu(self)
         if self.r_drop_alpha < 0:
             raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected a number from 0")
-        known = GenerationConfig().to_dict().keys() | {"length_penalty_type", *OUTPUT_LIMITS}
+        known = GenerationConfig().to_dict().keys() | set(OWN_OPTIONS)
         for name in self.generation_kwargs or {}:
             if name not in known:
                 raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")

@@ -5,6 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from ..data.token_batches import count_tokens
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -41,8 +42,7 @@ def choose_dropout(config: VanillaTransformerConfig, size: TextSize) -> float:
     WMT 2014 English-French, 0.3 for big on the 4.5 million of English-German (section 6.1)."""
     with torch.device("meta"):
         weights = VanillaTransformerForConditionalGeneration(config).num_parameters()
-    dropout = 0.3 if size.target_tokens < weights else 0.1
-    relation = "fewer" if size.target_tokens < weights else "no fewer"
+    dropout, relation = (0.3, "fewer") if size.target_tokens < weights else (0.1, "no fewer")
     logger.info(
         "dropout=%s: the text has %s target tokens than the model has weights (%s, %s)",
         dropout, relation, f"{size.target_tokens:,}", f"{weights:,}",
@@ -68,7 +68,7 @@ def choose_open_options(arguments: Any, d_model: int, size: TextSize | None) -> 
     batches = arguments.world_size * arguments.gradient_accumulation_steps
     known = "a stream's size is unknown" if size is None else f"{size.target_tokens:,} in the text"
     choose("max_tokens", max(1, tokens // batches), f"{tokens} target tokens per update; {known}")
-    epoch = _updates_per_epoch(arguments, size)
+    epoch = updates_per_epoch(arguments, size)
     updates = min(max(round(EPOCHS * epoch), FEWEST_UPDATES), MOST_UPDATES)
     limits = f"from {FEWEST_UPDATES:,} to {MOST_UPDATES:,}"
     choose("max_steps", updates, f"{EPOCHS} epochs of about {epoch:.0f} updates, but {limits}")
@@ -82,12 +82,14 @@ def choose_open_options(arguments: Any, d_model: int, size: TextSize | None) -> 
     choose("learning_rate", rate, f"the paper's peak, (d_model * {WARMUP_STEPS})^-0.5")
 
 
-def extend_output_limit(generation_config: Any, size: TextSize | None) -> None:
+def extend_output_limit(model: PreTrainedModel, size: TextSize | None) -> None:
     """Let translations be as long as the targets of the text: input length + 50 is the paper's
-    limit (section 6.1), and cuts the targets of some tasks."""
-    if size is not None and size.longest_excess > 50:
+    limit (section 6.1), and cuts the targets of some tasks. Other models have limits of their own.
+    """
+    limit = getattr(model, "extra_output_tokens", math.inf)
+    if size is not None and size.longest_excess > limit:
         extra = size.longest_excess + size.longest_excess // 10
-        generation_config.extra_output_tokens = extra
+        model.generation_config.extra_output_tokens = extra
         logger.info(
             "extra_output_tokens=%d: a target is %d tokens longer than its source",
             extra, size.longest_excess,
@@ -102,11 +104,11 @@ def tokens_per_update(size: TextSize | None) -> int:
     return min(max(round(3 * math.sqrt(size.target_tokens)), FEWEST_TOKENS), MOST_TOKENS)
 
 
-def _updates_per_epoch(arguments: Any, size: TextSize | None) -> float:
+def updates_per_epoch(arguments: Any, size: TextSize | None) -> float:
     """About how many updates an epoch takes; 0 if the size is unknown."""
     if size is None:
         return 0.0
     batches = arguments.world_size * arguments.gradient_accumulation_steps
     if arguments.max_tokens is None:
-        return size.pairs / (arguments.per_device_train_batch_size * batches)
-    return size.target_tokens / (arguments.max_tokens * batches)
+        return max(1.0, size.pairs / (arguments.per_device_train_batch_size * batches))
+    return max(1.0, size.target_tokens / (arguments.max_tokens * batches))

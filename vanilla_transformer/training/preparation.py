@@ -54,7 +54,7 @@ def prepare(
     if model_args.model_name_or_path is not None:
         training_args.left_open &= {"max_tokens"}  # transformers' defaults are for fine-tuning
     choose_open_options(training_args, model.config.d_model, size)
-    extend_output_limit(model.generation_config, size)
+    extend_output_limit(model, size)
     if data_args.bpe_dropout:
         encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
         limits = (data_args.max_source_length, data_args.max_target_length)

@@ -97,7 +97,7 @@ class RecipeArguments(TokenBudgetArguments, Seq2SeqTrainingArguments):
 
 
 class RecipeTrainer(TokenBudgetTrainer, Seq2SeqTrainer):
-    """Batches of so many tokens."""
+    """Batches with a token budget."""
 
 
 class Clock(TrainerCallback):
