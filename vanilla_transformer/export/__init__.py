@@ -1,0 +1,99 @@
+"""Trained models for other engines: one module for each target.
+
+A target is a module with
+
+- `NAME`: what `export` and the command call it;
+- `QUANTIZATIONS`: the names of the quantizations that it can write;
+- `write(model_folder, output, quantization)`: writes into an empty folder.
+
+Most targets need a package that few users have, so a module is only imported for its target.
+"""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+from ..conversion.core import expect_unused
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+
+# The modules by the names of their targets.
+TARGETS = {
+    "ctranslate2": "to_ctranslate2",
+    "marian": "to_marian",
+    "pegasus": "to_pegasus",
+    "onnx": "onnx_graphs",
+    "transformers.js": "transformers_js",
+}
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def export(
+    model_folder: str | Path, output_dir: str | Path, to: str, quantization: str | None = None
+) -> Path:
+    """Write a model for another engine.
+
+    Args:
+        model_folder: A model and its tokenizer, as training leaves them.
+        output_dir: A new or empty folder.
+        to: A key of `TARGETS`.
+        quantization: One of the target's `QUANTIZATIONS`. None: single precision.
+
+    Returns:
+        The output folder.
+
+    Raises:
+        FileNotFoundError: The folder holds no finished model.
+        FileExistsError: The output folder is in use.
+        ImportError: The target needs a package that is not installed.
+        ValueError: The target or the quantization is unknown, or the target can't express the
+            model.
+    """
+    folder, output = Path(model_folder), expect_unused(output_dir)
+    target = find_target(to)
+    if quantization is not None and quantization not in target.QUANTIZATIONS:
+        known = ", ".join(target.QUANTIZATIONS)
+        expected = f"one of {known}" if known else "none"
+        raise ValueError(f"quantization={quantization!r} with {to}: expected {expected}")
+    expect_model(folder)
+    output.mkdir(parents=True, exist_ok=True)
+    target.write(folder, output, quantization)
+    return output
+
+
+def find_target(name: str) -> ModuleType:
+    """The module of a target.
+
+    Raises:
+        ImportError: It needs a package that is not installed.
+        ValueError: No target has this name.
+    """
+    if name not in TARGETS:
+        raise ValueError(f"to={name!r}: expected one of {', '.join(TARGETS)}")
+    try:
+        return importlib.import_module(f"{__name__}.{TARGETS[name]}")
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("vanilla_transformer"):
+            raise
+        raise ImportError(
+            f"to={name!r} needs the package {error.name}: pip install 'vanilla-transformer[export]'"
+        ) from error
+
+
+def expect_model(folder: Path) -> None:
+    """Check that a folder holds a finished model of this package and its tokenizer.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: It holds another architecture.
+    """
+    for names in (("config.json",), WEIGHTS, ("tokenizer_config.json",)):
+        if not any((folder / name).is_file() for name in names):
+            raise FileNotFoundError(
+                f"{folder}: expected a finished model and its tokenizer, "
+                f"there is no {' or '.join(names)}"
+            )
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model_type, ours = content.get("model_type"), VanillaTransformerConfig.model_type
+    if model_type != ours:
+        raise ValueError(f"{folder}: model_type={model_type!r}: expected {ours!r}")
