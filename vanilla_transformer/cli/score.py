@@ -37,7 +37,7 @@ def main() -> None:
     arguments, loading = parser.parse_args_into_dataclasses()
     scores = score_pairs(
         zip(read_file(arguments.source), read_file(arguments.target), strict=True),
-        *loading.load(arguments.model),
+        *loading.load_model(arguments.model),
         max_tokens=arguments.max_tokens,
         show_progress=sys.stderr.isatty(),
     )

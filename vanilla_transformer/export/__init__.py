@@ -10,12 +10,11 @@ Most targets need a package that few users have, so a module is only imported fo
 """
 
 import importlib
-import json
 from pathlib import Path
 from types import ModuleType
 
 from ..conversion.core import expect_unused
-from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .source import expect_model
 
 # The modules by the names of their targets.
 TARGETS = {
@@ -25,7 +24,6 @@ TARGETS = {
     "onnx": "onnx_graphs",
     "transformers.js": "transformers_js",
 }
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def export(
@@ -78,22 +76,3 @@ def find_target(name: str) -> ModuleType:
         raise ImportError(
             f"to={name!r} needs the package {error.name}: pip install 'vanilla-transformer[export]'"
         ) from error
-
-
-def expect_model(folder: Path) -> None:
-    """Check that a folder holds a finished model of this package and its tokenizer.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: It holds another architecture.
-    """
-    for names in (("config.json",), WEIGHTS, ("tokenizer_config.json",)):
-        if not any((folder / name).is_file() for name in names):
-            raise FileNotFoundError(
-                f"{folder}: expected a finished model and its tokenizer, "
-                f"there is no {' or '.join(names)}"
-            )
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    model_type, ours = content.get("model_type"), VanillaTransformerConfig.model_type
-    if model_type != ours:
-        raise ValueError(f"{folder}: model_type={model_type!r}: expected {ours!r}")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -11,6 +12,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .engines import ENGINES, find_engine, named_engine
+
+TORCH = "torch"
+ENGINE_NAMES = (TORCH, *(engine.NAME for engine in ENGINES))
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -19,8 +24,15 @@ class LoadingArguments:
     """How to load a model for inference.
 
     Raises:
-        ValueError: The device or the dtype does not exist.
+        ValueError: The engine, the device or the dtype does not exist.
     """
+
+    engine: str | None = field(
+        default=None,
+        metadata={
+            "help": f"One of {', '.join(ENGINE_NAMES)}. Default: the one that the folder is for."
+        },
+    )
 
     device: str | None = field(
         default=None,
@@ -38,6 +50,9 @@ class LoadingArguments:
     )
 
     def __post_init__(self) -> None:
+        if self.engine not in (None, *ENGINE_NAMES):
+            names = ", ".join(ENGINE_NAMES)
+            raise ValueError(f"engine={self.engine!r}: expected one of {names}")
         devices = ["cpu"]
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is not None:
@@ -51,8 +66,45 @@ class LoadingArguments:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
 
-    def load(self, name: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load a sequence-to-sequence model and its tokenizer from a folder or the Hub."""
+    def load(self, name: str | Path) -> tuple[Any, PreTrainedTokenizerBase]:
+        """Load a sequence-to-sequence model and its tokenizer from a folder or the Hub, or an
+        engine with `generate()` from a folder that was exported for it.
+
+        Raises:
+            ImportError: The engine needs a package that is not installed.
+            ValueError: The folder is for another engine, or the engine lacks an option.
+        """
+        engine = find_engine(name) if self.engine is None else named_engine(self.engine)
+        if engine is None:
+            return self.load_model(name)
+        if not engine.recognizes(Path(name)):
+            raise ValueError(
+                f"engine={engine.NAME!r}: {name} was not exported for it; "
+                f"vanilla-transformer export {name} --to {engine.NAME} --output_dir FOLDER "
+                "writes such a folder"
+            )
+        if self.attn_implementation is not None:
+            raise ValueError(
+                f"attn_implementation={self.attn_implementation!r} with engine={engine.NAME!r}: "
+                "expected none"
+            )
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+        return engine.load(Path(name), device=self.device, dtype=self.dtype), tokenizer
+
+    def load_model(self, name: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load a sequence-to-sequence model and its tokenizer from a folder or the Hub, for what
+        needs more than `generate()`.
+
+        Raises:
+            ValueError: The folder was exported for an engine, or an engine is named.
+        """
+        engine = find_engine(name)
+        if self.engine not in (None, TORCH) or engine is not None:
+            used = self.engine if engine is None else engine.NAME
+            raise ValueError(
+                f"{name} with engine={used!r}: expected a model that torch runs, such as the one "
+                "that was exported"
+            )
         remote = {"trust_remote_code": self.trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(name, **remote)
         model = AutoModelForSeq2SeqLM.from_pretrained(

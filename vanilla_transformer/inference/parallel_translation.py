@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 import transformers
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..data.text_files import read_file
 
@@ -37,23 +37,32 @@ ORIGIN_FIELDS = {
 }
 
 
-def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Settings that identify the output of a model, for `transform_file`. They depend on the
     contents of model and tokenizer, not on where these were loaded from.
+
+    Args:
+        model: A model of transformers, or one of `inference.engines`.
+        tokenizer: Its tokenizer.
 
     Returns:
         `versions` of the libraries, `device` and `attn_implementation`, and digests of `weights`,
         `config`, `generation_config` and `tokenizer`.
     """
-    weights = blake2b(digest_size=8)
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        weights.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    weights, version = blake2b(digest_size=8), f"torch {torch.__version__}"
+    if isinstance(model, torch.nn.Module):
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            weights.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    else:  # an engine
+        version = model.version
+        for path in model.weight_files:
+            weights.update(path.read_bytes())
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = [path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()]
     return {
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "versions": f"{version}, transformers {transformers.__version__}",
         "device": model.device.type,
         "attn_implementation": str(model.config._attn_implementation),
         "weights": weights.hexdigest(),

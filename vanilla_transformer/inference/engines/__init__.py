@@ -6,13 +6,15 @@ An engine is a module with
 - `recognizes(folder)`: whether the folder was exported for it;
 - `load(folder, *, device, dtype)`: an object with `generate()`, `config`, `generation_config`,
   `device`, `dtype`, `eval()` and `to()`, which `translate`, `translate_n_best` and
-  `TranslationPipeline` take in place of a model.
+  `TranslationPipeline` take in place of a model, and for `fingerprint`, `version`, a string, and
+  `weight_files`, paths.
 
 A module is imported with its engine's package only when it loads something.
 """
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from . import ctranslate2_engine
 
@@ -22,3 +24,33 @@ ENGINES: list[ModuleType] = [ctranslate2_engine]
 def find_engine(folder: str | Path) -> ModuleType | None:
     """The engine that a folder was exported for, or None: the folder is none of theirs."""
     return next((engine for engine in ENGINES if engine.recognizes(Path(folder))), None)
+
+
+def named_engine(name: str) -> ModuleType | None:
+    """The engine of this name, or None: torch, or no engine, has it."""
+    return next((engine for engine in ENGINES if name == engine.NAME), None)
+
+
+def load(folder: str | Path, *, device: str = "cpu", dtype: str | None = None) -> Any:
+    """Open a folder that `export` wrote, with the engine that it is for.
+
+    ```python
+    engine = load("outputs/ctranslate2")
+    tokenizer = AutoTokenizer.from_pretrained("outputs/ctranslate2")
+    pipeline = TranslationPipeline(engine, tokenizer=tokenizer)
+    ```
+
+    Args:
+        folder: The folder.
+        device: Such as "cpu" or "cuda:0".
+        dtype: The type to compute in. None: that of the folder.
+
+    Raises:
+        ImportError: The engine needs a package that is not installed.
+        ValueError: The folder is for no engine, or the engine lacks the device or the dtype.
+    """
+    engine = find_engine(folder)
+    if engine is None:
+        names = ", ".join(engine.NAME for engine in ENGINES)
+        raise ValueError(f"{folder}: expected a folder that was exported for one of {names}")
+    return engine.load(Path(folder), device=device, dtype=dtype)

@@ -1,10 +1,376 @@
-"""CTranslate2, a compiled engine for CPUs and NVIDIA GPUs."""
+"""CTranslate2, a compiled engine for CPUs and NVIDIA GPUs, behind `generate()`."""
 
+import json
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import ModelOutput
+
+from ...model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ...model.generation import GenerationOptions, first_given
+from ...model.validation import expect_generation_options
 
 NAME = "ctranslate2"
+WEIGHTS = "model.bin"
+DTYPES = {
+    "auto": "default",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+}
+# Options that mean the same here, or make no difference to the result.
+SUPPORTED = {
+    "bad_words_ids", "bos_token_id", "decoder_start_token_id", "do_sample", "early_stopping",
+    "eos_token_id", "extra_output_tokens", "length_penalty", "length_penalty_type",
+    "max_length", "max_length_factor", "max_new_tokens", "min_length", "min_new_tokens",
+    "no_repeat_ngram_size", "num_beams", "num_return_sequences", "output_scores", "pad_token_id",
+    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "suppress_tokens",
+    "temperature", "top_k", "top_p", "use_cache",
+}  # fmt: skip
+# What a generation config holds beside options.
+OWN = {"transformers_version"}
+# transformers' beam search removes tokens after it has normalized the probabilities, the engine
+# before: the same only if they are normalized again.
+MASKS = ("bad_words_ids", "min_length", "min_new_tokens", "no_repeat_ngram_size", "suppress_tokens")
+# How many times `num_beams` hypotheses a search finishes before it ends, by `early_stopping`.
+PATIENCE = {True: 1, False: 2, "never": 4}
+# What the engine ranks by where the length does not count: without any penalty it ends sooner.
+NEARLY_NONE = 1e-3
 
 
 def recognizes(folder: Path) -> bool:
-    """Whether this folder was exported for CTranslate2."""
-    return (folder / "model.bin").is_file() and (folder / "config.json").is_file()
+    """Whether `export` wrote this folder for CTranslate2."""
+    if not all((folder / name).is_file() for name in (WEIGHTS, "config.json")):
+        return False
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return content.get("model_type") == VanillaTransformerConfig.model_type
+
+
+def load(
+    folder: str | Path, *, device: str | torch.device = "cpu", dtype: str | None = None
+) -> "CTranslate2Engine":
+    """Open a folder that `export` wrote for CTranslate2.
+
+    Args:
+        folder: The folder.
+        device: "cpu", "cuda" or "cuda:N".
+        dtype: "float32", "float16" or "bfloat16". None or "auto": as the folder was exported, or
+            the nearest that the device can compute.
+
+    Raises:
+        ImportError: ctranslate2 is not installed.
+        ValueError: The engine lacks the dtype or the device.
+    """
+    return CTranslate2Engine(Path(folder), torch.device(device), dtype or "auto")
+
+
+class Found(NamedTuple):
+    """A generated sequence."""
+
+    ids: list[int]  # without the start token, with the end token
+    log_probability: float
+
+    def score(self, penalty: float) -> float:
+        """What it is ranked by."""
+        return self.log_probability / len(self.ids) ** penalty
+
+
+class CTranslate2Engine:
+    """A model that CTranslate2 runs, for `translate`, `translate_n_best` and `TranslationPipeline`.
+
+    Attributes:
+        config: The configuration of the exported model.
+        generation_config: Its defaults for `generate()`.
+        device: Where it runs.
+        dtype: The type of what is not quantized.
+        translator: The `ctranslate2.Translator`.
+        weight_files: The files that hold the weights.
+    """
+
+    main_input_name = "input_ids"
+    extra_output_tokens = 50  # as our models' default
+
+    def __init__(self, folder: Path, device: torch.device, dtype: str):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r} with {NAME}: expected one of {', '.join(DTYPES)}")
+        self.folder, self.compute_type = folder, DTYPES[dtype]
+        self.config = VanillaTransformerConfig.from_pretrained(folder)
+        self.generation_config = GenerationConfig.from_pretrained(folder)
+        self.weight_files = [folder / WEIGHTS]
+        self.sources, self.targets = _read_vocabularies(folder)
+        self.target_ids = {token: number for number, token in enumerate(self.targets)}
+        self.to(device)
+
+    def to(self, device: str | torch.device) -> "CTranslate2Engine":
+        """Move to a device, as models do."""
+        device = torch.device(device)
+        if device != getattr(self, "device", None):
+            self.translator, self.device = self._open(device), device
+        return self
+
+    def _open(self, device: torch.device) -> Any:
+        try:
+            import ctranslate2
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"engine={NAME!r} needs the package {error.name}: "
+                "pip install 'vanilla-transformer[export]'"
+            ) from error
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device={str(device)!r} with {NAME}: expected cpu or cuda")
+        return ctranslate2.Translator(
+            str(self.folder),
+            device=device.type,
+            device_index=device.index or 0,
+            compute_type=self.compute_type,
+            intra_threads=torch.get_num_threads(),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of what is not quantized."""
+        name = self.translator.compute_type.rpartition("_")[2]
+        return getattr(torch, name) if name.startswith(("float", "bfloat")) else torch.float32
+
+    @property
+    def version(self) -> str:
+        """The engine, its version and how it computes."""
+        import ctranslate2
+
+        return f"{NAME} {ctranslate2.__version__}, {self.translator.compute_type}"
+
+    def eval(self) -> "CTranslate2Engine":
+        """Nothing: an engine does not train."""
+        return self
+
+    def can_generate(self) -> bool:
+        """True, as of every model with `generate()`."""
+        return True
+
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | ModelOutput:
+        """As our models' `generate()`, with the options that the engine has.
+
+        Args:
+            inputs: Source ids (batch, length), also as `input_ids`.
+            generation_config: Options in place of the model's own.
+            kwargs: `attention_mask` (batch, length), and options.
+
+        Returns:
+            Ids (batch * num_return_sequences, target length), from the start token on and padded on
+            the right. With `return_dict_in_generate`, a `ModelOutput` with `sequences` and, with
+            `output_scores` in beam search, `sequences_scores`.
+
+        Raises:
+            ValueError: The engine lacks an option, or an option has no such value.
+            IndexError: A source id is outside the vocabulary.
+        """
+        ids = first_given(inputs, kwargs.pop("input_ids", None))
+        rows = _rows(ids, kwargs.pop("attention_mask", None), len(self.sources))
+        options = GenerationOptions(self.generation_config, generation_config, kwargs)
+        self._expect_supported(options)
+        options.use_length_penalty_type()
+        search = Search(self, options)
+        found = search.run(rows)
+        return self._output(found, options, search.num_beams)
+
+    def _expect_supported(self, options: GenerationOptions) -> None:
+        """Raises ValueError for an option that the engine lacks."""
+        expect_generation_options(options.all(), len(self.targets))
+        names = {*vars(self.generation_config), *options.kwargs}
+        _expect_supported({name: options[name] for name in names})
+        start = self.target_ids[self.config.decoder_start_token]
+        wanted = first_given(options["decoder_start_token_id"], options["bos_token_id"], start)
+        if wanted != start:
+            raise ValueError(f"decoder_start_token_id={wanted}: {NAME} knows {start} alone")
+        beams = options["num_beams"] or 1
+        if beams == 1:
+            lacking = {"output_scores": options["output_scores"]}
+        else:
+            lacking = {name: options[name] for name in ("do_sample",)}
+            lacking["repetition_penalty"] = (options["repetition_penalty"] or 1) != 1
+            if not options["renormalize_logits"]:
+                lacking |= {f"{name} without renormalize_logits": options[name] for name in MASKS}
+        names = ", ".join(name for name, value in lacking.items() if value)
+        if names:
+            raise ValueError(f"{names} with num_beams={beams}: {NAME} can't do this")
+
+    def _output(
+        self, found: list[list[Found]], options: GenerationOptions, num_beams: int
+    ) -> torch.Tensor | ModelOutput:
+        start = self.target_ids[self.config.decoder_start_token]
+        pad = first_given(options["pad_token_id"], self.config.pad_token_id, 0)
+        sequences = [torch.tensor([start, *each.ids]) for row in found for each in row]
+        ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad)
+        ids = ids.to(self.device)
+        if not options["return_dict_in_generate"]:
+            return ids
+        output = ModelOutput(sequences=ids)
+        if options["output_scores"]:
+            penalty = _penalty(options)
+            scores = [each.score(penalty) for row in found for each in row]
+            output["sequences_scores"] = torch.tensor(scores, device=self.device)
+        return output
+
+
+class Search:
+    """One call of `generate()`.
+
+    Args:
+        engine: The engine.
+        options: The options of the call, all of which the engine has.
+    """
+
+    def __init__(self, engine: CTranslate2Engine, options: GenerationOptions):
+        self.engine, self.options = engine, options
+        self.num_beams = options["num_beams"] or 1
+        self.returned = options["num_return_sequences"] or 1
+        self.penalty = _penalty(options)
+        if self.returned > self.num_beams and not options["do_sample"]:
+            raise ValueError(
+                f"num_return_sequences={self.returned} with num_beams={self.num_beams}: expected "
+                "at most as many, or do_sample=True"
+            )
+        self.kwargs = self._translator_options()
+
+    def run(self, rows: list[list[int]]) -> list[list[Found]]:
+        """The sequences for each source, best first.
+
+        A row ends at its own limit, but the engine takes one for all. So all rows get the largest,
+        and those that went beyond their own are searched once more, with the rows of that limit.
+        """
+        limits = self._limits(rows)
+        found = self._search(rows, max(limits))
+        beyond: dict[int, list[int]] = {}
+        for number, (results, limit) in enumerate(zip(found, limits, strict=True)):
+            if max(len(each.ids) for each in results) > limit:
+                beyond.setdefault(limit, []).append(number)
+        for limit, numbers in beyond.items():
+            again = self._search([rows[number] for number in numbers], limit)
+            for number, results in zip(numbers, again, strict=True):
+                found[number] = results
+        return [self._best(results) for results in found]
+
+    def _best(self, results: list[Found]) -> list[Found]:
+        if self.num_beams > 1:
+            results = sorted(results, key=lambda each: -each.score(self.penalty))
+        return results[: self.returned]
+
+    def _search(self, rows: list[list[int]], limit: int) -> list[list[Found]]:
+        engine = self.engine
+        results = engine.translator.translate_batch(
+            [[engine.sources[number] for number in row] for row in rows],
+            max_decoding_length=limit,
+            **self.kwargs,
+        )
+        undone = self.kwargs["length_penalty"]
+        return [
+            [
+                Found([engine.target_ids[token] for token in tokens], score * len(tokens) ** undone)
+                for tokens, score in zip(result.hypotheses, result.scores, strict=True)
+            ]
+            for result in results
+        ]
+
+    def _limits(self, rows: list[list[int]]) -> list[int]:
+        """The largest number of new tokens for each row, as our models' `generate()` has it."""
+        options = self.options
+        extra, factor = options.take("extra_output_tokens"), options.take("max_length_factor")
+        limit, longest = options["max_new_tokens"], max(map(len, rows))
+        if limit is None and options["max_length"] is not None:
+            limit = options["max_length"] - 1
+        if limit is not None:
+            return [limit] * len(rows)
+        if factor is not None:
+            limits = [int(factor * longest)] * len(rows)
+        else:
+            extra = first_given(extra, self.engine.extra_output_tokens)
+            limits = [len(row) + extra for row in rows]
+        # The table of positions ends here.
+        return [min(limit, self.engine.config.max_position_embeddings - 1) for limit in limits]
+
+    def _translator_options(self) -> dict[str, Any]:
+        options, targets = self.options, self.engine.targets
+        samples = bool(options["do_sample"])
+        patience = 1 if self.num_beams == 1 else PATIENCE[options["early_stopping"] or False]
+        ends = first_given(options["eos_token_id"], self.engine.config.eos_token_id)
+        shortest = (options["min_length"] or 1) - 1  # which counts the start token
+        unwanted = [*(options["bad_words_ids"] or []), *_singles(options["suppress_tokens"])]
+        return {
+            "beam_size": self.num_beams,
+            "patience": patience,
+            "num_hypotheses": self.returned if samples else self.num_beams * patience,
+            "length_penalty": float(self.penalty) or NEARLY_NONE,
+            "repetition_penalty": options["repetition_penalty"] or 1.0,
+            "no_repeat_ngram_size": options["no_repeat_ngram_size"] or 0,
+            "suppress_sequences": [[targets[id_] for id_ in ids] for ids in unwanted] or None,
+            "end_token": [targets[id_] for id_ in _flat(ends)],
+            "return_end_token": True,
+            "return_scores": True,
+            "max_input_length": 0,
+            "min_decoding_length": max(shortest, options["min_new_tokens"] or 0),
+            "sampling_topk": first_given(options["top_k"], 50) if samples else 1,
+            "sampling_topp": first_given(options["top_p"], 1.0) if samples else 1.0,
+            "sampling_temperature": first_given(options["temperature"], 1.0) if samples else 1.0,
+        }
+
+
+def _penalty(options: GenerationOptions) -> float:
+    """What `length ** penalty` divides log-probabilities by."""
+    return first_given(options["length_penalty"], 1.0)
+
+
+def _expect_supported(options: dict[str, Any]) -> None:
+    """Raises ValueError for options that the engine lacks, if they are set to something else than
+    what changes nothing."""
+    defaults = GenerationConfig._get_default_generation_params()
+    neutral = (None, False)
+    lacking = [
+        f"{name}={value!r}"
+        for name, value in options.items()
+        if name not in SUPPORTED | OWN
+        and not name.startswith("_")
+        and not any(value is each for each in neutral)
+        and value != defaults.get(name)
+    ]
+    if lacking:
+        raise ValueError(f"{', '.join(lacking)}: {NAME} lacks this option; leave it out")
+
+
+def _rows(ids: Any, mask: Any, vocab_size: int) -> list[list[int]]:
+    """The source ids of each row without padding."""
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        raise ValueError(f"input_ids={ids!r}: expected a tensor (batch, length)")
+    mask = torch.ones_like(ids) if mask is None else mask
+    if mask.shape != ids.shape or not mask.any(1).all():
+        raise ValueError(
+            "attention_mask: expected (batch, length) like input_ids, with a token in each row"
+        )
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise IndexError(f"input_ids: expected ids from 0 to {vocab_size - 1}")
+    return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+
+
+def _read_vocabularies(folder: Path) -> list[list[str]]:
+    """The tokens of source and target, in the order of their ids."""
+    shared = folder / "shared_vocabulary.json"
+    files = (
+        [shared] * 2
+        if shared.is_file()
+        else [folder / f"{side}_vocabulary.json" for side in ("source", "target")]
+    )
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def _flat(ids: Any) -> list[int]:
+    return list(ids) if isinstance(ids, (list, tuple)) else [ids]
+
+
+def _singles(ids: Any) -> list[list[int]]:
+    return [[each] for each in ids or []]

@@ -1,0 +1,77 @@
+"""What CTranslate2 runs is the model that was exported."""
+
+import pytest
+import torch
+from conftest import ragged
+from vanilla_transformer.export import export
+from vanilla_transformer.inference.engines import load
+
+pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
+
+CONFIGS = {
+    "the paper's": {},
+    "pre-norm": {"norm_position": "pre"},
+    "learned": {"position_encoding": "learned", "max_position_embeddings": 40},
+    "pre-norm, learned": {
+        "norm_position": "pre",
+        "position_encoding": "learned",
+        "max_position_embeddings": 40,
+    },
+    "narrow keys": {"head_dim": 5, "value_head_dim": 8},
+    "narrow values": {"head_dim": 8, "value_head_dim": 3},
+    "wide heads": {"head_dim": 30, "value_head_dim": 32},
+    "biases": {"attention_bias": True, "lm_head_bias": True, "value_head_dim": 4},
+    "untied": {"tie_word_embeddings": False},
+    "epsilon": {"layer_norm_eps": 1e-2},
+    "unscaled": {"scale_embedding": False},
+    "tensor2tensor": {"sinusoid_frequencies": "tensor2tensor", "position_offset": 2},
+    "last norm of the encoder": {"final_layer_norm": "encoder"},
+    "no last norms": {"norm_position": "pre", "final_layer_norm": "none"},
+    "norm of embeddings": {"embedding_layer_norm": True},
+    "padded vocabulary": {"vocab_size": 312},
+    **{
+        name: {"activation_function": name}
+        for name in ("gelu", "gelu_new", "gelu_fast", "quick_gelu", "silu", "tanh", "sigmoid")
+    },
+}
+BATCH = ragged(7, 4, 1)
+LONGEST = {"max_new_tokens": 12}
+
+
+def trimmed(ids, pad=0):
+    """Rows of ids without what fills them up."""
+    return [[number for number in row if number != pad] for row in ids.tolist()]
+
+
+def expect_equal(model, engine, **options):
+    """Ids and scores of beam search, for sources of several lengths."""
+    ids, mask = BATCH
+    options |= {"output_scores": True, "return_dict_in_generate": True}
+    options.setdefault("num_beams", 4)
+    options.setdefault("num_return_sequences", options["num_beams"])
+    expected, found = (
+        each.generate(input_ids=ids, attention_mask=mask, **options) for each in (model, engine)
+    )
+    assert trimmed(found.sequences) == trimmed(expected.sequences)
+    scores = found.sequences_scores, expected.sequences_scores
+    torch.testing.assert_close(*scores, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_configuration_is_expressed(exported, config):
+    model, folder = exported("ctranslate2", **config)
+    engine = load(folder)
+    ids, mask = BATCH
+    greedy = [
+        each.generate(input_ids=ids, attention_mask=mask, **LONGEST) for each in (model, engine)
+    ]
+    assert trimmed(greedy[0]) == trimmed(greedy[1])
+    expect_equal(model, engine, early_stopping=True, **LONGEST)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_two_vocabularies_are_expressed(saved, two_sided, tmp_path, tie):
+    sizes = {"vocab_size": len(two_sided) + 2, "decoder_vocab_size": two_sided.target_vocab_size}
+    model, folder = saved(two_sided, tie_word_embeddings=tie, **sizes)
+    engine = load(export(folder, tmp_path / "exported", "ctranslate2"))
+    expect_equal(model, engine, early_stopping=True, **LONGEST)

@@ -1,0 +1,95 @@
+"""The model that an export reads."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.modeling_vanilla_transformer import (
+    VanillaTransformerAttention,
+    VanillaTransformerForConditionalGeneration,
+)
+
+FILES = (
+    ("config.json",),
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("tokenizer_config.json",),
+)
+
+
+def expect_model(folder: Path) -> None:
+    """Check that a folder holds a finished encoder-decoder of this package and its tokenizer.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: It holds another architecture.
+    """
+    for names in FILES:
+        if not any((folder / name).is_file() for name in names):
+            raise FileNotFoundError(
+                f"{folder}: expected a finished model and its tokenizer, "
+                f"there is no {' or '.join(names)}"
+            )
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model_type, ours = content.get("model_type"), VanillaTransformerConfig.model_type
+    if model_type != ours:
+        raise ValueError(f"{folder}: model_type={model_type!r}: expected {ours!r}")
+    if not content.get("is_encoder_decoder", True):
+        raise ValueError(f"{folder}: is_encoder_decoder=False: expected encoder and decoder")
+
+
+def read_model(
+    folder: Path,
+) -> tuple[VanillaTransformerForConditionalGeneration, PreTrainedTokenizerBase]:
+    """The model in single precision, in evaluation mode, and its tokenizer.
+
+    Raises:
+        ValueError: The weights are incomplete.
+    """
+    try:
+        model, report = VanillaTransformerForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+    except SafetensorError as error:
+        raise ValueError(f"{folder}: expected complete weights ({error})") from error
+    if report["missing_keys"]:
+        names = ", ".join(sorted(report["missing_keys"]))
+        raise ValueError(f"{folder}: expected complete weights, there is no {names}")
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def padded_heads(
+    attention: VanillaTransformerAttention, width: int | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """Copies of an attention's projections in which queries, keys and values have the same width,
+    for engines that know one `head_dim`. The columns that join are zero, so nothing changes but
+    the scale, which stays d_k^-0.5.
+
+    Args:
+        attention: Of heads of widths d_k and d_v.
+        width: At least both. None: the larger.
+
+    Returns:
+        By the names "q_proj", "k_proj", "v_proj" and "out_proj": "weight", with heads * width rows
+        (for "out_proj", columns), and "bias", where there is one.
+    """
+    width = width or max(attention.d_k, attention.d_v)
+    found = {}
+    for name, dim in (("q_proj", attention.d_k), ("k_proj", attention.d_k),
+                      ("v_proj", attention.d_v), ("out_proj", attention.d_v)):  # fmt: skip
+        linear = getattr(attention, name)
+        parts = {part: tensor.detach().clone() for part, tensor in linear.named_parameters()}
+        for part, tensor in parts.items():
+            if name == "out_proj":
+                if part == "weight":
+                    parts[part] = F.pad(tensor.unflatten(1, (-1, dim)), (0, width - dim)).flatten(1)
+            else:
+                rows = tensor.unflatten(0, (-1, dim)).transpose(1, -1)
+                parts[part] = F.pad(rows, (0, width - dim)).transpose(1, -1).flatten(0, 1)
+        found[name] = parts
+    return found

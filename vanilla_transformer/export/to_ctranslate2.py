@@ -1,0 +1,197 @@
+"""CTranslate2: every model of ours but those with an activation function that it lacks.
+
+The folder is CTranslate2's own, for its C++ and Python libraries, and at the same time one that
+`inference.engines` opens: `config.json` has both configurations, and the generation config and the
+tokenizer lie beside it.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from ctranslate2.specs import common_spec, transformer_spec
+from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.generation import first_given
+from ..model.modeling_vanilla_transformer import (
+    VanillaTransformerAttention,
+    VanillaTransformerForConditionalGeneration,
+    VanillaTransformerStack,
+)
+from .source import padded_heads, read_model
+
+NAME = "ctranslate2"
+QUANTIZATIONS = ACCEPTED_MODEL_TYPES
+# CTranslate2's activation functions by transformers' names.
+ACTIVATIONS = {
+    "relu": "RELU", "gelu": "GELU", "gelu_new": "GELUTanh", "gelu_fast": "GELUTanh",
+    "gelu_pytorch_tanh": "GELUTanh", "quick_gelu": "GELUSigmoid", "silu": "SWISH", "swish": "SWISH",
+    "tanh": "Tanh", "sigmoid": "Sigmoid",
+}  # fmt: skip
+# Sinusoids have no end, but CTranslate2 reads them from a table.
+LEAST_POSITIONS = 2048
+
+
+def write(model_folder: Path, output: Path, quantization: str | None) -> None:
+    """Write a folder for CTranslate2.
+
+    Raises:
+        ValueError: CTranslate2 can't express the model; the message names the field.
+    """
+    model, tokenizer = read_model(model_folder)
+    spec = make_spec(model, tokenizer)
+    spec.validate()
+    spec.optimize(quantization)
+    spec.save(str(output))
+    model.generation_config.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def make_spec(
+    model: VanillaTransformerForConditionalGeneration, tokenizer: PreTrainedTokenizerBase
+) -> transformer_spec.TransformerSpec:
+    """A model in CTranslate2's terms, in copies of its tensors: quantization works in place.
+
+    Raises:
+        ValueError: CTranslate2 can't express the model; the message names the field.
+    """
+    config = model.config
+    if config.activation_function not in ACTIVATIONS:
+        raise ValueError(
+            f"activation_function={config.activation_function!r}: CTranslate2 knows "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    names = {
+        "decoder_start_token_id": ("decoder_start_token_id", "bos_token_id"),
+        "eos_token_id": ("eos_token_id",),
+    }
+    special = {name: _special(model, *fields) for name, fields in names.items()}
+    sources, targets = vocabularies(config, tokenizer)
+    encoder, decoder = (
+        _stack(getattr(model.model, stack), stack) for stack in ("encoder", "decoder")
+    )
+    _set(decoder.projection, model.lm_head.named_parameters())
+    spec = transformer_spec.TransformerSpec(encoder, decoder)
+    spec.register_source_vocabulary(sources)
+    spec.register_target_vocabulary(targets)
+    start, end = (targets[special[name]] for name in names)
+    unknown = tokenizer.unk_token if {tokenizer.unk_token} <= {*sources} & {*targets} else end
+    tokens = {"decoder_start_token": start, "bos_token": start, "eos_token": end}
+    ours = config.to_dict()
+    for name in ("auto_map", "custom_pipelines"):  # the folder holds no code
+        ours.pop(name, None)
+    for name, value in {**ours, **tokens, "unk_token": unknown}.items():
+        spec.config.add_attribute(name, value)
+    spec.config.add_attribute("layer_norm_epsilon", config.layer_norm_eps)
+    spec.config.add_attribute("max_position_embeddings", _positions_of(config))
+    return spec
+
+
+def _special(model: VanillaTransformerForConditionalGeneration, *fields: str) -> int:
+    """The id of a special token, as `generate()` finds it."""
+    sources: tuple[GenerationConfig | VanillaTransformerConfig, ...] = (
+        model.generation_config,
+        model.config,
+    )
+    found = first_given(*(getattr(source, field) for field in fields for source in sources))
+    if isinstance(found, list):  # the engine passes the others
+        found = found[0] if found else None
+    if found is None:
+        raise ValueError(f"{fields[0]}=None: CTranslate2 needs a token")
+    return found
+
+
+def vocabularies(
+    config: VanillaTransformerConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], list[str]]:
+    """The tokens of source and target in the order of their ids, as many as embeddings. Those that
+    the tokenizer does not know get a name."""
+    sides: Any = (tokenizer.backend_tokenizer,) * 2
+    if config.decoder_vocab_size is not None:
+        sides = (sides[0], getattr(tokenizer, "target_tokenizer", sides[0]))
+    sizes = (config.vocab_size, config.target_vocab_size)
+    sources, targets = (
+        [first_given(side.id_to_token(id_), f"<no token {id_}>") for id_ in range(size)]
+        for side, size in zip(sides, sizes, strict=True)
+    )
+    return sources, targets
+
+
+def _stack(stack: VanillaTransformerStack, name: str) -> Any:
+    """`TransformerEncoderSpec` or `TransformerDecoderSpec`."""
+    config = stack.config
+    heads = getattr(config, f"{name}_attention_heads")
+    attention = stack.layers[0].self_attn
+    is_encoder = name == "encoder"
+    make = (
+        transformer_spec.TransformerEncoderSpec
+        if is_encoder
+        else transformer_spec.TransformerDecoderSpec
+    )
+    spec = make(
+        getattr(config, f"{name}_layers"),
+        heads,
+        no_final_norm=not config.ends_in_layer_norm(name),
+        activation=getattr(common_spec.Activation, ACTIVATIONS[config.activation_function]),
+        layernorm_embedding=config.embedding_layer_norm,
+        num_heads_kv=heads,
+        head_dim=max(attention.d_k, attention.d_v),
+    )
+    spec.pre_norm = config.norm_position == "pre"
+    spec.scale_embeddings = config.scale_embedding
+    embeddings = spec.embeddings[0] if is_encoder else spec.embeddings
+    embeddings.weight = stack.embed_tokens.weight.detach().clone()
+    spec.position_encodings.encodings = _positions(stack)
+    if config.embedding_layer_norm:
+        _set_norm(spec.layernorm_embedding, stack.embed_layer_norm)
+    if config.ends_in_layer_norm(name):
+        _set_norm(spec.layer_norm, stack.layer_norm)
+    for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
+        _set_attention(layer_spec.self_attention, layer.self_attn)
+        _set_norm(layer_spec.self_attention.layer_norm, layer.self_attn_layer_norm)
+        if not is_encoder:
+            _set_attention(layer_spec.attention, layer.encoder_attn)
+            _set_norm(layer_spec.attention.layer_norm, layer.encoder_attn_layer_norm)
+        _set(layer_spec.ffn.linear_0, layer.ffn.fc1.named_parameters())
+        _set(layer_spec.ffn.linear_1, layer.ffn.fc2.named_parameters())
+        _set_norm(layer_spec.ffn.layer_norm, layer.ffn_layer_norm)
+    return spec
+
+
+def _positions(stack: VanillaTransformerStack) -> Tensor:
+    """A table (positions, d_model)."""
+    with torch.no_grad():
+        positions = torch.arange(_positions_of(stack.config))
+        return stack.embed_positions(positions, torch.float32).clone()
+
+
+def _positions_of(config: VanillaTransformerConfig) -> int:
+    if config.position_encoding == "learned":
+        return config.max_position_embeddings
+    return max(config.max_position_embeddings, LEAST_POSITIONS)
+
+
+def _set_attention(spec: Any, attention: VanillaTransformerAttention) -> None:
+    """Projections that read the same states are one: of queries, keys and values, or of keys and
+    values alone."""
+    parts = padded_heads(attention)
+    groups = [["q_proj", "k_proj", "v_proj"], ["out_proj"]]
+    if attention.is_cross_attention:
+        groups = [["q_proj"], ["k_proj", "v_proj"], ["out_proj"]]
+    for linear, names in zip(spec.linear, groups, strict=True):
+        fused = {part: torch.cat([parts[each][part] for each in names]) for part in parts[names[0]]}
+        _set(linear, fused.items())
+    spec.queries_scale = attention.scaling
+
+
+def _set_norm(spec: common_spec.LayerNormSpec, norm: nn.Module) -> None:
+    spec.gamma, spec.beta = (tensor.detach().clone() for tensor in (norm.weight, norm.bias))
+
+
+def _set(spec: common_spec.LinearSpec, parts: Iterable[tuple[str, Tensor]]) -> None:
+    for part, tensor in parts:
+        setattr(spec, part, tensor.detach().clone())
