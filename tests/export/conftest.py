@@ -1,6 +1,6 @@
 import pytest
-
 from conversion.models import random_model
+
 from vanilla_transformer import VanillaTransformerTokenizer
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.export import export

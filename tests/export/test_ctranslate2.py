@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import ragged
+
 from vanilla_transformer.export import export
 from vanilla_transformer.inference.engines import load
 

@@ -91,7 +91,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         **{name: getattr(theirs, name) for name in SAME}, **FIXED, **tying, label_smoothing=0.0
     )
     config.sinusoid_frequencies = _frequencies(tensors, config)
-    weights |= core.take_layers(tensors, config, _their_name)
+    weights |= core.take_layers(tensors, config, their_name)
     tensors.expect_all_taken()
     sides = _sides(path, config)
     unk = [side.backend_tokenizer.token_to_id(UNK) for side in sides]
@@ -108,7 +108,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     return conversion
 
 
-def _their_name(ours: str) -> str:
+def their_name(ours: str) -> str:
+    """The name of a tensor in `MarianMTModel` and its siblings."""
     return ours.replace(".ffn.fc", ".fc").replace(".ffn_layer_norm", ".final_layer_norm")
 
 
@@ -187,7 +188,7 @@ def _way_back(
     tensors: Tensors, weights: dict[str, Tensor]
 ) -> tuple[dict[str, list[str]], dict[str, Tensor]]:
     """`Conversion.sources` and `Conversion.leftovers`."""
-    ours = {_their_name(name): name for name in weights}
+    ours = {their_name(name): name for name in weights}
     target = SHARED if SHARED in weights else TARGET
     ours |= {
         SHARED: SHARED if SHARED in weights else SOURCE,

@@ -13,6 +13,7 @@ from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import (
     VanillaTransformerAttention,
     VanillaTransformerForConditionalGeneration,
+    VanillaTransformerStack,
 )
 
 FILES = (
@@ -20,6 +21,8 @@ FILES = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("tokenizer_config.json",),
 )
+# Sinusoids have no end, but engines read them from a table of at least this length.
+LEAST_POSITIONS = 2048
 
 
 def expect_model(folder: Path) -> None:
@@ -61,6 +64,21 @@ def read_model(
         names = ", ".join(sorted(report["missing_keys"]))
         raise ValueError(f"{folder}: expected complete weights, there is no {names}")
     return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def number_of_positions(config: VanillaTransformerConfig) -> int:
+    """The length of a table of positions. `max_position_embeddings`, a hint for sinusoids, makes it
+    longer."""
+    if config.position_encoding == "learned":
+        return config.max_position_embeddings
+    return max(config.max_position_embeddings, LEAST_POSITIONS)
+
+
+def position_table(stack: VanillaTransformerStack) -> Tensor:
+    """The encodings of all positions, (positions, d_model)."""
+    with torch.no_grad():
+        positions = torch.arange(number_of_positions(stack.config))
+        return stack.embed_positions(positions, torch.float32).clone()
 
 
 def padded_heads(

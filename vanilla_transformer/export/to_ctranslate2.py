@@ -22,7 +22,7 @@ from ..model.modeling_vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
     VanillaTransformerStack,
 )
-from .source import padded_heads, read_model
+from .source import number_of_positions, padded_heads, position_table, read_model
 
 NAME = "ctranslate2"
 QUANTIZATIONS = ACCEPTED_MODEL_TYPES
@@ -32,8 +32,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "GELUTanh", "quick_gelu": "GELUSigmoid", "silu": "SWISH", "swish": "SWISH",
     "tanh": "Tanh", "sigmoid": "Sigmoid",
 }  # fmt: skip
-# Sinusoids have no end, but CTranslate2 reads them from a table.
-LEAST_POSITIONS = 2048
 
 
 def write(model_folder: Path, output: Path, quantization: str | None) -> None:
@@ -87,7 +85,7 @@ def make_spec(
     for name, value in {**ours, **tokens, "unk_token": unknown}.items():
         spec.config.add_attribute(name, value)
     spec.config.add_attribute("layer_norm_epsilon", config.layer_norm_eps)
-    spec.config.add_attribute("max_position_embeddings", _positions_of(config))
+    spec.config.add_attribute("max_position_embeddings", number_of_positions(config))
     return spec
 
 
@@ -145,7 +143,7 @@ def _stack(stack: VanillaTransformerStack, name: str) -> Any:
     spec.scale_embeddings = config.scale_embedding
     embeddings = spec.embeddings[0] if is_encoder else spec.embeddings
     embeddings.weight = stack.embed_tokens.weight.detach().clone()
-    spec.position_encodings.encodings = _positions(stack)
+    spec.position_encodings.encodings = position_table(stack)
     if config.embedding_layer_norm:
         _set_norm(spec.layernorm_embedding, stack.embed_layer_norm)
     if config.ends_in_layer_norm(name):
@@ -160,19 +158,6 @@ def _stack(stack: VanillaTransformerStack, name: str) -> Any:
         _set(layer_spec.ffn.linear_1, layer.ffn.fc2.named_parameters())
         _set_norm(layer_spec.ffn.layer_norm, layer.ffn_layer_norm)
     return spec
-
-
-def _positions(stack: VanillaTransformerStack) -> Tensor:
-    """A table (positions, d_model)."""
-    with torch.no_grad():
-        positions = torch.arange(_positions_of(stack.config))
-        return stack.embed_positions(positions, torch.float32).clone()
-
-
-def _positions_of(config: VanillaTransformerConfig) -> int:
-    if config.position_encoding == "learned":
-        return config.max_position_embeddings
-    return max(config.max_position_embeddings, LEAST_POSITIONS)
 
 
 def _set_attention(spec: Any, attention: VanillaTransformerAttention) -> None:

@@ -1,0 +1,57 @@
+"""Folders for classes of transformers give the same translations without our code."""
+
+import pytest
+import torch
+from conftest import ragged
+from transformers import AutoModelForSeq2SeqLM
+
+from vanilla_transformer.export import export
+
+MARIAN = {
+    "the paper's": {},
+    "biases": {"attention_bias": True, "lm_head_bias": True},
+    "narrow heads": {"head_dim": 5, "value_head_dim": 3},
+    "untied": {"tie_word_embeddings": False},
+    "unscaled, silu": {"scale_embedding": False, "activation_function": "silu"},
+}
+PRE = {"norm_position": "pre"}
+PEGASUS = {
+    "sinusoids": PRE,
+    "learned": {**PRE, "position_encoding": "learned", "max_position_embeddings": 40},
+    "biases": {**PRE, "attention_bias": True, "lm_head_bias": True},
+    "narrow heads": {**PRE, "head_dim": 5, "value_head_dim": 3},
+    "epsilon": {**PRE, "layer_norm_eps": 1e-3},
+    "tensor2tensor": {**PRE, "sinusoid_frequencies": "tensor2tensor", "position_offset": 2},
+}
+CASES = [
+    pytest.param(to, {"layer_norm_eps": 1e-5, **config}, id=f"{to}, {name}")
+    for to, configs in (("marian", MARIAN), ("pegasus", PEGASUS))
+    for name, config in configs.items()
+]
+
+
+def expect_same(model, folder):
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    assert not type(loaded).__module__.startswith("vanilla_transformer")
+    ids, mask = ragged(7, 4)
+    targets = torch.tensor([[1, 5, 8, 20], [1, 7, 30, 9]])
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    with torch.no_grad():
+        expected, found = (
+            each(**inputs, decoder_input_ids=targets).logits.log_softmax(-1)
+            for each in (model, loaded)
+        )
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    generated = [each.generate(**inputs, num_beams=3, max_new_tokens=9) for each in (model, loaded)]
+    assert generated[0].tolist() == generated[1].tolist()
+
+
+@pytest.mark.parametrize(("to", "config"), CASES)
+def test_translations_are_the_same(exported, to, config):
+    expect_same(*exported(to, **config))
+
+
+def test_two_vocabularies_fit_marian(saved, two_sided, tmp_path):
+    sizes = {"vocab_size": len(two_sided), "decoder_vocab_size": two_sided.target_vocab_size}
+    model, folder = saved(two_sided, layer_norm_eps=1e-5, **sizes)
+    expect_same(model, export(folder, tmp_path / "exported", "marian"))

@@ -1,0 +1,152 @@
+"""What the exports to classes of transformers share: folders that load without this package."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..conversion.core import PROJECTION_BIAS
+from ..conversion.hf_marian import BIAS, SAME, their_name
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.generation import OWN_OPTIONS
+from ..model.modeling_vanilla_transformer import (
+    VanillaTransformerAttention,
+    VanillaTransformerForConditionalGeneration,
+)
+from .source import number_of_positions, padded_heads
+
+logger = logging.getLogger(__name__)
+EPSILON = 1e-5  # of every layer normalisation of these classes
+MAX_LENGTH = 512  # a limit in place of one that grows with the source
+PROBE = (4, 16)  # sources and tokens that measure a difference
+
+
+def expect_fields(config: VanillaTransformerConfig, name: str, fixed: dict[str, Any]) -> None:
+    """Check what a class of transformers has no choice about.
+
+    Args:
+        config: Ours.
+        name: Of the class.
+        fixed: The values of our fields that it can express.
+
+    Raises:
+        ValueError: A field has another value, or heads are wider than d_model.
+    """
+    for field, expected in fixed.items():
+        if (value := getattr(config, field)) != expected:
+            raise ValueError(f"{field}={value!r}: {name} can express {expected!r} alone")
+    for stack in ("encoder", "decoder"):
+        heads = getattr(config, f"{stack}_attention_heads")
+        d_k = config.head_dim or config.d_model // heads
+        if (
+            config.d_model % heads
+            or max(d_k, config.value_head_dim or d_k) * heads > config.d_model
+        ):
+            raise ValueError(
+                f"{stack}_attention_heads={heads}, head_dim={d_k}, "
+                f"value_head_dim={config.value_head_dim}: {name} can express heads that divide "
+                f"d_model={config.d_model} and are no wider together"
+            )
+
+
+def shared_fields(config: VanillaTransformerConfig) -> dict[str, Any]:
+    """The fields of a configuration that have the same name and meaning there."""
+    fields = {name: getattr(config, name) for name in SAME}
+    fields["max_position_embeddings"] = number_of_positions(config)
+    return {**fields, "forced_eos_token_id": None}
+
+
+def copied_weights(model: VanillaTransformerForConditionalGeneration) -> dict[str, Tensor]:
+    """Copies of all tensors under our names, with heads as wide as d_model / h and with biases."""
+    weights = {
+        name: tensor.detach().clone()
+        for name, tensor in model.state_dict().items()
+        if name not in model.all_tied_weights_keys
+    }
+    for name, module in model.named_modules():
+        if not isinstance(module, VanillaTransformerAttention):
+            continue
+        heads = module.q_proj.out_features // module.d_k
+        width = model.config.d_model // heads
+        for linear, parts in padded_heads(module, width).items():
+            parts.setdefault("bias", torch.zeros(len(parts["weight"])))
+            # Their scale is width^-0.5.
+            factor = math.sqrt(width / module.d_k) if linear == "q_proj" else 1.0
+            for part, tensor in parts.items():
+                weights[f"{name}.{linear}.{part}"] = tensor * factor
+    return weights
+
+
+def save(
+    model: VanillaTransformerForConditionalGeneration,
+    tokenizer: PreTrainedTokenizerBase,
+    theirs: PreTrainedModel,
+    weights: dict[str, Tensor],
+    output: Path,
+) -> None:
+    """Write a folder for `AutoModelForSeq2SeqLM`, and say how far it is from our model.
+
+    Args:
+        model: Ours.
+        tokenizer: Its tokenizer.
+        theirs: A model without memory for its weights.
+        weights: Under our names, but for what `theirs` has alone.
+        output: The folder.
+    """
+    bias = weights.pop(PROJECTION_BIAS, torch.zeros(model.config.target_vocab_size))
+    named = {their_name(name): tensor for name, tensor in weights.items()} | {BIAS: bias[None]}
+    theirs.generation_config = _generation_config(model.generation_config)
+    theirs.save_pretrained(output, state_dict=named)
+    tokenizer.save_pretrained(output)
+    written, report = AutoModelForSeq2SeqLM.from_pretrained(output, output_loading_info=True)
+    if report["missing_keys"] or report["unexpected_keys"]:
+        raise RuntimeError(f"{output}: transformers reads back other tensors: {report}")
+    difference = _difference(model, written)
+    if difference > 0:
+        logger.warning(
+            "%s has layer_norm_eps=%g, the model %g: logits differ by at most %.1e on %d tokens",
+            type(theirs).__name__,
+            EPSILON,
+            model.config.layer_norm_eps,
+            difference,
+            math.prod(PROBE),
+        )
+
+
+def _generation_config(ours: GenerationConfig) -> GenerationConfig:
+    """Without the options that our `generate()` alone has."""
+    fields = ours.to_diff_dict()
+    lost = {name: fields.pop(name) for name in OWN_OPTIONS if name in fields}
+    if fields.get("max_length") is None and fields.get("max_new_tokens") is None:
+        fields["max_length"] = MAX_LENGTH
+        logger.warning("translations end after %d tokens, not at source + 50", MAX_LENGTH)
+    if lost:
+        said = ", ".join(f"{name}={value!r}" for name, value in lost.items())
+        logger.warning("%s: lost, because transformers' own generate() lacks it", said)
+    return GenerationConfig(**fields)
+
+
+@torch.no_grad()
+def _difference(
+    model: VanillaTransformerForConditionalGeneration, written: PreTrainedModel
+) -> float:
+    """The largest of logits, for random sources and targets."""
+    generator = torch.Generator().manual_seed(0)
+    config = model.config
+    ids, targets = (
+        torch.randint(size, PROBE, generator=generator)
+        for size in (config.vocab_size, config.target_vocab_size)
+    )
+    ours, theirs = (
+        each.eval()(input_ids=ids, decoder_input_ids=targets).logits for each in (model, written)
+    )
+    return (ours - theirs).abs().max().item()

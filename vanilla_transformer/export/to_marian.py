@@ -1,0 +1,49 @@
+"""transformers' `MarianMTModel`: post-norm models with the paper's sinusoids."""
+
+from pathlib import Path
+
+import torch
+from transformers import MarianConfig, MarianMTModel
+
+from ..conversion.core import separate_halves
+from .source import read_model
+from .stock import copied_weights, expect_fields, save, shared_fields
+
+NAME = "marian"
+QUANTIZATIONS: tuple[str, ...] = ()
+FIXED = {
+    "norm_position": "post",
+    "embedding_layer_norm": False,
+    "position_encoding": "sinusoidal",
+    "sinusoid_frequencies": "paper",
+    "position_offset": 0,
+}
+
+
+def write(model_folder: Path, output: Path, quantization: str | None) -> None:
+    """Write a folder that `AutoModelForSeq2SeqLM` loads without this package.
+
+    Raises:
+        ValueError: `MarianMTModel` can't express the model; the message names the field.
+    """
+    model, tokenizer = read_model(model_folder)
+    config = model.config
+    expect_fields(config, "MarianMTModel", FIXED)
+    for stack in ("encoder", "decoder"):
+        if config.ends_in_layer_norm(stack):
+            raise ValueError(
+                f"final_layer_norm={config.final_layer_norm!r}: MarianMTModel can express 'none' "
+                "alone"
+            )
+    theirs = MarianConfig(
+        **shared_fields(config),
+        vocab_size=config.vocab_size,
+        decoder_vocab_size=config.target_vocab_size,
+        share_encoder_decoder_embeddings=config.shares_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+    weights = copied_weights(model)
+    separate_halves(weights)  # their positions are all sines, then all cosines
+    with torch.device("meta"):
+        empty = MarianMTModel(theirs)
+    save(model, tokenizer, empty, weights, output)

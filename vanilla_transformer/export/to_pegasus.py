@@ -1,0 +1,58 @@
+"""transformers' `PegasusForConditionalGeneration`: pre-norm models with one vocabulary."""
+
+import math
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PegasusConfig, PegasusForConditionalGeneration
+
+from ..conversion.core import fold_embedding_scale
+from .source import position_table, read_model
+from .stock import EPSILON, copied_weights, expect_fields, save, shared_fields
+
+NAME = "pegasus"
+QUANTIZATIONS: tuple[str, ...] = ()
+FIXED = {
+    "norm_position": "pre",
+    "embedding_layer_norm": False,
+    "tie_word_embeddings": True,
+    "decoder_vocab_size": None,
+}
+
+
+def write(model_folder: Path, output: Path, quantization: str | None) -> None:
+    """Write a folder that `AutoModelForSeq2SeqLM` loads without this package.
+
+    Raises:
+        ValueError: `PegasusForConditionalGeneration` can't express the model; the message names
+            the field.
+    """
+    model, tokenizer = read_model(model_folder)
+    config = model.config
+    name = "PegasusForConditionalGeneration"
+    expect_fields(config, name, FIXED)
+    if not all(map(config.ends_in_layer_norm, ("encoder", "decoder"))):
+        raise ValueError(
+            f"final_layer_norm={config.final_layer_norm!r}: {name} can express 'both' alone"
+        )
+    theirs = PegasusConfig(**shared_fields(config), vocab_size=config.vocab_size)
+    weights = copied_weights(model)
+    for stack in ("encoder", "decoder"):
+        table = position_table(getattr(model.model, stack))
+        weights[f"model.{stack}.embed_positions.weight"] = table
+    _use_their_epsilon(weights, config.layer_norm_eps)
+    with torch.device("meta"):
+        empty = PegasusForConditionalGeneration(theirs)
+    save(model, tokenizer, empty, weights, output)
+
+
+def _use_their_epsilon(weights: dict[str, Tensor], epsilon: float) -> None:
+    """Scale all that is added to the residual stream, so that their epsilon is to the variance
+    what ours was. In pre-norm models nothing but layer normalisations reads the stream."""
+    factor = math.sqrt(EPSILON / epsilon)
+    fold_embedding_scale(weights, factor)
+    for name in weights:
+        if re.search(r"(embed_positions\.weight|(out_proj|fc2)\.(weight|bias))$", name):
+            weights[name] = weights[name] * factor
