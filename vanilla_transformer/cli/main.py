@@ -13,6 +13,7 @@ COMMANDS = {
     "score": "Print the log-probability of given translations.",
     "average": "Average the weights of checkpoints.",
     "convert": "Convert a checkpoint of another toolkit, or back.",
+    "export": "Export a model for another engine.",
     "plot": "Plot training curves, learning rates and attention.",
     "recipes": "List the packaged recipes, or print one.",
     "info": "Print versions and devices, for a bug report.",

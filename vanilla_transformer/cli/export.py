@@ -1,0 +1,57 @@
+r"""Export a model for another engine, or for a class of transformers.
+
+    vanilla-transformer export outputs/m30k --to ctranslate2 --output_dir outputs/ct2 \
+        --quantization int8 --check test.en
+    vanilla-transformer translate --model outputs/ct2 --source test.en --output test.de
+
+The targets:
+    ctranslate2      a compiled engine for CPUs and NVIDIA GPUs
+    marian           MarianMTModel of transformers, for post-norm models
+    pegasus          PegasusForConditionalGeneration of transformers, for pre-norm models
+    onnx             graphs for ONNX Runtime
+    transformers.js  a page that translates in the browser
+
+What a target can't express is refused by name. See docs/export.md.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..export import TARGETS, export
+from ..export.check import check
+from .parser import CommandParser
+
+
+@dataclass
+class ExportArguments:
+    to: str = field(metadata={"help": f"One of {', '.join(TARGETS)}."})
+    output_dir: str = field(metadata={"help": "A new or empty folder."})
+    quantization: str | None = field(
+        default=None,
+        metadata={"help": "Smaller weights, such as int8. Default: single precision."},
+    )
+    check: str | None = field(
+        default=None,
+        metadata={
+            "help": "A file of source lines that the model and the export then translate: prints "
+            "how many are equal, the difference of scores, speed and size."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.check is not None and not Path(self.check).is_file():
+            raise FileNotFoundError(f"--check {self.check}: expected a file")
+
+
+def main() -> None:
+    parser = CommandParser(
+        ExportArguments,
+        description=__doc__,
+        usage="%(prog)s MODEL --to TARGET --output_dir DIR [options]",
+    )
+    parser.add_argument("model", metavar="MODEL", help="A model folder, as training leaves it.")
+    arguments, rest = parser.parse_args_into_dataclasses()
+    output = export(rest.model, arguments.output_dir, arguments.to, arguments.quantization)
+    print(f"The exported model is in {output}")
+    if arguments.check is not None:
+        print(check(rest.model, output, arguments.check))

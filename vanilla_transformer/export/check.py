@@ -1,0 +1,92 @@
+"""Compares an exported model with the one that it was made from, on the same lines."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..data.text_files import read_file
+from ..inference.loading import LoadingArguments
+from ..inference.translation import translate, translate_n_best
+
+BATCH, BEAMS = 32, 4
+# Files that hold weights, by their ends.
+WEIGHTS = (".safetensors", ".bin", ".onnx", ".onnx_data", ".onnx.data")
+
+
+def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str:
+    """Compare on the lines of a file.
+
+    Args:
+        model_folder: The model.
+        output: The exported folder.
+        file: Source lines.
+
+    Returns:
+        A table, or why nothing was compared.
+
+    Raises:
+        ValueError: The file is empty.
+    """
+    lines = list(read_file(file))
+    if not any(line.strip() for line in lines):
+        raise ValueError(f"{file}: expected lines of the source language, the file is empty")
+    loading = LoadingArguments(device="cpu")
+    try:
+        both = [loading.load(folder) for folder in (model_folder, output)]
+    except (OSError, ValueError) as error:
+        return f"--check: {output} can't be run from here ({error}); nothing was compared"
+    found = compare(*both, lines)
+    sizes = [size(Path(folder)) / 1e6 for folder in (model_folder, output)]
+    equal, number = found["equal"], len(lines)
+    rows = {
+        "lines": f"{number}",
+        "equal translations": f"{equal} ({equal / number:.1%})",
+        f"largest difference of scores, {BEAMS} beams": f"{found['difference']:.1e}",
+        "lines per second, model": f"{found['speeds'][0]:.1f}",
+        "lines per second, export": f"{found['speeds'][1]:.1f}",
+        "MB of weights, model": f"{sizes[0]:.1f}",
+        "MB of weights, export": f"{sizes[1]:.1f}",
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str]) -> dict[str, Any]:
+    """Translate with both, batch by batch in turn, so that both meet the same load of the machine.
+
+    Args:
+        model: The model and its tokenizer.
+        exported: The same.
+        lines: Source lines.
+
+    Returns:
+        `equal`, the number of equal translations with the model's own search; `difference`, the
+        largest of the best hypotheses' scores in beam search where both have the same text;
+        `speeds`, of both, in lines per second.
+    """
+    seconds, equal, difference = [0.0, 0.0], 0, 0.0
+    for batch in _batches(lines):
+        texts = []
+        for number, pair in enumerate((model, exported)):
+            start = time.perf_counter()
+            texts.append(list(translate(batch, *pair, batch_size=BATCH)))
+            seconds[number] += time.perf_counter() - start
+        equal += sum(map(str.__eq__, *texts))
+        scored = [translate_n_best(batch, *pair, 1, num_beams=BEAMS) for pair in (model, exported)]
+        for (one, *_), (other, *_) in zip(*scored, strict=True):
+            if one.text == other.text:
+                difference = max(difference, abs(one.score - other.score))
+    speeds = [len(lines) / each for each in seconds]
+    return {"equal": equal, "difference": difference, "speeds": speeds}
+
+
+def size(folder: Path) -> int:
+    """The bytes of the weights in a folder."""
+    files = (path for path in folder.rglob("*") if path.name.endswith(WEIGHTS))
+    return sum(path.stat().st_size for path in files if path.name != "training_args.bin")
+
+
+def _batches(lines: list[str]) -> Iterable[list[str]]:
+    for start in range(0, len(lines), BATCH):
+        yield lines[start : start + BATCH]
