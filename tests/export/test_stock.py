@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import ragged
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.export import export
 
@@ -55,3 +55,22 @@ def test_two_vocabularies_fit_marian(saved, two_sided, tmp_path):
     sizes = {"vocab_size": len(two_sided), "decoder_vocab_size": two_sided.target_vocab_size}
     model, folder = saved(two_sided, layer_norm_eps=1e-5, **sizes)
     expect_same(model, export(folder, tmp_path / "exported", "marian"))
+
+
+def test_what_is_lost_is_said(saved, tmp_path, caplog):
+    model, folder = saved(layer_norm_eps=1e-4)
+    model.generation_config.length_penalty_type = "gnmt"
+    model.generation_config.num_beams = 4
+    model.generation_config.save_pretrained(folder)
+    output = export(folder, tmp_path / "exported", "marian")
+    assert "layer_norm_eps=1e-05, the model 0.0001: logits differ by at most" in caplog.text
+    assert "length_penalty_type='gnmt': lost" in caplog.text
+    assert "after 512 tokens, not at source + 50" in caplog.text
+    found = AutoModelForSeq2SeqLM.from_pretrained(output).generation_config
+    assert (found.num_beams, found.max_length) == (4, 512)
+
+
+def test_the_tokenizer_comes_along(exported, tokenizer):
+    _, folder = exported("marian")
+    found = AutoTokenizer.from_pretrained(folder)
+    assert found("the lake is deep").input_ids == tokenizer("the lake is deep").input_ids

@@ -11,6 +11,7 @@ Most targets need a package that few users have, so a module is only imported fo
 
 import importlib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 from ..conversion.core import expect_unused
@@ -29,7 +30,7 @@ TARGETS = {
 def export(
     model_folder: str | Path, output_dir: str | Path, to: str, quantization: str | None = None
 ) -> Path:
-    """Write a model for another engine.
+    """Write a model for another engine. A failure leaves no output folder behind.
 
     Args:
         model_folder: A model and its tokenizer, as training leaves them.
@@ -54,8 +55,13 @@ def export(
         expected = f"one of {known}" if known else "none"
         raise ValueError(f"quantization={quantization!r} with {to}: expected {expected}")
     expect_model(folder)
-    output.mkdir(parents=True, exist_ok=True)
-    target.write(folder, output, quantization)
+    place = output.resolve()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as staging:
+        written = Path(staging) / place.name
+        written.mkdir()
+        target.write(folder, written, quantization)
+        written.replace(place)  # which is not there, or empty
     return output
 
 

@@ -33,10 +33,10 @@ def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str
         raise ValueError(f"{file}: expected lines of the source language, the file is empty")
     loading = LoadingArguments(device="cpu")
     try:
-        both = [loading.load(folder) for folder in (model_folder, output)]
+        model, exported = (loading.load(folder) for folder in (model_folder, output))
     except (OSError, ValueError) as error:
         return f"--check: {output} can't be run from here ({error}); nothing was compared"
-    found = compare(*both, lines)
+    found = compare(model, exported, lines)
     sizes = [size(Path(folder)) / 1e6 for folder in (model_folder, output)]
     equal, number = found["equal"], len(lines)
     rows = {

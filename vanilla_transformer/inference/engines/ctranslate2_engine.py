@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from ...model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ...model.generation import GenerationOptions, first_given
+from ...model.generation import GenerationOptions, VanillaTransformerGenerationMixin, first_given
 from ...model.validation import expect_generation_options
 
 NAME = "ctranslate2"
@@ -172,37 +172,82 @@ class CTranslate2Engine:
             IndexError: A source id is outside the vocabulary.
         """
         ids = first_given(inputs, kwargs.pop("input_ids", None))
-        rows = _rows(ids, kwargs.pop("attention_mask", None), len(self.sources))
+        mask = kwargs.pop("attention_mask", None)
+        rows = self._rows(ids, mask)
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
         self._expect_supported(options)
         options.use_length_penalty_type()
-        search = Search(self, options)
-        found = search.run(rows)
-        return self._output(found, options, search.num_beams)
+        limits = self._limits(ids, mask, options)
+        return self._output(Search(self, options, self._ends(options)).run(rows, limits), options)
+
+    def _rows(self, ids: Any, mask: torch.Tensor | None) -> list[list[int]]:
+        """The source ids of each row, without padding."""
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            raise ValueError(f"input_ids={ids!r}: expected a tensor (batch, length)")
+        mask = torch.ones_like(ids) if mask is None else mask
+        if mask.shape != ids.shape or not mask.any(1).all():
+            raise ValueError(
+                f"attention_mask: expected {tuple(ids.shape)} like input_ids, with a token in each "
+                "row"
+            )
+        size, longest = len(self.sources), int(mask.count_nonzero(1).max())
+        if ids.min() < 0 or ids.max() >= size:
+            raise IndexError(f"input_ids: expected ids from 0 to {size - 1}")
+        if longest > self.config.max_position_embeddings:
+            raise ValueError(
+                f"input_ids of {longest} tokens: expected at most "
+                f"{self.config.max_position_embeddings}, max_position_embeddings at the export"
+            )
+        return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
 
     def _expect_supported(self, options: GenerationOptions) -> None:
         """Raises ValueError for an option that the engine lacks."""
         expect_generation_options(options.all(), len(self.targets))
-        names = {*vars(self.generation_config), *options.kwargs}
-        _expect_supported({name: options[name] for name in names})
+        lacking = _unsupported(options, self.generation_config)
+        beams, stopping = options["num_beams"] or 1, options["early_stopping"]
+        if beams == 1 and options["output_scores"]:
+            lacking.append("output_scores without beams")
+        if beams > 1 and options["do_sample"]:
+            lacking.append("do_sample with beams")
+        if beams > 1 and options["repetition_penalty"] not in (None, 1):
+            lacking.append("repetition_penalty with beams")
+        if beams > 1 and not options["renormalize_logits"]:
+            masks = (name for name in MASKS if options[name])
+            lacking += [f"{name} with beams but without renormalize_logits" for name in masks]
+        if stopping not in (None, *PATIENCE):
+            lacking.append(f"early_stopping={stopping!r}")
         start = self.target_ids[self.config.decoder_start_token]
         wanted = first_given(options["decoder_start_token_id"], options["bos_token_id"], start)
         if wanted != start:
-            raise ValueError(f"decoder_start_token_id={wanted}: {NAME} knows {start} alone")
-        beams = options["num_beams"] or 1
-        if beams == 1:
-            lacking = {"output_scores": options["output_scores"]}
-        else:
-            lacking = {name: options[name] for name in ("do_sample",)}
-            lacking["repetition_penalty"] = (options["repetition_penalty"] or 1) != 1
-            if not options["renormalize_logits"]:
-                lacking |= {f"{name} without renormalize_logits": options[name] for name in MASKS}
-        names = ", ".join(name for name, value in lacking.items() if value)
-        if names:
-            raise ValueError(f"{names} with num_beams={beams}: {NAME} can't do this")
+            lacking.append(f"decoder_start_token_id={wanted} where the model has {start}")
+        if not self._ends(options):
+            lacking.append("eos_token_id=None")
+        if lacking:
+            raise ValueError(f"{'; '.join(lacking)}: {NAME} can't do this")
+
+    def _ends(self, options: GenerationOptions) -> list[str]:
+        """The tokens that end a sequence."""
+        ids = first_given(options["eos_token_id"], self.config.eos_token_id)
+        ids = ids if isinstance(ids, list) else [ids]
+        return [self.targets[id_] for id_ in ids if id_ is not None and id_ >= 0]
+
+    def _limits(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions
+    ) -> list[int]:
+        """The largest number of new tokens for each row, by the rules of our models."""
+        options.kwargs["attention_mask"] = mask
+        limit_by_source: Any = VanillaTransformerGenerationMixin._limit_by_source
+        limit_by_source(self, ids, 1, options)
+        most = options["max_new_tokens"]
+        most = options["max_length"] - 1 if most is None else most
+        limits = [most] * len(ids)
+        for criteria in options.kwargs.get("stopping_criteria", []):
+            limits = (criteria.max_lengths - 1).tolist()
+        # The table of positions ends here.
+        return [min(limit, self.config.max_position_embeddings) for limit in limits]
 
     def _output(
-        self, found: list[list[Found]], options: GenerationOptions, num_beams: int
+        self, found: list[list[Found]], options: GenerationOptions
     ) -> torch.Tensor | ModelOutput:
         start = self.target_ids[self.config.decoder_start_token]
         pad = first_given(options["pad_token_id"], self.config.pad_token_id, 0)
@@ -225,10 +270,11 @@ class Search:
     Args:
         engine: The engine.
         options: The options of the call, all of which the engine has.
+        ends: The tokens that end a sequence.
     """
 
-    def __init__(self, engine: CTranslate2Engine, options: GenerationOptions):
-        self.engine, self.options = engine, options
+    def __init__(self, engine: CTranslate2Engine, options: GenerationOptions, ends: list[str]):
+        self.engine, self.options, self.ends = engine, options, ends
         self.num_beams = options["num_beams"] or 1
         self.returned = options["num_return_sequences"] or 1
         self.penalty = _penalty(options)
@@ -239,14 +285,17 @@ class Search:
             )
         self.kwargs = self._translator_options()
 
-    def run(self, rows: list[list[int]]) -> list[list[Found]]:
-        """The sequences for each source, best first.
+    def run(self, rows: list[list[int]], limits: list[int]) -> list[list[Found]]:
+        """The sequences for each source, best first, of at most so many tokens for each.
 
-        A row ends at its own limit, but the engine takes one for all. So all rows get the largest,
-        and those that went beyond their own are searched once more, with the rows of that limit.
+        The engine takes one limit for all. So all rows get the largest. A greedy sequence that is
+        longer than its row's limit is cut, and a search in which one was is made once more, with
+        the rows of the same limit.
         """
-        limits = self._limits(rows)
         found = self._search(rows, max(limits))
+        if self.num_beams == 1:
+            pairs = zip(found, limits, strict=True)
+            return [[one._replace(ids=one.ids[:limit]) for one in row] for row, limit in pairs]
         beyond: dict[int, list[int]] = {}
         for number, (results, limit) in enumerate(zip(found, limits, strict=True)):
             if max(len(each.ids) for each in results) > limit:
@@ -255,12 +304,8 @@ class Search:
             again = self._search([rows[number] for number in numbers], limit)
             for number, results in zip(numbers, again, strict=True):
                 found[number] = results
-        return [self._best(results) for results in found]
-
-    def _best(self, results: list[Found]) -> list[Found]:
-        if self.num_beams > 1:
-            results = sorted(results, key=lambda each: -each.score(self.penalty))
-        return results[: self.returned]
+        ranked = (sorted(row, key=lambda each: -each.score(self.penalty)) for row in found)
+        return [row[: self.returned] for row in ranked]
 
     def _search(self, rows: list[list[int]], limit: int) -> list[list[Found]]:
         engine = self.engine
@@ -278,30 +323,13 @@ class Search:
             for result in results
         ]
 
-    def _limits(self, rows: list[list[int]]) -> list[int]:
-        """The largest number of new tokens for each row, as our models' `generate()` has it."""
-        options = self.options
-        extra, factor = options.take("extra_output_tokens"), options.take("max_length_factor")
-        limit, longest = options["max_new_tokens"], max(map(len, rows))
-        if limit is None and options["max_length"] is not None:
-            limit = options["max_length"] - 1
-        if limit is not None:
-            return [limit] * len(rows)
-        if factor is not None:
-            limits = [int(factor * longest)] * len(rows)
-        else:
-            extra = first_given(extra, self.engine.extra_output_tokens)
-            limits = [len(row) + extra for row in rows]
-        # The table of positions ends here.
-        return [min(limit, self.engine.config.max_position_embeddings - 1) for limit in limits]
-
     def _translator_options(self) -> dict[str, Any]:
         options, targets = self.options, self.engine.targets
         samples = bool(options["do_sample"])
         patience = 1 if self.num_beams == 1 else PATIENCE[options["early_stopping"] or False]
-        ends = first_given(options["eos_token_id"], self.engine.config.eos_token_id)
         shortest = (options["min_length"] or 1) - 1  # which counts the start token
-        unwanted = [*(options["bad_words_ids"] or []), *_singles(options["suppress_tokens"])]
+        unwanted = [*(options["bad_words_ids"] or [])]
+        unwanted += [[id_] for id_ in options["suppress_tokens"] or []]
         return {
             "beam_size": self.num_beams,
             "patience": patience,
@@ -309,8 +337,8 @@ class Search:
             "length_penalty": float(self.penalty) or NEARLY_NONE,
             "repetition_penalty": options["repetition_penalty"] or 1.0,
             "no_repeat_ngram_size": options["no_repeat_ngram_size"] or 0,
-            "suppress_sequences": [[targets[id_] for id_ in ids] for ids in unwanted] or None,
-            "end_token": [targets[id_] for id_ in _flat(ends)],
+            "suppress_sequences": [[targets[id_] for id_ in ids] for ids in unwanted],
+            "end_token": self.ends,
             "return_end_token": True,
             "return_scores": True,
             "max_input_length": 0,
@@ -326,35 +354,16 @@ def _penalty(options: GenerationOptions) -> float:
     return first_given(options["length_penalty"], 1.0)
 
 
-def _expect_supported(options: dict[str, Any]) -> None:
-    """Raises ValueError for options that the engine lacks, if they are set to something else than
-    what changes nothing."""
-    defaults = GenerationConfig._get_default_generation_params()
-    neutral = (None, False)
-    lacking = [
-        f"{name}={value!r}"
-        for name, value in options.items()
-        if name not in SUPPORTED | OWN
-        and not name.startswith("_")
-        and not any(value is each for each in neutral)
-        and value != defaults.get(name)
+def _unsupported(options: GenerationOptions, default: GenerationConfig) -> list[str]:
+    """Options that the engine does not know and that are set to something that counts."""
+    unchanged = GenerationConfig._get_default_generation_params()
+    names = sorted({*vars(default), *options.kwargs} - SUPPORTED - OWN)
+    values = {name: options[name] for name in names if not name.startswith("_")}
+    return [
+        name
+        for name, value in values.items()
+        if value is not None and value is not False and value != unchanged.get(name)
     ]
-    if lacking:
-        raise ValueError(f"{', '.join(lacking)}: {NAME} lacks this option; leave it out")
-
-
-def _rows(ids: Any, mask: Any, vocab_size: int) -> list[list[int]]:
-    """The source ids of each row without padding."""
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-        raise ValueError(f"input_ids={ids!r}: expected a tensor (batch, length)")
-    mask = torch.ones_like(ids) if mask is None else mask
-    if mask.shape != ids.shape or not mask.any(1).all():
-        raise ValueError(
-            "attention_mask: expected (batch, length) like input_ids, with a token in each row"
-        )
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise IndexError(f"input_ids: expected ids from 0 to {vocab_size - 1}")
-    return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
 
 
 def _read_vocabularies(folder: Path) -> list[list[str]]:
@@ -366,11 +375,3 @@ def _read_vocabularies(folder: Path) -> list[list[str]]:
         else [folder / f"{side}_vocabulary.json" for side in ("source", "target")]
     )
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
-
-
-def _flat(ids: Any) -> list[int]:
-    return list(ids) if isinstance(ids, (list, tuple)) else [ids]
-
-
-def _singles(ids: Any) -> list[list[int]]:
-    return [[each] for each in ids or []]

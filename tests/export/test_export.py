@@ -1,0 +1,140 @@
+"""What `export` refuses before it works, what it leaves as it was, and its command."""
+
+import json
+import sys
+
+import pytest
+import torch
+from conftest import run_command
+from transformers import GenerationConfig
+
+from vanilla_transformer import VanillaTransformerForCausalLM
+from vanilla_transformer.export import TARGETS, export
+
+NEEDED = {"ctranslate2": "ctranslate2"}
+
+
+@pytest.fixture(params=["ctranslate2", "marian"])
+def to(request):
+    if request.param in NEEDED:
+        pytest.importorskip(NEEDED[request.param], reason="needs vanilla-transformer[export]")
+    return request.param
+
+
+def expect_refusal(error, message, folder, tmp_path, to, **options):
+    """An error that names the cause, and nothing is written."""
+    with pytest.raises(error, match=message):
+        export(folder, tmp_path / "exported", to, **options)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_unknown_targets_and_quantizations_are_refused(saved, tmp_path, to):
+    _, folder = saved()
+    expect_refusal(ValueError, "to='abacus': expected one of ctra", folder, tmp_path, "abacus")
+    message = "quantization='int2' with"
+    expect_refusal(ValueError, message, folder, tmp_path, to, quantization="int2")
+
+
+def test_folders_without_a_finished_model_are_refused(saved, tmp_path, to):
+    _, folder = saved()
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    expect_refusal(ValueError, "expected complete weights", folder, tmp_path, to)
+    weights.unlink()
+    expect_refusal(FileNotFoundError, "no model.safetensors", folder, tmp_path, to)
+    weights.write_bytes(content)
+    (folder / "tokenizer_config.json").unlink()
+    expect_refusal(FileNotFoundError, "no tokenizer_config.json", folder, tmp_path, to)
+    expect_refusal(FileNotFoundError, "no config.json", tmp_path / "none", tmp_path, to)
+
+
+def test_weights_that_a_file_lacks_are_named(saved, tmp_path, to):
+    _, folder = saved()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    expect_refusal(ValueError, "there is no .*k_proj.bias", folder, tmp_path, to)
+
+
+def test_other_architectures_are_refused(saved, tmp_path, to):
+    model, folder = saved()
+    VanillaTransformerForCausalLM(model.config).save_pretrained(folder)
+    expect_refusal(ValueError, "is_encoder_decoder=False", folder, tmp_path, to)
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+    expect_refusal(ValueError, "model_type='t5': expected", folder, tmp_path, to)
+
+
+def test_an_output_folder_in_use_is_left_alone(saved, tmp_path, to):
+    _, folder = saved()
+    before = sorted(folder.iterdir())
+    with pytest.raises(FileExistsError, match="expected a new or empty folder"):
+        export(folder, folder, to)
+    assert sorted(folder.iterdir()) == before
+
+
+PRE = {"norm_position": "pre"}
+REFUSED = [
+    ("ctranslate2", {"activation_function": "mish"}, "activation_function='mish'"),
+    ("marian", PRE, "norm_position='pre'"),
+    ("marian", {"position_encoding": "learned"}, "position_encoding='learned'"),
+    ("marian", {"sinusoid_frequencies": "tensor2tensor"}, "sinusoid_frequencies"),
+    ("marian", {"position_offset": 1}, "position_offset=1"),
+    ("marian", {"embedding_layer_norm": True}, "embedding_layer_norm=True"),
+    ("marian", {"final_layer_norm": "both"}, "final_layer_norm='both'"),
+    ("marian", {"head_dim": 13}, "encoder_attention_heads=2, head_dim=13"),
+    ("pegasus", {}, "norm_position='post'"),
+    ("pegasus", {**PRE, "tie_word_embeddings": False}, "tie_word_embeddings=False"),
+    ("pegasus", {**PRE, "decoder_vocab_size": 300}, "decoder_vocab_size=300"),
+    ("pegasus", {**PRE, "final_layer_norm": "none"}, "final_layer_norm='none'"),
+]
+
+
+@pytest.mark.parametrize(("to", "config", "message"), REFUSED)
+def test_what_a_target_can_not_express_is_refused_by_name(saved, tmp_path, to, config, message):
+    if to in NEEDED:
+        pytest.importorskip(NEEDED[to], reason="needs vanilla-transformer[export]")
+    _, folder = saved(**config)
+    expect_refusal(ValueError, message, folder, tmp_path, to)
+
+
+def test_a_missing_package_is_named(saved, tmp_path, monkeypatch):
+    _, folder = saved()
+    monkeypatch.delitem(
+        sys.modules, f"vanilla_transformer.export.{TARGETS['ctranslate2']}", raising=False
+    )
+    monkeypatch.setitem(sys.modules, "ctranslate2.specs", None)
+    message = r"needs the package ctranslate2.*vanilla-transformer\[export\]"
+    expect_refusal(ImportError, message, folder, tmp_path, "ctranslate2")
+
+
+def test_quantization_leaves_the_model_as_it_was(saved, tokenizer):
+    pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
+    from vanilla_transformer.export.to_ctranslate2 import make_spec
+
+    model, _ = saved()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    spec = make_spec(model, tokenizer)
+    spec.validate()
+    spec.optimize("int8")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_the_command_exports_and_checks(saved, tmp_path, to):
+    _, folder = saved()
+    GenerationConfig.from_pretrained(folder, max_length=12).save_pretrained(folder)
+    (tmp_path / "lines").write_text("a house by the lake\n\nthe lake is deep\n")
+    flags = ["model", "--to", to, "--output_dir", "exported", "--check", "lines"]
+    printed = run_command("export", *flags, cwd=tmp_path).stdout
+    rows = dict(line.rsplit("  ", 1) for line in printed.splitlines()[1:])
+    rows = {name.strip(): value for name, value in rows.items()}
+    assert rows["lines"] == "3"
+    assert rows["equal translations"] == "3 (100.0%)"
+    assert float(rows["largest difference of scores, 4 beams"]) < 1e-4
+    assert float(rows["MB of weights, export"]) > 0
+
+
+def test_the_command_refuses_before_it_works(tmp_path):
+    flags = ["model", "--to", "marian", "--output_dir", "exported", "--check", "none"]
+    failed = run_command("export", *flags, cwd=tmp_path, check=False)
+    assert "--check none: expected a file" in failed.stderr

@@ -1,0 +1,248 @@
+"""An engine gives what `generate()` of the exported model gives, or names what it lacks."""
+
+import sys
+
+import pytest
+import torch
+from conftest import ragged, run_command
+from conversion.models import random_model
+from transformers import AutoTokenizer, GenerationConfig, pipeline
+
+from vanilla_transformer import TranslationPipeline
+from vanilla_transformer.export import export
+from vanilla_transformer.inference.engines import find_engine, load
+from vanilla_transformer.inference.loading import LoadingArguments
+from vanilla_transformer.inference.parallel_translation import fingerprint
+from vanilla_transformer.inference.translation import translate, translate_n_best
+
+pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
+
+LINES = ["a house by the lake", "", "the lake is deep", "der See ist tief and the house"]
+
+
+@pytest.fixture(scope="module")
+def folders(tokenizer, tmp_path_factory):
+    """A random model, and the same for CTranslate2."""
+    folder = tmp_path_factory.mktemp("engines")
+    model = random_model(vocab_size=len(tokenizer))
+    model.generation_config.num_beams = 3
+    model.generation_config.early_stopping = True
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model", export(folder / "model", folder / "ctranslate2", "ctranslate2")
+
+
+@pytest.fixture(scope="module")
+def model(folders):
+    return LoadingArguments(device="cpu").load(folders[0])[0]
+
+
+@pytest.fixture(scope="module")
+def engine(folders):
+    return load(folders[1])
+
+
+def both(model, engine, *lengths, **options):
+    ids, mask = ragged(*lengths)
+    return [
+        each.generate(input_ids=ids, attention_mask=mask, **options) for each in (model, engine)
+    ]
+
+
+def without_end(ids):
+    """Rows without </s>, which transformers' beam search uses for padding where that has id 0."""
+    last = [max(place for place, number in enumerate(row) if number not in (0, 2)) for row in ids]
+    return [row[: end + 1].tolist() for row, end in zip(ids, last, strict=True)]
+
+
+GREEDY = {"num_beams": 1, "max_new_tokens": 12}
+BEAMS = {"num_beams": 4, "max_new_tokens": 12, "early_stopping": True}
+AGAIN = {**BEAMS, "renormalize_logits": True}
+OPTIONS = {
+    "the model's own": {},
+    "greedy, source + 50": {"num_beams": 1},
+    "beams, source + 50": {"num_beams": 2, "early_stopping": True},
+    "source + 3": {"num_beams": 2, "early_stopping": True, "extra_output_tokens": 3},
+    "source * 1.5": {"num_beams": 2, "early_stopping": True, "max_length_factor": 1.5},
+    "max_length": {"num_beams": 1, "max_length": 6},
+    "gnmt": {**BEAMS, "length_penalty": 0.6, "length_penalty_type": "gnmt"},
+    "avg": {**BEAMS, "length_penalty": 1.0, "length_penalty_type": "avg"},
+    "wu": {**BEAMS, "length_penalty": 0.9, "length_penalty_type": "wu"},
+    "long": {**BEAMS, "length_penalty": 3.0},
+    "short": {**BEAMS, "length_penalty": -1.0},
+    "no penalty": {**BEAMS, "length_penalty": 0.0},
+    "never": {**BEAMS, "early_stopping": "never"},
+    "several": {**BEAMS, "num_return_sequences": 3},
+    "several ends": {**BEAMS, "eos_token_id": [2, 17]},
+    "min_new_tokens": {**GREEDY, "min_new_tokens": 12},
+    "min_length": {**AGAIN, "min_length": 11},
+    "no repetition": {**GREEDY, "no_repeat_ngram_size": 2},
+    "no repetition, beams": {**AGAIN, "no_repeat_ngram_size": 2},
+    "repetition_penalty": {**GREEDY, "repetition_penalty": 1.3},
+    "bad words": {**GREEDY, "bad_words_ids": [[51], [60, 61]]},
+    "suppressed": {**GREEDY, "suppress_tokens": [51, 17]},
+    "sampling of one": {**GREEDY, "do_sample": True, "top_k": 1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_an_option_means_the_same(model, engine, options):
+    expected, found = both(model, engine, 6, 3, 5, **options)
+    assert without_end(found) == without_end(expected)
+
+
+def test_scores_are_the_same(model, engine):
+    options = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 4}
+    penalty = {"length_penalty": 0.6, "length_penalty_type": "gnmt"}
+    expected, found = both(model, engine, 6, 3, **BEAMS, **options, **penalty)
+    scores = found.sequences_scores, expected.sequences_scores
+    torch.testing.assert_close(*scores, rtol=0, atol=2e-5)
+
+
+def test_padding_on_the_left_changes_nothing(engine):
+    right, left = (
+        engine.generate(input_ids=ids, attention_mask=mask, **GREEDY)
+        for ids, mask in (ragged(6, 3), ragged(6, 3, padding_side="left"))
+    )
+    assert right[0].tolist() == left[0].tolist()
+
+
+def test_a_generation_config_goes_before_the_models(model, engine):
+    config = GenerationConfig(num_beams=1, max_new_tokens=5, eos_token_id=2, pad_token_id=0)
+    expected, found = both(model, engine, 6, 3, generation_config=config)
+    assert found.tolist() == expected.tolist()
+
+
+def test_samples_come_from_the_best_tokens(model, engine):
+    ids, mask = ragged(6)
+    options = {"num_beams": 1, "do_sample": True, "top_k": 2, "num_return_sequences": 30}
+    found = engine.generate(input_ids=ids, attention_mask=mask, max_new_tokens=1, **options)
+    logits = model(ids, mask, decoder_input_ids=torch.tensor([[1]])).logits[0, -1]
+    assert len(found) == 30
+    assert {*found[:, 1].tolist()} == {*logits.topk(2).indices.tolist()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"penalty_alpha": 0.6},
+        {"output_attentions": True},
+        {"logits_processor": [print]},
+        {"forced_eos_token_id": 2},
+        {"decoder_input_ids": torch.tensor([[1, 5]])},
+        {"num_beams": 2, "do_sample": True},
+        {"num_beams": 2, "repetition_penalty": 1.3},
+        {"num_beams": 2, "no_repeat_ngram_size": 2},
+        {"num_beams": 1, "output_scores": True},
+        {"num_beams": 2, "num_return_sequences": 3},
+        {"decoder_start_token_id": 5},
+        {"num_beams": 2, "early_stopping": "soon"},
+        {"eos_token_id": -1},
+        {"extra_output_tokens": -1},
+        {"nonsense": 5},
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_what_the_engine_lacks_is_refused_by_name(engine, options):
+    ids, mask = ragged(4)
+    with pytest.raises(ValueError, match=list(options)[-1]):
+        engine.generate(input_ids=ids, attention_mask=mask, **options)
+
+
+def test_sources_outside_the_model_are_refused(engine):
+    with pytest.raises(IndexError, match="input_ids"):
+        engine.generate(input_ids=torch.tensor([[4, 10_000]]))
+    with pytest.raises(ValueError, match="2049 tokens: expected at most 2048"):
+        engine.generate(input_ids=torch.full((1, 2049), 5))
+    with pytest.raises(ValueError, match="attention_mask"):
+        engine.generate(torch.tensor([[4, 5]]), attention_mask=torch.tensor([[0, 0]]))
+
+
+def test_learned_positions_limit_the_output(tokenizer, tmp_path):
+    learned = {"position_encoding": "learned", "max_position_embeddings": 9}
+    model = random_model(vocab_size=len(tokenizer), **learned)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    engine = load(export(tmp_path / "model", tmp_path / "exported", "ctranslate2"))
+    expected, found = both(model, engine, 6, 3, bad_words_ids=[[2]])
+    assert found.tolist() == expected.tolist()
+    assert found.shape[1] == 9
+
+
+# ---------------------------------------------------------------- in place of a model
+
+
+def test_translation_takes_an_engine(model, engine, tokenizer):
+    expected, found = (list(translate(LINES, each, tokenizer)) for each in (model, engine))
+    assert found == expected
+    assert expected[1] == ""
+    ranked = [list(translate_n_best(LINES, each, tokenizer, 2)) for each in (model, engine)]
+    for one, other in zip(*ranked, strict=True):
+        assert [each.text for each in one] == [each.text for each in other]
+        assert [each.score for each in one] == pytest.approx([each.score for each in other], 1e-4)
+
+
+def test_the_pipeline_takes_an_engine(model, folders):
+    engine, tokenizer = load(folders[1]), AutoTokenizer.from_pretrained(folders[1])
+    pipes = [
+        TranslationPipeline(engine, tokenizer=tokenizer),
+        pipeline("translation", model=engine, tokenizer=tokenizer, device="cpu"),
+    ]
+    expected = TranslationPipeline(model, tokenizer=tokenizer)(LINES, num_beams=2)
+    for pipe in pipes:
+        assert pipe(LINES, num_beams=2) == expected
+        assert pipe(LINES, num_beams=2, batch_size=2) == expected
+
+
+def test_a_folder_is_opened_by_its_engine(folders, tmp_path):
+    assert find_engine(folders[0]) is None
+    assert find_engine(tmp_path) is None
+    for options in ({}, {"engine": "ctranslate2"}):
+        assert load(folders[1]).version == LoadingArguments(**options).load(folders[1])[0].version
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "message"),
+    [
+        (0, {"engine": "ctranslate2"}, "vanilla-transformer export .*model --to ctranslate2"),
+        (1, {"engine": "torch"}, "expected a model that torch runs"),
+        (1, {"attn_implementation": "eager"}, "attn_implementation='eager'"),
+        (1, {"dtype": "float64"}, "dtype='float64' with ctranslate2"),
+    ],
+)
+def test_folders_of_another_engine_are_refused(folders, number, options, message):
+    with pytest.raises(ValueError, match=message):
+        LoadingArguments(device="cpu", **options).load(folders[number])
+
+
+def test_unknown_engines_are_refused():
+    with pytest.raises(ValueError, match="engine='abacus': expected one of torch, ctranslate2"):
+        LoadingArguments(engine="abacus")
+
+
+def test_scoring_needs_torch(folders):
+    with pytest.raises(ValueError, match="expected a model that torch runs"):
+        LoadingArguments(device="cpu").load_model(folders[1])
+
+
+def test_an_unfinished_job_resumes_with_the_same_engine_alone(folders, model, engine, tokenizer):
+    marks = [fingerprint(each, tokenizer) for each in (model, engine, load(folders[1]))]
+    assert marks[1] == marks[2]
+    assert marks[0]["weights"] != marks[1]["weights"]
+    assert "ctranslate2" in marks[1]["versions"]
+
+
+def test_a_missing_package_is_named(folders, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    assert find_engine(folders[1]) is not None
+    with pytest.raises(ImportError, match=r"vanilla-transformer\[export\]"):
+        load(folders[1])
+
+
+def test_the_command_translates_with_an_engine(folders, tmp_path):
+    text = "\n".join(LINES) + "\n"
+    (tmp_path / "text").write_text(text)
+    flags = ["--source", "text", "--output", "found", "--engine", "ctranslate2"]
+    run_command("translate", "--model", folders[1], *flags, cwd=tmp_path)
+    expected = run_command("translate", "--model", folders[0], cwd=tmp_path, stdin=text).stdout
+    assert (tmp_path / "found").read_text() == expected
