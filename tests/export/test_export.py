@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import run_command
+from conftest import run_command, run_module
 from transformers import GenerationConfig
 
 from vanilla_transformer import VanillaTransformerForCausalLM
@@ -138,3 +138,17 @@ def test_the_command_refuses_before_it_works(tmp_path):
     flags = ["model", "--to", "marian", "--output_dir", "exported", "--check", "none"]
     failed = run_command("export", *flags, cwd=tmp_path, check=False)
     assert "--check none: expected a file" in failed.stderr
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_the_engines(saved, tmp_path):
+    pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
+    saved()
+    (tmp_path / "lines").write_text("a house by the lake\nthe lake is deep\n")
+    flags = ["--source", "lines", "--target", "lines", "--rounds", 1, "--output_dir", "out"]
+    run_module("scripts.benchmarks.engines", "model", *flags, cwd=tmp_path, fresh=True)
+    results = json.loads((tmp_path / "out" / "engines.json").read_text())
+    found = {(row["engine"], row["weights"]): row for row in results}
+    assert found["ctranslate2", "float32"]["equal"] == 1
+    weights = [found["ctranslate2", name]["megabytes"] for name in ("int8", "float32")]
+    assert weights[0] < weights[1]
