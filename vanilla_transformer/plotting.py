@@ -78,7 +78,14 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
 
 Log = Sequence[Mapping[str, float]]
 LOSSES = {"loss": "training", "eval_loss": "validation"}
-SCORES = {"eval_bleu": "BLEU"}  # each has a panel of its own, where a run has it
+SCORES = {  # each has a panel of its own, where a run has it
+    "eval_bleu": "BLEU",
+    "eval_ter": "TER",
+    "eval_ser": "sentence error rate, %",
+    "eval_wer": "word error rate, %",
+    "eval_per": "phone error rate, %",
+    "eval_cer": "character error rate, %",
+}
 
 
 def plot_curves(runs: Mapping[str, Log]) -> Figure:
@@ -437,6 +444,36 @@ def _panels(maps: AttentionMaps, rows: int, columns: int) -> tuple[Figure, Any]:
     for axes in panels[:, 0]:
         axes.set_yticks(range(len(maps.queries)), maps.queries, parse_math=False)
     return figure, panels
+
+
+# ---------------------------------------------------------------- Scores by length
+
+
+def plot_by_length(
+    ranges: Sequence[tuple[int, int, int]], scores: Mapping[str, Mapping[str, Sequence[float]]]
+) -> Figure:
+    """Scores over the length of the source, a panel for each metric, a line for each system.
+
+    Args:
+        ranges: The shortest length, the longest and the number of lines of each group.
+        scores: For each metric, by its label, and for each system the score of each group.
+    """
+    figure = Figure(figsize=(1.6 + 4.8 * len(scores), 4.4), layout="constrained")
+    panels = figure.subplots(1, len(scores), squeeze=False)[0]
+    labels = [
+        f"{first if first == last else f'{first}–{last}'}\nn={lines:,}"
+        for first, last, lines in ranges
+    ]
+    for axes, (metric, of_systems) in zip(panels, scores.items(), strict=True):
+        for index, (system, values) in enumerate(of_systems.items()):
+            axes.plot(values, label=system, marker="o", markersize=4, **_style(index))
+        axes.set_xticks(range(len(ranges)), labels)
+        title = f"{metric.partition(',')[0]} by source length"
+        _finish(axes, title, xlabel="source length", ylabel=metric)
+    legend = panels[0].legend(frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    return figure
 
 
 # ---------------------------------------------------------------- All pictures

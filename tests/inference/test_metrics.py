@@ -1,11 +1,22 @@
-"""Scores: sacreBLEU's own, with signatures, and exact match."""
+"""Scores: sacreBLEU's own, with signatures, and others in its form; tests between systems."""
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import sacrebleu
+from sacrebleu.significance import PairedTest
 from transformers import EvalPrediction
 
-from vanilla_transformer.inference.metrics import make_compute_metrics, score_translations
+from vanilla_transformer.inference.metrics import (
+    compare_systems,
+    make_compute_metrics,
+    make_metrics,
+    score_translations,
+    scores_by_length,
+)
 
 REFERENCES = ["Ein Haus am See, sagt er.", "Der See ist sehr tief und kalt."]
 PREDICTIONS = ["Ein Haus am See, sagt er.", "Das Meer ist sehr tief und kalt."]
@@ -47,3 +58,129 @@ def test_trainers_ids_are_decoded_and_scored(tokenizer):
     metrics = make_compute_metrics(tokenizer)(EvalPrediction(predictions, labels))
     assert metrics["exact_match"] == 50
     assert set(metrics) == {"bleu", "chrf", "exact_match"}
+    chosen = make_compute_metrics(tokenizer, ["wer", "cer"])
+    assert set(chosen(EvalPrediction(predictions, labels))) == {"wer", "cer"}
+
+
+# ---------------------------------------------------------------- Error rates
+
+SPOKEN = ["the lake is deep", "a house by a lake", "b l uː"]
+HEARD = ["the lake deep", "a house by the lake", "b l uː"]
+
+
+def test_error_rates_are_edits_in_units_of_the_reference():
+    scores = score_translations(HEARD, SPOKEN, metrics=["wer", "per", "cer", "ser", "exact_match"])
+    assert scores["wer"] == pytest.approx(100 * 2 / 12)
+    assert scores["per"] == scores["wer"]
+    assert scores["cer"] == pytest.approx(100 * (3 + 3) / (16 + 17 + 6))
+    assert scores["ser"] == pytest.approx(100 * 2 / 3)
+    assert scores["exact_match"] == pytest.approx(100 / 3)
+
+
+def test_error_rates_are_jiwers():
+    jiwer = pytest.importorskip("jiwer")
+    scores = score_translations(HEARD, SPOKEN, metrics=["wer", "cer"])
+    assert scores["wer"] == pytest.approx(100 * jiwer.wer(SPOKEN, HEARD))
+    assert scores["cer"] == pytest.approx(100 * jiwer.cer(SPOKEN, HEARD))
+
+
+def test_a_translation_is_compared_with_the_nearest_of_several_references():
+    other = ["the lake deep", "a house", ""]
+    scores = score_translations(HEARD, SPOKEN, other, metrics=["bleu", "ter", "exact_match", "wer"])
+    references = [SPOKEN, other]
+    assert scores["bleu"] == sacrebleu.corpus_bleu(HEARD, references).score
+    assert scores["ter"] == sacrebleu.corpus_ter(HEARD, references).score
+    assert "nrefs:2" in scores["bleu_signature"]
+    assert scores["exact_match"] == pytest.approx(200 / 3)
+    assert scores["wer"] == pytest.approx(100 * 1 / (3 + 5 + 3))
+
+
+def test_empty_references_leave_a_rate():
+    assert score_translations(["a b"], [""], metrics=["wer"])["wer"] == 200
+    assert score_translations([""], [""], metrics=["wer", "cer"]) == {"wer": 0, "cer": 0}
+
+
+def test_a_metric_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="metrics=blue: expected one of bleu, chrf, ter, "):
+        score_translations(HEARD, SPOKEN, metrics=["bleu", "blue"])
+
+
+# ---------------------------------------------------------------- COMET
+
+
+def test_comet_reads_sources_translations_and_references(monkeypatch):
+    """In the form that unbabel-comet takes; the model here counts common letters."""
+
+    class Model:
+        def predict(self, lines, batch_size, gpus, progress_bar):
+            scores = [len(set(line["mt"]) & set(line["ref"] + line["src"])) / 10 for line in lines]
+            return SimpleNamespace(scores=scores, system_score=None)
+
+    loaded = []
+    comet = ModuleType("comet")
+    comet.__spec__ = ModuleSpec("comet", None)
+    comet.download_model = lambda name: f"cache/{name}.ckpt"
+    comet.load_from_checkpoint = lambda path: loaded.append(path) or Model()
+    monkeypatch.setitem(sys.modules, "comet", comet)
+    metrics = make_metrics(["comet"], sources=["x", "c"])
+    scores = score_translations(["ab", "cd"], ["a", ""], ["ab", "d"], metrics=metrics)
+    assert scores["comet"] == pytest.approx(10 * np.mean([(1 + 2) / 2, (1 + 2) / 2]))
+    make_metrics(["comet"], sources=[], comet_model="own.ckpt")
+    assert loaded == ["cache/Unbabel/wmt22-comet-da.ckpt", "own.ckpt"]
+
+
+def test_comet_is_refused_without_sources_or_where_it_is_not_installed(monkeypatch):
+    with pytest.raises(ValueError, match="metrics=comet: expected the sources too"):
+        make_metrics(["comet"])
+    monkeypatch.setattr("vanilla_transformer.inference.metrics.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="metrics=comet: needs the package unbabel-comet"):
+        make_metrics(["comet"], sources=["a"])
+
+
+# ---------------------------------------------------------------- Systems and lengths
+
+RIGHT = [f"line {number} of the text" for number in range(40)]
+WRONG = [line.replace("line", "row") if number % 2 else line for number, line in enumerate(RIGHT)]
+
+
+@pytest.mark.parametrize("test", ["bootstrap", "ar"])
+def test_a_difference_between_systems_has_a_probability(monkeypatch, test):
+    monkeypatch.setitem(PairedTest._DEFAULT_SAMPLES, "ar", 500)
+    metrics = make_metrics(["bleu", "wer", "exact_match"])
+    systems = {"right": RIGHT, "wrong": WRONG, "again": RIGHT}
+    scores = compare_systems(systems, RIGHT, metrics=metrics, test=test)
+    for name in metrics:
+        assert f"{name}_p" not in scores["right"]
+        assert scores["wrong"][f"{name}_p"] < 0.01
+        assert scores["again"][f"{name}_p"] == 1
+        assert scores["wrong"][name] == score_translations(WRONG, RIGHT, metrics=metrics)[name]
+        assert (f"{name}_ci" in scores["wrong"]) == (test == "bootstrap")
+    samples = {"bootstrap": "bs:1000", "ar": "ar:500"}[test]
+    assert f"{samples}|seed:" in scores["wrong"]["bleu_signature"]
+
+
+def test_systems_of_other_lengths_are_refused():
+    with pytest.raises(ValueError, match="39 translations for 40 references"):
+        compare_systems({"a": RIGHT, "b": RIGHT[1:]}, RIGHT, metrics=make_metrics())
+
+
+def test_scores_by_length_are_those_of_the_lines_of_that_length():
+    sources = ["x " * (1 + number // 10) for number in range(40)]
+    metrics = make_metrics(["bleu", "wer"])
+    ranges, scores = scores_by_length(
+        {"wrong": WRONG}, RIGHT, metrics=metrics, sources=sources, groups=4
+    )
+    assert ranges == [(1, 1, 10), (2, 2, 10), (3, 3, 10), (4, 4, 10)]
+    for group in range(4):
+        lines = slice(10 * group, 10 * group + 10)
+        expected = score_translations(WRONG[lines], RIGHT[lines], metrics=metrics)
+        assert scores["bleu"]["wrong"][group] == pytest.approx(expected["bleu"])
+        assert scores["wer"]["wrong"][group] == pytest.approx(expected["wer"])
+
+
+def test_the_length_of_words_is_in_characters():
+    options = {"metrics": make_metrics(["ser"]), "groups": 2}
+    ranges, _ = scores_by_length(
+        {"a": ["b"] * 4}, ["b"] * 4, sources=["a", "be", "see", "lake"], **options
+    )
+    assert ranges == [(1, 2, 2), (3, 4, 2)]

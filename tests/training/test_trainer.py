@@ -571,6 +571,44 @@ def test_a_metric_of_translations_needs_translations(tmp_path, metric):
 
 
 @pytest.mark.parametrize(
+    ("metric", "greater"), [("wer", False), ("eval_chrf", True), ("ter", False)]
+)
+def test_a_metric_that_selects_the_best_is_computed_and_knows_what_is_better(
+    tokenizer, splits, tmp_path, metric, greater
+):
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+    arguments = training_arguments(
+        tmp_path,
+        metrics=["ser"],
+        metric_for_best_model=metric,
+        predict_with_generate=True,
+        **options,
+    )
+    assert arguments.greater_is_better is greater
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    scores = trainer.evaluate(max_new_tokens=5)
+    assert {"eval_ser", f"eval_{metric.removeprefix('eval_')}"} <= scores.keys()
+    assert "eval_bleu" not in scores
+    own = training_arguments(
+        tmp_path, metric_for_best_model=metric, greater_is_better=True, predict_with_generate=True
+    )
+    assert own.greater_is_better is True
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metrics": ["blue"]}, "metrics=blue: expected one of bleu, chrf, ter"),
+        ({"metrics": ["comet"]}, "metrics=comet: expected one of bleu, chrf, ter"),
+        ({"metric_for_best_model": "blue"}, "metric_for_best_model=blue: expected loss or one of"),
+    ],
+)
+def test_metrics_that_training_does_not_know_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        training_arguments(tmp_path, predict_with_generate=True, **options)
+
+
+@pytest.mark.parametrize(
     ("options", "is_terminal", "expected"),
     [
         ({}, True, False),

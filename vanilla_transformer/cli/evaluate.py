@@ -1,27 +1,65 @@
-"""Score a model, or existing translations, against references. Prints one line of JSON.
+r"""Score a model, or existing translations, against references.
 
-vanilla-transformer evaluate --model outputs/multi30k --source test.en --target test.de
-vanilla-transformer evaluate --predictions out.de --target test.de --tokenize none --lowercase
+    vanilla-transformer evaluate --model outputs/multi30k --source test.en --target test.de
+    vanilla-transformer evaluate --predictions out.de --target test.de --tokenize none --lowercase
+    vanilla-transformer evaluate --predictions a.de b.de --target test.de --paired bootstrap \
+        --format table
+
+Prints one line of JSON, or a table. Of several systems, JSON has one object each, by file name.
 """
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..data.text_files import expect_parallel, read_file
+from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
-from ..inference.metrics import score_translations
+from ..inference.metrics import (
+    COMET_MODEL,
+    LABELS,
+    METRICS,
+    TESTS,
+    compare_systems,
+    expect_metrics,
+    make_metrics,
+    score_translations,
+    scores_by_length,
+)
 from ..inference.translation import translate
 from .parser import CommandParser
+from .table import table
 
 
 @dataclass
 class EvaluateArguments:
-    target: str = field(metadata={"help": "File of reference translations."})
+    target: list[str] = field(
+        metadata={"help": "File of reference translations. Several files: several references."}
+    )
     model: str | None = field(default=None, metadata={"help": "Model that translates --source."})
-    source: str | None = field(default=None, metadata={"help": "File to translate."})
-    predictions: str | None = field(
-        default=None, metadata={"help": "File of existing translations."}
+    source: str | None = field(
+        default=None,
+        metadata={"help": "File to translate. COMET and --plot_by_length always need it."},
+    )
+    predictions: list[str] | None = field(
+        default=None, metadata={"help": "Files of existing translations, one for each system."}
+    )
+    metrics: list[str] = field(
+        default_factory=lambda: list(METRICS),
+        metadata={"help": f"Some of {', '.join(LABELS)}. Default: {', '.join(METRICS)}."},
+    )
+    paired: str | None = field(
+        default=None,
+        metadata={
+            "help": "Test how each system differs from the first: bootstrap, or ar for approximate "
+            "randomisation."
+        },
+    )
+    format: str = field(default="json", metadata={"help": "json or table."})
+    plot_by_length: str | None = field(
+        default=None,
+        metadata={"help": "Picture of the scores by source length: .png, .svg or .pdf."},
     )
     num_beams: int | None = field(
         default=None, metadata={"help": "Beam size. Default: the model's own."}
@@ -31,30 +69,112 @@ class EvaluateArguments:
         default=None, metadata={"help": "sacreBLEU's tokenizer. Default: 13a."}
     )
     lowercase: bool = field(default=False, metadata={"help": "Ignore case in BLEU and chrF."})
+    comet_model: str = field(
+        default=COMET_MODEL, metadata={"help": "COMET's model: a Hub name or a .ckpt file."}
+    )
 
     def __post_init__(self) -> None:
         if (self.predictions is None) == (self.model is None or self.source is None):
             raise ValueError("expected either --predictions, or --model and --source")
+        expect_metrics(self.metrics, has_sources=self.source is not None)
+        systems = self.predictions or [str(self.model)]
+        for name in systems:
+            if systems.count(name) > 1:
+                raise ValueError(f"--predictions {name}: expected each file once")
+        if self.paired is not None and self.paired not in TESTS:
+            raise ValueError(f"paired={self.paired!r}: expected one of {', '.join(TESTS)}")
+        if self.paired is not None and len(systems) < 2:
+            raise ValueError(f"--paired {self.paired}: expected several files in --predictions")
+        if self.format not in ("json", "table"):
+            raise ValueError(f"format={self.format!r}: expected json or table")
+        if self.plot_by_length is not None:
+            from ..plotting import picture_paths  # matplotlib is slow to import
+
+            picture_paths(self.plot_by_length)
+            if self.source is None:
+                raise ValueError(f"--plot_by_length {self.plot_by_length}: expected --source")
 
 
 def main() -> None:
     parser = CommandParser((EvaluateArguments, LoadingArguments), description=__doc__)
     arguments, loading = parser.parse_args_into_dataclasses()
-    references = list(read_file(arguments.target))
-    if arguments.predictions is not None:
-        predictions = list(read_file(arguments.predictions))
-    else:
-        expect_parallel(arguments.source, arguments.target)
-        predictions = list(
+    sources, references, systems = read(arguments)
+    metrics = make_metrics(
+        arguments.metrics,
+        tokenize=arguments.tokenize,
+        lowercase=arguments.lowercase,
+        sources=sources,
+        comet_model=arguments.comet_model,
+    )
+    if not systems:
+        systems[arguments.model] = list(
             translate(
-                read_file(arguments.source),
+                sources or (),
                 *loading.load(arguments.model),
                 batch_size=arguments.batch_size,
                 show_progress=sys.stderr.isatty(),
                 **({} if arguments.num_beams is None else {"num_beams": arguments.num_beams}),
             )
         )
-    scores = score_translations(
-        predictions, references, tokenize=arguments.tokenize, lowercase=arguments.lowercase
-    )
-    print(json.dumps(scores))
+    if arguments.paired is not None:
+        scores = compare_systems(systems, *references, metrics=metrics, test=arguments.paired)
+    else:
+        scores = {
+            name: score_translations(predictions, *references, metrics=metrics)
+            for name, predictions in systems.items()
+        }
+    if arguments.format == "table":
+        print(score_table(scores, list(metrics)))
+    else:
+        print(json.dumps(scores if len(scores) > 1 else next(iter(scores.values()))))
+    if arguments.plot_by_length is not None and sources is not None:
+        from ..plotting import plot_by_length, save
+
+        ranges, values = scores_by_length(systems, *references, metrics=metrics, sources=sources)
+        labelled = {LABELS[name]: lines for name, lines in values.items()}
+        save(plot_by_length(ranges, labelled), arguments.plot_by_length)
+
+
+def read(
+    arguments: EvaluateArguments,
+) -> tuple[list[str] | None, list[list[str]], dict[str, list[str]]]:
+    """The sources, if any, the references, and the existing translations by their file's name.
+
+    Raises:
+        ValueError: Two files have different numbers of lines.
+    """
+    sources = None if arguments.source is None else list(read_file(arguments.source))
+    references = [list(read_file(path)) for path in arguments.target]
+    systems = {path: list(read_file(path)) for path in arguments.predictions or ()}
+    first = arguments.target[0]
+    others = [*zip(arguments.target, references, strict=True), *systems.items()]
+    if sources is not None:
+        others.insert(0, (str(arguments.source), sources))
+    for path, lines in others:
+        if len(lines) != len(references[0]):
+            raise ValueError(
+                f"{path} has {len(lines)} lines and {first} {len(references[0])}: expected as many"
+            )
+    return sources, references, systems
+
+
+def score_table(scores: Mapping[str, Mapping[str, Any]], metrics: list[str]) -> str:
+    """A row for each system, a column for each metric; below it the signatures."""
+
+    def cell(of_system: Mapping[str, Any], name: str) -> str:
+        notes = []
+        if f"{name}_ci" in of_system:
+            notes.append(f"±{of_system[f'{name}_ci']:.2f}")
+        if f"{name}_p" in of_system:
+            notes.append(f"p={of_system[f'{name}_p']:.4f}")
+        return " ".join([f"{of_system[name]:.2f}", *notes])
+
+    rows = [[system, *(cell(found, name) for name in metrics)] for system, found in scores.items()]
+    lines = [table(["system", *metrics], rows)]
+    signatures = next(iter(scores.values()))
+    lines += [
+        f"{name}: {signatures[f'{name}_signature']}"
+        for name in metrics
+        if f"{name}_signature" in signatures
+    ]
+    return "\n".join(lines)

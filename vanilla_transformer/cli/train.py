@@ -21,7 +21,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from ..data.parallel_text import DataArguments
-from ..inference.metrics import score_translations
+from ..inference.metrics import METRICS, score_translations
 from ..inference.translation import translate
 from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
 from ..training.distributed import load_saved_model
@@ -78,6 +78,7 @@ def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict
     predictions = list(translations)
     if not is_first:
         return {}
-    scores = score_translations(predictions, [pair["target"] for pair in pairs])
+    references = [pair["target"] for pair in pairs]
+    scores = score_translations(predictions, references, metrics=[*METRICS, *training_args.metrics])
     print(json.dumps(scores))
     return scores

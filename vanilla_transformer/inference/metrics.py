@@ -1,65 +1,327 @@
-"""BLEU, chrF and exact match, with the signatures that make scores comparable (Post, 2018, "A Call
-for Clarity in Reporting BLEU Scores")."""
+"""Scores of translations, with signatures that make them comparable (Post, 2018, "A Call for
+Clarity in Reporting BLEU Scores"), and tests of the difference between systems."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-from sacrebleu.metrics import BLEU, CHRF
+import torch
+from rapidfuzz.distance import Levenshtein
+from sacrebleu.metrics import BLEU, CHRF, TER
+from sacrebleu.metrics.base import Metric, Score
+from sacrebleu.significance import PairedTest
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
-METRICS = ("bleu", "chrf", "exact_match")  # from 0 to 100
+METRICS = ("bleu", "chrf", "exact_match")  # the default
+LABELS = {
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "ter": "TER",
+    "exact_match": "exact match, %",
+    "ser": "sentence error rate, %",
+    "wer": "word error rate, %",
+    "per": "phone error rate, %",
+    "cer": "character error rate, %",
+    "comet": "COMET",
+}
+METRICS_WITHOUT_SOURCE = tuple(name for name in LABELS if name != "comet")
+LOWER_IS_BETTER = frozenset({"ter", "ser", "wer", "per", "cer"})
+SIGNED = frozenset({"bleu", "chrf", "ter"})  # by sacreBLEU
+COMET_MODEL = "Unbabel/wmt22-comet-da"
+TESTS = {"bootstrap": "bs", "ar": "ar"}  # paired tests, and sacreBLEU's names of them
+
+# ---------------------------------------------------------------- Metrics
+
+LineStatistics = Callable[[str, Sequence[str]], Sequence[float]]
+
+
+class LineMetric(Metric):
+    """A metric that sacreBLEU lacks, as one of its own, so that its tests apply: a percentage, the
+    sum of a count over all lines in the sum of another.
+
+    Args:
+        name: Key of `LABELS`.
+        statistics: Both counts of a line, from its translation and its references.
+    """
+
+    def __init__(self, name: str, statistics: LineStatistics):
+        super().__init__()
+        self.name, self.statistics = name, statistics
+
+    def _preprocess_segment(self, sent: str) -> str:
+        return sent
+
+    def _extract_reference_info(self, refs: Sequence[str]) -> dict[str, Any]:
+        return {"references": refs}
+
+    def _compute_segment_statistics(
+        self, hypothesis: str, ref_kwargs: dict[str, Any]
+    ) -> list[float]:
+        return list(self.statistics(hypothesis, ref_kwargs["references"]))
+
+    def _aggregate_and_compute(self, stats: Sequence[Sequence[float]]) -> Score:
+        return self._compute_score_from_stats(np.sum(stats, axis=0))
+
+    def _compute_score_from_stats(self, stats: Sequence[float]) -> Score:
+        return Score(self.name, 100 * float(stats[0]) / max(float(stats[1]), 1.0))
+
+
+class Comet(LineMetric):
+    """COMET (Rei et al., 2020, https://aclanthology.org/2020.emnlp-main.213), times 100; with
+    several references, the mean over them.
+
+    Args:
+        sources: The source of each translation.
+        model: A name on the Hub, or the path of a checkpoint.
+    """
+
+    def __init__(self, sources: Sequence[str], model: str = COMET_MODEL):
+        super().__init__("comet", lambda hypothesis, references: ())
+        from comet import download_model, load_from_checkpoint
+
+        path = model if model.endswith(".ckpt") else download_model(model)
+        self.sources, self.model = sources, load_from_checkpoint(path)
+
+    def _extract_corpus_statistics(
+        self, hypotheses: Sequence[str], references: Sequence[Sequence[str]] | None
+    ) -> list[list[float]]:
+        assert references is not None
+        self.num_refs = len(references)
+        lines = [
+            {"src": source, "mt": hypothesis, "ref": reference}
+            for one in references
+            for source, hypothesis, reference in zip(self.sources, hypotheses, one, strict=True)
+        ]
+        gpus = min(1, torch.cuda.device_count())
+        scores = self.model.predict(lines, batch_size=16, gpus=gpus, progress_bar=False).scores
+        means = np.reshape(scores, (len(references), -1)).mean(0)
+        return [[mean, 1] for mean in means.tolist()]
+
+
+def edits(split: Callable[[str], Sequence[str]]) -> LineStatistics:
+    """Counts the edits from a translation to the nearest reference, and the units of it."""
+
+    def statistics(hypothesis: str, references: Sequence[str]) -> Sequence[float]:
+        units = split(hypothesis)
+        of_references = map(split, references)
+        return min((Levenshtein.distance(units, other), len(other)) for other in of_references)
+
+    return statistics
+
+
+def make_metrics(
+    names: Iterable[str] = METRICS,
+    *,
+    tokenize: str | None = None,
+    lowercase: bool = False,
+    sources: Sequence[str] | None = None,
+    comet_model: str = COMET_MODEL,
+) -> dict[str, Metric]:
+    """The metrics of these names.
+
+    Args:
+        names: Keys of `LABELS`.
+        tokenize: BLEU's tokenizer in sacreBLEU; `None` is its default, 13a.
+        lowercase: Whether BLEU and chrF ignore case. TER always does, the others never.
+        sources: The source of each line, for COMET.
+        comet_model: A name on the Hub, or the path of a checkpoint.
+
+    Raises:
+        ValueError, ModuleNotFoundError: As `expect_metrics`.
+    """
+    makers: dict[str, Callable[[], Metric]] = {
+        "bleu": lambda: BLEU(tokenize=tokenize, lowercase=lowercase),
+        "chrf": lambda: CHRF(lowercase=lowercase),
+        "ter": TER,
+        "exact_match": lambda: LineMetric("exact_match", lambda line, right: (line in right, 1)),
+        "ser": lambda: LineMetric("ser", lambda line, right: (line not in right, 1)),
+        "wer": lambda: LineMetric("wer", edits(str.split)),
+        "per": lambda: LineMetric("per", edits(str.split)),
+        "cer": lambda: LineMetric("cer", edits(str.strip)),
+        "comet": lambda: Comet(sources or (), comet_model),
+    }
+    names = list(dict.fromkeys(names))
+    expect_metrics(names, has_sources=sources is not None)
+    return {name: makers[name]() for name in names}
+
+
+def expect_metrics(names: Iterable[str], *, has_sources: bool) -> None:
+    """Check the names of metrics.
+
+    Raises:
+        ValueError: A name is unknown, or COMET has no sources.
+        ModuleNotFoundError: COMET is not installed.
+    """
+    for name in names:
+        if name not in LABELS:
+            raise ValueError(f"metrics={name}: expected one of {', '.join(LABELS)}")
+        if name == "comet" and not has_sources:
+            raise ValueError("metrics=comet: expected the sources too, which COMET reads")
+        if name == "comet" and find_spec("comet") is None:
+            raise ModuleNotFoundError(
+                "metrics=comet: needs the package unbabel-comet, which is not installed"
+            )
+
+
+# ---------------------------------------------------------------- Scores
 
 
 def score_translations(
     predictions: Sequence[str],
-    references: Sequence[str],
-    *,
+    *references: Sequence[str],
+    metrics: Mapping[str, Metric] | Iterable[str] = METRICS,
     tokenize: str | None = None,
     lowercase: bool = False,
 ) -> dict[str, Any]:
-    """Score translations against one reference each.
+    """Score translations against one reference each, or several.
 
     Args:
         predictions: The translations.
-        references: The reference of each translation.
-        tokenize: The tokenizer of sacreBLEU; `None` is its default, 13a.
-        lowercase: Whether BLEU and chrF ignore case.
+        references: The reference of each translation, once or more.
+        metrics: Keys of `LABELS`, or the result of `make_metrics`.
+        tokenize, lowercase: As for `make_metrics`.
 
     Returns:
-        `bleu`, `chrf` and `exact_match` from 0 to 100, and `bleu_signature`, `chrf_signature`.
+        The score of each metric by its name, from 0 to 100, though errors may exceed 100; then the
+        signatures, such as `bleu_signature`, of those that sacreBLEU computes.
 
     Raises:
-        ValueError: The numbers of predictions and references differ, or there are none.
+        ValueError: The numbers of predictions and references differ, or there are none; a metric is
+            unknown.
     """
-    if len(predictions) != len(references) or not references:
-        raise ValueError(
-            f"{len(predictions)} translations for {len(references)} references: "
-            "expected one for each, and at least one"
-        )
-    bleu, chrf = BLEU(tokenize=tokenize, lowercase=lowercase), CHRF(lowercase=lowercase)
-    pairs = zip(predictions, references, strict=True)
-    return {
-        "bleu": bleu.corpus_score(predictions, [references]).score,
-        "chrf": chrf.corpus_score(predictions, [references]).score,
-        "exact_match": 100 * sum(a == b for a, b in pairs) / len(references),
-        "bleu_signature": str(bleu.get_signature()),
-        "chrf_signature": str(chrf.get_signature()),
+    expect_references(predictions, references)
+    if not isinstance(metrics, Mapping):
+        metrics = make_metrics(metrics, tokenize=tokenize, lowercase=lowercase)
+    scores = {
+        name: metric.corpus_score(predictions, references).score for name, metric in metrics.items()
     }
+    signatures = {
+        f"{name}_signature": str(metric.get_signature())
+        for name, metric in metrics.items()
+        if name in SIGNED
+    }
+    return scores | signatures
+
+
+def expect_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    """Raises ValueError unless each translation has as many references, and there is one."""
+    for one in references:
+        if len(predictions) != len(one) or not one:
+            raise ValueError(
+                f"{len(predictions)} translations for {len(one)} references: "
+                "expected one for each, and at least one"
+            )
+
+
+def compare_systems(
+    systems: Mapping[str, Sequence[str]],
+    *references: Sequence[str],
+    metrics: Mapping[str, Metric],
+    test: str = "bootstrap",
+) -> dict[str, dict[str, Any]]:
+    """Score several systems, and test how each differs from the first: by sacreBLEU's paired
+    bootstrap (Koehn, 2004, https://aclanthology.org/W04-3250) with 1,000 samples, or approximate
+    randomisation (Riezler and Maxwell, 2005, https://aclanthology.org/W05-0908) with 10,000 trials.
+
+    Args:
+        systems: The translations of each system by its name.
+        references: As for `score_translations`.
+        metrics: The result of `make_metrics`.
+        test: A key of `TESTS`.
+
+    Returns:
+        For each system what `score_translations` returns and more for each metric, here BLEU. For
+        all but the first system `bleu_p`: how probable a difference at least as large is, if the
+        two systems are equally good. From the bootstrap `bleu_mean` and `bleu_ci`: the mean of the
+        samples, and half the width of their 95% confidence interval.
+
+    Raises:
+        ValueError: As `score_translations`.
+    """
+    for predictions in systems.values():
+        expect_references(predictions, references)
+    # It keeps the order of the metrics, but renames them.
+    paired = PairedTest(list(systems.items()), dict(metrics), references, TESTS[test])
+    signatures, results = paired()
+    results.pop("System")
+    scores: dict[str, dict[str, Any]] = {system: {} for system in systems}
+    for name, of_metric in zip(metrics, results.values(), strict=True):
+        for system, result in zip(systems, of_metric, strict=True):
+            if result.p_value is not None and result.score == of_metric[0].score:
+                result.p_value = 1.0  # sacreBLEU's is the lowest for systems that are the same
+            found = {"": result.score, "_mean": result.mean, "_ci": result.ci, "_p": result.p_value}
+            scores[system] |= {
+                name + suffix: float(value) for suffix, value in found.items() if value is not None
+            }
+    for of_system in scores.values():
+        for name, signature in zip(metrics, signatures.values(), strict=True):
+            if name in SIGNED:
+                of_system[f"{name}_signature"] = str(signature)
+    return scores
+
+
+def scores_by_length(
+    systems: Mapping[str, Sequence[str]],
+    *references: Sequence[str],
+    metrics: Mapping[str, Metric],
+    sources: Sequence[str],
+    groups: int = 6,
+) -> tuple[list[tuple[int, int, int]], dict[str, dict[str, list[float]]]]:
+    """Score groups of lines whose sources have similar lengths, about as many lines in each.
+
+    A length is a number of words, or of characters if no source has white space within it.
+
+    Args:
+        systems, references, metrics: As for `compare_systems`.
+        sources: The source of each line.
+        groups: How many at most.
+
+    Returns:
+        The shortest length, the longest and the number of lines of each group; and for each metric
+        and each system the score of each group.
+    """
+    in_words = any(len(source.split()) > 1 for source in sources)
+    lengths = np.array([len(source.split() if in_words else source.strip()) for source in sources])
+    shares = np.linspace(0, 1, groups + 1)[1:]
+    limits = np.unique(np.quantile(lengths, shares, method="inverted_cdf"))
+    group_of = np.searchsorted(limits, lengths)
+    members = [np.flatnonzero(group_of == group) for group in range(len(limits))]
+    ranges = [
+        (int(lengths[lines].min()), int(lengths[lines].max()), len(lines)) for lines in members
+    ]
+    scores: dict[str, dict[str, list[float]]] = {}
+    for name, metric in metrics.items():
+        scores[name] = {}
+        for system, predictions in systems.items():
+            statistics = metric._extract_corpus_statistics(predictions, references)
+            parts = ([statistics[line] for line in lines] for lines in members)
+            scores[name][system] = [metric._aggregate_and_compute(part).score for part in parts]
+    return ranges, scores
+
+
+# ---------------------------------------------------------------- Training
 
 
 def make_compute_metrics(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase, metrics: Iterable[str] = METRICS
 ) -> Callable[[EvalPrediction], dict[str, float]]:
     """A function for the argument `compute_metrics` of `Seq2SeqTrainer`, which decodes and scores
-    the generated token ids."""
+    the generated token ids.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        metrics: Some of `METRICS_WITHOUT_SOURCE`.
+    """
+    scorers = make_metrics(metrics)
 
     def decode(token_ids: np.ndarray) -> list[str]:
         token_ids = np.where(token_ids == -100, tokenizer.pad_token_id, token_ids)
         return tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
     def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-        scores = score_translations(decode(evaluation.predictions), decode(evaluation.label_ids))
-        return {name: scores[name] for name in METRICS}
+        predictions, labels = decode(evaluation.predictions), decode(evaluation.label_ids)
+        scores = score_translations(predictions, labels, metrics=scorers)
+        return {name: scores[name] for name in scorers}
 
     return compute_metrics

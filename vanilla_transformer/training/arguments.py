@@ -12,7 +12,7 @@ from transformers.integrations import is_tensorboard_available
 from transformers.utils import is_in_notebook
 
 from ..data.parallel_text import SPLITS, DataArguments
-from ..inference.metrics import METRICS
+from ..inference.metrics import LOWER_IS_BETTER, METRICS, METRICS_WITHOUT_SOURCE
 from ..model.configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from ..model.generation import OWN_OPTIONS
 from .distributed import (
@@ -154,6 +154,14 @@ class TranslationTrainingArguments(
             "metric_for_best_model."
         },
     )
+    metrics: list[str] = field(
+        default_factory=lambda: list(METRICS),
+        metadata={
+            "help": f"Scores of an evaluation with predict_with_generate: some of "
+            f"{', '.join(METRICS_WITHOUT_SOURCE)}. metric_for_best_model may be another of these. "
+            f"Default: {', '.join(METRICS)}."
+        },
+    )
     r_drop_alpha: float = field(
         default=0.0,
         metadata={
@@ -200,6 +208,7 @@ class TranslationTrainingArguments(
             self.disable_tqdm = True  # nested bars would fill a file with escape sequences
         self._find_left_open()
         self._set_gradient_accumulation()
+        self._choose_metrics()
         init_cpu_process_group(self)
         super().__post_init__()
         enable_fsdp_on_cpu(self)
@@ -209,11 +218,6 @@ class TranslationTrainingArguments(
         for name in self.generation_kwargs or {}:
             if name not in known:
                 raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
-        metric = self.metric_for_best_model or ""
-        if metric.removeprefix("eval_") in METRICS and not self.predict_with_generate:
-            raise ValueError(
-                f"metric_for_best_model={metric}: expected predict_with_generate, for it to score"
-            )
         self._check_averages()
 
     @property
@@ -222,6 +226,26 @@ class TranslationTrainingArguments(
         one there, and torch then can't load an optimizer's state."""
         device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
+
+    def _choose_metrics(self) -> None:
+        """Compute the metric that selects the best model too, and know which way it improves."""
+        choices = ", ".join(METRICS_WITHOUT_SOURCE)
+        for name in self.metrics:
+            if name not in METRICS_WITHOUT_SOURCE:
+                raise ValueError(f"metrics={name}: expected one of {choices}")
+        best = (self.metric_for_best_model or "loss").removeprefix("eval_")
+        if best == "loss":
+            return
+        if best not in METRICS_WITHOUT_SOURCE:
+            raise ValueError(f"metric_for_best_model={best}: expected loss or one of {choices}")
+        if not self.predict_with_generate:
+            raise ValueError(
+                f"metric_for_best_model={self.metric_for_best_model}: expected "
+                "predict_with_generate, for it to score"
+            )
+        self.metrics = list(dict.fromkeys([*self.metrics, best]))
+        if self.greater_is_better is None:  # type: ignore[has-type]
+            self.greater_is_better = best not in LOWER_IS_BETTER
 
     def _find_left_open(self) -> None:
         """Collect the options for which a training from scratch has defaults of its own, and set

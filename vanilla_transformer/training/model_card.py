@@ -23,7 +23,7 @@ from transformers import (
 from transformers.trainer_pt_utils import get_model_param_count
 
 from ..data.parallel_text import DataArguments
-from ..inference.metrics import METRICS
+from ..inference.metrics import LABELS
 from .arguments import ModelArguments
 
 TEMPLATE = """---
@@ -198,7 +198,8 @@ def _eval_results(
             metric_value=round(measured[metric], 2),
         )
         for split, measured in (scores or {}).items()
-        for metric in METRICS
+        for metric in LABELS
+        if metric in measured
     ]
 
 
@@ -207,11 +208,13 @@ def _score_table(scores: dict[str, dict[str, Any]] | None) -> str:
         return "Not measured yet."
     if not scores:
         return "Not measured: the run had no validation or test data."
-    rows = ["| split | BLEU | chrF | exact match, % |", "|---|---|---|---|"]
-    for split, measured in scores.items():
-        cells = (f"{measured[metric]:.2f}" for metric in METRICS)
-        rows.append(f"| {split} | {' | '.join(cells)} |")
     signatures = next(iter(scores.values()))
+    metrics = [metric for metric in LABELS if metric in signatures]
+    rows = [f"| split | {' | '.join(LABELS[metric] for metric in metrics)} |"]
+    rows.append(f"|---{'|---' * len(metrics)}|")
+    for split, measured in scores.items():
+        cells = (f"{measured[metric]:.2f}" for metric in metrics)
+        rows.append(f"| {split} | {' | '.join(cells)} |")
     rows += ["", f"BLEU `{signatures['bleu_signature']}`, chrF `{signatures['chrf_signature']}`"]
     return "\n".join(rows)
 

@@ -30,7 +30,7 @@ from transformers.trainer import OPTIMIZER_NAME
 from ..data.bpe_dropout import BPEDropoutDataset
 from ..data.parallel_text import iter_texts
 from ..data.tokenization import train_tokenizer
-from ..inference.metrics import make_compute_metrics
+from ..inference.metrics import METRICS, make_compute_metrics
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
@@ -255,7 +255,9 @@ def make_trainer(
     model.generation_config.num_beams = arguments.generation_num_beams or 1
     for name, value in (arguments.generation_kwargs or {}).items():
         setattr(model.generation_config, name, value)
-    metrics = make_compute_metrics(tokenizer) if arguments.predict_with_generate else None
+    metrics = None
+    if arguments.predict_with_generate:
+        metrics = make_compute_metrics(tokenizer, getattr(arguments, "metrics", METRICS))
     trainer = TranslationTrainer(
         model=model,
         args=arguments,

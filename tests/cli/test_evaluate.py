@@ -1,0 +1,109 @@
+"""`evaluate`: systems, references, tables, pictures, and what it refuses."""
+
+import json
+import sys
+
+import pytest
+
+from vanilla_transformer.cli import evaluate
+
+TEXTS = {
+    "source": "one\ntwo words\nand three words\n",
+    "ref0": "eins\nzwei Worte\nund drei Worte\n",
+    "ref1": "eins\nzwei Wörter\nund drei Wörter\n",
+    "a.de": "eins\nzwei Wörter\nund Worte\n",
+    "b.de": "zwei\nzwei Worte\nund vier Worte\n",
+    "short": "eins\n",
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """`evaluate` with given flags among `TEXTS`, and what it prints."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_text(text)
+
+    def evaluate_with(*flags):
+        monkeypatch.setattr(sys, "argv", ["evaluate", *flags])
+        evaluate.main()
+        return capsys.readouterr().out
+
+    return evaluate_with
+
+
+def test_metrics_are_chosen_and_references_are_several(run):
+    flags = ["--predictions", "a.de", "--metrics", "ter", "exact_match", "wer"]
+    one = json.loads(run(*flags, "--target", "ref0"))
+    two = json.loads(run(*flags, "--target", "ref0", "ref1"))
+    assert list(one) == ["ter", "exact_match", "wer", "ter_signature"]
+    assert one["exact_match"] == pytest.approx(100 / 3)
+    assert two["exact_match"] == pytest.approx(200 / 3)
+    assert one["wer"] == pytest.approx(100 * 2 / 6)
+    assert "nrefs:2" in two["ter_signature"]
+
+
+def test_systems_are_compared_in_one_line(run):
+    flags = ["--predictions", "a.de", "b.de", "--target", "ref0", "--metrics", "wer"]
+    assert json.loads(run(*flags)) == {
+        "a.de": {"wer": pytest.approx(100 / 3)},
+        "b.de": {"wer": pytest.approx(100 / 3)},
+    }
+    text = run(*flags, "--paired", "bootstrap")
+    assert text.count("\n") == 1
+    assert json.loads(text)["b.de"]["wer_p"] == 1
+
+
+def test_a_table_has_a_row_for_each_system(run):
+    flags = ["--predictions", "a.de", "b.de", "--target", "ref0", "--metrics", "bleu", "wer"]
+    header, *rows, signature = run(*flags, "--format", "table").splitlines()
+    assert header.split() == ["system", "bleu", "wer"]
+    assert [row.split()[0] for row in rows] == ["a.de", "b.de"]
+    assert [row.split()[2] for row in rows] == ["33.33", "33.33"]
+    assert len({len(row) for row in (header, *rows)}) == 1
+    assert signature.startswith("bleu: nrefs:1|")
+    first, second = run(*flags, "--format", "table", "--paired", "bootstrap").splitlines()[1:3]
+    assert "±" in first
+    assert "p=" not in first
+    assert "p=1.0000" in second
+
+
+def test_scores_are_drawn_by_source_length(run, monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(
+        "vanilla_transformer.plotting.save", lambda figure, _: figures.append(figure)
+    )
+    flags = ["--predictions", "a.de", "b.de", "--target", "ref0", "--metrics", "wer", "ser"]
+    run(*flags, "--source", "source", "--plot_by_length", "lengths.png")
+    words, sentences = figures[0].axes
+    assert words.get_title() == "word error rate by source length"
+    assert sentences.get_ylabel() == "sentence error rate, %"
+    assert [label.get_text() for label in words.get_xticklabels()] == ["1\nn=1", "2\nn=1", "3\nn=1"]
+    assert {line.get_label(): list(line.get_ydata()) for line in words.lines} == {
+        "a.de": [0, 50, pytest.approx(100 / 3)],
+        "b.de": [100, 0, pytest.approx(100 / 3)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--metrics", "blue"], "metrics=blue: expected one of bleu, chrf, ter"),
+        (["--metrics", "comet"], "metrics=comet: expected the sources too"),
+        (["--predictions", "a.de", "short"], "short has 1 lines and ref0 3: expected as many"),
+        (["--target", "ref0", "short"], "short has 1 lines and ref0 3: expected as many"),
+        (["--source", "short"], "short has 1 lines and ref0 3: expected as many"),
+        (["--predictions", "a.de", "a.de"], "--predictions a.de: expected each file once"),
+        (["--paired", "bootstrap"], "--paired bootstrap: expected several files in --predictions"),
+        (["--paired", "t"], "paired='t': expected one of bootstrap, ar"),
+        (["--format", "xml"], "format='xml': expected json or table"),
+        (["--plot_by_length", "a.png"], "--plot_by_length a.png: expected --source"),
+        (["--source", "source", "--plot_by_length", "a.jpg"], "a.jpg: expected a name that ends"),
+    ],
+)
+def test_what_cannot_be_scored_is_said_before_work_starts(run, monkeypatch, flags, message):
+    monkeypatch.delattr(evaluate, "make_metrics")
+    defaults = {"--predictions": ["a.de"], "--target": ["ref0"]}
+    given = [word for name in defaults if name not in flags for word in (name, *defaults[name])]
+    with pytest.raises(ValueError, match=message):
+        run(*given, *flags)

@@ -1,0 +1,17 @@
+"""Tables for a terminal."""
+
+from collections.abc import Sequence
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lines of text with aligned columns: the first to the left, the others to the right."""
+    columns = zip(header, *rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    )
+    return "\n".join(lines)
