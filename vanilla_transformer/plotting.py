@@ -1,5 +1,5 @@
 """Pictures of training and of what a model does: learning curves, the learning rate, positional
-encodings and attention.
+encodings, attention, heads, embeddings and scores by length.
 
 Each `plot_` function takes numbers and returns a figure; the others find the numbers.
 """
@@ -444,6 +444,66 @@ def _panels(maps: AttentionMaps, rows: int, columns: int) -> tuple[Figure, Any]:
     for axes in panels[:, 0]:
         axes.set_yticks(range(len(maps.queries)), maps.queries, parse_math=False)
     return figure, panels
+
+
+# ---------------------------------------------------------------- Inside a model
+
+
+def plot_heads(values: Mapping[Kind, torch.Tensor], title: str, label: str) -> Figure:
+    """A number for each head as heat maps, a row for each layer and a column for each head.
+
+    Args:
+        values: (layers, heads) for each use of attention.
+        title: Of the picture.
+        label: Of the numbers.
+    """
+    widths = [one.shape[1] for one in values.values()]
+    layers = max(one.shape[0] for one in values.values())
+    size = (2.2 + 0.45 * sum(widths) + 0.5 * len(widths), 1.7 + 0.4 * layers)
+    figure = Figure(figsize=(max(6.0, size[0]), size[1]), layout="constrained")
+    panels = figure.subplots(1, len(values), squeeze=False, width_ratios=widths)[0]
+    highest = max(one.max().item() for one in values.values())
+    for axes, (kind, one) in zip(panels, values.items(), strict=True):
+        image = axes.imshow(one.numpy(), cmap="Blues", vmin=0, vmax=highest or 1.0, aspect="auto")
+        axes.set(title=kind, xlabel="head")
+        axes.set_xticks(range(one.shape[1]), range(1, one.shape[1] + 1))
+        axes.set_yticks(range(one.shape[0]), range(1, one.shape[0] + 1))
+    panels[0].set_ylabel("layer")
+    figure.suptitle(title)
+    figure.colorbar(image, ax=panels, label=label)
+    return figure
+
+
+def plot_similarities(similarities: torch.Tensor, kind: str) -> Figure:
+    """The cosine similarity of each pair of positions, (length, length), as a heat map."""
+    figure = Figure(figsize=(6, 5), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(similarities.numpy(), cmap="RdBu_r", vmin=-1, vmax=1)
+    axes.set(title=f"Similarity of {kind} positions", xlabel="position", ylabel="position")
+    figure.colorbar(image, ax=axes, label="cosine similarity")
+    return figure
+
+
+def plot_norms(norms: torch.Tensor, scales: Mapping[str, float], position_norm: float) -> Figure:
+    """How many tokens have embeddings of which norm, for each factor, beside that of positions.
+
+    Args:
+        norms: Of the rows of the matrix, (vocabulary,).
+        scales: Factors by their labels.
+        position_norm: Drawn as a vertical line.
+    """
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for index, (label, scale) in enumerate(scales.items()):
+        scaled, colour = (scale * norms).numpy(), COLOURS[index % len(COLOURS)]
+        axes.hist(scaled, bins=60, color=colour, alpha=0.6, label=f"embedding * {label}")
+    axes.axvline(position_norm, color=GREY, linestyle="dashed", label="position")
+    _finish(axes, "Norms of embeddings and positions", xlabel="norm", ylabel="tokens")
+    axes.set_yscale("log")
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=len(scales) + 1, frameon=False
+    )
+    return figure
 
 
 # ---------------------------------------------------------------- Scores by length

@@ -15,8 +15,8 @@ from vanilla_transformer.cli import main, train_options
 from vanilla_transformer.training.recipes import find_recipe, recipe_names, recipe_path
 
 COMMANDS = (
-    "train", "plan", "translate", "evaluate", "score", "average", "convert", "plot", "recipes",
-    "info",
+    "train", "plan", "translate", "evaluate", "score", "average", "convert", "plot", "analyze",
+    "recipes", "info",
 )  # fmt: skip
 
 

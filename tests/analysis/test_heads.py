@@ -1,0 +1,147 @@
+"""The importance of heads, and models without the least important ones."""
+
+import pytest
+import torch
+from conftest import seq2seq, small_config
+from torch.nn import functional as F
+from transformers import AutoModelForSeq2SeqLM
+
+from vanilla_transformer.analysis.attention import attention_modules, read_batches
+from vanilla_transformer.analysis.heads import (
+    analyze_heads,
+    expect_prunable,
+    masked_heads,
+    most_important,
+    prune_heads,
+)
+
+PAIRS = [("a house by the lake", "ein Haus am See"), ("deep", "tief"), ("the lake", "der See")]
+SIX = {"encoder_attention_heads": 3, "decoder_attention_heads": 4, "head_dim": 6}
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    options = {**SIX, "value_head_dim": 5, "attention_bias": True, "attn_implementation": "eager"}
+    return seq2seq(vocab_size=len(tokenizer), **options).eval()
+
+
+@pytest.fixture(scope="module")
+def report(model, tokenizer):
+    return analyze_heads(PAIRS, model, tokenizer)
+
+
+def loss_of(model, tokenizer, pair):
+    inputs = tokenizer(pair[0], text_target=pair[1], return_tensors="pt")
+    logits = model(**inputs).logits
+    return F.cross_entropy(logits[0], inputs["labels"][0], reduction="sum")
+
+
+def test_importance_is_the_slope_of_the_loss_in_the_mask(model, tokenizer, report):
+    """The mean of its size over the pairs, found here with two masks close to 1."""
+    tokens = sum(len(tokenizer(text_target=target)["input_ids"]) for _, target in PAIRS)
+    model.double()
+    try:
+        for kind, layer, head in (("encoder", 1, 2), ("decoder", 0, 3), ("cross", 2, 0)):
+            slopes = []
+            for pair in PAIRS:
+                losses = []
+                for factor in (1 - 1e-4, 1 + 1e-4):
+                    masks = {
+                        name: torch.ones_like(values, dtype=torch.float64)
+                        for name, values in report.importance.items()
+                    }
+                    masks[kind][layer, head] = factor
+                    with masked_heads(model, masks), torch.no_grad():
+                        losses.append(loss_of(model, tokenizer, pair))
+                slopes.append(abs(losses[1] - losses[0]).item() / 2e-4)
+            measured = report.importance[kind][layer, head].item()
+            assert measured == pytest.approx(sum(slopes) / tokens, rel=1e-3)
+        losses = [loss_of(model, tokenizer, pair).item() for pair in PAIRS]
+        assert report.loss == pytest.approx(sum(losses) / tokens, rel=1e-5)
+    finally:
+        model.float()
+
+
+def test_confidence_is_the_mean_of_the_largest_weights(model, tokenizer, report):
+    largest = []
+    for source, target in PAIRS:
+        inputs = tokenizer(source, text_target=target, return_tensors="pt")
+        weights = model(**inputs, output_attentions=True).cross_attentions[1][0, 2]
+        largest += weights.amax(-1).tolist()
+    assert report.confidence["cross"][1, 2].item() == pytest.approx(sum(largest) / len(largest))
+    assert {kind: tuple(values.shape) for kind, values in report.confidence.items()} == {
+        "encoder": (2, 3), "decoder": (3, 4), "cross": (3, 4),
+    }  # fmt: skip
+
+
+def test_batches_do_not_change_what_is_measured(model, tokenizer, report):
+    alone = analyze_heads(PAIRS, model, tokenizer, max_tokens=1)
+    for kind, values in report.importance.items():
+        torch.testing.assert_close(alone.importance[kind], values)
+        torch.testing.assert_close(alone.confidence[kind], report.confidence[kind])
+    assert alone.loss == pytest.approx(report.loss)
+
+
+def test_text_and_attention_that_give_no_weights_are_refused(model, tokenizer):
+    with pytest.raises(ValueError, match="the text is empty: expected one pair of sentences"):
+        analyze_heads([], model, tokenizer)
+    with pytest.raises(ValueError, match="attn_implementation='sdpa': expected 'eager'"):
+        next(read_batches(PAIRS, seq2seq(attn_implementation="sdpa"), tokenizer))
+
+
+# ---------------------------------------------------------------- Pruning
+
+
+def test_each_layer_keeps_its_most_important_heads(model, report):
+    masks = most_important(model.config, report.importance, 0.5)
+    for kind, kept in (("encoder", 1), ("decoder", 2), ("cross", 2)):
+        for mask, values in zip(masks[kind], report.importance[kind], strict=True):
+            assert mask.sum() == kept
+            assert values[mask].min() > values[~mask].max()
+
+
+def test_a_pruned_model_computes_what_the_masked_one_does(model, report, tokenizer, tmp_path):
+    masks = most_important(model.config, report.importance, 0.3)
+    prune_heads(model, masks).save_pretrained(tmp_path)
+    pruned = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
+    config = pruned.config
+    assert (config.encoder_attention_heads, config.decoder_attention_heads) == (2, 3)
+    assert (config.head_dim, config.value_head_dim) == (6, 5)
+    assert pruned.num_parameters() < model.num_parameters()
+    inputs = tokenizer(
+        [source for source, _ in PAIRS],
+        text_target=[target for _, target in PAIRS],
+        padding=True,
+        return_tensors="pt",
+    )
+    with torch.no_grad():
+        with masked_heads(model, masks):
+            expected = model(**inputs).logits
+        torch.testing.assert_close(pruned(**inputs).logits, expected)
+        assert not torch.allclose(model(**inputs).logits, expected, atol=1e-3)
+    assert [len(layers) for layers in attention_modules(pruned).values()] == [2, 3, 3]
+
+
+def test_generation_settings_survive_pruning(model, report):
+    masks = most_important(model.config, report.importance, 0.3)
+    model.generation_config.num_beams = 3
+    assert prune_heads(model, masks).generation_config.num_beams == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "share", "message"),
+    [
+        (SIX, 0.0, "prune=0.0: expected a share of the heads between 0 and 1"),
+        (SIX, 1.0, "prune=1.0: expected a share of the heads between 0 and 1"),
+        (SIX, -0.1, "prune=-0.1: expected a share of the heads between 0 and 1"),
+        (SIX, 0.1, "prune=0.1: removes none of 3 and 4 heads"),
+        ({}, 0.5, "heads of encoder and decoder differ in width"),
+    ],
+)
+def test_what_cannot_be_pruned_is_refused(options, share, message):
+    with pytest.raises(ValueError, match=message):
+        expect_prunable(small_config(**options), share)
+
+
+def test_a_head_is_left_in_each_layer():
+    assert expect_prunable(small_config(**SIX), 0.99) == {"encoder": 1, "decoder": 1}

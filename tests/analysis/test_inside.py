@@ -1,0 +1,140 @@
+"""Positions, embeddings and the page of attention."""
+
+import math
+
+import pytest
+import torch
+from conftest import seq2seq
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from vanilla_transformer.analysis.attention import attention_page
+from vanilla_transformer.analysis.embeddings import analyze_embeddings, nearest_tokens
+from vanilla_transformer.analysis.positions import attention_reach, position_similarities
+from vanilla_transformer.plotting import (
+    KINDS,
+    attention_maps,
+    plot_heads,
+    plot_norms,
+    plot_similarities,
+    position_encodings,
+)
+
+PAIRS = [("a house by the lake", "ein Haus am See"), ("deep", "tief"), ("the lake", "der See")]
+
+
+@pytest.fixture(scope="module")
+def translator(checkpoint):
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint, attn_implementation="eager")
+    return model.eval(), AutoTokenizer.from_pretrained(checkpoint)
+
+
+# ---------------------------------------------------------------- Positions
+
+
+def test_sinusoids_a_number_of_tokens_apart_are_equally_alike_everywhere(translator):
+    encodings = position_encodings(translator[0].model.encoder.embed_positions, 30)
+    similarities = position_similarities(encodings)
+    frequencies = 10000 ** (-torch.arange(0, 24, 2) / 24)
+    for distance in (0, 1, 7):
+        expected = (distance * frequencies).cos().mean()
+        torch.testing.assert_close(
+            similarities.diagonal(distance), expected.expand(30 - distance), atol=1e-5, rtol=0
+        )
+    axes, _ = plot_similarities(similarities, "sinusoidal").axes
+    assert torch.equal(torch.tensor(axes.images[0].get_array()), similarities)
+
+
+def test_reach_is_measured_over_the_tokens_of_each_sentence(translator):
+    model, tokenizer = translator
+    reach = attention_reach(PAIRS, model, tokenizer)
+    assert list(reach) == ["distance", "previous", "same", "next"]
+    assert all(set(kinds) == {"encoder", "decoder"} for kinds in reach.values())
+    distances, offsets = [], []
+    for source, target in PAIRS:
+        inputs = tokenizer(source, text_target=target, return_tensors="pt")
+        weights = model(**inputs, output_attentions=True).encoder_attentions[1][0, 1]
+        for query, row in enumerate(weights.tolist()):
+            distances.append(sum(abs(key - query) * value for key, value in enumerate(row)))
+            offsets.append(max(range(len(row)), key=row.__getitem__) - query)
+    of_head = {name: kinds["encoder"][1, 1].item() for name, kinds in reach.items()}
+    assert of_head["distance"] == pytest.approx(sum(distances) / len(distances))
+    for name, offset in (("previous", -1), ("same", 0), ("next", 1)):
+        assert of_head[name] == pytest.approx(offsets.count(offset) / len(offsets))
+    assert not reach["next"]["decoder"].any()
+
+
+def test_heads_are_drawn_by_layer(translator):
+    reach = attention_reach(PAIRS, *translator)["distance"]
+    encoder, decoder, bar = plot_heads(reach, "How far", "tokens").axes
+    assert encoder.images[0].get_array().shape == (2, 2)
+    assert decoder.images[0].get_array().shape == (3, 4)
+    assert encoder.images[0].get_clim() == decoder.images[0].get_clim()
+    assert [label.get_text() for label in decoder.get_xticklabels()] == ["1", "2", "3", "4"]
+    assert bar.get_ylabel() == "tokens"
+
+
+# ---------------------------------------------------------------- Embeddings
+
+
+@pytest.mark.parametrize("scale_embedding", [True, False])
+def test_the_factor_decides_how_much_of_the_input_is_position(scale_embedding):
+    model = seq2seq(scale_embedding=scale_embedding)
+    report = analyze_embeddings(model.model.encoder, 40)
+    weight = model.model.encoder.embed_tokens.weight.detach()
+    torch.testing.assert_close(report.norms, weight.norm(dim=1))
+    assert report.position_norm == pytest.approx(math.sqrt(24 / 2))  # sin^2 + cos^2 of 12 pairs
+    assert report.scale == (math.sqrt(24) if scale_embedding else 1.0)
+    for scale in report.scales.values():
+        squared = (scale * weight).square().sum(1).mean().item()
+        assert report.norm(scale) ** 2 == pytest.approx(squared)
+        assert report.position_share(scale) == pytest.approx(12 / (12 + squared))
+    axes = plot_norms(report.norms, report.scales, report.position_norm).axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "embedding * 1", "embedding * sqrt(d_model)", "position",
+    ]  # fmt: skip
+
+
+def test_neighbours_are_the_most_similar_tokens(translator):
+    _, tokenizer = translator
+    lake, see = (tokenizer(word, add_special_tokens=False)["input_ids"] for word in ("lake", "See"))
+    matrix = torch.eye(len(tokenizer))
+    matrix[see[0]] = matrix[lake[0]] + 0.5 * matrix[see[0]]
+    (neighbours,) = nearest_tokens(matrix, tokenizer, ["lake"], 2).values()
+    assert neighbours[0] == (tokenizer.convert_ids_to_tokens(see)[0], pytest.approx(1 / 1.25**0.5))
+    assert len(neighbours) == 2
+
+
+def test_neighbours_are_those_of_one_token(translator):
+    message = "tokens=lakehouse: expected one token, but it consists of ' lake', 'h'"
+    with pytest.raises(ValueError, match=message):
+        nearest_tokens(torch.eye(300), translator[1], ["lakehouse"])
+
+
+# ---------------------------------------------------------------- Attention
+
+
+@pytest.mark.parametrize("view", ["head", "model"])
+def test_the_page_has_the_weights_of_each_use(translator, view):
+    pytest.importorskip("bertviz")
+    pytest.importorskip("IPython")
+    maps = [attention_maps(*translator, "the lake is", "See ist", kind) for kind in KINDS]
+    page = attention_page(maps, view)
+    for title in (
+        "Self-attention of the encoder",
+        "Self-attention of the decoder",
+        "Attention from decoder to encoder",
+    ):
+        assert f"<h2>{title}</h2>" in page
+    for one in maps:
+        assert str(one.weights[0, 0, 0, 0].item()) in page
+    assert '"left_text": ["See", "is", "t", "</s>"]' in page
+    assert '"right_text": ["the", "lake", "is", "</s>"]' in page
+
+
+def test_a_page_needs_bertviz_and_a_known_view(translator, monkeypatch):
+    maps = [attention_maps(*translator, "the lake", "See")]
+    with pytest.raises(ValueError, match="view='neuron': expected one of head, model"):
+        attention_page(maps, "neuron")
+    monkeypatch.setattr("vanilla_transformer.analysis.attention.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs the package bertviz; .*\[analysis\]"):
+        attention_page(maps)

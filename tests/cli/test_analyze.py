@@ -1,0 +1,120 @@
+"""`analyze`: its tables, pictures and smaller models, and what it refuses."""
+
+import json
+import sys
+from importlib.util import find_spec
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.cli import analyze
+
+MISSING = [package for package in ("bertviz", "IPython") if find_spec(package) is None]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint, tmp_path_factory):
+    """A model that can be pruned, and a text."""
+    folder = tmp_path_factory.mktemp("analyze")
+    config = AutoConfig.from_pretrained(checkpoint, head_dim=6, dtype="float32")
+    VanillaTransformerForConditionalGeneration(config).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder / "model")
+    (folder / "source").write_text("the lake is deep\na house\n")
+    (folder / "target").write_text("der See ist tief\nein Haus\n")
+    (folder / "short").write_text("der See\n")
+    (folder / "bert").mkdir()
+    (folder / "bert/config.json").write_text(json.dumps({"model_type": "bert"}))
+    return folder
+
+
+@pytest.fixture
+def run(folder, monkeypatch, capsys):
+    """`analyze` with given flags in that folder, and what it prints."""
+    monkeypatch.chdir(folder)
+
+    def analyze_with(*flags):
+        model = [] if "--model" in flags else ["--model", "model"]
+        monkeypatch.setattr(sys, "argv", ["analyze", *flags, *model])
+        analyze.main()
+        return capsys.readouterr().out.splitlines()
+
+    return analyze_with
+
+
+TEXT = ["--source", "source", "--target", "target"]
+
+
+def test_heads_are_listed_drawn_and_pruned(run, folder):
+    prune = ["--prune", "0.5", "--prune_output", "new/pruned"]
+    header, *lines = run("heads", *TEXT, "--output", "heads.png", *prune)
+    assert header.split() == ["attention", "layer", "head", "importance", "confidence"]
+    heads = [line.split() for line in lines[:-3]]
+    assert len(heads) == 2 * 2 + 3 * 4 + 3 * 4
+    assert heads[-1][:3] == ["cross", "3", "4"]
+    assert lines[-3].startswith("loss: ")
+    assert lines[-2] == "heads.png"
+    assert lines[-1].startswith("new/pruned: 1 heads in each layer of the encoder, 2 of the decode")
+    assert (folder / "heads.png").stat().st_size > 0
+    assert AutoConfig.from_pretrained("new/pruned").decoder_attention_heads == 2
+    assert AutoTokenizer.from_pretrained("new/pruned")("lake")["input_ids"]
+    with pytest.raises(FileExistsError, match="--prune_output new/pruned already holds a model"):
+        run("heads", *TEXT, *prune)
+
+
+def test_positions_have_a_similarity_and_attention_a_reach(run, folder):
+    lines = run("positions", *TEXT, "--length", "20", "--output", "pictures/positions.png")
+    assert [line.split()[0] for line in lines[1:6]] == ["1", "2", "3", "5", "10"]
+    assert lines[6] == "pictures/positions.png"
+    assert lines[7].split() == [
+        "attention",
+        "layer",
+        "head",
+        "distance",
+        "previous",
+        "same",
+        "next",
+    ]
+    assert len(lines[8:-1]) == 2 * 2 + 3 * 4
+    assert lines[-1] == "pictures/positions_distance.png"
+    assert len(run("positions", "--stack", "decoder")) == 8
+
+
+def test_embeddings_have_norms_and_neighbours(run):
+    lines = run("embeddings", "--tokens", "lake", "See", "--output", "norms.svg")
+    assert lines[0].split("  ")[-1] == "share of position"
+    assert "embedding * sqrt(d_model) (this model)" in lines[2]
+    assert [line.split(":")[0] for line in lines[4:6]] == ["lake", "See"]
+    assert lines[6] == "norms.svg"
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}")
+def test_attention_becomes_a_page(run, folder):
+    assert run("attention", "--text", "the lake", "--output", "pages/a.html") == ["pages/a.html"]
+    assert "<h2>Self-attention of the encoder</h2>" in (folder / "pages/a.html").read_text()
+
+
+def test_a_page_names_the_extra_that_it_needs(run, monkeypatch):
+    monkeypatch.setattr("vanilla_transformer.analysis.attention.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"bertviz; .*\[analysis\]"):
+        run("attention", "--text", "the lake", "--output", "a.html")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["heads", *TEXT, "--prune", "1.5", "--prune_output", "x"], "prune=1.5: expected a share"),
+        (["heads", *TEXT, "--prune", "0.5"], "expected both --prune and --prune_output"),
+        (["heads", "--source", "source", "--target", "short"], "source has 2 lines and short 1"),
+        (["heads", *TEXT, "--max_tokens", "0"], "--max_tokens 0: expected a positive number"),
+        (["heads", *TEXT, "--output", "a.jpg"], "a.jpg: expected a name that ends in .png"),
+        (["heads", *TEXT, "--model", "bert"], "is of type bert: expected vanilla_transformer"),
+        (["positions", "--source", "source"], "expected both --source and --target"),
+        (["attention", "--text", " ", "--output", "a.html"], "text=' ': expected a sentence"),
+        (["attention", "--text", "a", "--output", "a.png"], "a.png: expected a name that ends in"),
+    ],
+)
+def test_what_cannot_be_analyzed_is_said_before_work_starts(run, monkeypatch, flags, message):
+    monkeypatch.delattr(analyze, "LoadingArguments")
+    with pytest.raises(ValueError, match=message):
+        run(*flags)

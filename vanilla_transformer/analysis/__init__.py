@@ -1,0 +1,1 @@
+"""What a trained model does inside: its heads, attention, positions and embeddings."""

@@ -1,0 +1,92 @@
+"""Norms and neighbours of embeddings, and how much of their sum with positions is position."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from ..plotting import position_encodings
+
+
+class EmbeddingReport(NamedTuple):
+    """The embeddings of a stack beside its positions (sections 3.4 and 3.5).
+
+    `norms`, (vocabulary,), are of the rows of the matrix, which the stack multiplies by `scale`,
+    and `position_norm` is the root mean square of the positions' norms.
+    """
+
+    norms: torch.Tensor
+    scale: float
+    position_norm: float
+    d_model: int
+
+    def norm(self, scale: float) -> float:
+        """The root mean square of the norms, times `scale`."""
+        return scale * self.norms.square().mean().sqrt().item()
+
+    def position_share(self, scale: float) -> float:
+        """The position's part, 0 to 1, of the squared length of scale * embedding + position, for
+        a random token and position."""
+        position, embedding = self.position_norm**2, self.norm(scale) ** 2
+        return position / (position + embedding)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Section 3.4's factor, and none."""
+        return {"1": 1.0, "sqrt(d_model)": math.sqrt(self.d_model)}
+
+
+def analyze_embeddings(stack: nn.Module, length: int = 100) -> EmbeddingReport:
+    """Measure the embeddings of an encoder or decoder.
+
+    Args:
+        stack: A model's `encoder` or `decoder`, on a CPU.
+        length: The number of positions.
+
+    Raises:
+        ValueError: As `position_encodings`.
+    """
+    matrix = stack.embed_tokens.weight.detach().float().cpu()
+    positions = position_encodings(stack.embed_positions, length)
+    return EmbeddingReport(
+        matrix.norm(dim=-1),
+        stack.embed_scale,
+        positions.square().sum(-1).mean().sqrt().item(),
+        matrix.shape[1],
+    )
+
+
+def nearest_tokens(
+    matrix: torch.Tensor, tokenizer: PreTrainedTokenizerBase, words: Sequence[str], count: int = 5
+) -> dict[str, list[tuple[str, float]]]:
+    """The tokens whose embeddings point most nearly where those of these words do.
+
+    Args:
+        matrix: (vocabulary, d_model).
+        tokenizer: The model's tokenizer.
+        words: Each is one token.
+        count: The number of neighbours.
+
+    Returns:
+        For each word its nearest tokens and their cosine similarity, nearest first.
+
+    Raises:
+        ValueError: A word is not one token.
+    """
+    directions = F.normalize(matrix.detach().float().cpu(), dim=-1)
+    nearest = {}
+    for word in words:
+        ids = tokenizer(word, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            pieces = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ids)))
+            raise ValueError(f"tokens={word}: expected one token, but it consists of {pieces}")
+        similarities = directions @ directions[ids[0]]
+        similarities[ids[0]] = -2.0  # it is no neighbour of itself
+        best = similarities.topk(min(count, len(similarities) - 1))
+        tokens = tokenizer.convert_ids_to_tokens(best.indices.tolist())
+        nearest[word] = list(zip(tokens, best.values.tolist(), strict=True))
+    return nearest

@@ -1,0 +1,62 @@
+"""How alike positions are, and how far attention looks."""
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..plotting import Kind
+from .attention import query_masks, read_batches
+
+REACH = ("distance", "previous", "same", "next")
+SELF_ATTENTION: tuple[Kind, ...] = ("encoder", "decoder")  # where queries and keys share positions
+
+
+def position_similarities(encodings: torch.Tensor) -> torch.Tensor:
+    """The cosine similarity of each pair of (length, d_model) encodings, (length, length)."""
+    directions = F.normalize(encodings.float(), dim=-1)
+    return directions @ directions.T
+
+
+def attention_reach(
+    pairs: Iterable[tuple[str, str]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int = 2048,
+) -> dict[str, dict[Kind, torch.Tensor]]:
+    """Measure how far the heads of self-attention look on parallel text.
+
+    Args:
+        pairs, model, tokenizer, max_tokens: As for `read_batches`.
+
+    Returns:
+        Numbers (layers, heads) of encoder and decoder. `distance` is the mean of
+        |key position - query position|, weighted by attention, in tokens. `previous`, `same` and
+        `next` are the shares of queries with the largest weight on the token before, on the same
+        one and on the one after. With 0.9 of one, Voita et al. (2019,
+        https://aclanthology.org/P19-1580) call a head positional.
+
+    Raises:
+        ValueError: As `read_batches`.
+    """
+    reach: dict[str, dict[Kind, torch.Tensor]] = {name: {} for name in REACH}
+    queries = dict.fromkeys(SELF_ATTENTION, 0)
+    for inputs in read_batches(pairs, model, tokenizer, max_tokens):
+        with torch.inference_mode():
+            outputs = model(**inputs, use_cache=False, output_attentions=True)
+        masks = query_masks(inputs)
+        for kind in SELF_ATTENTION:
+            weights = torch.stack(outputs[f"{kind}_attentions"]).float()
+            places = torch.arange(weights.shape[-1], device=weights.device)
+            distance = (weights * (places - places[:, None]).abs()).sum(-1)
+            offset = weights.argmax(-1) - places
+            measured = (distance, offset == -1, offset == 0, offset == 1)
+            for name, values in zip(REACH, measured, strict=True):
+                of_batch = (values * masks[kind][:, None]).sum((1, 3)).cpu()  # (layers, heads)
+                reach[name][kind] = reach[name].get(kind, 0) + of_batch
+            queries[kind] += int(masks[kind].sum())
+    return {
+        name: {kind: values / queries[kind] for kind, values in by_kind.items()}
+        for name, by_kind in reach.items()
+    }
