@@ -8,8 +8,14 @@ from conftest import seq2seq
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.analysis.attention import attention_page
-from vanilla_transformer.analysis.embeddings import analyze_embeddings, nearest_tokens
+from vanilla_transformer.analysis.embeddings import (
+    analyze_embeddings,
+    nearest_tokens,
+    vocabulary_of,
+)
 from vanilla_transformer.analysis.positions import attention_reach, position_similarities
+from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from vanilla_transformer.plotting import (
     KINDS,
     attention_maps,
@@ -95,19 +101,34 @@ def test_the_factor_decides_how_much_of_the_input_is_position(scale_embedding):
 
 
 def test_neighbours_are_the_most_similar_tokens(translator):
-    _, tokenizer = translator
-    lake, see = (tokenizer(word, add_special_tokens=False)["input_ids"] for word in ("lake", "See"))
-    matrix = torch.eye(len(tokenizer))
-    matrix[see[0]] = matrix[lake[0]] + 0.5 * matrix[see[0]]
-    (neighbours,) = nearest_tokens(matrix, tokenizer, ["lake"], 2).values()
-    assert neighbours[0] == (tokenizer.convert_ids_to_tokens(see)[0], pytest.approx(1 / 1.25**0.5))
+    vocabulary = vocabulary_of(translator[1], "encoder")
+    lake, see = (vocabulary.encode(word, add_special_tokens=False) for word in ("lake", "See"))
+    matrix = torch.eye(vocabulary.get_vocab_size() + 1)
+    matrix[see.ids[0]] = matrix[lake.ids[0]] + 0.5 * matrix[see.ids[0]]
+    matrix[-1] = matrix[lake.ids[0]]  # a row without a token
+    (neighbours,) = nearest_tokens(matrix, vocabulary, ["lake"], 2).values()
+    assert neighbours[0] == (see.tokens[0], pytest.approx(1 / 1.25**0.5))
     assert len(neighbours) == 2
+
+
+def test_each_stack_has_its_own_vocabulary(tokenizer):
+    sides = [train_tokenizer([text] * 3, 300, show_progress=False) for text in ("lake", "See")]
+    both = VanillaTransformerTokenizer(
+        tokenizer_object=sides[0].backend_tokenizer,
+        target_tokenizer_object=sides[1].backend_tokenizer,
+        pad_token=tokenizer.pad_token,
+        unk_token=tokenizer.unk_token,
+    )
+    for stack, word in (("encoder", "lake"), ("decoder", "See")):
+        encoded = vocabulary_of(both, stack).encode(word, add_special_tokens=False)
+        assert len(encoded) == 1
+        assert vocabulary_of(tokenizer, stack) is tokenizer.backend_tokenizer
 
 
 def test_neighbours_are_those_of_one_token(translator):
     message = "tokens=lakehouse: expected one token, but it consists of ' lake', 'h'"
     with pytest.raises(ValueError, match=message):
-        nearest_tokens(torch.eye(300), translator[1], ["lakehouse"])
+        nearest_tokens(torch.eye(300), vocabulary_of(translator[1], "encoder"), ["lakehouse"])
 
 
 # ---------------------------------------------------------------- Attention

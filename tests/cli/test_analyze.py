@@ -62,7 +62,13 @@ def test_heads_are_listed_drawn_and_pruned(run, folder):
         run("heads", *TEXT, *prune)
 
 
-def test_positions_have_a_similarity_and_attention_a_reach(run, folder):
+@pytest.fixture
+def drawn(monkeypatch):
+    """The pictures are left out."""
+    monkeypatch.setattr(analyze, "save", lambda figure, path: [path])
+
+
+def test_positions_have_a_similarity_and_attention_a_reach(run, drawn):
     lines = run("positions", *TEXT, "--length", "20", "--output", "pictures/positions.png")
     assert [line.split()[0] for line in lines[1:6]] == ["1", "2", "3", "5", "10"]
     assert lines[6] == "pictures/positions.png"
@@ -80,7 +86,7 @@ def test_positions_have_a_similarity_and_attention_a_reach(run, folder):
     assert len(run("positions", "--stack", "decoder")) == 8
 
 
-def test_embeddings_have_norms_and_neighbours(run):
+def test_embeddings_have_norms_and_neighbours(run, drawn):
     lines = run("embeddings", "--tokens", "lake", "See", "--output", "norms.svg")
     assert lines[0].split("  ")[-1] == "share of position"
     assert "embedding * sqrt(d_model) (this model)" in lines[2]

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
+from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from ..plotting import position_encodings
 
 
@@ -60,14 +62,21 @@ def analyze_embeddings(stack: nn.Module, length: int = 100) -> EmbeddingReport:
     )
 
 
+def vocabulary_of(tokenizer: PreTrainedTokenizerFast, stack: str) -> Tokenizer:
+    """What turns text into ids of the "encoder" or "decoder"."""
+    if stack == "decoder" and isinstance(tokenizer, VanillaTransformerTokenizer):
+        return tokenizer.target_tokenizer
+    return tokenizer.backend_tokenizer
+
+
 def nearest_tokens(
-    matrix: torch.Tensor, tokenizer: PreTrainedTokenizerBase, words: Sequence[str], count: int = 5
+    matrix: torch.Tensor, vocabulary: Tokenizer, words: Sequence[str], count: int = 5
 ) -> dict[str, list[tuple[str, float]]]:
     """The tokens whose embeddings point most nearly where those of these words do.
 
     Args:
         matrix: (vocabulary, d_model).
-        tokenizer: The model's tokenizer.
+        vocabulary: Of these rows. Rows beyond it take no part.
         words: Each is one token.
         count: The number of neighbours.
 
@@ -77,16 +86,17 @@ def nearest_tokens(
     Raises:
         ValueError: A word is not one token.
     """
-    directions = F.normalize(matrix.detach().float().cpu(), dim=-1)
+    rows = matrix[: vocabulary.get_vocab_size(with_added_tokens=True)]
+    directions = F.normalize(rows.detach().float().cpu(), dim=-1)
     nearest = {}
     for word in words:
-        ids = tokenizer(word, add_special_tokens=False)["input_ids"]
-        if len(ids) != 1:
-            pieces = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ids)))
+        encoded = vocabulary.encode(word, add_special_tokens=False)
+        if len(encoded) != 1:
+            pieces = ", ".join(map(repr, encoded.tokens))
             raise ValueError(f"tokens={word}: expected one token, but it consists of {pieces}")
-        similarities = directions @ directions[ids[0]]
-        similarities[ids[0]] = -2.0  # it is no neighbour of itself
+        similarities = directions @ directions[encoded.ids[0]]
+        similarities[encoded.ids[0]] = -2.0  # it is no neighbour of itself
         best = similarities.topk(min(count, len(similarities) - 1))
-        tokens = tokenizer.convert_ids_to_tokens(best.indices.tolist())
+        tokens = [str(vocabulary.id_to_token(row)) for row in best.indices.tolist()]
         nearest[word] = list(zip(tokens, best.values.tolist(), strict=True))
     return nearest

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from transformers import AutoConfig
 
 from ..analysis.attention import VIEWS, attention_page, expect_bertviz, expect_both_stacks
-from ..analysis.embeddings import analyze_embeddings, nearest_tokens
+from ..analysis.embeddings import analyze_embeddings, nearest_tokens, vocabulary_of
 from ..analysis.heads import ByHead, analyze_heads, expect_prunable, most_important, prune_heads
 from ..analysis.positions import attention_reach, position_similarities
 from ..data.text_files import expect_parallel, read_file
@@ -226,7 +226,8 @@ def show_positions(arguments: Namespace) -> None:
 def show_embeddings(arguments: Namespace) -> None:
     model, tokenizer = load(arguments)
     stack = getattr(model.model, arguments.stack).cpu()
-    nearest = nearest_tokens(stack.embed_tokens.weight, tokenizer, arguments.tokens)
+    vocabulary = vocabulary_of(tokenizer, arguments.stack)
+    nearest = nearest_tokens(stack.embed_tokens.weight, vocabulary, arguments.tokens)
     report = analyze_embeddings(stack, arguments.length)
     rows = [
         [
