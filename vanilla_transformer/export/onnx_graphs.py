@@ -1,0 +1,228 @@
+"""ONNX: an encoder and a decoder graph, with the names that Optimum and transformers.js use.
+
+| graph   | inputs                                                                  | outputs        |
+|---------|-------------------------------------------------------------------------|----------------|
+| encoder | `input_ids`, `attention_mask` (batch, source_length)                    | `last_hidden_state` (batch, source_length, d_model) |
+| decoder | `input_ids` (batch, length); `encoder_hidden_states`, `encoder_attention_mask`; `past_key_values.N.{decoder,encoder}.{key,value}` (batch, heads, past_length, head_dim) | `logits` (batch, length, vocabulary), `present.N.{decoder,encoder}.{key,value}` |
+
+One decoder graph serves every step. In the first, all of `past_key_values` have length 0. Then
+`present.N.encoder` holds the keys and values of the source; they are passed on unchanged, and later
+steps return none for it.
+"""  # noqa: E501
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import onnx
+import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxscript import optimizer
+from torch import nn
+from transformers import AutoTokenizer
+
+from ..model.cache import new_cache
+from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from ..model.pretrained import count_positions
+
+NAME = "onnx"
+QUANTIZATIONS = ("int8", "float16")
+ENCODER, DECODER = "encoder_model.onnx", "decoder_model.onnx"
+# Of the examples that are traced: all different, and above 1, for which torch would make a special
+# graph.
+BATCH, SOURCE, PAST_SOURCE, TARGET, PAST_TARGET = 2, 7, 4, 3, 5
+
+
+def write(model_folder: Path, output: Path, quantization: str | None) -> None:
+    """Write the graphs, the configurations and the tokenizer into an empty folder.
+
+    Args:
+        quantization: One of `QUANTIZATIONS`: "int8" rounds matrices and embeddings to 8 bits,
+            "float16" halves all weights, for GPUs. None: single precision.
+    """
+    model = write_graphs(model_folder, output / ENCODER, output / DECODER, quantization)
+    fields = model.config.to_dict()
+    for name in ("auto_map", "custom_pipelines"):  # of code that this folder does not carry
+        del fields[name]
+    (output / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    model.generation_config.save_pretrained(output)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(output)
+
+
+def write_graphs(
+    model_folder: Path, encoder: Path, decoder: Path, quantization: str | None
+) -> VanillaTransformerForConditionalGeneration:
+    """Write both graphs, a file each, and return the model that they were made from."""
+    dtype = torch.float16 if quantization == "float16" else torch.float32
+    model = VanillaTransformerForConditionalGeneration.from_pretrained(
+        model_folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
+    for graph, path in ((EncoderGraph(model), encoder), (DecoderGraph(model), decoder)):
+        with TemporaryDirectory(dir=path.parent) as folder, _quietly():
+            traced = Path(folder) / path.name if quantization == "int8" else path
+            trace(graph, traced)
+            if quantization == "int8":
+                quantize_dynamic(traced, path, weight_type=QuantType.QInt8)
+        onnx.checker.check_model(path, full_check=True)
+    return model
+
+
+class EncoderGraph(nn.Module):
+    """The encoder, with its inputs and outputs in the order of `examples` and `output_names`."""
+
+    output_names = ["last_hidden_state"]
+
+    def __init__(self, model: VanillaTransformerForConditionalGeneration):
+        super().__init__()
+        self.encoder, self.dtype = model.get_encoder(), model.dtype
+
+    def examples(self) -> dict[str, tuple[torch.Tensor, dict[int, str]]]:
+        """By name, an example of each input and the names of its dynamic dimensions."""
+        axes = {0: "batch_size", 1: "encoder_sequence_length"}
+        return {
+            name: (
+                torch.ones(BATCH, SOURCE, dtype=torch.long),
+                axes,
+            )  # one tensor would be one input
+            for name in ("input_ids", "attention_mask")
+        }
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """(batch, source_length) ids and mask to (batch, source_length, d_model) states."""
+        positions = count_positions(input_ids, attention_mask)
+        mask = added_mask(attention_mask.bool(), self.dtype)[:, None, None]
+        return self.encoder(input_ids, mask, positions).last_hidden_state
+
+
+class DecoderGraph(nn.Module):
+    """The decoder and the projection, likewise."""
+
+    def __init__(self, model: VanillaTransformerForConditionalGeneration):
+        super().__init__()
+        self.config, self.decoder = model.config, model.get_decoder()
+        self.is_tied = model.config.tie_word_embeddings
+        # The projection multiplies by this as it is. A file stores it once for the embedding too.
+        self.matrix = nn.Parameter(model.lm_head.weight.detach().t().contiguous())
+        self.bias = model.lm_head.bias
+        self.cache_names = [
+            f"{layer}.{stack}.{kind}"
+            for layer in range(self.config.decoder_layers)
+            for stack in ("decoder", "encoder")
+            for kind in ("key", "value")
+        ]
+        self.output_names = ["logits", *(f"present.{name}" for name in self.cache_names)]
+
+    def examples(self) -> dict[str, tuple[torch.Tensor, dict[int, str]]]:
+        """By name, an example of each input and the names of its dynamic dimensions."""
+        config, dtype = self.config, self.matrix.dtype
+        attention = self.decoder.layers[0].self_attn
+        widths = {"key": attention.d_k, "value": attention.d_v}
+        past = {"decoder": PAST_TARGET, "encoder": PAST_SOURCE}
+        batch = {0: "batch_size"}
+        source = {**batch, 1: "encoder_sequence_length"}
+        ids, mask = (torch.ones(BATCH, n, dtype=torch.long) for n in (TARGET, SOURCE))
+        states = torch.ones(BATCH, SOURCE, config.d_model, dtype=dtype)
+        examples: dict[str, tuple[torch.Tensor, dict[int, str]]] = {
+            "input_ids": (ids, {**batch, 1: "decoder_sequence_length"}),
+            "encoder_hidden_states": (states, source),
+            "encoder_attention_mask": (mask, source),
+        }
+        for name in self.cache_names:
+            _, stack, kind = name.split(".")
+            shape = BATCH, config.decoder_attention_heads, past[stack], widths[kind]
+            axes = {**batch, 2: f"past_{stack}_sequence_length"}
+            examples[f"past_key_values.{name}"] = torch.ones(shape, dtype=dtype), axes
+        return examples
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_attention_mask: torch.Tensor,
+        *past: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Logits (batch, length, vocabulary), then keys and values: the target's so far, and those
+        of the source that `past` lacks."""
+        cache = new_cache(self.config)
+        stacks = cache.self_attention_cache, cache.cross_attention_cache
+        for place in range(0, len(past), 2):
+            layer, stack = divmod(place // 2, 2)
+            stacks[stack].update(past[place], past[place + 1], layer)
+        past_length, known = past[0].shape[2], past[2].shape[2]
+        source_length, length = encoder_hidden_states.shape[1], input_ids.shape[1]
+        torch._check(known <= source_length)
+        new_states = encoder_hidden_states.narrow(1, known, source_length - known)
+        positions = torch.arange(past_length, past_length + length)
+        sees = torch.arange(past_length + length) <= positions[:, None]
+        dtype = self.matrix.dtype
+        states = self.decoder(
+            attention_mask=added_mask(sees, dtype)[None, None],
+            position_ids=positions[None],
+            encoder_hidden_states=new_states,
+            encoder_attention_mask=added_mask(encoder_attention_mask.bool(), dtype)[:, None, None],
+            past_key_values=cache,
+            inputs_embeds=self._embed(input_ids),
+            use_cache=True,
+        ).last_hidden_state
+        logits = states @ self.matrix
+        if self.bias is not None:
+            logits = logits + self.bias
+        present = []
+        for own, cross in zip(*(stack.layers for stack in stacks), strict=True):
+            present += [own.keys, own.values, cross.keys[:, :, known:], cross.values[:, :, known:]]
+        return logits, *present
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(batch, length) ids to (batch, length, d_model) rows of the embedding."""
+        if not self.is_tied:
+            return self.decoder.embed_tokens(input_ids)
+        columns = self.matrix.index_select(1, input_ids.flatten())
+        return columns.t().unflatten(0, input_ids.shape)
+
+
+def added_mask(sees: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to a score: 0 where the query sees the key."""
+    nothing, hidden = torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype)
+    return torch.where(sees, nothing, hidden)
+
+
+def trace(graph: EncoderGraph | DecoderGraph, path: Path) -> None:
+    """Export a graph to one file, with every matrix stored the way a product reads it."""
+    examples = graph.examples()
+    inputs, axes = zip(*examples.values(), strict=True)
+    if isinstance(graph, DecoderGraph):
+        axes = (*axes[:3], axes[3:])
+    program = torch.onnx.export(
+        graph.eval(),
+        inputs,
+        dynamo=True,
+        input_names=list(examples),
+        output_names=graph.output_names,
+        dynamic_shapes=axes,
+        verbose=False,
+    )
+    assert program is not None
+    no_limit: dict[str, Any] = {"input_size_limit": 2**62, "output_size_limit": 2**62}
+    optimizer.fold_constants(program.model, **no_limit)
+    optimizer.remove_unused_nodes(program.model)
+    ClearMetadataAndDocStringPass()(program.model)  # where in the code each node comes from
+    program.save(path)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the exporter's warnings, which are about other models."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
