@@ -25,11 +25,11 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxscript import optimizer
 from torch import nn
-from transformers import AutoTokenizer
 
 from ..model.cache import new_cache
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from ..model.pretrained import count_positions
+from .source import read_model
 
 NAME = "onnx"
 QUANTIZATIONS = ("int8", "float16")
@@ -46,23 +46,26 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
         quantization: One of `QUANTIZATIONS`: "int8" rounds matrices and embeddings to 8 bits,
             "float16" halves all weights, for GPUs. None: single precision.
     """
-    model = write_graphs(model_folder, output / ENCODER, output / DECODER, quantization)
+    model, tokenizer = read_model(model_folder)
+    write_graphs(model, output / ENCODER, output / DECODER, quantization)
     fields = model.config.to_dict()
     for name in ("auto_map", "custom_pipelines"):  # of code that this folder does not carry
         del fields[name]
     (output / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     model.generation_config.save_pretrained(output)
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(output)
+    tokenizer.save_pretrained(output)
 
 
 def write_graphs(
-    model_folder: Path, encoder: Path, decoder: Path, quantization: str | None
-) -> VanillaTransformerForConditionalGeneration:
-    """Write both graphs, a file each, and return the model that they were made from."""
-    dtype = torch.float16 if quantization == "float16" else torch.float32
-    model = VanillaTransformerForConditionalGeneration.from_pretrained(
-        model_folder, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    model: VanillaTransformerForConditionalGeneration,
+    encoder: Path,
+    decoder: Path,
+    quantization: str | None,
+) -> None:
+    """Write both graphs of a model, a file each. The model changes its type to that of the graphs,
+    and its attention to the plain equation."""
+    model.set_attn_implementation("eager")
+    model.to(torch.float16 if quantization == "float16" else torch.float32)
     for graph, path in ((EncoderGraph(model), encoder), (DecoderGraph(model), decoder)):
         with TemporaryDirectory(dir=path.parent) as folder, _quietly():
             traced = Path(folder) / path.name if quantization == "int8" else path
@@ -70,7 +73,6 @@ def write_graphs(
             if quantization == "int8":
                 round_to_int8(traced, path)
         onnx.checker.check_model(path, full_check=True)
-    return model
 
 
 class EncoderGraph(nn.Module):

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import ctranslate2_engine
+from . import ctranslate2_engine, onnxruntime_engine
 
-ENGINES: list[ModuleType] = [ctranslate2_engine]
+ENGINES: list[ModuleType] = [ctranslate2_engine, onnxruntime_engine]
 
 
 def find_engine(folder: str | Path) -> ModuleType | None:

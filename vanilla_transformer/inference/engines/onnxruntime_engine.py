@@ -156,7 +156,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         is_half = self._decoder.types["encoder_hidden_states"] == "tensor(float16)"
         return torch.float16 if is_half else torch.float32
 
-    def to(self, device: Any) -> "OnnxRuntimeModel":  # type: ignore[override]
+    def to(self, device: Any) -> "OnnxRuntimeModel":
         """This model: it stays on the device that it was loaded for.
 
         Raises:
@@ -196,6 +196,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
             ValueError: The caller wants what the graph does not compute.
         """
         expect_none(kwargs)
+        assert decoder_input_ids is not None  # or inputs_embeds, which are refused
         if decoder_attention_mask is not None and not decoder_attention_mask.all():
             raise ValueError("decoder_attention_mask with zeros: expected targets without padding")
         if encoder_outputs is None:

@@ -1,0 +1,118 @@
+"""transformers.js: a folder that `@huggingface/transformers` opens as it is, with a web page that
+translates in the browser."""
+
+import json
+import os
+import shutil
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.generation import OWN_OPTIONS
+from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
+from . import onnx_graphs
+from .source import read_model
+
+NAME = "transformers.js"
+QUANTIZATIONS = onnx_graphs.QUANTIZATIONS
+# By quantization, what transformers.js calls the type and how it ends the names of files.
+TYPES = {None: ("fp32", ""), "int8": ("q8", "_quantized"), "float16": ("fp16", "_fp16")}
+# What the page needs of npm's packages: the library, and ONNX Runtime for browsers.
+SCRIPTS = (
+    "@huggingface/transformers/dist/transformers.min.js",
+    "onnxruntime-web/dist/ort-wasm-simd-threaded.mjs",
+    "onnxruntime-web/dist/ort-wasm-simd-threaded.wasm",
+)
+INSTALL = "npm install --ignore-scripts @huggingface/transformers@4"
+
+logger = logging.get_logger(__name__)
+
+
+def write(
+    model_folder: Path,
+    output: Path,
+    quantization: str | None,
+    node_modules: Path | None = None,
+) -> None:
+    """Write graphs, configurations, tokenizer, page and card into an empty folder.
+
+    Args:
+        quantization: One of `QUANTIZATIONS`. "int8" suits browsers.
+        node_modules: The folder of npm's packages from which the page's scripts are copied. None:
+            one that `NODE_PATH` lists, or `node_modules` in the working directory. Nothing is
+            downloaded; a warning says what to install.
+
+    Raises:
+        ValueError: Source and target have different tokenizers, which transformers.js can't open.
+    """
+    model, tokenizer = read_model(model_folder)
+    if isinstance(tokenizer, VanillaTransformerTokenizer):
+        raise ValueError(
+            f"{model_folder}: tokenizer {type(tokenizer).__name__}: expected one vocabulary for "
+            "source and target, transformers.js has one tokenizer for both"
+        )
+    dtype, suffix = TYPES[quantization]
+    graphs = output / "onnx"
+    graphs.mkdir()
+    names = (f"encoder_model{suffix}.onnx", f"decoder_model_merged{suffix}.onnx")
+    encoder, decoder = (graphs / name for name in names)
+    onnx_graphs.write_graphs(model, encoder, decoder, quantization)
+    _write_json(output / "config.json", config_of(model.config, model_folder.name, dtype))
+    generation = generation_config_of(model.generation_config)
+    _write_json(output / "generation_config.json", generation)
+    tokenizer.save_pretrained(output)
+    with as_file(files(__package__) / "page") as page:
+        shutil.copytree(page, output, dirs_exist_ok=True)
+    copy_scripts(output, node_modules)
+
+
+def config_of(config: VanillaTransformerConfig, name: str, dtype: str) -> dict[str, object]:
+    """What transformers.js reads of a configuration. It chooses its class by `model_type`; that of
+    "marian" runs any encoder and decoder graph."""
+    fields = [
+        f"{s}_{size}" for s in ("encoder", "decoder") for size in ("layers", "attention_heads")
+    ]
+    fields += ["d_model", "vocab_size", "is_encoder_decoder"]
+    fields += ["pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"]
+    if config.position_encoding == "learned":
+        fields.append("max_position_embeddings")  # where generation ends, so not for sinusoids
+    return {
+        "model_type": "marian",
+        "architectures": ["MarianMTModel"],
+        "_name_or_path": name,
+        **{field: getattr(config, field) for field in fields},
+        "transformers.js_config": {"dtype": dtype},
+    }
+
+
+def generation_config_of(config: GenerationConfig) -> dict[str, object]:
+    """The model's, without beam search, which transformers.js lacks and ignores in silence."""
+    beams = {"num_return_sequences", "early_stopping", "length_penalty", *OWN_OPTIONS}
+    fields = config.to_diff_dict()
+    kept = {name: value for name, value in fields.items() if name not in beams}
+    return {**kept, "num_beams": 1}
+
+
+def copy_scripts(output: Path, node_modules: Path | None = None) -> None:
+    """Copy the page's scripts from npm's packages, or warn that there are none."""
+    folders = [Path(entry) for entry in os.environ.get("NODE_PATH", "").split(os.pathsep) if entry]
+    folders = [*folders, Path("node_modules")] if node_modules is None else [node_modules]
+    nested = [folder / "@huggingface/transformers/node_modules" for folder in folders]
+    found = []
+    for script in SCRIPTS:
+        found += [path for folder in nested + folders if (path := folder / script).is_file()][:1]
+    if len(found) < len(SCRIPTS):
+        logger.warning(
+            f"{output}: works in Node, but the page lacks scripts of npm's packages: run "
+            f"`{INSTALL}` and export again in this directory"
+        )
+        return
+    for path in found:
+        shutil.copy(path, output)
+
+
+def _write_json(path: Path, fields: dict[str, object]) -> None:
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
