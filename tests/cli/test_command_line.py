@@ -16,6 +16,7 @@ from vanilla_transformer.training.recipes import find_recipe, recipe_names, reci
 
 COMMANDS = (
     "train", "plan", "translate", "evaluate", "score", "average", "convert", "plot", "analyze",
+    "train", "plan", "translate", "evaluate", "score", "average", "convert", "serve", "plot",
     "recipes", "info",
 )  # fmt: skip
 

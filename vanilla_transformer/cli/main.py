@@ -14,11 +14,14 @@ COMMANDS = {
     "average": "Average the weights of checkpoints.",
     "convert": "Convert a checkpoint of another toolkit, or back.",
     "export": "Export a model for another engine.",
+    "serve": "Serve models over HTTP, with the interface of LibreTranslate.",
     "plot": "Plot training curves, learning rates and attention.",
     "analyze": "Look inside a model: heads, positions, embeddings.",
     "recipes": "List the packaged recipes, or print one.",
     "info": "Print versions and devices, for a bug report.",
 }
+
+EXTRAS = {"serve": "serve"}  # what a command needs; the others need "train"
 
 EPILOG = """examples:
   vanilla-transformer train --config phrases --output_dir outputs/phrases
@@ -39,9 +42,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("vanilla_transformer"):
             raise
+        extra = EXTRAS.get(command, "train")
         sys.exit(
             f"vanilla-transformer {command}: needs the package {error.name}; "
-            "pip install 'vanilla-transformer[train]' brings all that the commands need"
+            f"pip install 'vanilla-transformer[{extra}]' brings all that it needs"
         )
     module.main()
 

@@ -1,0 +1,1 @@
+"""Translation over HTTP, with the REST interface of LibreTranslate."""

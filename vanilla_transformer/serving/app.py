@@ -1,0 +1,179 @@
+"""The web application: LibreTranslate's interface to a translation service."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException as AnyHTTPException
+
+from .. import __version__
+from .arguments import ServingArguments, digest
+from .batching import Translator
+from .languages import Pair, language_name
+from .observation import CHARACTERS, RequestMiddleware
+from .requests import (
+    DetectedLanguage,
+    DetectRequest,
+    Error,
+    Language,
+    TranslateRequest,
+    TranslateResponse,
+    read_request,
+    request_schema,
+)
+from .service import TranslationService
+
+logger = logging.getLogger(__name__)
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Error, "description": description}
+    for status, description in {
+        400: "Not a valid request",
+        403: "No valid API key",
+        408: "The request took too long to arrive",
+        413: "Too long a request",
+        429: "Too many requests under way",
+        500: "The translation failed",
+        503: "The translation took too long",
+    }.items()
+}
+
+
+def make_app(translators: Mapping[Pair, Translator], arguments: ServingArguments) -> FastAPI:
+    """The application.
+
+    Args:
+        translators: The translator of each language pair.
+        arguments: The options of the server.
+    """
+    app = FastAPI(
+        title="vanilla_transformer",
+        version=__version__,
+        description="Translation with LibreTranslate's interface.",
+        openapi_url="/spec",
+        redoc_url=None,
+    )
+    app.add_middleware(RequestMiddleware, arguments=arguments)
+    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"])
+    app.add_exception_handler(AnyHTTPException, _answer_error)
+    app.add_exception_handler(Exception, _answer_error)
+    service = TranslationService(translators, arguments)
+    _add_translation(app, service, arguments)
+    _add_information(app, service, arguments)
+    return app
+
+
+def _add_translation(
+    app: FastAPI, service: TranslationService, arguments: ServingArguments
+) -> None:
+    api_keys = arguments.read_api_keys()
+
+    async def read(request: Request, kind: Any) -> Any:
+        async with _until(request.state.end, 408):
+            body = await read_request(request, kind, arguments.max_body)
+        if api_keys and digest(body.api_key or _bearer(request)) not in api_keys:
+            raise HTTPException(403, "api_key: expected a valid API key")
+        return body
+
+    @app.post(
+        "/translate",
+        response_model=TranslateResponse,
+        responses=ERRORS,
+        openapi_extra=request_schema(TranslateRequest),
+    )
+    async def translate(request: Request) -> Response:
+        body: TranslateRequest = await read(request, TranslateRequest)
+        service.check_limits(body.texts, body.alternatives)
+        # Detection is work in Python, and loads its model at first.
+        pair, detected = await asyncio.to_thread(service.find_pair, body)
+        characters = sum(map(len, body.texts))
+        request.state.work = f"{'-'.join(pair)} {characters} characters"
+        CHARACTERS.labels("-".join(pair)).inc(characters)
+        if body.stream:
+            lines = _json_lines(service.stream(body, pair), request.state.end)
+            return StreamingResponse(lines, media_type="application/x-ndjson")
+        async with _until(request.state.end, 503):
+            return JSONResponse(await service.translate(body, pair, detected))
+
+    @app.post(
+        "/detect",
+        response_model=list[DetectedLanguage],
+        responses=ERRORS,
+        openapi_extra=request_schema(DetectRequest),
+    )
+    async def detect(request: Request) -> list[DetectedLanguage]:
+        body: DetectRequest = await read(request, DetectRequest)
+        service.check_limits([body.q])
+        return await asyncio.to_thread(service.detect, body.q)
+
+
+def _add_information(
+    app: FastAPI, service: TranslationService, arguments: ServingArguments
+) -> None:
+    @app.get("/languages")
+    async def languages() -> list[Language]:
+        return service.languages()
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/frontend/settings")
+    async def settings() -> dict[str, Any]:
+        first = service.languages()[0]
+        return {
+            "apiKeys": bool(arguments.read_api_keys()),
+            "charLimit": arguments.max_characters,
+            "filesTranslation": False,
+            "frontendTimeout": 500,
+            "keyRequired": bool(arguments.read_api_keys()),
+            "language": {
+                "source": {"code": first.code, "name": first.name},
+                "target": {"code": first.targets[0], "name": language_name(first.targets[0])},
+            },
+            "suggestions": False,
+            "supportedFilesFormat": [],
+        }
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _bearer(request: Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+@asynccontextmanager
+async def _until(end: float, status: int) -> AsyncIterator[None]:
+    """Raise an HTTPException with the status at the given time of the event loop."""
+    try:
+        async with asyncio.timeout_at(end):
+            yield
+    except TimeoutError:
+        raise HTTPException(status, ERRORS[status]["description"]) from None
+
+
+async def _json_lines(pieces: AsyncIterator[str], end: float) -> AsyncIterator[str]:
+    """The pieces, or an error after those that were translated before it."""
+    try:
+        async with _until(end, 503):
+            async for piece in pieces:
+                yield json.dumps({"translatedText": piece}, ensure_ascii=False) + "\n"
+    except Exception as error:
+        logger.exception("The translation failed")
+        detail = error.detail if isinstance(error, HTTPException) else ERRORS[500]["description"]
+        yield json.dumps({"error": detail}) + "\n"
+
+
+async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, AnyHTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    return JSONResponse({"error": ERRORS[500]["description"]}, 500)

@@ -1,0 +1,93 @@
+"""The options of a translation server."""
+
+import os
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+KEYS_VARIABLE = "VANILLA_TRANSFORMER_API_KEYS"
+
+
+@dataclass
+class ServingArguments:
+    """Where a server listens, how it translates, and what it refuses.
+
+    Raises:
+        ValueError: A number is out of range, or there is no key among the API keys.
+        FileNotFoundError: The file of API keys does not exist.
+    """
+
+    host: str = field(
+        default="127.0.0.1", metadata={"help": "Address to listen on. 0.0.0.0 is every network."}
+    )
+    port: int = field(default=8000, metadata={"help": "Port to listen on."})
+    num_beams: int | None = field(
+        default=None, metadata={"help": "Beam size. Default: the model's own."}
+    )
+    max_batch_tokens: int = field(
+        default=4096, metadata={"help": "Source tokens decoded together, with padding."}
+    )
+    batch_wait: float = field(
+        default=0.005, metadata={"help": "Seconds that an idle model waits for more requests."}
+    )
+    split_over: int = field(
+        default=200, metadata={"help": "A longer line, in characters, is split into sentences."}
+    )
+    max_characters: int = field(default=5000, metadata={"help": "Characters in a request."})
+    max_texts: int = field(default=100, metadata={"help": "Texts in a request."})
+    max_alternatives: int = field(default=3, metadata={"help": "Alternatives in a request."})
+    max_body: int = field(default=1_000_000, metadata={"help": "Bytes in a request."})
+    max_requests: int = field(
+        default=1000, metadata={"help": "Requests under way. The server refuses more with 429."}
+    )
+    timeout: float = field(default=60.0, metadata={"help": "Seconds that a request may take."})
+    api_keys: str | None = field(
+        default=None,
+        metadata={
+            "help": f"File with one API key per line. Default: the variable {KEYS_VARIABLE}, with "
+            "a comma between keys. Without keys, everyone may translate."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        for name, low in {
+            "num_beams": 1, "max_batch_tokens": 1, "split_over": 1, "max_characters": 1,
+            "max_texts": 1, "max_alternatives": 0, "max_body": 1, "max_requests": 1,
+        }.items():  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ValueError(f"{name}={value}: expected at least {low}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port={self.port}: expected 0 (any free port) to 65535")
+        if not 0 <= self.batch_wait < self.timeout:
+            raise ValueError(
+                f"batch_wait={self.batch_wait}, timeout={self.timeout}: expected seconds, at least "
+                "0, and a longer timeout"
+            )
+        self.read_api_keys()
+
+    def generate_kwargs(self) -> dict[str, Any]:
+        """Arguments of `generate()`."""
+        return {} if self.num_beams is None else {"num_beams": self.num_beams}
+
+    def read_api_keys(self) -> frozenset[bytes]:
+        """The SHA-256 digests of the API keys; empty if anyone may translate."""
+        if self.api_keys is not None:
+            if not Path(self.api_keys).is_file():
+                raise FileNotFoundError(f"api_keys={self.api_keys!r}: expected a file")
+            keys = Path(self.api_keys).read_text(encoding="utf-8").splitlines()
+        elif (variable := os.environ.get(KEYS_VARIABLE)) is not None:
+            keys = variable.split(",")
+        else:
+            return frozenset()
+        digests = frozenset(digest(key.strip()) for key in keys if key.strip())
+        if not digests:  # and not a server that is open to everyone
+            raise ValueError(f"{self.api_keys or KEYS_VARIABLE}: expected an API key, found none")
+        return digests
+
+
+def digest(key: str) -> bytes:
+    """What the server keeps of an API key. Looking up digests takes no longer for a key that is
+    nearly right."""
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,99 @@
+"""Requests and responses of LibreTranslate's interface, and how to read them safely."""
+
+from typing import Any, Literal, Self, TypeVar
+
+from fastapi import HTTPException, Request
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
+
+
+class DetectRequest(BaseModel):
+    q: str = Field(description="The text whose language is asked for.")
+    api_key: str | None = None
+
+
+class TranslateRequest(BaseModel):
+    q: str | list[str] = Field(description="A text, or in JSON a list of texts.")
+    source: str = Field(description='Language of the text, such as "en", or "auto".')
+    target: str = Field(description="Language of the translation.")
+    format: Literal["text", "html"] = "text"
+    alternatives: int = Field(default=0, ge=0, description="Number of other translations wanted.")
+    stream: bool = Field(
+        default=False,
+        description="Answer with JSON lines, one for each sentence as soon as it is translated. "
+        "The texts in them add up to the translation. For one text, without alternatives.",
+    )
+    api_key: str | None = None
+
+    @model_validator(mode="after")
+    def _expect_one_text_to_stream(self) -> Self:
+        if self.stream and (self.alternatives or isinstance(self.q, list)):
+            raise ValueError("stream: expected q to be one text, and no alternatives")
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.q] if isinstance(self.q, str) else self.q
+
+
+class DetectedLanguage(BaseModel):
+    confidence: float = Field(description="Probability of the language, in percent.")
+    language: str
+
+
+class TranslateResponse(BaseModel):
+    translatedText: str | list[str]  # noqa: N815
+    detectedLanguage: DetectedLanguage | list[DetectedLanguage] | None = None  # noqa: N815
+    alternatives: list[str] | list[list[str]] | None = None
+
+
+class Language(BaseModel):
+    code: str
+    name: str
+    targets: list[str]
+
+
+class Error(BaseModel):
+    error: str
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Body:
+    """The body of a request, in JSON or as a form.
+
+    Raises:
+        HTTPException: The body is too long (413), or not what the interface expects (400).
+    """
+    content, size = bytearray(), 0
+    async for chunk in request.stream():  # to its end, or the client would not read the answer
+        size += len(chunk)
+        content += chunk if size <= max_bytes else b""
+    if size > max_bytes:
+        raise HTTPException(413, f"request of {size} bytes: expected at most {max_bytes}")
+    try:
+        if request.headers.get("content-type", "").startswith(FORMS):
+            return kind.model_validate(await _read_form(request, bytes(content)))
+        return kind.model_validate_json(bytes(content))
+    except ValidationError as error:
+        found = "; ".join(
+            ": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"])))
+            for one in error.errors(include_input=False, include_url=False)
+        )
+        raise HTTPException(400, found) from None
+
+
+async def _read_form(request: Request, content: bytes) -> dict[str, Any]:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    return dict(await Request(request.scope, receive).form())
+
+
+def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    """The description of a request body in OpenAPI."""
+    schema = {"schema": kind.model_json_schema()}
+    content = {"application/json": schema, **dict.fromkeys(FORMS, schema)}
+    return {"requestBody": {"required": True, "content": content}}

@@ -1,0 +1,138 @@
+"""Texts in pieces: sentences to translate, and what stays as it is (line breaks, tags)."""
+
+import html
+import re
+from collections.abc import Iterable, Iterator
+from html.parser import HTMLParser
+from typing import NamedTuple
+
+import pysbd
+from pysbd.languages import LANGUAGE_CODES
+
+# Sentences are looked for in this many characters at a time, because pysbd takes time that grows
+# with the square of the length. No sentence is longer.
+WINDOW = 1000
+
+HTML_SPACE = " \t\r\n\f"
+KEPT_TAGS = {"code", "pre", "script", "style", "textarea"}
+VOID_TAGS = {"br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
+# A parser of HTML resolves character references in these two, and not in scripts and the like.
+TEXT_TAGS = {None, "textarea", "title"}
+
+
+class Segment(NamedTuple):
+    """A piece of a text, and whether it is a sentence to translate."""
+
+    text: str
+    is_sentence: bool
+
+
+def split_text(text: str, language: str, split_over: int) -> list[Segment]:
+    """The lines of a text, and the sentences of lines longer than `split_over` characters. White
+    space around them stays outside of sentences."""
+    segments = []
+    for number, line in enumerate(text.split("\n")):
+        if number:
+            segments.append(Segment("\n", False))
+        segments += [
+            piece
+            for sentence in _sentences(line, language, split_over)
+            for piece in _without_space(sentence)
+        ]
+    return segments
+
+
+def split_html(text: str, language: str, split_over: int) -> list[Segment]:
+    """The texts between the tags, as in `split_text` and without character references. Tags and
+    comments stay, and the contents of `KEPT_TAGS` and of tags with translate="no"."""
+    parser = _SegmentingParser(language, split_over)
+    parser.feed(text)
+    parser.close()
+    return parser.segments
+
+
+def join(segments: Iterable[Segment], translations: Iterable[str], is_html: bool) -> str:
+    """The text again, with a translation in place of each sentence."""
+    rest = iter(translations)
+
+    def translated() -> str:
+        return html.escape(next(rest), quote=False) if is_html else next(rest)
+
+    return "".join(translated() if one.is_sentence else one.text for one in segments)
+
+
+def _without_space(text: str, space: str | None = None) -> Iterator[Segment]:
+    core = text.strip(space)
+    before, _, after = text.partition(core) if core else (text, "", "")
+    for segment in (Segment(before, False), Segment(core, True), Segment(after, False)):
+        if segment.text:
+            yield segment
+
+
+def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
+    """Pieces that add up to the line."""
+    if len(line) <= split_over:
+        yield line
+        return
+    segmenter = pysbd.Segmenter(language if language in LANGUAGE_CODES else "en", clean=False)
+    while line:
+        window = line[:WINDOW]
+        sentences = segmenter.segment(window)
+        if "".join(sentences) != window:
+            sentences = [window]
+        if len(line) > WINDOW:  # the last sentence may go on
+            complete = sentences[:-1]
+            sentences = complete or [window[: window.rfind(" ") + 1] or window]
+        yield from sentences
+        line = line[sum(map(len, sentences)) :]
+
+
+class _SegmentingParser(HTMLParser):
+    def __init__(self, language: str, split_over: int) -> None:
+        super().__init__(convert_charrefs=True)
+        self.language, self.split_over = language, split_over
+        self.segments: list[Segment] = []
+        self.kept: list[str] = []  # the open tag that keeps its contents, once for each level
+
+    def _keep(self, text: str) -> None:
+        self.segments.append(Segment(text, False))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._keep(self.get_starttag_text() or "")
+        if self.kept:
+            self.kept += [tag] * (tag == self.kept[0])
+        elif tag in KEPT_TAGS or (("translate", "no") in attrs and tag not in VOID_TAGS):
+            self.kept = [tag]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._keep(self.get_starttag_text() or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._keep(f"</{tag}>")
+        if self.kept and tag == self.kept[0]:
+            self.kept.pop()
+
+    def handle_comment(self, data: str) -> None:
+        self._keep(f"<!--{data}-->")
+
+    def handle_decl(self, decl: str) -> None:
+        self._keep(f"<!{decl}>")
+
+    def unknown_decl(self, data: str) -> None:
+        self._keep(f"<![{data}]>")
+
+    def handle_pi(self, data: str) -> None:
+        self._keep(f"<?{data}>")
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem not in TEXT_TAGS:
+            self._keep(data)
+        elif self.kept:
+            self._keep(html.escape(data, quote=False))
+        else:
+            for segment in _without_space(data, HTML_SPACE):
+                if segment.is_sentence:
+                    text = re.sub(f"[{HTML_SPACE}]+", " ", segment.text)
+                    self.segments += split_text(text, self.language, self.split_over)
+                else:
+                    self.segments.append(segment)

@@ -1,0 +1,61 @@
+"""Loads the models and runs the web server."""
+
+import logging
+import socket
+
+import uvicorn
+
+from ..inference.loading import LoadingArguments
+from .app import make_app
+from .arguments import ServingArguments
+from .batching import BatchingTranslator
+from .languages import find_pairs
+
+logger = logging.getLogger(__name__)
+
+
+def serve(models: list[str], arguments: ServingArguments, loading: LoadingArguments) -> None:
+    """Serve the models until SIGTERM or Ctrl-C. The requests under way are finished first.
+
+    Args:
+        models: As for `find_pairs`.
+        arguments: The options of the server.
+        loading: How to load the models.
+
+    Raises:
+        ValueError: The port is in use, or two models translate the same languages.
+        FileNotFoundError: There is no such model.
+    """
+    pairs = find_pairs(models)
+    with bind(arguments.host, arguments.port) as listener:
+        translators = {
+            pair: BatchingTranslator(*loading.load(name), arguments) for pair, name in pairs.items()
+        }
+        config = uvicorn.Config(
+            make_app(translators, arguments),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(arguments.timeout) + 1,
+        )
+        host, port = listener.getsockname()[:2]
+        logger.info("Serving %s at http://%s:%d", ", ".join(map("-".join, pairs)), host, port)
+        uvicorn.Server(config).run([listener])
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with the address. It refuses connections until the server listens.
+
+    Raises:
+        ValueError: The address cannot be used.
+    """
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"host={host!r}, port={port}: expected a free address ({error.strerror})"
+        ) from error
+    return listener
