@@ -92,10 +92,12 @@ class _SegmentingParser(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.language, self.split_over = language, split_over
         self.segments: list[Segment] = []
+        self.text = ""  # since the last tag
         self.kept: list[str] = []  # the open tag that keeps its contents, once for each level
 
-    def _keep(self, text: str) -> None:
-        self.segments.append(Segment(text, False))
+    def close(self) -> None:
+        super().close()
+        self._keep("")
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._keep(self.get_starttag_text() or "")
@@ -125,14 +127,21 @@ class _SegmentingParser(HTMLParser):
         self._keep(f"<?{data}>")
 
     def handle_data(self, data: str) -> None:
-        if self.cdata_elem not in TEXT_TAGS:
-            self._keep(data)
-        elif self.kept:
-            self._keep(html.escape(data, quote=False))
+        if self.cdata_elem in TEXT_TAGS:
+            self.text += data
         else:
-            for segment in _without_space(data, HTML_SPACE):
+            self._keep(data)
+
+    def _keep(self, markup: str) -> None:
+        """Add the text before a piece of markup, and the markup."""
+        text, self.text = self.text, ""
+        if self.kept:
+            self.segments.append(Segment(html.escape(text, quote=False), False))
+        else:
+            for segment in _without_space(text, HTML_SPACE):
                 if segment.is_sentence:
-                    text = re.sub(f"[{HTML_SPACE}]+", " ", segment.text)
-                    self.segments += split_text(text, self.language, self.split_over)
+                    line = re.sub(f"[{HTML_SPACE}]+", " ", segment.text)
+                    self.segments += split_text(line, self.language, self.split_over)
                 else:
                     self.segments.append(segment)
+        self.segments.append(Segment(markup, False))

@@ -1,0 +1,306 @@
+"""LibreTranslate's interface, through the application alone: no socket and no process."""
+
+import asyncio
+import io
+import json
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi", reason="needs vanilla-transformer[serve]")
+
+from fastapi.testclient import TestClient
+from transformers import AutoModelForSeq2SeqLM
+
+from vanilla_transformer.inference.translation import translate
+from vanilla_transformer.serving.app import make_app
+from vanilla_transformer.serving.arguments import KEYS_VARIABLE, ServingArguments
+from vanilla_transformer.serving.batching import BatchingTranslator
+
+LINE = "a house by the lake"
+PAIR = {"source": "en", "target": "de"}
+
+
+class UpperCase:
+    """A translator for which every answer is known."""
+
+    async def translate(self, sentences, n_best=1):
+        await asyncio.sleep(0)
+        return [[sentence.upper() + "!" * rank for rank in range(n_best)] for sentence in sentences]
+
+
+class Failing:
+    async def translate(self, sentences, n_best=1):
+        raise RuntimeError("the secret of the failure")
+
+
+class Slow:
+    async def translate(self, sentences, n_best=1):
+        await asyncio.sleep(60)
+
+
+def client(translator=None, **options):
+    pairs = dict.fromkeys([("en", "de"), ("en", "fr"), ("de", "en")], translator or UpperCase())
+    app = make_app(pairs, ServingArguments(**options))
+    return TestClient(app, raise_server_exceptions=False)
+
+
+def post(server, **fields):
+    return server.post("/translate", json={"q": LINE, **PAIR, **fields})
+
+
+def test_it_translates_json_and_both_kinds_of_forms():
+    server, fields = client(), {"q": LINE, **PAIR}
+    files = {name: (None, value) for name, value in fields.items()}
+    for answer in (
+        server.post("/translate", json=fields),
+        server.post("/translate", data=fields),
+        server.post("/translate", files=files),
+    ):
+        assert answer.status_code == 200
+        assert answer.json() == {"translatedText": LINE.upper()}
+
+
+def test_lists_and_alternatives_keep_the_order_of_the_texts():
+    answer = post(client(), q=["b", "", "a\nc"], alternatives=1).json()
+    assert answer == {
+        "translatedText": ["B", "", "A\nC"],
+        "alternatives": [["B!"], [], ["A!\nC!"]],
+    }
+    assert post(client(), alternatives=2).json()["alternatives"] == [
+        "".join(LINE.upper() + mark) for mark in ("!", "!!")
+    ]
+
+
+def test_the_answer_is_that_of_a_plain_loop(checkpoint, tokenizer):
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    model.generation_config.max_new_tokens = 9  # a random model does not stop by itself
+    lines = [LINE, "der See", "the lake is deep"]
+    expected = list(translate(lines, model, tokenizer, num_beams=2))
+    assert len(set(expected)) > 1
+    arguments = ServingArguments(num_beams=2, batch_wait=0.0)
+    translator = BatchingTranslator(model, tokenizer, arguments)
+    server = TestClient(make_app({("en", "de"): translator}, arguments))
+    assert post(server, q=lines).json()["translatedText"] == expected
+    answer = post(server, alternatives=2).json()
+    assert len({answer["translatedText"], *answer["alternatives"]}) == 3
+
+
+def test_it_lists_its_languages():
+    assert client().get("/languages").json() == [
+        {"code": "en", "name": "English", "targets": ["de", "fr"]},
+        {"code": "de", "name": "German", "targets": ["en"]},
+    ]
+    settings = client(max_characters=7).get("/frontend/settings").json()
+    assert settings["charLimit"] == 7
+    assert settings["keyRequired"] is False
+    assert client().get("/health").json() == {"status": "ok"}
+
+
+def test_it_detects_the_languages_that_it_translates():
+    pytest.importorskip("py3langid")
+    text = "Der Zug nach Hamburg fährt heute leider nicht, weil die Strecke gesperrt ist."
+    server = client()
+    best, other = server.post("/detect", data={"q": text}).json()
+    assert (best["language"], other["language"]) == ("de", "en")
+    assert 90 < best["confidence"] <= 100
+    assert other["confidence"] < 10
+    answer = post(server, q=text, source="auto", target="en").json()
+    assert answer["detectedLanguage"] == best
+    # The only language that reaches French, and the answer does not claim to be sure.
+    answer = post(server, q=[text], source="auto", target="fr").json()
+    assert answer["detectedLanguage"] == [other]
+
+
+def test_html_keeps_its_tags():
+    text = '<p title="a">a &lt; <b>b</b></p><!-- c --><script>if (a < b) c()</script>'
+    expected = '<p title="a">A &lt; <b>B</b></p><!-- c --><script>if (a < b) c()</script>'
+    assert post(client(), q=text, format="html").json() == {"translatedText": expected}
+
+
+def test_a_stream_adds_up_to_the_translation():
+    text = f"{LINE}.\n\n  {'b. ' * 3}\n"
+    with client().stream("POST", "/translate", json={"q": text, **PAIR, "stream": True}) as answer:
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        pieces = [json.loads(line)["translatedText"] for line in answer.iter_lines()]
+    assert len(pieces) == 3
+    assert "".join(pieces) == text.upper()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"q": None}, "q.str: Input should be a valid string"),
+        ({"target": "fi"}, "expected one of de-en, en-de, en-fr"),
+        ({"source": "auto", "target": "fi"}, "expected one of de-en, en-de, en-fr"),
+        ({"format": "pdf"}, "format: Input should be 'text' or 'html'"),
+        ({"alternatives": -1}, "alternatives: Input should be greater than or equal to 0"),
+        ({"alternatives": 4}, "4 alternatives: expected at most 3"),
+        ({"q": "x" * 51}, "51 characters: expected at most 50"),
+        ({"q": ["x"] * 6}, "6 texts: expected at most 5"),
+        ({"q": ["x"], "stream": True}, "stream: expected q to be one text"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(fields, message):
+    answer = post(client(max_characters=50, max_texts=5), **fields)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[]", b"", b"\xff\xfe", b'{"q": "\\ud800"}', b"[" * 100_000, b'{"q": 1e999}', b"null"],
+)
+def test_broken_json_is_refused(content):
+    answer = client().post("/translate", content=content)
+    assert answer.status_code == 400
+    assert answer.json().keys() == {"error"}
+
+
+def test_a_broken_form_is_refused():
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    answer = client().post("/translate", content=b"--y\r\nbroken", headers=headers)
+    assert answer.status_code == 400
+    file = {"q": ("name", io.BytesIO(b"text"))}
+    answer = client().post("/translate", files=file, data=PAIR)
+    assert (answer.status_code, list(answer.json())) == (400, ["error"])
+
+
+def test_a_long_body_is_refused():
+    answer = client(max_body=1000).post("/translate", content=iter([b"x" * 600] * 2))
+    assert answer.status_code == 413
+    assert answer.json() == {"error": "request of 1200 bytes: expected at most 1000"}
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/translate/../etc/passwd", "/%2e%2e/x", "//"])
+def test_other_paths_are_not_found(path):
+    answer = client().get(path)
+    assert (answer.status_code, answer.json()) == (404, {"error": "Not Found"})
+
+
+def test_a_key_opens_the_server(tmp_path, monkeypatch, caplog):
+    (tmp_path / "keys").write_text("one-key\n\nother-key\n")
+    monkeypatch.setenv(KEYS_VARIABLE, "third-key, fourth-key")
+    for server, key in (
+        (client(api_keys=str(tmp_path / "keys")), "other-key"),
+        (client(), "fourth-key"),
+    ):
+        for wrong in ({}, {"api_key": "other"}, {"api_key": ""}, {"api_key": "one-key\n"}):
+            answer = post(server, **wrong)
+            assert answer.status_code == 403
+            assert answer.json() == {"error": "api_key: expected a valid API key"}
+        assert post(server, api_key=key).status_code == 200
+        header = {"authorization": f"Bearer {key}"}
+        assert server.post("/translate", json={"q": "a", **PAIR}, headers=header).status_code == 200
+        assert server.get("/languages").status_code == 200
+        assert server.get("/frontend/settings").json()["keyRequired"] is True
+    assert "-key" not in caplog.text
+
+
+def test_a_missing_key_file_is_an_error_and_not_an_open_server(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="api_keys='nowhere': expected a file"):
+        ServingArguments(api_keys="nowhere")
+    (tmp_path / "keys").write_text("\n")
+    with pytest.raises(ValueError, match="expected an API key, found none"):
+        ServingArguments(api_keys=str(tmp_path / "keys"))
+    monkeypatch.setenv(KEYS_VARIABLE, "")
+    with pytest.raises(ValueError, match="expected an API key, found none"):
+        ServingArguments()
+
+
+def test_a_failure_is_answered_without_its_details():
+    answer = post(client(Failing()))
+    assert (answer.status_code, answer.json()) == (500, {"error": "The translation failed"})
+    answer = post(client(Failing()), stream=True)
+    assert json.loads(answer.text) == {"error": "The translation failed"}
+
+
+def test_a_request_has_a_limited_time():
+    answer = post(client(Slow(), timeout=0.1))
+    assert answer.status_code == 503
+    answer = post(client(Slow(), timeout=0.1), stream=True)
+    assert json.loads(answer.text) == {"error": "The translation took too long"}
+
+
+def test_more_requests_than_the_limit_are_told_to_come_back():
+    async def three() -> list[httpx.Response]:
+        app = make_app({("en", "de"): UpperCase()}, ServingArguments(max_requests=2))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as requests:
+            posts = [requests.post("/translate", json={"q": "a", **PAIR}) for _ in range(3)]
+            first = await asyncio.gather(*posts)
+            return [*first, await requests.post("/translate", json={"q": "a", **PAIR})]
+
+    *first, later = asyncio.run(three())
+    assert sorted(answer.status_code for answer in first) == [200, 200, 429]
+    refused = next(answer for answer in first if answer.status_code == 429)
+    assert refused.headers["retry-after"] == "1"
+    assert "2 requests are under way" in refused.json()["error"]
+    assert later.status_code == 200
+
+
+def test_each_request_leaves_one_line_and_no_text(caplog):
+    caplog.set_level("INFO", "vanilla_transformer")
+    post(client())
+    (record,) = caplog.records
+    assert "POST /translate 200" in record.message
+    assert record.message.endswith("en-de 19 characters")
+    client().post("/a%0Ab" + "c" * 1000)
+    assert "POST /a%0Abccc" in caplog.records[-1].message
+    assert len(caplog.records[-1].message) < 200
+
+
+def test_metrics_count_requests_and_characters():
+    server = client()
+    before = metrics(server)
+    post(server)
+    post(server, target="fi")
+    server.post("/nothing")
+    after = metrics(server)
+    grown = {name for name in after if after[name] != before.get(name)}
+    labels = 'path="/translate",status='
+    assert {
+        f'vanilla_transformer_requests_total{{{labels}"200"}}',
+        f'vanilla_transformer_requests_total{{{labels}"400"}}',
+        'vanilla_transformer_requests_total{path="other",status="404"}',
+        'vanilla_transformer_characters_total{pair="en-de"}',
+    } <= grown
+    assert after["vanilla_transformer_requests_under_way"] == "0.0"
+
+
+def metrics(server):
+    lines = server.get("/metrics").text.splitlines()
+    return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+
+def test_pages_of_other_origins_may_ask():
+    headers = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    answer = client().options("/translate", headers=headers)
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert post(client(max_requests=1)).status_code == 200
+
+
+def test_the_description_has_every_route_with_its_fields():
+    description = client().get("/spec").json()
+    assert description["paths"].keys() == {
+        "/translate", "/detect", "/languages", "/health", "/frontend/settings",
+    }  # fmt: skip
+    body = description["paths"]["/translate"]["post"]["requestBody"]["content"]
+    assert {"q", "source", "target", "format", "alternatives", "api_key"} <= body[
+        "application/json"
+    ]["schema"]["properties"].keys()
+    assert client().get("/docs").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"port": 70000}, "port=70000: expected 0"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens=0: expected at least 1"),
+        ({"num_beams": 0}, "num_beams=0: expected at least 1"),
+        ({"timeout": 0.0}, r"timeout=0.0: expected seconds"),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        ServingArguments(**options)

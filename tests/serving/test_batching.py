@@ -1,0 +1,88 @@
+"""Which sentences share a batch, and what becomes of those that fail or are dropped."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="needs vanilla-transformer[serve]")
+
+from vanilla_transformer.serving.arguments import ServingArguments
+from vanilla_transformer.serving.batching import BatchingTranslator
+
+
+class Recording(BatchingTranslator):
+    """Records its batches, and translates to upper case."""
+
+    def __init__(self, **options):
+        super().__init__(None, self.tokenize, ServingArguments(batch_wait=0.0, **options))
+        self.batches = []
+
+    def tokenize(self, sentences):
+        return {"input_ids": [sentence.split() for sentence in sentences]}
+
+    def _translate(self, batch):
+        sentences = [one.sentence for one in batch]
+        self.batches.append(sentences)
+        if any("bad" in sentence for sentence in sentences):
+            raise RuntimeError("a bad sentence")
+        return [[sentence.upper()] * batch[0].n_best for sentence in sentences]
+
+
+def together(translator, *requests):
+    """The results of requests that arrive at the same time."""
+
+    async def run():
+        calls = [translator.translate(*request) for request in requests]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_requests_that_wait_together_share_a_batch():
+    translator = Recording()
+    results = together(translator, (["a", "b"],), ([],), (["c"],))
+    assert results == [[["A"], ["B"]], [], [["C"]]]
+    assert translator.batches == [["a", "b", "c"]]
+
+
+def test_a_batch_holds_the_longest_waiting_and_its_likes():
+    """Up to 6 tokens with padding: two sentences of 3, or one of 2 words with two of 1."""
+    translator = Recording(max_batch_tokens=6)
+    results = together(translator, (["a a a", "b", "c c", "d d d", "e e e", "f"],))
+    assert [best[0] for best in results[0]] == ["A A A", "B", "C C", "D D D", "E E E", "F"]
+    assert translator.batches == [["a a a", "d d d"], ["b", "f", "c c"], ["e e e"]]
+
+
+def test_a_sentence_above_the_limit_has_a_batch_of_its_own():
+    translator = Recording(max_batch_tokens=2)
+    together(translator, (["a a a", "b b b b"],))
+    assert translator.batches == [["a a a"], ["b b b b"]]
+
+
+def test_alternatives_have_batches_of_their_own():
+    translator = Recording()
+    results = together(translator, (["a"], 2), (["b"],), (["c"], 2))
+    assert results == [[["A", "A"]], [["B"]], [["C", "C"]]]
+    assert translator.batches == [["a", "c"], ["b"]]
+
+
+def test_a_failing_sentence_fails_its_request_alone():
+    translator = Recording()
+    first, failed, last = together(translator, (["a"],), (["b", "bad"],), (["c"],))
+    assert (first, last) == ([["A"]], [["C"]])
+    assert str(failed) == "a bad sentence"
+    assert together(translator, (["d"],)) == [[["D"]]]
+
+
+def test_dropped_requests_are_not_translated():
+    translator = Recording()
+
+    async def run():
+        dropped = asyncio.create_task(translator.translate(["a"]))
+        kept = asyncio.create_task(translator.translate(["b"]))
+        await asyncio.sleep(0)
+        dropped.cancel()
+        return await kept
+
+    assert asyncio.run(run()) == [["B"]]
+    assert translator.batches == [["b"]]

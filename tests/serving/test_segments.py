@@ -1,0 +1,92 @@
+"""Texts are split into sentences, and nothing else changes."""
+
+import time
+
+import pytest
+
+pytest.importorskip("pysbd", reason="needs vanilla-transformer[serve]")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vanilla_transformer.serving.segments import WINDOW, join, split_html, split_text
+
+
+def sentences(segments):
+    return [one.text for one in segments if one.is_sentence]
+
+
+def same(segments, is_html=False):
+    return join(segments, sentences(segments), is_html)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(alphabet="ab. !?\n\r\t\u00a0\u2028é😀", max_size=80), st.integers(1, 20))
+def test_the_segments_of_a_text_add_up_to_it(text, split_over):
+    segments = split_text(text, "en", split_over)
+    assert same(segments) == text
+    assert all(one == one.strip() != "" for one in sentences(segments))
+
+
+def test_a_line_is_a_sentence_until_it_is_long():
+    text = "Mr. Smith came at 3 p.m. yesterday. He left.\nHe was late."
+    assert sentences(split_text(text, "en", 100)) == text.split("\n")
+    assert sentences(split_text(text, "en", 20)) == [
+        "Mr. Smith came at 3 p.m. yesterday.", "He left.", "He was late.",
+    ]  # fmt: skip
+    german = "Das ist z.B. gut. Er kam am 3. Mai."
+    assert sentences(split_text(german, "de", 9)) == ["Das ist z.B. gut.", "Er kam am 3. Mai."]
+    assert same(split_text(german, "unknown", 9)) == german
+
+
+@pytest.mark.parametrize("unit", ["This is a sentence. ", "word ", "x", "a. b. ", "( ", "1) a "])
+def test_a_sentence_has_an_end(unit):
+    text = unit * (3 * WINDOW // len(unit))
+    start = time.perf_counter()
+    segments = split_text(text, "en", 200)
+    assert time.perf_counter() - start < 10
+    assert same(segments) == text
+    assert max(map(len, sentences(segments))) <= WINDOW
+
+
+def test_a_window_does_not_cut_a_sentence():
+    text = "This is one more sentence of it. " * 100
+    assert set(sentences(split_text(text, "en", 200))) == {"This is one more sentence of it."}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("plain", ["plain"]),
+        ("<p>Hello <b>you</b> all</p>", ["Hello", "you", "all"]),
+        ("a &amp; b &lt;c&gt; &eacute;", ["a & b <c> é"]),
+        ("<p>one\n   two</p>", ["one two"]),
+        ("<script>if (a < b) {}</script><style>p > b {}</style>x", ["x"]),
+        ("<!DOCTYPE html><!-- no --><?php no ?><title>yes</title>", ["yes"]),
+        ("<code>a &lt; b</code><pre>no\n no</pre><textarea>&amp;</textarea>", []),
+        ('<p translate="no">no <p>no</p> no</p>yes', ["yes"]),
+        ('<img translate="no">yes', ["yes"]),
+        ("<a href=\"?a=1&amp;b=2\" title='x'>y</a><br/><hr>", ["y"]),
+        ("a < b", ["a < b"]),
+        ("", []),
+    ],
+)
+def test_html_has_its_texts_translated_and_its_tags_kept(text, found):
+    segments = split_html(text, "en", 200)
+    assert sentences(segments) == found
+    again = same(segments, is_html=True)
+    assert sentences(split_html(again, "en", 200)) == found
+    tags = [one.text for one in segments if one.text.startswith("<") and not one.is_sentence]
+    assert all(tag in text for tag in tags)
+
+
+def test_a_translation_cannot_add_a_tag():
+    segments = split_html("<p>a</p>", "en", 200)
+    assert join(segments, ["<b> & c"], True) == "<p>&lt;b&gt; &amp; c</p>"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(alphabet="<>/!-&;ab=\"' \n?[]", max_size=60))
+def test_any_markup_can_be_split(text):
+    segments = split_html(text, "en", 10)
+    assert sentences(split_html(same(segments, True), "en", 10)) is not None

@@ -1,0 +1,99 @@
+"""The command: what it checks before it loads a model, and a server in a process of its own."""
+
+import json
+import signal
+import socket
+import threading
+from urllib import request
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs vanilla-transformer[serve]")
+
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from vanilla_transformer.inference.translation import translate
+from vanilla_transformer.serving.arguments import ServingArguments
+from vanilla_transformer.serving.languages import find_pairs
+from vanilla_transformer.serving.server import serve
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Folders with a config.json, the first two of which have a model card."""
+    for name in ("one", "two", "bare"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    for name in ("one", "two"):
+        (tmp_path / name / "README.md").write_text("---\nlanguage:\n- en\n- de\n---\n")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_languages_come_from_the_card_or_the_command_line(folders):
+    pairs = find_pairs(["./one/", "de-en=two", "zh-pt=bare"])
+    assert pairs == {("en", "de"): "./one/", ("de", "en"): "two", ("zh", "pt"): "bare"}
+
+
+@pytest.mark.parametrize(
+    ("models", "kind", "message"),
+    [
+        (["one", "two"], ValueError, "en-de: expected one model, got one and two"),
+        (["one", "en-de=bare"], ValueError, "en-de: expected one model, got one and bare"),
+        (["one", "bare"], ValueError, "language=None, expected the two languages .* en-de=bare"),
+        (["one", "ende=two"], ValueError, "expected SOURCE-TARGET=MODEL"),
+        (["one", "absent"], FileNotFoundError, "absent: expected a model folder or a name"),
+        (["one", "./a/b/c"], FileNotFoundError, "./a/b/c: expected a model folder or a name"),
+        (["one", "empty"], FileNotFoundError, "empty: expected a model folder, with a config"),
+    ],
+)
+def test_a_bad_model_is_refused_before_one_is_loaded(folders, no_loading, models, kind, message):
+    with pytest.raises(kind, match=message):
+        serve(models, ServingArguments(port=0), no_loading)
+
+
+def test_a_port_in_use_is_refused_before_a_model_is_loaded(folders, no_loading):
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port={port}: expected a free address"):
+            serve(["one"], ServingArguments(port=port), no_loading)
+    with pytest.raises(ValueError, match="host='no host', port=80"):
+        serve(["one"], ServingArguments(host="no host", port=80), no_loading)
+
+
+def test_a_client_translates_and_a_stopped_server_answers_first(checkpoint, start_server):
+    """libretranslatepy is a client that was not written for this server."""
+    client = pytest.importorskip("libretranslatepy")
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    line = "a house by the lake & deep = 100 %"
+    (expected,) = translate([line], model, tokenizer)
+    keys = {"VANILLA_TRANSFORMER_API_KEYS": "a-key"}
+    with start_server(f"en-de={checkpoint}", **keys) as (process, url):
+        api = client.LibreTranslateAPI(url, api_key="a-key")
+        assert api.translate(line, "en", "de") == expected
+        assert api.languages() == [{"code": "en", "name": "English", "targets": ["de"]}]
+        with pytest.raises(Exception, match="403"):
+            client.LibreTranslateAPI(url, api_key="b-key").translate(line, "en", "de")
+
+        answers = []
+        fields = {"q": [line] * 50, "source": "en", "target": "de", "api_key": "a-key"}
+        post = request.Request(
+            f"{url}/translate", json.dumps(fields).encode(), {"content-type": "application/json"}
+        )
+        asking = threading.Thread(
+            target=lambda: answers.append(json.load(request.urlopen(post, timeout=60)))
+        )
+        asking.start()
+        wait_until(lambda: b"requests_under_way 1.0" in request.urlopen(f"{url}/metrics").read())
+        process.send_signal(signal.SIGTERM)
+        asking.join()
+        assert answers == [{"translatedText": [expected] * 50}]
+        assert process.wait(30) in (0, -signal.SIGTERM)
+
+
+def wait_until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+    raise AssertionError("not within 1000 attempts")
