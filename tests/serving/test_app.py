@@ -68,16 +68,18 @@ def test_lists_and_alternatives_keep_the_order_of_the_texts():
         "alternatives": [["B!"], [], ["A!\nC!"]],
     }
     assert post(client(), alternatives=2).json()["alternatives"] == [
-        "".join(LINE.upper() + mark) for mark in ("!", "!!")
+        LINE.upper() + mark for mark in ("!", "!!")
     ]
 
 
 def test_the_answer_is_that_of_a_plain_loop(checkpoint, tokenizer):
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     model.generation_config.max_new_tokens = 9  # a random model does not stop by itself
+    for name, parameter in model.named_parameters():  # and says the same of everything
+        parameter.data *= 10 if parameter.dim() > 1 and "embed" not in name else 1
     lines = [LINE, "der See", "the lake is deep"]
     expected = list(translate(lines, model, tokenizer, num_beams=2))
-    assert len(set(expected)) > 1
+    assert len(set(expected)) == 3
     arguments = ServingArguments(num_beams=2, batch_wait=0.0)
     translator = BatchingTranslator(model, tokenizer, arguments)
     server = TestClient(make_app({("en", "de"): translator}, arguments))

@@ -2,7 +2,6 @@ r"""Serve models over HTTP, with the interface of LibreTranslate.
 
     vanilla-transformer serve outputs/multi30k --port 8000
     vanilla-transformer serve en-de=outputs/there de-en=outputs/back --api_keys keys.txt
-    curl -d q="A dog runs." -d source=en -d target=de http://127.0.0.1:8000/translate
 
 Requests that arrive together are translated together. The languages of a model come from its model
 card, or from the command line. See docs/serving.md.
@@ -11,20 +10,25 @@ card, or from the command line. See docs/serving.md.
 import logging
 
 from ..inference.loading import LoadingArguments
-from ..serving.arguments import ServingArguments
+from ..serving.arguments import RayArguments, ServingArguments
 from ..serving.server import serve
 from .parser import CommandParser
 
 
 def main() -> None:
     parser = CommandParser(
-        [ServingArguments, LoadingArguments],
+        [ServingArguments, RayArguments, LoadingArguments],
         description=__doc__,
         usage="%(prog)s MODEL [MODEL ...] [options]",
     )
     parser.add_argument(
         "models", metavar="MODEL", nargs="+", help="Folder or Hub name, or SOURCE-TARGET=MODEL."
     )
-    arguments, loading, rest = parser.parse_args_into_dataclasses()
+    arguments, options, loading, rest = parser.parse_args_into_dataclasses()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    serve(rest.models, arguments, loading)
+    if options.ray:
+        from ..serving.ray_serving import serve_with_ray
+
+        serve_with_ray(rest.models, arguments, loading, options)
+    else:
+        serve(rest.models, arguments, loading)

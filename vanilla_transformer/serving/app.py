@@ -73,12 +73,11 @@ def make_app(translators: Mapping[Pair, Translator], arguments: ServingArguments
 def _add_translation(
     app: FastAPI, service: TranslationService, arguments: ServingArguments
 ) -> None:
-    api_keys = arguments.read_api_keys()
-
     async def read(request: Request, kind: Any) -> Any:
         async with _until(request.state.end, 408):
             body = await read_request(request, kind, arguments.max_body)
-        if api_keys and digest(body.api_key or _bearer(request)) not in api_keys:
+        known = arguments.key_digests
+        if known and digest(body.api_key or _bearer(request)) not in known:
             raise HTTPException(403, "api_key: expected a valid API key")
         return body
 
@@ -129,11 +128,11 @@ def _add_information(
     async def settings() -> dict[str, Any]:
         first = service.languages()[0]
         return {
-            "apiKeys": bool(arguments.read_api_keys()),
+            "apiKeys": bool(arguments.key_digests),
             "charLimit": arguments.max_characters,
             "filesTranslation": False,
             "frontendTimeout": 500,
-            "keyRequired": bool(arguments.read_api_keys()),
+            "keyRequired": bool(arguments.key_digests),
             "language": {
                 "source": {"code": first.code, "name": first.name},
                 "target": {"code": first.targets[0], "name": language_name(first.targets[0])},

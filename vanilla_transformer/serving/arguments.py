@@ -50,6 +50,8 @@ class ServingArguments:
         },
     )
 
+    key_digests: frozenset[bytes] = field(init=False, repr=False)
+
     def __post_init__(self) -> None:
         for name, low in {
             "num_beams": 1, "max_batch_tokens": 1, "split_over": 1, "max_characters": 1,
@@ -65,13 +67,13 @@ class ServingArguments:
                 f"batch_wait={self.batch_wait}, timeout={self.timeout}: expected seconds, at least "
                 "0, and a longer timeout"
             )
-        self.read_api_keys()
+        self.key_digests = self._read_api_keys()
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Arguments of `generate()`."""
         return {} if self.num_beams is None else {"num_beams": self.num_beams}
 
-    def read_api_keys(self) -> frozenset[bytes]:
+    def _read_api_keys(self) -> frozenset[bytes]:
         """The SHA-256 digests of the API keys; empty if anyone may translate."""
         if self.api_keys is not None:
             if not Path(self.api_keys).is_file():
@@ -85,6 +87,54 @@ class ServingArguments:
         if not digests:  # and not a server that is open to everyone
             raise ValueError(f"{self.api_keys or KEYS_VARIABLE}: expected an API key, found none")
         return digests
+
+
+@dataclass
+class RayArguments:
+    """How to spread a server over a Ray cluster.
+
+    Raises:
+        ValueError: A number is out of range, or an option needs `ray`.
+    """
+
+    ray: bool = field(default=False, metadata={"help": "Serve with Ray Serve."})
+    ray_address: str | None = field(
+        default=None, metadata={"help": "A running Ray cluster, or auto. Default: a new one here."}
+    )
+    num_replicas: int = field(default=1, metadata={"help": "Replicas of each model, at least."})
+    max_replicas: int | None = field(
+        default=None, metadata={"help": "Replicas of each model under load. Default: no more."}
+    )
+    num_cpus: float = field(default=1.0, metadata={"help": "CPUs of a replica."})
+    num_gpus: float = field(default=0.0, metadata={"help": "GPUs of a replica, such as 0.5."})
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ValueError(f"num_replicas={self.num_replicas}: expected at least 1")
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ValueError(
+                f"max_replicas={self.max_replicas}: expected at least num_replicas, "
+                f"{self.num_replicas}"
+            )
+        if min(self.num_cpus, self.num_gpus) < 0:
+            raise ValueError(
+                f"num_cpus={self.num_cpus}, num_gpus={self.num_gpus}: expected at least 0"
+            )
+        if not self.ray and self != type(self)():
+            raise ValueError("replicas and addresses of Ray: expected --ray with them")
+
+    def deployment_options(self, arguments: ServingArguments) -> dict[str, Any]:
+        """Options of the deployment of a model."""
+        scale: dict[str, Any] = {"num_replicas": self.num_replicas}
+        if self.max_replicas is not None:
+            limits = {"min_replicas": self.num_replicas, "max_replicas": self.max_replicas}
+            scale = {"autoscaling_config": limits}
+        return {
+            **scale,
+            "max_ongoing_requests": arguments.max_requests,
+            "graceful_shutdown_timeout_s": arguments.timeout,
+            "ray_actor_options": {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus},
+        }
 
 
 def digest(key: str) -> bytes:

@@ -1,0 +1,118 @@
+"""The same server on any number of machines, by Ray Serve: replicas of each model, and in front of
+them the web application."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Sequence
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayActorError
+
+from ..inference.loading import LoadingArguments
+from .app import make_app
+from .arguments import RayArguments, ServingArguments
+from .batching import BatchingTranslator
+from .languages import Pair, find_pairs
+from .server import bind
+
+logger = logging.getLogger(__name__)
+
+APPLICATION = "translation"
+ATTEMPTS = 4  # of a request whose replica dies
+PAUSE = 0.5  # seconds before another attempt
+
+
+class ModelReplica:
+    """A model with its batches, in a process of its own."""
+
+    def __init__(self, name: str, arguments: ServingArguments, loading: LoadingArguments) -> None:
+        self.translator = BatchingTranslator(*loading.load(name), arguments)
+
+    async def translate(self, sentences: list[str], n_best: int) -> list[list[str]]:
+        """As in `Translator`."""
+        return await self.translator.translate(sentences, n_best)
+
+
+class RayTranslator:
+    """A `Translator` that asks the replicas of a model, and asks another one if a replica dies.
+
+    Args:
+        pair: The languages.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self.handle = serve.get_deployment_handle("-".join(pair), APPLICATION)
+
+    async def translate(self, sentences: Sequence[str], n_best: int = 1) -> list[list[str]]:
+        """As in `Translator`.
+
+        Raises:
+            RayActorError: One replica after another died.
+        """
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self.handle.translate.remote(list(sentences), n_best)
+            except RayActorError:
+                if attempt + 1 == ATTEMPTS:
+                    raise
+                logger.warning("A replica died: asking another one")
+                await asyncio.sleep(PAUSE)
+        raise AssertionError
+
+
+def make_deployments(
+    pairs: dict[Pair, str],
+    arguments: ServingArguments,
+    loading: LoadingArguments,
+    options: RayArguments,
+) -> serve.Application:
+    """The application for `serve.run`, under the name `APPLICATION`."""
+    models = [
+        serve.deployment(name="-".join(pair), **options.deployment_options(arguments))(
+            ModelReplica
+        ).bind(name, arguments, loading)
+        for pair, name in pairs.items()
+    ]
+
+    def build() -> FastAPI:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        return make_app({pair: RayTranslator(pair) for pair in pairs}, arguments)
+
+    front = serve.deployment(
+        name="front",
+        max_ongoing_requests=arguments.max_requests + 1,  # so that it answers 429 itself
+        ray_actor_options={"num_cpus": 0},
+    )
+    return front(serve.ingress(build)()).bind(*models)
+
+
+def serve_with_ray(
+    models: list[str],
+    arguments: ServingArguments,
+    loading: LoadingArguments,
+    options: RayArguments,
+) -> None:
+    """The same as `server.serve`, with Ray Serve."""
+    pairs = find_pairs(models)
+    bind(arguments.host, arguments.port).close()
+    ray.init(options.ray_address)
+    serve.start(http_options={"host": arguments.host, "port": arguments.port})
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        application = make_deployments(pairs, arguments, loading, options)
+        serve.run(application, name=APPLICATION, route_prefix="/")
+        logger.info(
+            "Serving %s at http://%s:%d",
+            ", ".join(map("-".join, pairs)),
+            arguments.host,
+            arguments.port,
+        )
+        signal.pause()
+    except KeyboardInterrupt:
+        logger.info("Stopping")
+    finally:
+        serve.delete(APPLICATION)
+        ray.shutdown()
