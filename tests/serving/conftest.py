@@ -1,11 +1,14 @@
 import os
-import re
+import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
+from urllib import request
 
 import pytest
-from conftest import REPOSITORY
+
+REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class NoLoading:
@@ -26,26 +29,33 @@ def start_server(tmp_path):
 
     @contextmanager
     def start(*words, **environment):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vanilla_transformer", "serve", *map(str, words)]
-        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([REPOSITORY, os.environ.get("PYTHONPATH", "")])
         log = tmp_path / "server.log"
         with log.open("w") as stderr:
             process = subprocess.Popen(
-                [*command, "--port", "0"],
+                [*command, "--port", str(port)],
                 cwd=tmp_path,
                 env={**os.environ, "PYTHONPATH": path, **environment},
                 stderr=stderr,
             )
         try:
-            while "startup complete" not in log.read_text():
+            while not answers(f"{url}/health"):
                 assert process.poll() is None, log.read_text()[-2000:]
-                try:
-                    process.wait(0.1)
-                except subprocess.TimeoutExpired:
-                    continue
-            yield process, re.search(r"http://\S+", log.read_text())[0]
+                time.sleep(0.1)
+            yield process, url
         finally:
-            process.kill()
+            process.terminate()
             process.wait()
 
     return start
+
+
+def answers(url):
+    try:
+        return request.urlopen(url, timeout=5).status == 200
+    except OSError:
+        return False

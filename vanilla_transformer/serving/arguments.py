@@ -1,7 +1,7 @@
 """The options of a translation server."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,9 @@ class RayArguments:
             raise ValueError(
                 f"num_cpus={self.num_cpus}, num_gpus={self.num_gpus}: expected at least 0"
             )
-        if not self.ray and self != type(self)():
-            raise ValueError("replicas and addresses of Ray: expected --ray with them")
+        for option in fields(self):
+            if not self.ray and getattr(self, option.name) != option.default:
+                raise ValueError(f"{option.name}={getattr(self, option.name)!r}: expected --ray")
 
     def deployment_options(self, arguments: ServingArguments) -> dict[str, Any]:
         """Options of the deployment of a model."""

@@ -1,0 +1,64 @@
+"""The server on a Ray cluster, of which a part dies."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from urllib import request
+
+import pytest
+
+pytest.importorskip("ray.serve", reason="needs vanilla-transformer[ray]")
+
+import psutil
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from vanilla_transformer.inference.translation import translate
+
+REQUESTS = 120
+
+
+@pytest.fixture
+def ray_environment(tmp_path_factory):
+    """Ray beside no other Ray, and without a token in the home folder."""
+    folder = tmp_path_factory.mktemp("r")
+    return {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_TMPDIR": f"/tmp/{folder.parent.name[-8:]}",  # its sockets need a short path
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HOME": str(folder),
+        "VANILLA_TRANSFORMER_API_KEYS": "a-key",
+    }
+
+
+@pytest.mark.slow
+def test_a_killed_replica_loses_no_request(checkpoint, start_server, ray_environment):
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    lines = ["a house", "the lake is deep", "der See"]
+    expected = list(translate(lines, model, tokenizer))
+    os.makedirs(ray_environment["RAY_TMPDIR"], exist_ok=True)
+    words = [f"en-de={checkpoint}", "--ray", "--num_replicas", "2", "--num_cpus", "0.5"]
+    with start_server(*words, **ray_environment) as (process, url):
+
+        def ask(number):
+            if number == REQUESTS // 4:
+                replicas(process)[0].kill()
+            fields = {"q": lines, "source": "en", "target": "de", "api_key": "a-key"}
+            data = json.dumps(fields).encode()
+            post = request.Request(f"{url}/translate", data, {"content-type": "application/json"})
+            return json.load(request.urlopen(post, timeout=120))["translatedText"]
+
+        assert len(replicas(process)) == 2
+        with ThreadPoolExecutor(8) as threads:
+            answers = list(threads.map(ask, range(REQUESTS)))
+        assert answers == [expected] * REQUESTS
+    assert not replicas(process)
+
+
+def replicas(process):
+    """The processes with the model."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [one for one in family if "ServeReplica:translation:en-de" in " ".join(one.cmdline())]
