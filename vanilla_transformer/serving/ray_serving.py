@@ -5,11 +5,13 @@ import asyncio
 import logging
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayActorError
+from transformers import HfArgumentParser
 
 from ..inference.loading import LoadingArguments
 from .app import make_app
@@ -87,6 +89,23 @@ def make_deployments(
         ray_actor_options={"num_cpus": 0},
     )
     return front(serve.ingress(build)()).bind(*models)
+
+
+def build_application(options: dict[str, Any]) -> serve.Application:
+    """The application from a Serve configuration file, whose `import_path` names this function.
+
+    Args:
+        options: `models`, a list as for `find_pairs`, and options of `vanilla-transformer serve`.
+
+    Raises:
+        ValueError: An option is unknown or has a bad value.
+        FileNotFoundError: There is no such model.
+    """
+    parser = HfArgumentParser((ServingArguments, RayArguments, LoadingArguments))
+    pairs = find_pairs(options["models"])
+    rest = {name: value for name, value in options.items() if name != "models"}
+    arguments, ray_arguments, loading = parser.parse_dict({**rest, "ray": True})
+    return make_deployments(pairs, arguments, loading, ray_arguments)
 
 
 def serve_with_ray(

@@ -4,6 +4,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from fastapi import HTTPException, Request
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from starlette.requests import ClientDisconnect
 
 FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 
@@ -68,9 +69,12 @@ async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Bo
         HTTPException: The body is too long (413), or not what the interface expects (400).
     """
     content, size = bytearray(), 0
-    async for chunk in request.stream():  # to its end, or the client would not read the answer
-        size += len(chunk)
-        content += chunk if size <= max_bytes else b""
+    try:
+        async for chunk in request.stream():  # to its end, or the client would not read the answer
+            size += len(chunk)
+            content += chunk if size <= max_bytes else b""
+    except ClientDisconnect:
+        raise HTTPException(400, "the connection closed before the end of the request") from None
     if size > max_bytes:
         raise HTTPException(413, f"request of {size} bytes: expected at most {max_bytes}")
     try:
