@@ -1,6 +1,7 @@
 """Every recipe trains: loaded, and run for two steps on stand-in text of its data set's columns."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -59,9 +60,13 @@ def test_a_recipe_trains_and_names_its_source(path, tmp_path, train_here):
         "logging_steps": 1,
         "max_source_length": 10,
     }
-    if recipe["dataset_name"] == "phrases":
+    if recipe.get("dataset_name") == "phrases":
         sizes = {"train": 40, "validation": 2, "test": 2}
         flags |= {f"phrases_{split}_size": size for split, size in sizes.items()}
+    elif "dataset_name" not in recipe:  # it takes files
+        for split, side in product(("train", "validation"), ("source", "target")):
+            flags[f"{split}_{side}"] = tmp_path / "data" / f"{split}.{side}"
+            flags[f"{split}_{side}"].write_text("".join(f"{text}\n" for text in TEXTS))
     else:
         flags |= {"dataset_name": stand_in(tmp_path / "data", recipe), "dataset_config_name": None}
         if "dataset_config_name" in recipe:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import Seq2SeqTrainingArguments
 
 from ..data.parallel_text import DataArguments
+from ..data.tokenizer_options import TokenizerArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments
 from .parser import GroupedParser
 
@@ -65,7 +66,8 @@ def main_groups() -> dict[str, list[str]]:
     return {
         "help": ["help", "help_all", "config"],
         "data": names(DataArguments),
-        "model": names(ModelArguments),
+        "tokenizer": names(TokenizerArguments),
+        "model": names(ModelArguments, without=names(TokenizerArguments)),
         "training": [*TRAINING, *own],
         "decoding": list(DECODING),
     }

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
+from ..data import vocabularies
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from . import core, vocabularies
+from . import core
 from .core import Conversion, ConversionOptions, Tensors
 from .text import side_tokenizer
 from .unpickling import Inert, contents, load_torch

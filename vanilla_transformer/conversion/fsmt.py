@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import FSMTConfig, FSMTForConditionalGeneration, GenerationConfig
 
-from . import core, fairseq, vocabularies
+from ..data import vocabularies
+from . import core, fairseq
 from .core import Conversion, ConversionOptions
 
 NAME = "fsmt"

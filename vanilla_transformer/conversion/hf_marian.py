@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, MarianConfig, PreTrainedTokenizerFast
 
+from ..data import vocabularies
+from ..data.vocabularies import Specials
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import SinusoidalPositions
-from . import core, vocabularies
+from . import core
 from .core import (
     PROJECTION,
     PROJECTION_BIAS,
@@ -28,7 +30,6 @@ from .core import (
     Tensors,
 )
 from .marian import expect_size
-from .vocabularies import Specials
 
 NAME = "hf_marian"
 Frequencies: TypeAlias = Literal["paper", "tensor2tensor"]

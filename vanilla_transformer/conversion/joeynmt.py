@@ -16,10 +16,7 @@ from tokenizers import pre_tokenizers as splits
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from .core import SHARED, SOURCE, Conversion, ConversionOptions, Tensors, take_layers, tie
-from .unpickling import contents, load_torch
-from .vocabularies import (
+from ..data.vocabularies import (
     PRIVATE,
     SPACE,
     Specials,
@@ -32,6 +29,9 @@ from .vocabularies import (
     sentencepiece,
     words,
 )
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .core import SHARED, SOURCE, Conversion, ConversionOptions, Tensors, take_layers, tie
+from .unpickling import contents, load_torch
 
 NAME = "joeynmt"
 

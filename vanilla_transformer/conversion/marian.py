@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from ..data import vocabularies
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from . import core, vocabularies
+from . import core
 from .core import PROJECTION_BIAS, SHARED, Conversion, ConversionOptions, Tensors
 
 logger = logging.get_logger(__name__)

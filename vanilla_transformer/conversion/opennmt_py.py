@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..data.vocabularies import Specials
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .core import (
     PROJECTION_BIAS,
@@ -29,7 +30,6 @@ from .core import (
 from .positions import find_sinusoids
 from .text import tokenizer_for
 from .unpickling import Inert, contents, load_torch
-from .vocabularies import Specials
 
 NAME = "opennmt_py"
 

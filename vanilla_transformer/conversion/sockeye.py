@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
+from ..data.vocabularies import Specials, read_json
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .core import (
     PROJECTION_BIAS,
@@ -23,7 +24,6 @@ from .core import (
 from .positions import find_sinusoids, learned_positions
 from .text import tokenizer_for
 from .unpickling import load_torch
-from .vocabularies import Specials, read_json
 
 NAME = "sockeye"
 STACKS = "encoder", "decoder"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..data.vocabularies import Specials, pair, read_subwords, subwords
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .core import (
     SHARED,
@@ -30,7 +31,6 @@ from .core import (
 )
 from .positions import learned_positions
 from .tensorflow_checkpoint import TensorFlowCheckpoint, is_index
-from .vocabularies import Specials, pair, read_subwords, subwords
 
 NAME = "tensor2tensor"
 STACKS, SIDES = ("encoder", "decoder"), ("inputs", "targets")

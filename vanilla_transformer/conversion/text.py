@@ -8,6 +8,16 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ..data.vocabularies import (
+    Specials,
+    bpe_codes,
+    pair,
+    read_bpe_codes,
+    read_sentencepiece,
+    rows,
+    sentencepiece,
+    words,
+)
 from .core import (
     PROJECTION,
     PROJECTION_BIAS,
@@ -17,16 +27,6 @@ from .core import (
     TARGET,
     ConversionOptions,
     add_unknown_clones,
-)
-from .vocabularies import (
-    Specials,
-    bpe_codes,
-    pair,
-    read_bpe_codes,
-    read_sentencepiece,
-    rows,
-    sentencepiece,
-    words,
 )
 
 Vocabulary = Mapping[str, int]

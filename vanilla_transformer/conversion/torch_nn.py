@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from ..data.vocabularies import Specials, read_json, read_lines
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .core import (
     PROJECTION_BIAS,
@@ -34,7 +35,6 @@ from .core import (
 from .positions import find_sinusoids, learned_positions
 from .text import tokenizer_for
 from .unpickling import load_torch
-from .vocabularies import Specials, read_json, read_lines
 
 NAME = "torch_nn"
 STACKS = "encoder", "decoder"

@@ -13,7 +13,7 @@ import gzip
 import json
 import logging
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
@@ -213,11 +213,13 @@ def load_parallel_dataset(arguments: DataArguments) -> DatasetDict | IterableDat
     return IterableDatasetDict(splits) if arguments.streaming else DatasetDict(splits)
 
 
-def iter_texts(dataset: Dataset | IterableDataset) -> Iterator[str]:
-    """Yield all sources and targets of a split, to train a tokenizer."""
-    for batch in dataset.select_columns(["source", "target"]).iter(batch_size=1000):
-        yield from batch["source"]
-        yield from batch["target"]
+def iter_texts(
+    dataset: Dataset | IterableDataset, sides: Sequence[str] = ("source", "target")
+) -> Iterator[str]:
+    """Yield all sources and targets of a split, or one of the sides, to train a tokenizer."""
+    for batch in dataset.select_columns(list(sides)).iter(batch_size=1000):
+        for side in sides:
+            yield from batch[side]
 
 
 def tokenize_dataset(

@@ -1,4 +1,5 @@
-"""A byte-pair encoding with one vocabulary for both languages (section 5.1), as a fast tokenizer.
+"""Fast tokenizers: a byte-pair encoding with one vocabulary for both languages (section 5.1), or
+unigrams, characters or words.
 
 `train_tokenizer` returns a plain `PreTrainedTokenizerFast`. Once saved, it loads with
 `AutoTokenizer.from_pretrained`, without this package.
@@ -6,30 +7,40 @@
 
 import json
 import logging
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from tempfile import TemporaryFile
-from typing import IO
-from unicodedata import normalize
+from typing import IO, Any
 
 from tokenizers import (
+    AddedToken,
     Regex,
     Tokenizer,
     decoders,
     models,
     normalizers,
-    pre_tokenizers,
     processors,
     trainers,
 )
+from tokenizers import pre_tokenizers as splits
 from transformers import PreTrainedTokenizerFast
 
 from .text_files import expect_unicode
+from .vocabularies import any_of
 
 logger = logging.getLogger(__name__)
 
 PAD, BOS, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+UNICODE_FORMS: dict[str, Callable[[], normalizers.Normalizer] | None] = {
+    "nfc": normalizers.NFC,
+    "nfd": normalizers.NFD,
+    "nfkc": normalizers.NFKC,
+    "nfkd": normalizers.NFKD,
+    "none": None,
+}
 
 # Merges do not cross the boundaries of this pattern. A word or a run of punctuation includes one
 # space before it; digits and further white space stand alone. As no piece mixes letters, digits and
@@ -41,65 +52,102 @@ def train_tokenizer(
     texts: Iterable[str],
     vocab_size: int = 8000,
     *,
+    tokenizer_type: str = "bpe",
+    user_tokens: Sequence[str] = (),
+    lowercase: bool = False,
+    unicode_normalization: str = "nfc",
     min_frequency: int = 2,
     model_max_length: int | None = None,
     show_progress: bool = True,
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-pair encoding on the texts of both languages together.
+    """Train a tokenizer; by default a byte-pair encoding on the texts of both languages together.
 
-    Ids 0 to 3 are `<pad> <s> </s> <unk>`. The next 256 are the bytes `<0x00>` to `<0xFF>`, which
-    spell characters that are not in the vocabulary, so that nothing maps to `<unk>`. `</s>` ends
-    every encoded sequence. The names of special tokens have no special meaning in a text:
-    `decode(encode(text), skip_special_tokens=True)` returns the text in Unicode normal form C.
+    Ids 0 to 3 are `<pad> <s> </s> <unk>`. Except for words, the next 256 are the bytes `<0x00>` to
+    `<0xFF>`, which spell characters that are not in the vocabulary, so that nothing maps to
+    `<unk>`. `</s>` ends every encoded sequence. The names of special tokens have no special meaning
+    in a text: `decode(encode(text), skip_special_tokens=True)` returns the normalised text. Words
+    are the exception: they return with single spaces, and unknown ones as `<unk>`.
 
     Args:
         texts: Sentences of both languages in any order. They are read once and not kept in memory.
-        vocab_size: The number of ids, including special tokens and bytes. The vocabulary is smaller
-            if the corpus has too few pairs of pieces.
-        min_frequency: How often a pair of pieces must occur to be merged.
+        vocab_size: The number of ids, including special tokens, bytes and user tokens. The
+            vocabulary is smaller if the corpus has too few pieces.
+        tokenizer_type: "bpe"; "unigram", the language model of Kudo (2018,
+            https://arxiv.org/abs/1804.10959); "char", the most frequent characters; or "word", the
+            most frequent words, split at white space.
+        user_tokens: Tokens that are never split, such as tags and placeholders.
+        lowercase: Whether to lower-case all texts.
+        unicode_normalization: "nfc", "nfd", "nfkc", "nfkd" or "none".
+        min_frequency: How often a pair of pieces must occur to be merged ("bpe").
         model_max_length: The default length of `truncation=True`; no limit by default.
         show_progress: Whether to show progress bars.
 
     Raises:
-        ValueError: `vocab_size` has no room beyond special tokens and bytes, there is no text, or a
-            text is not valid Unicode.
+        ValueError: An option is not among its choices, a user token is empty, has white space or
+            comes twice, `vocab_size` has no room beyond special tokens, bytes and user tokens,
+            there is no text, or a text is not valid Unicode.
         TypeError: `texts` is a single string, or one of the texts is not a string.
     """
-    reserved = len(SPECIAL_TOKENS) + len(BYTE_TOKENS)
-    if vocab_size < reserved + 2:
+    check_choice("tokenizer_type", tokenizer_type, TOKENIZER_TYPES)
+    check_choice("unicode_normalization", unicode_normalization, UNICODE_FORMS)
+    byte_tokens = () if tokenizer_type == "word" else BYTE_TOKENS
+    first_tokens = [*SPECIAL_TOKENS, *byte_tokens]
+    form = UNICODE_FORMS[unicode_normalization]
+    rules = [*([form()] if form else []), *([normalizers.Lowercase()] if lowercase else [])]
+    check_user_tokens(user_tokens)
+    normalized = map(normalizers.Sequence(rules).normalize_str, user_tokens)
+    backend_of = partial(_make_backend, tokenizer_type, rules, "|".join(map(re.escape, normalized)))
+    size = vocab_size - len(user_tokens)
+    if size < len(first_tokens) + 2:
         raise ValueError(
             f"vocab_size={vocab_size} is too small: {len(SPECIAL_TOKENS)} special tokens, "
-            f"{len(BYTE_TOKENS)} bytes and an alphabet need at least {reserved + 2}"
+            f"{len(byte_tokens)} bytes, {len(user_tokens)} user tokens and an alphabet need at "
+            f"least {len(first_tokens) + len(user_tokens) + 2}"
         )
     if isinstance(texts, str | bytes):
         raise TypeError("texts must be an iterable of strings, got a single string")
 
-    learner = _make_backend(models.BPE())
     with TemporaryFile("w+", encoding="utf-8") as spool:
+        room = size - len(first_tokens)
         # A script with thousands of characters must leave room for merges; rare ones become bytes.
-        alphabet = _spool_texts(_validated(texts), spool, limit=(vocab_size - reserved) // 2)
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            min_frequency=min_frequency,
-            show_progress=show_progress,
-            # They get the first ids. In the final tokenizer bytes are not special.
-            special_tokens=[*SPECIAL_TOKENS, *BYTE_TOKENS],
-            # By default the trainer chooses at random among equally rare characters.
-            initial_alphabet=alphabet,
-            limit_alphabet=len(alphabet),
-        )
-        learner.train_from_iterator(map(json.loads, spool), trainer)
-    model = json.loads(learner.to_str())["model"]
-    if len(model["vocab"]) < vocab_size:
-        logger.info("The corpus yields only %d tokens of %d", len(model["vocab"]), vocab_size)
-    return _make_fast_tokenizer(model["vocab"], model["merges"], model_max_length)
+        limit = room if tokenizer_type == "char" else room // 2
+        alphabet = _spool_texts(_validated(texts), spool, normalizers.Sequence(rules), limit)
+        learn = _LEARNERS[tokenizer_type]
+        model = learn(
+            backend_of, map(json.loads, spool), first_tokens, alphabet,
+            vocab_size=size, min_frequency=min_frequency, show_progress=show_progress,
+        )  # fmt: skip
+    backend = backend_of(model)
+    if backend.get_vocab_size() < size:
+        logger.info("The corpus yields only %d tokens of %d", backend.get_vocab_size(), size)
+    return _make_fast_tokenizer(backend, user_tokens, model_max_length)
 
 
-def _spool_texts(texts: Iterable[str], spool: IO[str], limit: int) -> list[str]:
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise a ValueError if an option's value is not among its choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}")
+
+
+def check_user_tokens(tokens: Sequence[str]) -> None:
+    """Raise a ValueError if a token is empty, has white space, is a special one or comes twice."""
+    for number, token in enumerate(tokens):
+        if not token or token != "".join(token.split()) or token in (*SPECIAL_TOKENS, *BYTE_TOKENS):
+            raise ValueError(
+                f"user_tokens has {token!r}: expected a token without white space, other than the "
+                f"special tokens {' '.join(SPECIAL_TOKENS)} and bytes"
+            )
+        if token in tokens[:number]:
+            raise ValueError(f"user_tokens has {token!r} twice: expected it once")
+
+
+def _spool_texts(
+    texts: Iterable[str], spool: IO[str], rules: normalizers.Normalizer, limit: int
+) -> list[str]:
     """Write the texts to a file to read again, and return their most frequent characters."""
     counts: Counter[str] = Counter()
     for text in texts:
-        counts.update(normalize("NFC", text))
+        counts.update(rules.normalize_str(text))
         spool.write(json.dumps(text) + "\n")
     if not counts:
         raise ValueError("there is no text to train a tokenizer on")
@@ -108,21 +156,102 @@ def _spool_texts(texts: Iterable[str], spool: IO[str], limit: int) -> list[str]:
     return sorted(counts, key=lambda character: (-counts[character], character))[:limit]
 
 
-def _make_fast_tokenizer(
-    vocab: dict[str, int], merges: list[list[str]], model_max_length: int | None
-) -> PreTrainedTokenizerFast:
-    model = models.BPE(
-        vocab=vocab,
-        merges=[(left, right) for left, right in merges],
-        unk_token=UNK,
-        byte_fallback=True,
+def _learn_bpe(
+    backend_of: Callable[..., Tokenizer],
+    texts: Iterator[str],
+    first_tokens: list[str],
+    alphabet: list[str],
+    **options: Any,
+) -> models.Model:
+    learner = backend_of(models.BPE(), learns=True)
+    trainer = trainers.BpeTrainer(
+        **options,
+        # They get the first ids. In the final tokenizer bytes are not special.
+        special_tokens=first_tokens,
+        # By default the trainer chooses at random among equally rare characters.
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
     )
-    backend = _make_backend(model)
+    learner.train_from_iterator(texts, trainer)
+    model = json.loads(learner.to_str())["model"]
+    merges = [(left, right) for left, right in model["merges"]]
+    return models.BPE(vocab=model["vocab"], merges=merges, unk_token=UNK, byte_fallback=True)
+
+
+def _learn_unigram(
+    backend_of: Callable[..., Tokenizer],
+    texts: Iterator[str],
+    first_tokens: list[str],
+    alphabet: list[str],
+    *,
+    vocab_size: int,
+    show_progress: bool,
+    min_frequency: int,
+) -> models.Model:
+    learner = backend_of(models.Unigram(), learns=True)
+    # The trainer keeps every character that it sees.
+    rare = splits.Split(Regex(f"[^{any_of(alphabet)}]"), behavior="removed")
+    learner.pre_tokenizer = splits.Sequence([learner.pre_tokenizer, rare])
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size,
+        show_progress=show_progress,
+        special_tokens=first_tokens,
+        initial_alphabet=alphabet,
+        unk_token=UNK,
+    )
+    learner.train_from_iterator(texts, trainer)
+    model = json.loads(learner.to_str())["model"]
+    pieces = [(piece, score) for piece, score in model["vocab"]]
+    return models.Unigram(pieces, first_tokens.index(UNK), byte_fallback=True)
+
+
+def _learn_characters(
+    backend_of: Callable[..., Tokenizer],
+    texts: Iterator[str],
+    first_tokens: list[str],
+    alphabet: list[str],
+    **options: Any,
+) -> models.Model:
+    vocab = {token: number for number, token in enumerate([*first_tokens, *alphabet])}
+    return models.BPE(vocab=vocab, merges=[], unk_token=UNK, byte_fallback=True)
+
+
+def _learn_words(
+    backend_of: Callable[..., Tokenizer],
+    texts: Iterator[str],
+    first_tokens: list[str],
+    alphabet: list[str],
+    *,
+    vocab_size: int,
+    show_progress: bool,
+    min_frequency: int,
+) -> models.Model:
+    learner = backend_of(models.WordLevel(unk_token=UNK))
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=vocab_size, show_progress=show_progress, special_tokens=first_tokens
+    )
+    learner.train_from_iterator(texts, trainer)
+    return learner.model
+
+
+_LEARNERS = {
+    "bpe": _learn_bpe,
+    "unigram": _learn_unigram,
+    "char": _learn_characters,
+    "word": _learn_words,
+}
+TOKENIZER_TYPES = tuple(_LEARNERS)
+
+
+def _make_fast_tokenizer(
+    backend: Tokenizer, user_tokens: Sequence[str], model_max_length: int | None
+) -> PreTrainedTokenizerFast:
     backend.add_special_tokens(list(SPECIAL_TOKENS))
+    backend.add_tokens([AddedToken(token, normalized=True) for token in user_tokens])
     backend.post_processor = processors.TemplateProcessing(
         single=f"$A {EOS}",
         pair=f"$A {EOS} $B {EOS}",
-        special_tokens=[(EOS, vocab[EOS])],
+        special_tokens=[(EOS, SPECIAL_TOKENS.index(EOS))],
     )
     limit = {} if model_max_length is None else {"model_max_length": model_max_length}
     return PreTrainedTokenizerFast(
@@ -139,19 +268,46 @@ def _make_fast_tokenizer(
     )
 
 
-def _make_backend(model: models.Model) -> Tokenizer:
-    """A tokenizer that is lossless except for normalization to NFC.
+def _make_backend(
+    tokenizer_type: str,
+    rules: list[normalizers.Normalizer],
+    user_tokens: str,
+    model: models.Model,
+    learns: bool = False,
+) -> Tokenizer:
+    """A tokenizer that is lossless except for normalization, and for the white space of words.
 
     Spaces remain spaces: the usual substitute "▁" could not be distinguished from a "▁" in the
-    text. Every text gets one space in front, which the decoder removes, so that a word has the same
-    pieces at the start of a sentence as inside it.
+    text. Except for words and characters, every text gets one space in front, which the decoder
+    removes, so that a word has the same pieces at the start of a sentence as inside it.
+
+    Args:
+        tokenizer_type: As for `train_tokenizer`.
+        rules: How text is normalized.
+        user_tokens: A regular expression for the user's tokens; empty if there are none.
+        model: The model.
+        learns: Whether the model is to be trained, on text without the user's tokens.
     """
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Prepend(" ")])
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECE), behavior="isolated")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    tokenizer.normalizer = normalizers.Sequence(rules)
+    if tokenizer_type == "word":
+        # A word such as "</s>" is no special token.
+        guard = splits.Split(Regex("^<(?=(?:pad|/?s)>$)"), behavior="isolated")
+        tokenizer.pre_tokenizer = splits.Sequence([splits.WhitespaceSplit(), guard])
+        return tokenizer
+    from_bytes = [decoders.ByteFallback(), decoders.Fuse()]
+    if tokenizer_type == "char":
+        tokenizer.decoder = decoders.Sequence(from_bytes)
+        return tokenizer
+    first: normalizers.Normalizer = normalizers.Prepend(" ")
+    if user_tokens:  # they are normalized too, and must not get a space
+        first = normalizers.Replace(Regex(f"\\A(?!{user_tokens})"), " ")
+    tokenizer.normalizer = normalizers.Sequence([*rules, first])
+    tokenizer.pre_tokenizer = splits.Split(Regex(_PIECE), behavior="isolated")
+    if user_tokens and learns:
+        without = splits.Split(Regex(user_tokens), behavior="removed")
+        tokenizer.pre_tokenizer = splits.Sequence([without, tokenizer.pre_tokenizer])
+    tokenizer.decoder = decoders.Sequence([*from_bytes, decoders.Strip(" ", 1, 0)])
     return tokenizer
 
 

@@ -12,6 +12,7 @@ from transformers.integrations import is_tensorboard_available
 from transformers.utils import is_in_notebook
 
 from ..data.parallel_text import SPLITS, DataArguments
+from ..data.tokenizer_options import TokenizerArguments
 from ..inference.metrics import LOWER_IS_BETTER, METRICS, METRICS_WITHOUT_SOURCE
 from ..model.configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from ..model.generation import OWN_OPTIONS
@@ -37,7 +38,7 @@ REMOTE_DATA_OPTIONS = {"dataset_name", "dataset_config_name", "source_lang", "ta
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(TokenizerArguments):
     """Which model to train, and with which tokenizer.
 
     Raises:
@@ -57,12 +58,6 @@ class ModelArguments:
             "e.g. dropout=0.2,norm_position=pre."
         },
     )
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Tokenizer to use. Default: train one on the data."}
-    )
-    vocab_size: int = field(
-        default=8000, metadata={"help": "Size of the tokenizer trained on the data."}
-    )
     attn_implementation: str | None = field(
         default=None, metadata={"help": "eager, sdpa, flex_attention, flash_attention_2, ..."}
     )
@@ -75,6 +70,7 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.preset not in PRESETS:
             raise ValueError(f"preset={self.preset!r}: expected one of {', '.join(PRESETS)}")
         precisions = (None, "highest", "high", "medium")

@@ -28,8 +28,6 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer import OPTIMIZER_NAME
 
 from ..data.bpe_dropout import BPEDropoutDataset
-from ..data.parallel_text import iter_texts
-from ..data.tokenization import train_tokenizer
 from ..inference.metrics import METRICS, make_compute_metrics
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -170,9 +168,8 @@ def make_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(name)
         _expect_special_tokens(tokenizer, name)
         return tokenizer
-    size = arguments.vocab_size
-    logger.info("Training a tokenizer with %d tokens", size)
-    return _run_on_main_process(lambda: train_tokenizer(iter_texts(training_data), size))
+    logger.info("Training a tokenizer with %d tokens", arguments.vocab_size)
+    return _run_on_main_process(lambda: arguments.train(training_data))
 
 
 def _expect_special_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -511,14 +511,14 @@ def _seen(model: SentencePieceModel) -> set[str]:
 def _mark_unseen(model: SentencePieceModel) -> normalizers.Normalizer:
     """Sentencepiece makes one piece of neighbours that it does not know. Toolkits look it up whole,
     so the characters of a longer one must not be found one by one."""
-    seen = _any_of(_seen(model))
+    seen = any_of(_seen(model))
     if model.model_type != "unigram":
         return normalizers.Replace(Regex(f"[^{seen}]{{2,}}"), UNSEEN)
     start, end = rf"(?:\A|(?<=[{seen}]))(?=[^{seen}])", rf"(?<=[^{seen}])(?=[{seen}]|\z)"
     return normalizers.Replace(Regex(f"{start}|{end}"), UNSEEN)
 
 
-def _any_of(characters: Iterable[str]) -> str:
+def any_of(characters: Iterable[str]) -> str:
     """The inside of a regular expression's brackets."""
     return "".join(rf"\x{{{ord(character):x}}}" for character in sorted(characters))
 
@@ -627,7 +627,7 @@ def subwords(
             normalizers.Replace(Regex("_ _(?=.)"), "_"),  # a single space between two words
             normalizers.Replace("\n", r"\10;"),
             normalizers.Replace(
-                Regex(f"[^{_any_of({*alphabet, BACKSLASH, UNDERSCORE})}]"), r"\65533;"
+                Regex(f"[^{any_of({*alphabet, BACKSLASH, UNDERSCORE})}]"), r"\65533;"
             ),
             normalizers.Replace(BACKSLASH, "\\\\"),
             normalizers.Replace(UNDERSCORE, "\\u"),

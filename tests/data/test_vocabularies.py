@@ -19,8 +19,8 @@ from conftest import REPOSITORY
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vanilla_transformer import VanillaTransformerTokenizer
-from vanilla_transformer.conversion import vocabularies
-from vanilla_transformer.conversion.vocabularies import (
+from vanilla_transformer.data import vocabularies
+from vanilla_transformer.data.vocabularies import (
     BYTE,
     CONTROL,
     NORMAL,

@@ -1,0 +1,153 @@
+"""Other tokenizers than the default: unigrams, characters, words; two vocabularies; user tokens."""
+
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from vanilla_transformer.data.tokenization import TOKENIZER_TYPES, train_tokenizer
+from vanilla_transformer.data.tokenizer_options import TokenizerArguments
+
+TEXTS = [
+    "The dog <num> runs through the green grass.",
+    "Der Hund rennt durch das grüne Gras.",
+    "Zwei Hunde , 2016 !",
+    "中文 也 可以",
+] * 3
+SMILES = ["C C ( = O ) O c 1 c c c c c 1", "[nH] Br Cl", "N # C [C@@H]"] * 2
+TRICKY = [
+    "", " ", "  two ", "<num>", " <num>", "<num> <num>", "a<num>b", "a <num> b ", "<2fr> hallo",
+    "</s> <pad> <unk>", "<0x41>", "emoji 😀", "▁ \t\n", "the<2fr>",
+]  # fmt: skip
+
+
+def trained(texts=TEXTS, size=400, **options):
+    return train_tokenizer(texts, size, show_progress=False, **options)
+
+
+def reloaded(tokenizer, folder):
+    tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def pieces(tokenizer, text):
+    return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+
+
+@pytest.mark.parametrize("user_tokens", [[], ["<2fr>", "<num>"]])
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "char"])
+def test_any_text_comes_back_from_a_saved_tokenizer(kind, user_tokens, tmp_path):
+    tokenizer = reloaded(trained(tokenizer_type=kind, user_tokens=user_tokens), tmp_path)
+    for text in TEXTS + TRICKY:
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert not set(ids[:-1]) & set(tokenizer.all_special_ids), "a text spells a special token"
+
+
+@pytest.mark.parametrize("texts", [TEXTS, SMILES])
+def test_words_come_back_if_they_are_known(texts, tmp_path):
+    tokenizer = reloaded(trained(texts, tokenizer_type="word"), tmp_path)
+    for text in texts:
+        assert pieces(tokenizer, text) == [*text.split(), "</s>"]
+        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    assert pieces(tokenizer, "xyz </s> <pad>")[0] == "<unk>"
+    assert not {0, 2} & set(tokenizer("a </s> <pad> b")["input_ids"][:-1])
+
+
+def test_the_types_differ_in_their_pieces():
+    text = "Der Hund"
+    cut = {kind: pieces(trained(tokenizer_type=kind), text)[:-1] for kind in TOKENIZER_TYPES}
+    assert cut["char"] == list(text)
+    assert cut["word"] == ["Der", "Hund"]
+    for kind in ("bpe", "unigram"):
+        assert "".join(cut[kind]) == f" {text}"
+        assert len(cut[kind]) < len(text)
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_TYPES)
+def test_vocab_size_limits_all_ids_together(kind):
+    texts = [*TEXTS, "".join(map(chr, range(0x4E00, 0x4F00)))]
+    size = 20 if kind == "word" else 280
+    tokenizer = trained(texts, size, tokenizer_type=kind, user_tokens=["<a>", "<b>"])
+    assert size - 5 < len(tokenizer) <= size
+    assert tokenizer.convert_tokens_to_ids(["<pad>", "<s>", "</s>", "<unk>"]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_TYPES)
+def test_user_tokens_are_never_split(kind, tmp_path):
+    tokenizer = reloaded(
+        trained(tokenizer_type=kind, user_tokens=["<2fr>", "{name}"], lowercase=True), tmp_path
+    )
+    tags = tokenizer.convert_tokens_to_ids(["<2fr>", "{name}"])
+    for text in ("<2fr> der {name} .", "der{name}.<2fr>", "<2FR> {NAME}"):
+        found = [number for number in tokenizer(text)["input_ids"] if number in tags]
+        assert sorted(found) == sorted(tags), text
+
+
+def test_text_that_begins_with_a_tag_has_no_piece_for_the_space_before_it():
+    assert pieces(trained(user_tokens=["<2fr>"]), "<2fr> Der")[0] == "<2fr>"
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_TYPES)
+def test_case_and_unicode_form_are_saved(kind, tmp_path):
+    options = {"lowercase": True, "unicode_normalization": "nfkc"}
+    tokenizer = reloaded(trained(tokenizer_type=kind, **options), tmp_path)
+    assert tokenizer("ＤＥＲ Hund")["input_ids"] == tokenizer("der hund")["input_ids"]
+    assert tokenizer.decode(tokenizer("Der HUND")["input_ids"][:-1]) == "der hund"
+
+
+def test_without_a_unicode_form_text_stays_as_it_is():
+    tokenizer = trained(unicode_normalization="none")
+    ids = tokenizer("u\u0308 Ａ")["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "u\u0308 Ａ"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer_type": "morphemes"}, "tokenizer_type='morphemes': expected one of bpe,"),
+        ({"unicode_normalization": "utf8"}, "unicode_normalization='utf8': expected one of nfc,"),
+        ({"user_tokens": ["<a>", ""]}, "user_tokens has '': expected a token"),
+        ({"user_tokens": ["a b"]}, "user_tokens has 'a b'"),
+        ({"user_tokens": ["</s>"]}, "user_tokens has '</s>'"),
+        ({"user_tokens": ["<a>", "<a>"]}, "'<a>' twice"),
+        ({"target_tokenizer_type": "word"}, "expected separate_vocabularies with it"),
+        ({"target_vocab_size": 300}, "target_vocab_size=300: expected separate_vocabularies"),
+    ],
+)
+def test_bad_options_are_named_before_any_text_is_read(options, message):
+    with pytest.raises(ValueError, match=message):
+        TokenizerArguments(**options)
+
+
+# Two vocabularies
+
+
+def pairs():
+    return Dataset.from_dict({"source": ["abc <t>", "cab"], "target": ["a: b", "b a:"]})
+
+
+def two(**options):
+    return TokenizerArguments(
+        tokenizer_type="char", separate_vocabularies=True, target_tokenizer_type="word", **options
+    ).train(pairs())
+
+
+def test_each_side_has_a_vocabulary_of_its_own_from_a_saved_folder_too(tmp_path):
+    tokenizer = two()
+    for one in (tokenizer, reloaded(tokenizer, tmp_path)):
+        encoded = one(["cab"], text_target=["b a:"])
+        assert one.convert_ids_to_tokens(encoded["input_ids"][0]) == ["c", "a", "b", "</s>"]
+        assert one.decode(encoded["labels"][0], skip_special_tokens=True) == "b a:"
+        assert one.target_vocab_size == 4 + 2
+
+
+def test_each_side_may_have_a_size_of_its_own():
+    tokenizer = two(vocab_size=300, target_vocab_size=6)
+    assert tokenizer.target_vocab_size == 6
+
+
+def test_user_tokens_are_in_both_vocabularies():
+    tokenizer = two(user_tokens=["<t>"])
+    encoded = tokenizer("a<t>b", text_target="a: <t>")
+    assert len(encoded["input_ids"]) == 4
+    assert tokenizer.decode(encoded["labels"], skip_special_tokens=True) == "a: <t>"
