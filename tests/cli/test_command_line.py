@@ -15,9 +15,8 @@ from vanilla_transformer.cli import main, train_options
 from vanilla_transformer.training.recipes import find_recipe, recipe_names, recipe_path
 
 COMMANDS = (
-    "train", "plan", "translate", "evaluate", "score", "average", "convert", "plot", "analyze",
-    "train", "plan", "translate", "evaluate", "score", "average", "convert", "serve", "plot",
-    "recipes", "info",
+    "train", "plan", "translate", "back-translate", "evaluate", "score", "average", "convert",
+    "export", "serve", "demo", "push", "plot", "analyze", "recipes", "info",
 )  # fmt: skip
 
 
@@ -94,11 +93,11 @@ def titles(text):
 
 def test_training_shows_its_own_options_in_groups(tmp_path):
     short = run_command("train", "--help", cwd=tmp_path).stdout
-    own = ["help", "data", "model", "training", "decoding"]
+    own = ["help", "data", "tokenizer", "model", "training", "decoding"]
     assert titles(short) == own
     text = run_command("train", "--help_all", cwd=tmp_path).stdout
-    assert titles(text)[:5] == own
-    assert all(title.startswith("transformers: ") for title in titles(text)[5:])
+    assert titles(text)[:6] == own
+    assert all(title.startswith("transformers: ") for title in titles(text)[6:])
     shown = re.findall(r"^  (?:-h, )?--(\w+)", text, re.MULTILINE)
     assert not train_options.WITHOUT_EFFECT & set(shown)
     assert {"do_train", "do_eval", "do_predict"} <= train_options.WITHOUT_EFFECT

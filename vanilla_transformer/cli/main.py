@@ -9,6 +9,7 @@ COMMANDS = {
     "train": "Train a model from scratch, or fine-tune one.",
     "plan": "Say how long a training takes, and how much memory.",
     "translate": "Translate a file or standard input.",
+    "back-translate": "Translate monolingual text, as sources for training.",
     "evaluate": "Score translations by many metrics; compare systems.",
     "score": "Print the log-probability of given translations.",
     "average": "Average the weights of checkpoints.",
@@ -38,7 +39,7 @@ def main() -> None:
     command = parser.parse_args(sys.argv[1:2]).command
     sys.argv[:2] = [f"vanilla-transformer {command}"]  # as help and errors of the command name it
     try:
-        module = importlib.import_module(f"vanilla_transformer.cli.{command}")
+        module = importlib.import_module(f"vanilla_transformer.cli.{command.replace('-', '_')}")
     except ModuleNotFoundError as error:
         if str(error.name).startswith("vanilla_transformer"):
             raise

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from reprlib import repr
 from typing import Any
@@ -33,15 +33,16 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from .corpora import PAIR_FEATURES, CorpusArguments
 from .text_files import decode_lines, expect_unicode, read_lines
 
+# ruff: noqa: RUF009  # `_option` returns a field
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
 # What options such as `max_eval_samples` call the splits, as in transformers' examples.
 SAMPLES = {"train": "train", "validation": "eval", "test": "predict"}
 FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
-PAIR_FEATURES = Features({"source": Value("string"), "target": Value("string")})
 
 
 def _option(help: str, default: Any = None) -> Any:
@@ -49,11 +50,12 @@ def _option(help: str, default: Any = None) -> Any:
 
 
 @dataclass
-class DataArguments:
+class DataArguments(CorpusArguments):
     """The arguments that select sentence pairs, for `HfArgumentParser`.
 
     The data comes from a Hub dataset, the built-in `phrases`, or local files. Each split of local
-    data is either two text files with one sentence per line, or one file with two columns.
+    data is one corpus or several: each is either two text files with one sentence per line, or one
+    file with two columns. A name in place of a list of names means one file.
 
     Raises:
         ValueError: An argument needs or contradicts another one, names a missing file or is out of
@@ -74,18 +76,20 @@ class DataArguments:
     target_column: str | None = _option(
         "Column with the target text. Default: as for source_column."
     )
-    train_source: str | None = _option("Source side of the training data, plain text or .gz.")
-    train_target: str | None = _option("Target side of the training data, plain text or .gz.")
-    validation_source: str | None = _option("Source side of the validation data.")
-    validation_target: str | None = _option("Target side of the validation data.")
-    test_source: str | None = _option("Source side of the test data.")
-    test_target: str | None = _option("Target side of the test data.")
-    train_file: str | None = _option(
-        "Training data in columns: csv (quoted as usual) and tsv (no quoting at all) with a header "
-        "line, json or jsonl, plain or .gz; or parquet."
+    train_source: list[str] | None = _option(
+        "Source side of the training data, plain text or .gz. Several files are several corpora."
     )
-    validation_file: str | None = _option("Validation data in columns.")
-    test_file: str | None = _option("Test data in columns.")
+    train_target: list[str] | None = _option("Target side of the training data, plain text or .gz.")
+    validation_source: list[str] | None = _option("Source side of the validation data.")
+    validation_target: list[str] | None = _option("Target side of the validation data.")
+    test_source: list[str] | None = _option("Source side of the test data.")
+    test_target: list[str] | None = _option("Target side of the test data.")
+    train_file: list[str] | None = _option(
+        "Training data in columns: csv (quoted as usual) and tsv (no quoting at all) with a header "
+        "line, json or jsonl, plain or .gz; or parquet. Several files are several corpora."
+    )
+    validation_file: list[str] | None = _option("Validation data in columns.")
+    test_file: list[str] | None = _option("Test data in columns.")
     phrases_train_size: int = _option("Number of generated training pairs.", 300_000)
     phrases_validation_size: int = _option("Number of generated validation pairs.", 1000)
     phrases_test_size: int = _option("Number of generated test pairs.", 1000)
@@ -110,18 +114,27 @@ class DataArguments:
     streaming: bool = _option("Read the data while training instead of storing it first.", False)
 
     def __post_init__(self) -> None:
+        for split, kind in product(SPLITS, ("source", "target", "file")):
+            value = getattr(self, f"{split}_{kind}")
+            if isinstance(value, str):
+                setattr(self, f"{split}_{kind}", [value])
         self._check_pairs()
         self._check_origin()
         self._check_files()
         self._check_numbers()
+        self.check(len(self.corpora("train")) or 1, self.streaming)
+
+    def corpora(self, split: str) -> list[tuple[str, ...]]:
+        """The local files of each corpus of a split: one with columns, or a source and a target."""
+        files = getattr(self, f"{split}_file")
+        if files is not None:
+            return [(file,) for file in files]
+        sources, targets = getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
+        return list(zip(sources or (), targets or (), strict=True))
 
     def paths(self, split: str) -> tuple[str, ...]:
-        """The local files of a split: one with columns, a source and a target, or none."""
-        file = getattr(self, f"{split}_file")
-        if file is not None:
-            return (file,)
-        source, target = getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
-        return () if source is None else (source, target)
+        """All local files of a split."""
+        return tuple(path for corpus in self.corpora(split) for path in corpus)
 
     def _check_pairs(self) -> None:
         pairs = [("source_column", "target_column")]
@@ -133,6 +146,14 @@ class DataArguments:
             if len(given) == 1:
                 missing = pair[1] if given[0] == pair[0] else pair[0]
                 raise ValueError(f"{given[0]} is given without {missing}")
+            numbers = [
+                len(value) for name in given if isinstance(value := getattr(self, name), list)
+            ]
+            if len(set(numbers)) > 1:
+                raise ValueError(
+                    f"{pair[0]} names {numbers[0]} files and {pair[1]} {numbers[1]}: expected a "
+                    "target for each source"
+                )
 
     def _check_origin(self) -> None:
         local = [split for split in SPLITS if self.paths(split)]
@@ -159,16 +180,16 @@ class DataArguments:
             for path in self.paths(split):
                 if not Path(path).is_file():
                     raise ValueError(f"the {split} data names no file: {path}")
-            file = getattr(self, f"{split}_file")
-            if file is not None and _suffix(file) not in FILE_SUFFIXES:
-                raise ValueError(
-                    f"{split}_file={file!r} must end in one of {', '.join(FILE_SUFFIXES)}, "
-                    "or the same with .gz"
-                )
-            if file is not None and file.lower().endswith(".parquet.gz"):
-                raise ValueError(
-                    f"{split}_file={file!r}: parquet is compressed inside, use it without .gz"
-                )
+            for file in getattr(self, f"{split}_file") or ():
+                if _suffix(file) not in FILE_SUFFIXES:
+                    raise ValueError(
+                        f"{split}_file={file!r} must end in one of {', '.join(FILE_SUFFIXES)}, "
+                        "or the same with .gz"
+                    )
+                if file.lower().endswith(".parquet.gz"):
+                    raise ValueError(
+                        f"{split}_file={file!r}: parquet is compressed inside, use it without .gz"
+                    )
 
     def _check_numbers(self) -> None:
         for option in fields(self):
@@ -182,8 +203,10 @@ class DataArguments:
             raise ValueError(f"bpe_dropout={self.bpe_dropout}: expected a probability")
 
 
-def load_parallel_dataset(arguments: DataArguments) -> DatasetDict | IterableDatasetDict:
-    """Load the sentence pairs.
+def load_parallel_dataset(
+    arguments: DataArguments, seed: int = 0
+) -> DatasetDict | IterableDatasetDict:
+    """Load the sentence pairs. The seed mixes corpora that have weights.
 
     Local files are read completely before anything else, so that errors in them are raised at once.
     Lines end in "\\n" or "\\r\\n" only, and a byte order mark is dropped; text is otherwise
@@ -200,11 +223,12 @@ def load_parallel_dataset(arguments: DataArguments) -> DatasetDict | IterableDat
             sides have different numbers of lines.
     """
     if arguments.dataset_name == "phrases":
-        splits = _load_phrases(arguments)
+        corpora = _load_phrases(arguments)
     elif arguments.dataset_name is not None:
-        splits = _load_from_hub(arguments.dataset_name, arguments)
+        corpora = _load_from_hub(arguments.dataset_name, arguments)
     else:
-        splits = _load_files(arguments)
+        corpora = _load_files(arguments)
+    splits = {split: arguments.combine(found, split, seed) for split, found in corpora.items()}
     for split, dataset in splits.items():
         limit = getattr(arguments, f"max_{SAMPLES[split]}_samples")
         if limit is not None:
@@ -269,8 +293,10 @@ def _tokenize(
 
 # Sources of data
 
+Corpora = dict[str, list[Dataset | IterableDataset]]  # of each split
 
-def _load_phrases(arguments: DataArguments) -> dict[str, Dataset | IterableDataset]:
+
+def _load_phrases(arguments: DataArguments) -> Corpora:
     from .phrases import load_phrases
 
     splits = {
@@ -284,37 +310,38 @@ def _load_phrases(arguments: DataArguments) -> dict[str, Dataset | IterableDatas
         if getattr(arguments, f"phrases_{split}_size") > 0
     }
     if arguments.streaming:
-        return {split: dataset.to_iterable_dataset() for split, dataset in splits.items()}
-    return splits
+        return {split: [dataset.to_iterable_dataset()] for split, dataset in splits.items()}
+    return {split: [dataset] for split, dataset in splits.items()}
 
 
-def _load_from_hub(name: str, arguments: DataArguments) -> dict[str, Dataset | IterableDataset]:
+def _load_from_hub(name: str, arguments: DataArguments) -> Corpora:
     tables = load_dataset(name, arguments.dataset_config_name, streaming=arguments.streaming)
     present = [split for split in SPLITS if split in tables]
     if not present:
         raise ValueError(
             f"{name} has none of the splits {', '.join(SPLITS)}, only: {', '.join(tables)}"
         )
-    return {split: _table_to_pairs(tables[split], split, name, arguments) for split in present}
+    return {split: [_table_to_pairs(tables[split], split, name, arguments)] for split in present}
 
 
-def _load_files(arguments: DataArguments) -> dict[str, Dataset | IterableDataset]:
-    files = {split: paths for split in SPLITS if (paths := arguments.paths(split))}
+def _load_files(arguments: DataArguments) -> Corpora:
+    files = {split: found for split in SPLITS if (found := arguments.corpora(split))}
     columns = {
-        split: _check_rows(paths, split, arguments)
-        for split, paths in files.items()
+        (split, paths): _check_rows(paths, split, arguments)
+        for split, corpora in files.items()
+        for paths in corpora
         if _suffix(paths[0]) != ".parquet" or len(paths) == 2
     }
-    splits: dict[str, Dataset | IterableDataset] = {}
-    for split, paths in files.items():
-        if split in columns:
-            splits[split] = _rows_to_pairs(paths, columns[split], split, arguments.streaming)
-        else:
-            table = load_dataset(
-                "parquet", data_files={split: paths[0]}, split=split, streaming=arguments.streaming
-            )
-            splits[split] = _table_to_pairs(table, split, paths[0], arguments)
-    return splits
+
+    def load(split: str, paths: tuple[str, ...]) -> Dataset | IterableDataset:
+        if (split, paths) in columns:
+            return _rows_to_pairs(paths, columns[split, paths], split, arguments.streaming)
+        table = load_dataset(
+            "parquet", data_files={split: paths[0]}, split=split, streaming=arguments.streaming
+        )
+        return _table_to_pairs(table, split, paths[0], arguments)
+
+    return {split: [load(split, paths) for paths in corpora] for split, corpora in files.items()}
 
 
 def _table_to_pairs(
@@ -495,7 +522,8 @@ def _choose_columns(present: list[str], arguments: DataArguments, name: str) -> 
             languages = (arguments.source_lang, arguments.target_lang)
             inside = (f"translation.{languages[0]}", f"translation.{languages[1]}")
             choices = [inside, languages, *choices]
-        if len(present) == 2 and not present[0].startswith("translation."):
+        several = any(len(arguments.corpora(split)) > 1 for split in SPLITS)
+        if len(present) == 2 and not present[0].startswith("translation.") and not several:
             choices.append((present[0], present[1]))
     for source, target in choices:
         if source in present and target in present:

@@ -1,20 +1,41 @@
 """The options of a new tokenizer, and what it makes of the training text."""
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+from tokenizers import AddedToken, decoders
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from .parallel_text import iter_texts
 from .tokenization import (
+    BOS,
+    BYTE_TOKENS,
+    EOS,
+    PAD,
+    SPECIAL_TOKENS,
     TOKENIZER_TYPES,
     UNICODE_FORMS,
     check_choice,
     check_user_tokens,
     train_tokenizer,
 )
-from .vocabularies import pair
+from .vocabularies import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    Specials,
+    bpe_codes,
+    pair,
+    read_bpe_codes,
+    read_sentencepiece,
+    sentencepiece,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +88,21 @@ class TokenizerArguments:
         },
     )
 
+    sentencepiece_model: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Use a sentencepiece model in place of a new tokenizer; or two, the source's "
+            "and the target's."
+        },
+    )
+    bpe_codes: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Use the codes of subword-nmt or fastBPE in place of a new tokenizer, for text "
+            "that is split into words; or two files, the source's and the target's."
+        },
+    )
+
     def __post_init__(self) -> None:
         check_choice("tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
         check_choice("unicode_normalization", self.unicode_normalization, UNICODE_FORMS)
@@ -78,6 +114,31 @@ class TokenizerArguments:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: expected separate_vocabularies with it"
                 )
+        self._check_imports()
+
+    def _check_imports(self) -> None:
+        for name in ("sentencepiece_model", "bpe_codes"):
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, [value])
+            files = getattr(self, name) or []
+            if len(files) > 2:
+                raise ValueError(f"{name}={files}: expected a file, or one for each side")
+            for file in files:
+                if not Path(file).is_file():
+                    raise ValueError(f"{name} names no file: {file}")
+        if self.sentencepiece_model is not None and self.bpe_codes is not None:
+            raise ValueError("sentencepiece_model and bpe_codes are both given: choose one")
+        own_rules = {
+            "lowercase": self.lowercase,
+            "unicode_normalization": self.unicode_normalization != "nfc",
+            "tokenizer_type": self.tokenizer_type != "bpe",
+        }
+        for name, given in own_rules.items():
+            if given and (self.sentencepiece_model or self.bpe_codes):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: expected neither sentencepiece_model nor "
+                    "bpe_codes, which say how text is split"
+                )
 
     def train(self, pairs: Any) -> PreTrainedTokenizerFast:
         """A new tokenizer.
@@ -88,16 +149,23 @@ class TokenizerArguments:
         Raises:
             ValueError: As in `train_tokenizer`.
         """
-        if not self.separate_vocabularies:
-            return self._train(iter_texts(pairs), self.tokenizer_type, self.vocab_size)
-        kind = self.target_tokenizer_type or self.tokenizer_type
-        size = self.target_vocab_size or self.vocab_size
-        return pair(
-            self._train(iter_texts(pairs, ["source"]), self.tokenizer_type, self.vocab_size),
-            self._train(iter_texts(pairs, ["target"]), kind, size),
-        )
+        named = self.sentencepiece_model or self.bpe_codes
+        files: list[str | None] = [None] if named is None else [*named]
+        if len(files) == 1 and not self.separate_vocabularies:
+            return self._side(iter_texts(pairs), files[0], self.tokenizer_type, self.vocab_size)
+        kinds = self.tokenizer_type, self.target_tokenizer_type or self.tokenizer_type
+        sizes = self.vocab_size, self.target_vocab_size or self.vocab_size
+        sides = (iter_texts(pairs, [side]) for side in ("source", "target"))
+        return pair(*map(self._side, sides, [files[0], files[-1]], kinds, sizes))
 
-    def _train(self, texts: Any, tokenizer_type: str, size: int) -> PreTrainedTokenizerFast:
+    def _side(
+        self, texts: Iterable[str], file: str | None, tokenizer_type: str, size: int
+    ) -> PreTrainedTokenizerFast:
+        """A tokenizer from a file, or trained on the texts."""
+        if file is not None and self.sentencepiece_model is not None:
+            return import_sentencepiece(file, self.user_tokens)
+        if file is not None:
+            return import_bpe_codes(file, texts, self.user_tokens)
         return train_tokenizer(
             texts,
             size,
@@ -105,4 +173,84 @@ class TokenizerArguments:
             user_tokens=self.user_tokens,
             lowercase=self.lowercase,
             unicode_normalization=self.unicode_normalization,
+        )
+
+
+def import_sentencepiece(path: str, user_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A tokenizer that splits as a sentencepiece model, with its ids.
+
+    `<pad>` and `</s>`, if the model lacks them, and the user's tokens follow its pieces.
+
+    Raises:
+        ValueError: The file is no such model, or of a kind that no fast tokenizer can be.
+    """
+    model = read_sentencepiece(path)
+    listed = {piece for piece, _, _ in model.pieces}
+    more = [(token, 0.0, CONTROL) for token in (PAD, EOS) if token not in listed]
+    more += [(token, 0.0, USER_DEFINED) for token in user_tokens if token not in listed]
+    model = replace(model, pieces=[*model.pieces, *more])
+    unk = next((piece for piece, _, kind in model.pieces if kind == UNKNOWN), None)
+    return sentencepiece(model, Specials(pad=PAD, bos=model.special(BOS), eos=EOS, unk=unk))
+
+
+def import_bpe_codes(
+    path: str, texts: Iterable[str], user_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokenizer that splits words as subword-nmt does. Its vocabulary is the characters of the
+    texts, inside and at the end of words, and all that the codes make of them.
+
+    Raises:
+        ValueError: The file is not in subword-nmt's format 0.2 or fastBPE's.
+    """
+    merges = read_bpe_codes(path)
+    characters = sorted(set().union(*texts) - {" "})
+    symbols = [*SPECIAL_TOKENS, *characters, *(f"{character}</w>" for character in characters)]
+    symbols += [symbol for merge in merges for symbol in (*merge, "".join(merge))]
+    vocab = {symbol: number for number, symbol in enumerate(dict.fromkeys(symbols))}
+    tokenizer = bpe_codes(merges, vocab, Specials(), separator=None)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_tokens])
+    if user_tokens:  # they are words
+        ends = [decoders.Replace(token, f"{token}</w>") for token in user_tokens]
+        backend = tokenizer.backend_tokenizer
+        backend.decoder = decoders.Sequence([*ends, backend.decoder])
+    return tokenizer
+
+
+def expect_whole(tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn of user tokens that an existing tokenizer splits."""
+    for token in tokens:
+        if token not in tokenizer.get_vocab():
+            logger.warning(
+                "The tokenizer splits the user token %r into %d: train a new one to keep it whole",
+                token,
+                len(tokenizer.tokenize(token)),
+            )
+
+
+def log_coverage(dataset: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log the mean number of tokens in a sentence, and how many of them the vocabulary covers:
+    neither unknown nor single bytes of a character.
+
+    Args:
+        dataset: Has the columns `input_ids` and `labels`. A stream is not read.
+        tokenizer: The tokenizer that made them.
+    """
+    if not isinstance(dataset, Dataset):
+        return
+    sources, targets = tokenizer, getattr(tokenizer, "target_tokenizer", tokenizer)
+    for name, column, side in (("Source", "input_ids", sources), ("Target", "labels", targets)):
+        vocab = side.get_vocab()
+        lacking = [vocab[token] for token in (tokenizer.unk_token, *BYTE_TOKENS) if token in vocab]
+        uncovered = pa.array(lacking, pa.int32())
+        tokens = missing = 0
+        for batch in dataset.select_columns(column).with_format("arrow").iter(10_000):
+            ids = pc.list_flatten(batch[column])
+            tokens += len(ids)
+            missing += pc.sum(pc.is_in(ids, value_set=uncovered)).as_py() or 0
+        logger.info(
+            "%s: %d tokens in the vocabulary, %.1f in a sentence, coverage %.3f%%",
+            name,
+            len(vocab),
+            tokens / max(1, len(dataset)),
+            100 * (1 - missing / max(1, tokens)),
         )

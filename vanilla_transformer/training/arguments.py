@@ -158,6 +158,13 @@ class TranslationTrainingArguments(
             f"Default: {', '.join(METRICS)}."
         },
     )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "End training after this many evaluations without a better "
+            "metric_for_best_model. Needs load_best_model_at_end."
+        },
+    )
     r_drop_alpha: float = field(
         default=0.0,
         metadata={
@@ -215,6 +222,7 @@ class TranslationTrainingArguments(
             if name not in known:
                 raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
         self._check_averages()
+        self._check_early_stopping()
 
     @property
     def device(self) -> torch.device:
@@ -285,6 +293,18 @@ class TranslationTrainingArguments(
             )
         if self.save_strategy == "no":
             raise ValueError(f"average_checkpoints={wanted}: save_strategy='no' keeps none")
+
+    def _check_early_stopping(self) -> None:
+        patience = self.early_stopping_patience
+        if patience is None:
+            return
+        if patience < 1:
+            raise ValueError(f"early_stopping_patience={patience}: expected a positive number")
+        if not self.load_best_model_at_end:
+            raise ValueError(
+                f"early_stopping_patience={patience}: expected load_best_model_at_end, with "
+                "eval_strategy and save_strategy"
+            )
 
     def expect_data(self, splits: Collection[str], streaming: bool = False) -> None:
         """Check that all splits are there that training needs, and `max_steps` for a stream.

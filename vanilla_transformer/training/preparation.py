@@ -1,14 +1,17 @@
 """From the options of a training run to its tokenizer, model and token ids."""
 
 import logging
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
 from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_dataset
+from ..data.tokenizer_options import expect_whole, log_coverage
 from .arguments import ModelArguments, TranslationTrainingArguments
 from .defaults import TextSize, choose_open_options, extend_output_limit
+from .languages import set_languages, start_in_target_language
 from .trainer import make_model, make_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -44,13 +47,19 @@ def prepare(
     """
     training_args.limit(data_args)
     set_seed(training_args.seed)
-    pairs = load_parallel_dataset(data_args)
+    pairs = load_parallel_dataset(data_args, training_args.seed)
     training_args.expect_data(pairs, data_args.streaming)
-    tokenizer = make_tokenizer(model_args, pairs["train"], checkpoint)
+    tags = [tag for tag in data_args.tags() if tag not in model_args.user_tokens]
+    wanted = replace(model_args, user_tokens=[*model_args.user_tokens, *tags])
+    tokenizer = make_tokenizer(wanted, pairs["train"], checkpoint)
+    expect_whole(wanted.user_tokens, tokenizer)
+    set_languages(tokenizer, data_args.source_lang, data_args.target_lang)
     with training_args.main_process_first(desc="tokenising"):
         splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
+    log_coverage(splits["train"], tokenizer)
     size = TextSize.of(splits["train"])
     model = make_model(model_args, tokenizer, checkpoint, size)
+    start_in_target_language(model, tokenizer)
     if model_args.model_name_or_path is not None:
         training_args.left_open &= {"max_tokens"}  # transformers' defaults are for fine-tuning
     choose_open_options(training_args, model.config.d_model, size)

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
+    EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
@@ -271,6 +272,9 @@ def make_trainer(
             LossGapCallback(),
         ],
     )
+    patience = getattr(arguments, "early_stopping_patience", None)
+    if patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(patience))
     if trainer.pop_callback(TensorBoardCallback) is not None:
         trainer.add_callback(ResilientTensorBoardCallback())
     return trainer

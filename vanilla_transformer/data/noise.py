@@ -1,0 +1,17 @@
+"""Noise for synthetic sources (Edunov et al., 2018, https://arxiv.org/abs/1808.09381, section 3)."""
+
+from random import Random
+
+MASK_TOKEN = "<BLANK>"
+DROP, MASK, REACH = 0.1, 0.1, 3
+
+
+def add_noise(text: str, random: Random) -> str:
+    """The words of a text, of which each is dropped with probability `DROP` and replaced by
+    `MASK_TOKEN` with probability `MASK`, and none is moved by more than `REACH` places. At least
+    one word of a text remains."""
+    words = text.split()
+    kept = [word for word in words if random.random() >= DROP] or words[:1]
+    masked = [MASK_TOKEN if random.random() < MASK else word for word in kept]
+    places = [place + random.uniform(0, REACH + 1) for place in range(len(masked))]
+    return " ".join(masked[place] for place in sorted(range(len(masked)), key=places.__getitem__))

@@ -1,0 +1,51 @@
+"""Languages of multilingual models, such as mBART's and NLLB's: their tokenizers mark the language
+of a text by a token, and the target's token is what a decoder starts with."""
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def set_languages(
+    tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
+) -> None:
+    """Tell a multilingual tokenizer the languages of its texts. Others stay as they are.
+
+    Args:
+        tokenizer: Multilingual if it has `src_lang` and `tgt_lang`.
+        source: The code of the source language, such as en_XX; None keeps the tokenizer's.
+        target: The same for the target.
+
+    Raises:
+        ValueError: A language is missing, or the tokenizer does not know it.
+    """
+    if not (hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")):
+        return
+    for option, attribute, code, side in (
+        ("source_lang", "src_lang", source, "text"),
+        ("target_lang", "tgt_lang", target, "text_target"),
+    ):
+        code = code or getattr(tokenizer, attribute)
+        try:
+            setattr(tokenizer, attribute, code)
+            marks = tokenizer(**{side: ""}).input_ids if code else [tokenizer.unk_token_id]
+        except KeyError:
+            marks = [tokenizer.unk_token_id]
+        if tokenizer.unk_token_id in marks:
+            raise ValueError(
+                f"{option}={code!r}: expected a language code of {type(tokenizer).__name__}"
+            )
+
+
+def start_in_target_language(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a decoder start with the language of the tokenizer's targets, if they have one.
+
+    A target that begins with its language (mBART-50, NLLB, M2M-100) makes this the first token that
+    is generated; one that ends with it (mBART) makes it the token that a decoder starts with.
+    """
+    if getattr(tokenizer, "tgt_lang", None) is None:
+        return
+    ids = tokenizer(text_target="").input_ids
+    if ids[0] != tokenizer.eos_token_id:
+        model.generation_config.forced_bos_token_id = ids[0]
+    else:
+        model.config.decoder_start_token_id = ids[-1]
+        model.generation_config.decoder_start_token_id = ids[-1]
