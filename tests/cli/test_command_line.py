@@ -26,7 +26,7 @@ def command_line(*words, cwd, **options):
 
 def test_the_help_has_a_line_for_each_command(tmp_path):
     text = command_line("--help", cwd=tmp_path, fresh=True).stdout
-    lines = text.partition("  COMMAND\n")[2].partition("\n\n")[0].splitlines()
+    lines = text.partition("  COMMAND [options]\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in lines] == list(COMMANDS) == list(main.COMMANDS)
     assert all(line.endswith(".") for line in lines)
 

@@ -51,20 +51,19 @@ def test_weights_are_shares_and_every_pair_occurs(tmp_path, caplog):
 
 
 def test_the_seed_decides_the_order(tmp_path):
-    arguments = load(
-        [numbered(tmp_path, "a", 9), numbered(tmp_path, "b", 9)], corpus_weights=[1, 1]
-    )
+    corpora = [numbered(tmp_path, "a", 9), numbered(tmp_path, "b", 9)]
+    arguments = load(corpora, corpus_weights=[1, 1])
     assert sources(arguments, seed=1) == sources(arguments, seed=1)
     assert sources(arguments, seed=1) != sources(arguments, seed=2)
 
 
 def test_a_temperature_evens_out_sizes():
-    files = {"dataset_name": "phrases"}
-    even = DataArguments(**files, corpus_temperature=2.0)
-    assert even.shares([900, 100]) == pytest.approx([0.75, 0.25])
-    assert DataArguments(**files, corpus_temperature=1.0).shares([900, 100])[0] == pytest.approx(
-        0.9
-    )
+    def shares(temperature):
+        arguments = DataArguments(dataset_name="phrases", corpus_temperature=temperature)
+        return arguments.shares([900, 100])
+
+    assert shares(2.0) == pytest.approx([0.75, 0.25])
+    assert shares(1.0) == pytest.approx([0.9, 0.1])
 
 
 def test_streams_mix_by_weight(tmp_path):
@@ -129,7 +128,7 @@ def test_validation_data_keeps_all_pairs(tmp_path):
 
 
 def test_nothing_is_left_of_a_corpus(tmp_path):
-    with pytest.raises(ValueError, match="training corpus 1: all pairs dropped: {'too long': 7}"):
+    with pytest.raises(ValueError, match="training corpus 1: all pairs dropped"):
         sources(load([corpus(tmp_path, "text", PAIRS)], max_pair_length=1, length_unit="char"))
 
 

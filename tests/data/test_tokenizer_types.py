@@ -151,3 +151,58 @@ def test_user_tokens_are_in_both_vocabularies():
     encoded = tokenizer("a<t>b", text_target="a: <t>")
     assert len(encoded["input_ids"]) == 4
     assert tokenizer.decode(encoded["labels"], skip_special_tokens=True) == "a: <t>"
+
+
+# Vocabularies of other tools
+
+
+@pytest.fixture
+def codes(tmp_path):
+    """Two merges, as subword-nmt writes them: "lo" and "low" at the end of a word."""
+    file = tmp_path / "codes"
+    file.write_text("#version: 0.2\nl o\nlo w</w>\n")
+    return file
+
+
+def test_bpe_codes_split_as_their_tool_does(codes, tmp_path):
+    texts = Dataset.from_dict({"source": ["low lower <num>"], "target": ["slow"]})
+    arguments = TokenizerArguments(bpe_codes=[str(codes)], user_tokens=["<num>"])
+    tokenizer = reloaded(arguments.train(texts), tmp_path / "saved")
+    text = "slow <num> lower"
+    assert pieces(tokenizer, text) == ["s", "low</w>", "<num>", "lo", "w", "e", "r</w>", "</s>"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_a_sentencepiece_model_keeps_its_pieces_and_ids(model_type, tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    prefix = str(tmp_path / "spm")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_prefix=prefix, vocab_size=70, model_type=model_type,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    original = sentencepiece.SentencePieceProcessor(f"{prefix}.model")
+    arguments = TokenizerArguments(sentencepiece_model=[f"{prefix}.model"], user_tokens=["<2fr>"])
+    tokenizer = reloaded(arguments.train(pairs()), tmp_path / "saved")
+    for text in TEXTS[1:4]:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == [*original.encode(text), tokenizer.eos_token_id]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer.pad_token_id >= original.vocab_size()
+    tag = tokenizer("<2fr>")["input_ids"][-2]
+    assert tag in tokenizer("Hund<2fr>Hund")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bpe_codes": ["nowhere"]}, "bpe_codes names no file: nowhere"),
+        ({"sentencepiece_model": ["codes"] * 3}, "expected a file, or one for each side"),
+        ({"sentencepiece_model": ["codes"], "bpe_codes": ["codes"]}, "choose one"),
+        ({"bpe_codes": ["codes"], "lowercase": True}, "lowercase=True: expected neither"),
+    ],
+)
+def test_bad_imports_are_named(options, message, codes, monkeypatch):
+    monkeypatch.chdir(codes.parent)
+    with pytest.raises(ValueError, match=message):
+        TokenizerArguments(**options)

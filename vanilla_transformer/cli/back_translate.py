@@ -1,14 +1,15 @@
 r"""Translate monolingual text with a reverse model, as sources for training.
 
     vanilla-transformer back-translate --model outputs/de_en --source mono.de --output synthetic.en
-    vanilla-transformer train --train_source train.en synthetic.en --train_target train.de mono.de \
-        --corpus_tags "" "<BT>" --corpus_weights 1 1 --output_dir outputs/en_de
+    torchrun --nproc_per_node 8 -m vanilla_transformer back-translate --model outputs/de_en \
+        --source mono.de --output synthetic.en
 
-The output has a line for each line of the source: the two are a parallel corpus. By default
+The output has a line for each line of the source: the two are a corpus that `train` mixes with
+others (`--train_source train.en synthetic.en --train_target train.de mono.de`). By default
 translations are sampled, which teaches more than a beam's in all but small settings (Edunov et al.,
 2018, https://arxiv.org/abs/1808.09381). `--method beam --noise` is that paper's noised beam. A tag
-tells a model which sources are synthetic (Caswell et al., 2019, https://arxiv.org/abs/1906.06442).
-`train` adds it with `--corpus_tags`.
+tells a model which sources are synthetic (Caswell et al., 2019, https://arxiv.org/abs/1906.06442):
+`train --corpus_tags "" "<BT>"` adds it.
 
 Any number of processes share the work. Run the same command again to resume.
 """

@@ -63,7 +63,7 @@ def make_parser() -> ArgumentParser:
     )
     parser.add_argument("-V", "--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", title="commands", required=True
+        dest="command", metavar="COMMAND [options]", title="commands", required=True
     )
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)

@@ -1,4 +1,5 @@
-"""Noise for synthetic sources (Edunov et al., 2018, https://arxiv.org/abs/1808.09381, section 3)."""
+"""Noise for synthetic sources (section 3 of Edunov et al., 2018,
+https://arxiv.org/abs/1808.09381)."""
 
 from random import Random
 

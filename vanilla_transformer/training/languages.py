@@ -1,6 +1,8 @@
 """Languages of multilingual models, such as mBART's and NLLB's: their tokenizers mark the language
 of a text by a token, and the target's token is what a decoder starts with."""
 
+from contextlib import suppress
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -11,7 +13,7 @@ def set_languages(
 
     Args:
         tokenizer: Multilingual if it has `src_lang` and `tgt_lang`.
-        source: The code of the source language, such as en_XX; None keeps the tokenizer's.
+        source: The code of the source language, such as en_XX.
         target: The same for the target.
 
     Raises:
@@ -23,12 +25,11 @@ def set_languages(
         ("source_lang", "src_lang", source, "text"),
         ("target_lang", "tgt_lang", target, "text_target"),
     ):
-        code = code or getattr(tokenizer, attribute)
-        try:
-            setattr(tokenizer, attribute, code)
-            marks = tokenizer(**{side: ""}).input_ids if code else [tokenizer.unk_token_id]
-        except KeyError:
-            marks = [tokenizer.unk_token_id]
+        marks = [tokenizer.unk_token_id]
+        with suppress(KeyError):  # which some tokenizers raise, and others take for unknown
+            if code is not None:
+                setattr(tokenizer, attribute, code)
+                marks = tokenizer(**{side: ""}).input_ids
         if tokenizer.unk_token_id in marks:
             raise ValueError(
                 f"{option}={code!r}: expected a language code of {type(tokenizer).__name__}"

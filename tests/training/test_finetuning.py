@@ -1,0 +1,197 @@
+"""Fine-tuning with `train`: our own checkpoint and stock models of transformers, each small and
+random: what an encoder and a decoder read, and what is saved for translation."""
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    MarianTokenizer,
+    MBartConfig,
+    MBartForConditionalGeneration,
+    MBartTokenizer,
+    NllbTokenizer,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5Tokenizer,
+)
+
+from vanilla_transformer.data.parallel_text import DataArguments
+from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
+from vanilla_transformer.training.preparation import prepare
+
+SOURCES, TARGETS = ["the lake is deep", "a lake"] * 4, ["le lac est profond", "un lac"] * 4
+LETTERS = sorted(set("".join(SOURCES + TARGETS)) - {" "})
+WIDTH = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16}
+WIDTH |= {"decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+
+
+def unigrams(*special):
+    return [*((token, 0.0) for token in special), *((piece, -2.0) for piece in ["▁", *LETTERS])]
+
+
+def mbart(folder):
+    tokenizer = MBartTokenizer(vocab=unigrams("<s>", "<pad>", "</s>", "<unk>"))
+    config = MBartConfig(vocab_size=len(tokenizer), **WIDTH)
+    return save(folder, MBartForConditionalGeneration(config), tokenizer)
+
+
+def nllb(folder):
+    pieces = [piece for piece, _ in unigrams("<s>", "<pad>", "</s>", "<unk>")]
+    tokenizer = NllbTokenizer(
+        vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]
+    )
+    config = M2M100Config(vocab_size=len(tokenizer), **WIDTH)
+    return save(folder, M2M100ForConditionalGeneration(config), tokenizer)
+
+
+def t5(folder):
+    tokenizer = T5Tokenizer(vocab=unigrams("<pad>", "</s>", "<unk>"))
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return save(folder, T5ForConditionalGeneration(config), tokenizer)
+
+
+def marian(folder):
+    sentencepiece = pytest.importorskip("sentencepiece", reason="Marian's tokenizer needs it")
+    folder.mkdir()
+    for side, texts in (("source", SOURCES), ("target", TARGETS)):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_prefix=str(folder / side), vocab_size=24,
+            hard_vocab_limit=False, minloglevel=2,
+        )  # fmt: skip
+        (folder / f"{side}.model").rename(folder / f"{side}.spm")
+    pieces = set()
+    for side in ("source", "target"):
+        model = sentencepiece.SentencePieceProcessor(str(folder / f"{side}.spm"))
+        pieces |= {model.id_to_piece(number) for number in range(3, model.vocab_size())}
+    vocab = ["</s>", "<unk>", *sorted(pieces), "<pad>"]
+    (folder / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(vocab)}))
+    tokenizer = MarianTokenizer(
+        str(folder / "source.spm"), str(folder / "target.spm"), str(folder / "vocab.json")
+    )
+    pad = len(vocab) - 1
+    config = MarianConfig(
+        vocab_size=len(vocab), pad_token_id=pad, decoder_start_token_id=pad, eos_token_id=0,
+        forced_eos_token_id=0, **WIDTH,
+    )  # fmt: skip
+    return save(folder, MarianMTModel(config), tokenizer)
+
+
+def save(folder, model, tokenizer):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def prepared(folder, model, **data):
+    for name, texts in (("source", SOURCES), ("target", TARGETS)):
+        (folder / f"train.{name}").write_text("".join(f"{text}\n" for text in texts))
+    files = {f"train_{name}": str(folder / f"train.{name}") for name in ("source", "target")}
+    arguments = TranslationTrainingArguments(
+        str(folder / "out"), max_steps=1, use_cpu=True, report_to="none"
+    )
+    return prepare(
+        ModelArguments(model_name_or_path=str(model)), DataArguments(**files, **data), arguments
+    )
+
+
+def batch_of(ready):
+    collate = DataCollatorForSeq2Seq(ready.tokenizer, model=ready.model)
+    row = ready.splits["train"][1]
+    batch = collate([{"input_ids": row["input_ids"], "labels": row["labels"]}])
+    tokens = ready.tokenizer.convert_ids_to_tokens
+    return {
+        name: tokens(ids[0].tolist()) for name, ids in batch.items() if name != "attention_mask"
+    }
+
+
+def test_mbart_marks_languages_at_the_end_and_starts_with_the_targets(tmp_path):
+    model = mbart(tmp_path / "mbart")
+    ready = prepared(tmp_path, model, source_lang="en_XX", target_lang="fr_XX")
+    batch = batch_of(ready)
+    assert batch["input_ids"][-2:] == ["</s>", "en_XX"]
+    assert batch["labels"][-2:] == ["</s>", "fr_XX"]
+    assert batch["decoder_input_ids"] == ["fr_XX", *batch["labels"][:-1]]
+    french = ready.tokenizer.convert_tokens_to_ids("fr_XX")
+    assert ready.model.generation_config.decoder_start_token_id == french
+
+
+def test_nllb_marks_languages_at_the_start_and_forces_the_targets(tmp_path):
+    model = nllb(tmp_path / "nllb")
+    ready = prepared(tmp_path, model, source_lang="eng_Latn", target_lang="fra_Latn")
+    batch = batch_of(ready)
+    assert (batch["input_ids"][0], batch["input_ids"][-1]) == ("eng_Latn", "</s>")
+    assert (batch["labels"][0], batch["labels"][-1]) == ("fra_Latn", "</s>")
+    assert ready.model.config.decoder_start_token_id == ready.tokenizer.eos_token_id
+    french = ready.tokenizer.convert_tokens_to_ids("fra_Latn")
+    assert ready.model.generation_config.forced_bos_token_id == french
+    ids = ready.model.generate(torch.tensor([[5, 6, 2]]), max_new_tokens=3)
+    assert ids[0, 1] == french
+
+
+def test_t5_reads_the_prefix_and_starts_with_padding(tmp_path):
+    ready = prepared(tmp_path, t5(tmp_path / "t5"), source_prefix="a place: ")
+    batch = batch_of(ready)
+    assert ready.pairs["train"][1]["source"] == "a place: a lake"
+    assert batch["input_ids"][-1] == batch["labels"][-1] == "</s>"
+    assert batch["decoder_input_ids"] == ["<pad>", *batch["labels"][:-1]]
+
+
+def test_marian_reads_each_side_with_its_model_and_starts_with_padding(tmp_path):
+    ready = prepared(tmp_path, marian(tmp_path / "marian"))
+    batch = batch_of(ready)
+    assert batch["input_ids"][-1] == batch["labels"][-1] == "</s>"
+    assert batch["decoder_input_ids"] == ["<pad>", *batch["labels"][:-1]]
+    assert "<unk>" not in batch["input_ids"] + batch["labels"]
+
+
+@pytest.mark.parametrize(
+    ("make", "languages"),
+    [(mbart, ("en_XX", "xx_XX")), (nllb, ("english", "fra_Latn")), (mbart, (None, None))],
+)
+def test_a_language_that_a_tokenizer_lacks_is_named(make, languages, tmp_path):
+    source, target = languages
+    with pytest.raises(ValueError, match=r"_lang=.*: expected a language code of"):
+        prepared(tmp_path, make(tmp_path / "model"), source_lang=source, target_lang=target)
+
+
+@pytest.mark.parametrize(
+    ("make", "flags"),
+    [
+        (mbart, ["--source_lang", "en_XX", "--target_lang", "fr_XX"]),
+        (nllb, ["--source_lang", "eng_Latn", "--target_lang", "fra_Latn"]),
+        (t5, ["--source_prefix", "a place: "]),
+        (marian, []),
+    ],
+)
+def test_train_fine_tunes_it_and_saves_what_translation_needs(make, flags, tmp_path, train_here):
+    model = make(tmp_path / "model")
+    for name, texts in (("source", SOURCES), ("target", TARGETS)):
+        (tmp_path / name).write_text("".join(f"{text}\n" for text in texts))
+    train_here(
+        "--model_name_or_path", model, "--train_source", tmp_path / "source",
+        "--train_target", tmp_path / "target", "--output_dir", tmp_path / "out",
+        "--max_steps", 1, "--use_cpu", "--report_to", "none", *flags,
+    )  # fmt: skip
+    tuned = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    before = AutoModelForSeq2SeqLM.from_pretrained(model)
+    assert any(
+        not torch.equal(one, other)
+        for one, other in zip(tuned.parameters(), before.parameters(), strict=True)
+    )
+    assert getattr(tokenizer, "tgt_lang", None) == (flags[3] if "--target_lang" in flags else None)
+    config = tuned.generation_config
+    start = config.forced_bos_token_id or config.decoder_start_token_id
+    expected = flags[3] if "--target_lang" in flags else "<pad>"
+    assert tokenizer.convert_ids_to_tokens(start) == expected

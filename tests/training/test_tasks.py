@@ -1,0 +1,163 @@
+"""Tasks other than translation, as docs/data.md shows them: each trains, and its saved folder reads
+what training read."""
+
+import json
+import logging
+import random
+
+import pytest
+from conftest import run_command
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
+
+from vanilla_transformer.cli import back_translate
+from vanilla_transformer.data.noise import MASK_TOKEN, add_noise
+
+SHAPE = (
+    "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,"
+    "decoder_attention_heads=2,encoder_ffn_dim=16,decoder_ffn_dim=16"
+)
+QUICK = ["--config_overrides", SHAPE, "--max_steps", 2, "--save_strategy", "no", "--use_cpu"]
+QUICK += ["--report_to", "none", "--vocab_size", 300]
+
+
+def written(folder, **files):
+    for name, lines in files.items():
+        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def trained(folder, train_here, *flags):
+    train_here(*QUICK, "--output_dir", folder / "model", *flags)
+    loaded = folder / "model"
+    return AutoTokenizer.from_pretrained(loaded), AutoModelForSeq2SeqLM.from_pretrained(loaded)
+
+
+def pieces(tokenizer, text):
+    return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+
+
+def test_inflection_with_tags(tmp_path, train_here):
+    """Characters, and grammatical tags that are tokens."""
+    sources, targets = ["<V> <PST> geben", "<N> <PL> Haus"], ["gab", "Häuser"]
+    written(tmp_path, source=sources * 4, target=targets * 4)
+    tokenizer, _ = trained(
+        tmp_path, train_here,
+        "--train_source", tmp_path / "source", "--train_target", tmp_path / "target",
+        "--tokenizer_type", "char", "--user_tokens", "<V>", "<PST>", "<N>", "<PL>",
+    )  # fmt: skip
+    assert pieces(tokenizer, "<N> <PST> gab") == ["<N>", " ", "<PST>", " ", *"gab", "</s>"]
+
+
+def test_reactions_of_molecules_in_two_vocabularies(tmp_path, train_here, caplog):
+    """SMILES, split into tokens by spaces."""
+    caplog.set_level(logging.INFO)
+    written(tmp_path, source=["C C ( = O ) O", "N # C Br"] * 4, target=["C C O", "Cl C"] * 4)
+    tokenizer, model = trained(
+        tmp_path, train_here,
+        "--train_source", tmp_path / "source", "--train_target", tmp_path / "target",
+        "--tokenizer_type", "word", "--separate_vocabularies",
+    )  # fmt: skip
+    assert pieces(tokenizer, "Br ( C )") == ["Br", "(", "C", ")", "</s>"]
+    assert model.config.vocab_size == 4 + 8
+    assert model.config.decoder_vocab_size == tokenizer.target_vocab_size == 4 + 3
+    assert "Source: 12 tokens in the vocabulary, 6.5 in a sentence" in caplog.text
+    translate = pipeline("text2text-generation", model=model, tokenizer=tokenizer)
+    assert isinstance(translate("C C O")[0]["generated_text"], str)
+
+
+def test_several_languages_in_one_model(tmp_path, train_here):
+    """A tag says which one to translate to (Johnson et al., 2017)."""
+    written(tmp_path, en=["the lake", "a house"] * 4, fr=["le lac", "une maison"] * 4)
+    written(tmp_path, de=["der See", "ein Haus"] * 4)
+    files = {"source": ["en", "en"], "target": ["fr", "de"]}
+    flags = [
+        flag
+        for split in ("train", "validation")
+        for side, names in files.items()
+        for flag in (f"--{split}_{side}", *(tmp_path / name for name in names))
+    ]
+    tokenizer, _ = trained(
+        tmp_path, train_here, *flags,
+        "--corpus_tags", "<2fr>", "<2de>", "--corpus_weights", 1, 2,
+    )  # fmt: skip
+    for tag in ("<2fr>", "<2de>"):
+        assert pieces(tokenizer, f"{tag} the lake")[0] == tag
+    card = (tmp_path / "model/README.md").read_text()
+    assert "corpus_tags" in card
+
+
+def test_training_stops_early(tmp_path, train_here):
+    written(tmp_path, source=["a b", "b c"] * 4, target=["b a", "c b"] * 4)
+    files = [
+        flag
+        for split in ("train", "validation")
+        for side in ("source", "target")
+        for flag in (f"--{split}_{side}", tmp_path / side)
+    ]
+    train_here(
+        *QUICK, "--output_dir", tmp_path / "model", *files, "--max_steps", 9,
+        "--learning_rate", 1e-12, "--eval_strategy", "steps", "--eval_steps", 1,
+        "--save_strategy", "steps", "--save_steps", 1, "--save_total_limit", 1,
+        "--load_best_model_at_end", "--metric_for_best_model", "exact_match",
+        "--predict_with_generate", "--early_stopping_patience", 2,
+    )  # fmt: skip
+    assert json.loads((tmp_path / "model/trainer_state.json").read_text())["global_step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--early_stopping_patience", "0"], "early_stopping_patience=0: expected a positive"),
+        (["--early_stopping_patience", "2"], "expected load_best_model_at_end"),
+    ],
+)
+def test_bad_patience_is_named(flags, message, tmp_path, train_here):
+    with pytest.raises(ValueError, match=message):
+        train_here(*QUICK, "--output_dir", tmp_path, "--dataset_name", "phrases", *flags)
+
+
+# Back-translation
+
+
+def back_translated(folder, checkpoint, name, *flags):
+    options = ["--model", checkpoint, "--source", folder / "mono", "--output", folder / name]
+    run_command("back-translate", *options, "--lines_per_chunk", 2, *flags, cwd=folder)
+    return (folder / name).read_text().splitlines()
+
+
+def test_back_translation_has_a_line_for_each_line(tmp_path, checkpoint):
+    written(tmp_path, mono=["der See", "", "ein Haus am See", "tief"])
+    once, again, other = (
+        back_translated(tmp_path, checkpoint, name, "--seed", seed)
+        for name, seed in (("once", 1), ("again", 1), ("other", 2))
+    )
+    assert len(once) == 4
+    assert once[1] == ""
+    assert once == again != other
+    greedy = back_translated(tmp_path, checkpoint, "greedy", "--method", "greedy")
+    assert greedy not in (once, other)
+
+
+def test_noise_drops_masks_and_moves_words_a_little():
+    words = [f"w{number}" for number in range(2000)]
+    noisy = add_noise(" ".join(words), random.Random(0)).split()
+    assert len(noisy) == pytest.approx(1800, abs=60)
+    assert noisy.count(MASK_TOKEN) == pytest.approx(180, abs=50)
+    kept = [word for word in words if word in set(noisy)]
+    places = {word: place for place, word in enumerate(noisy)}
+    without_masks = sorted(kept, key=places.__getitem__)
+    moves = [abs(kept.index(word) - place) for place, word in enumerate(without_masks)]
+    assert 0 < max(moves) <= 3
+    assert add_noise("one", random.Random(0)) in ("one", MASK_TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "best"}, "method='best': expected one of sampling,"),
+        ({"top_k": 0}, "top_k=0: expected a positive"),
+        ({"temperature": 0.0}, "temperature=0.0: expected a positive"),
+    ],
+)
+def test_bad_options_of_back_translation_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        back_translate.BackTranslateArguments("model", "source", "output", **options)
