@@ -35,7 +35,7 @@ def commands(text):
     """The program, the command and its options of each command line, in blocks and within text."""
     lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
     spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    starts = r"(vanilla-transformer |-m vanilla_transformer |python -m |^scripts/)([\w.]+)"
+    starts = r"(vanilla-transformer |-m vanilla_transformer |python -m |^scripts/)([\w.-]+)"
     for line in [*lines.splitlines(), *(" ".join(span.split()) for span in spans)]:
         if match := re.search(starts, line.partition("#")[0]):
             yield *match.groups(), re.findall(r" --(\w+)", line[match.end() :])
@@ -95,6 +95,7 @@ def test_commands_and_their_options_exist(name):
             assert {f"{path}.py", f"{path}/__main__.py"} & scripts.keys(), target
             texts, known = scripts.values(), set()
         else:
+            target = target.replace("-", "_")
             own = f"vanilla_transformer/cli/{target}.py"
             assert find_spec(f"vanilla_transformer.cli.{target}"), target
             shared = ("/data/", "/training/") if target == "train" else ("/inference/loading.py",)
