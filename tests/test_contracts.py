@@ -105,6 +105,10 @@ OVERRIDES = [
         Trainer, "_save_checkpoint", "_maybe_log_save_evaluate", ("model", "trial"),
         "training/checkpoints.py: a complete checkpoint is renamed",
     ),
+    Override(
+        Trainer, "_push_from_checkpoint", "_save_checkpoint", ("checkpoint_folder",),
+        "training/checkpoints.py: a checkpoint is uploaded after its rename",
+    ),
 ]  # fmt: skip
 
 # Private names that are read or called: where from, and what reads them.

@@ -16,6 +16,8 @@ COMMANDS = {
     "convert": "Convert a checkpoint of another toolkit, or back.",
     "export": "Export a model for another engine.",
     "serve": "Serve models over HTTP, with the interface of LibreTranslate.",
+    "demo": "Try a model in the browser, or write a Space.",
+    "push": "Upload a model to the Hugging Face Hub.",
     "plot": "Plot training curves, learning rates and attention.",
     "analyze": "Look inside a model: heads, positions, embeddings.",
     "recipes": "List the packaged recipes, or print one.",

@@ -61,6 +61,12 @@ class ModelArguments(TokenizerArguments):
     attn_implementation: str | None = field(
         default=None, metadata={"help": "eager, sdpa, flex_attention, flash_attention_2, ..."}
     )
+    license: str | None = field(
+        default=None,
+        metadata={
+            "help": "Licence to state on the model card, by its name on the Hub, e.g. apache-2.0."
+        },
+    )
     float32_matmul_precision: str | None = field(
         default=None,
         metadata={
@@ -223,6 +229,10 @@ class TranslationTrainingArguments(
                 raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
         self._check_averages()
         self._check_early_stopping()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `Trainer` saves as `training_args.bin`, which it uploads: without the token."""
+        return {**self.__dict__, "hub_token": None}
 
     @property
     def device(self) -> torch.device:

@@ -93,6 +93,8 @@ class AtomicCheckpointTrainer(Trainer):
                 raise
             logger.warning("%s was deleted during the save, which starts again", staged)
             self._stage_and_publish(model, trial, staged)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder / staged.name))
         self.accelerator.wait_for_everyone()  # until the checkpoint has its name
 
     def _stage_and_publish(self, model: nn.Module, trial: Any, staged: Path) -> None:
@@ -118,15 +120,26 @@ class AtomicCheckpointTrainer(Trainer):
             with suppress(OSError):  # the staging folder may hold something else
                 staged.parent.rmdir()
 
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Same as in `Trainer` (5.17 to 5.23), but not before the checkpoint has its name: a thread
+        reads its files while training continues."""
+        if not self._is_staging:
+            super()._push_from_checkpoint(checkpoint_folder)
+
     def _delete_old_checkpoints(self, folder: Path) -> None:
         limit = self.args.save_total_limit
-        if not limit or limit < 0:
+        if not limit or limit < 0 or self._is_uploading():
             return
         *older, _ = map(Path, sort_checkpoints(str(folder), use_mtime=True))
         best = Path(self.state.best_model_checkpoint or folder).resolve()
         removable = [path for path in older if path.resolve() != best]
         for path in removable[: max(0, len(older) + 1 - limit)]:
             _delete(path)
+
+    def _is_uploading(self) -> bool:
+        """Whether a thread may still read a checkpoint. The next save deletes it."""
+        push = getattr(self, "push_in_progress", None)
+        return push is not None and not push.is_done()
 
 
 class _BestCheckpointCallback(TrainerCallback):

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 from dataclasses import MISSING
 from pathlib import Path
@@ -21,10 +22,21 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import get_model_param_count
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.parallel_text import DataArguments
 from ..inference.metrics import LABELS
 from .arguments import ModelArguments
+
+USAGE = """```python
+from transformers import pipeline
+
+translate = pipeline("translation", model="{place}", trust_remote_code=True)
+```
+
+`trust_remote_code=True` runs the Python files of this repository. Read them, and pass the hash of
+the commit that you have read as `revision="..."`, so that a later change does not run unread. After
+`import vanilla_transformer`, `trust_remote_code` is not needed."""
 
 TEMPLATE = """---
 {{ card_data }}
@@ -34,13 +46,7 @@ TEMPLATE = """---
 
 A {{ model_type }} with {{ parameters }} parameters for {{ direction }}, trained on {{ data }}.
 
-```python
-from transformers import pipeline
-
-translate = pipeline("translation", model="{{ place }}", trust_remote_code=True)
-```
-
-After `import vanilla_transformer`, `trust_remote_code` is not needed.
+{{ usage }}
 
 ## Scores
 
@@ -49,8 +55,10 @@ After `import vanilla_transformer`, `trust_remote_code` is not needed.
 ## Training
 
 {{ steps }} steps, {{ epochs }} epochs, on {{ device }}, with torch {{ torch }} and
-transformers {{ transformers }}. The curves are in `curves.png`.
-
+transformers {{ transformers }}.
+{% if curves %}
+![Loss and scores over steps](curves.png)
+{% endif %}
 ```
 {{ command }}
 ```
@@ -67,7 +75,7 @@ class ModelCardTrainer(Trainer):
     """A mixin for any trainer: `class MyTrainer(ModelCardTrainer, Seq2SeqTrainer)`.
 
     Set `card_arguments` to the model and data arguments. The trainer then writes its card with
-    `write_model_card`, and every push to the Hub includes it.
+    `write_model_card`, and every push to the Hub includes it, with the model's code.
     """
 
     card_arguments: tuple[Any, ...] = ()
@@ -75,7 +83,7 @@ class ModelCardTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.add_callback(_WriteCardBeforePush(self))
+        self.add_callback(_CompletePush(self))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Same as `Trainer.create_model_card`; our card ignores the arguments."""
@@ -111,8 +119,9 @@ class ModelCardTrainer(Trainer):
         )
 
 
-class _WriteCardBeforePush(TrainerCallback):
-    """`Trainer` writes a card before it pushes a model, but not before it pushes a checkpoint."""
+class _CompletePush(TrainerCallback):
+    """Before a push, writes our card and adds the model's code: before it pushes a checkpoint,
+    `Trainer` does neither."""
 
     def __init__(self, trainer: ModelCardTrainer) -> None:
         self.trainer = trainer
@@ -120,9 +129,14 @@ class _WriteCardBeforePush(TrainerCallback):
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write our card."""
+        """Write what lacks or has changed. A thread may still read the files of the last push."""
         if self.trainer.card_arguments:
             self.trainer.create_model_card()
+        checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        for code in checkpoint.glob("*.py"):
+            pushed = Path(args.output_dir, code.name)
+            if not pushed.exists() or pushed.read_bytes() != code.read_bytes():
+                shutil.copy(code, pushed)
 
 
 def write_model_card(
@@ -151,21 +165,26 @@ def write_model_card(
     arguments = (model_arguments, data_arguments, training_arguments)
     card = ModelCard.from_template(
         ModelCardData(
-            language=[language for language in languages if language] or None,
+            language=list(dict.fromkeys(filter(None, languages))) or None,
+            license=model_arguments.license,
             library_name="transformers",
             pipeline_tag="translation",
             tags=[model.config.model_type],
+            datasets=_on_the_hub(data_arguments.dataset_name, "phrases"),
+            metrics=list(METRICS) if scores else None,
+            base_model=_on_the_hub(model_arguments.model_name_or_path),
             model_name=name,
             eval_results=_eval_results(scores, data_arguments) or None,
         ),
         template_str=TEMPLATE,
         name=name,
-        place=repository or training_arguments.output_dir,
+        usage=USAGE.format(place=repository or training_arguments.output_dir),
         model_type=model.config.model_type,
         parameters=f"{get_model_param_count(model):,}",
         direction=" to ".join(filter(None, languages)) or "sequence-to-sequence tasks",
         data=_data_name(data_arguments),
         scores=_score_table(scores),
+        curves=(output_dir / "curves.png").exists(),
         device=training_arguments.device.type,
         torch=torch.__version__,
         transformers=transformers.__version__,
@@ -176,6 +195,11 @@ def write_model_card(
     path = output_dir / "README.md"
     card.save(path)
     return path
+
+
+def _on_the_hub(name: str | None, *built_in: str) -> str | None:
+    """The name, if it is that of a repository on the Hub: metadata links to it."""
+    return None if name is None or name in built_in or Path(name).exists() else name
 
 
 def _data_name(arguments: DataArguments) -> str:
@@ -193,6 +217,7 @@ def _eval_results(
             task_type="translation",
             dataset_type=name,
             dataset_name=name,
+            dataset_config=arguments.dataset_config_name,
             dataset_split=split,
             metric_type=metric,
             metric_value=round(measured[metric], 2),

@@ -1,0 +1,49 @@
+r"""Upload a finished model to the Hugging Face Hub.
+
+    hf auth login
+    vanilla-transformer push outputs/phrases phrases-en-de --private
+    vanilla-transformer push outputs/phrases my-team/phrases-en-de --revision v2
+
+One commit holds weights, tokenizer, code, curves and card; the card's example names the repository.
+Checkpoints, the optimizer and the options of the training stay here. See docs/hub.md.
+"""
+
+from dataclasses import dataclass, field
+
+from huggingface_hub import get_token
+
+from ..training.hub import push_folder
+from .parser import CommandParser
+
+
+@dataclass
+class PushArguments:
+    private: bool = field(
+        default=False, metadata={"help": "Make a new repository private. It stays as it is later."}
+    )
+    revision: str | None = field(
+        default=None, metadata={"help": "Branch to upload to. Default: the main one."}
+    )
+    commit_message: str = field(default="Upload model", metadata={"help": "Message of the commit."})
+
+
+def main() -> None:
+    parser = CommandParser(
+        PushArguments, description=__doc__, usage="%(prog)s MODEL REPOSITORY [options]"
+    )
+    parser.add_argument("model", metavar="MODEL", help="Folder of the model.")
+    parser.add_argument(
+        "repository", metavar="REPOSITORY", help="NAME/MODEL on the Hub, or MODEL for your own."
+    )
+    arguments, rest = parser.parse_args_into_dataclasses()
+    if get_token() is None:
+        parser.error("no access token: expected `hf auth login` before, or the variable HF_TOKEN")
+    commit = push_folder(
+        rest.model,
+        rest.repository,
+        private=arguments.private or None,
+        revision=arguments.revision,
+        commit_message=arguments.commit_message,
+    )
+    print(f"{rest.model} is in {commit.repo_url}, as commit {commit.oid}")
+    print(f'To load this version only: revision="{commit.oid}"')

@@ -1,0 +1,134 @@
+"""Uploads a finished model folder to the Hub, in one commit."""
+
+import json
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import yaml
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, ModelCardData
+
+from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, find_defect
+from .model_card import USAGE
+
+# What a finished model holds, and the files that may hold it, in any of the exported formats.
+REQUIRED_FILES = {
+    "configuration": ("config.json",),
+    "weights": ("*.safetensors", "*.onnx", "model.bin"),
+    "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
+}
+
+# What training needs to resume, and what belongs to this machine alone.
+PRIVATE_FILES = (
+    "_*", ".*", "checkpoint-*", "runs", "training_args.bin", "trainer_state.json", "optimizer*",
+    "scheduler.pt", "rng_state*", "global_step*", "*.log", CHECKSUMS_NAME,
+)  # fmt: skip
+
+CARD = """---
+{{ card_data }}
+---
+
+# {{ name }}
+
+{{ usage }}
+"""
+
+
+def push_folder(
+    folder: str | Path,
+    repository: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload model",
+) -> CommitInfo:
+    """Upload a finished model to the Hub, and create the repository and the branch if need be.
+
+    The card is the folder's `README.md` with the repository's name in its title and its example, or
+    a short one. What only training needs stays here: checkpoints, the optimizer, the options.
+
+    Args:
+        folder: A model as training, averaging, conversion or export leaves it.
+        repository: `NAME/MODEL`, or `MODEL` for the user's own.
+        private: Whether a new repository is private. Default: as the user's account sets it.
+        revision: A branch. Default: the main one.
+
+    Returns:
+        The commit; its `oid` is what `revision=` takes when the model is loaded.
+
+    Raises:
+        ValueError: The folder holds no finished model, or a card that can't be read. The message
+            names what is missing.
+        huggingface_hub.errors.HfHubHTTPError: The Hub refuses, for example for lack of a token.
+    """
+    folder = Path(folder)
+    expect_finished_model(folder)
+    files = {path.relative_to(folder).as_posix(): path for path in _public_files(folder)}
+    old_card = _read_card(folder)
+    api = HfApi()
+    name = api.create_repo(repository, private=private, exist_ok=True).repo_id
+    if revision is not None:
+        api.create_branch(name, branch=revision, exist_ok=True)
+    card = str(_named(old_card, name)).encode()
+    operations = [CommitOperationAdd(path, file) for path, file in files.items()]
+    return api.create_commit(
+        name,
+        [*operations, CommitOperationAdd("README.md", card)],
+        commit_message=commit_message,
+        revision=revision,
+    )
+
+
+def expect_finished_model(folder: Path) -> None:
+    """Raises ValueError unless the folder holds all that loading needs."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: expected a model's folder")
+    names = [path.name for path in _public_files(folder)]
+    for part, patterns in REQUIRED_FILES.items():
+        if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
+            hint = "; its checkpoints are models" if checkpoints_by_step(folder) else ""
+            raise ValueError(f"{folder} holds no {part}: expected {' or '.join(patterns)}{hint}")
+    for index in folder.glob("*.safetensors.index.json"):
+        for shard in set(json.loads(index.read_text())["weight_map"].values()):
+            if not (folder / shard).is_file():
+                raise ValueError(f"{folder / shard} is missing: {index.name} names it")
+    if (folder / CHECKSUMS_NAME).is_file() and (defect := find_defect(folder)):
+        raise ValueError(f"{defect}: expected a complete checkpoint")
+
+
+def _public_files(folder: Path) -> list[Path]:
+    """All files but the card and those that stay here."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and path != folder / "README.md"
+        and not any(
+            fnmatch(part, pattern)
+            for part in path.relative_to(folder).parts
+            for pattern in PRIVATE_FILES
+        )
+    ]
+
+
+def _read_card(folder: Path) -> ModelCard | None:
+    path = folder / "README.md"
+    try:
+        return ModelCard.load(path) if path.is_file() else None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: expected YAML between two lines of ---, but {error}") from None
+
+
+def _named(card: ModelCard | None, repository: str) -> ModelCard:
+    """The card with the repository's name in its title, its example and its metadata."""
+    name = repository.split("/")[-1]
+    if card is None:
+        data = ModelCardData(library_name="transformers", pipeline_tag="translation")
+        usage = USAGE.format(place=repository)
+        return ModelCard.from_template(data, template_str=CARD, name=name, usage=usage)
+    if card.data.model_name:
+        card.text = card.text.replace(f"# {card.data.model_name}\n", f"# {name}\n", 1)
+        card.data.model_name = name
+    example = r'(pipeline\("translation", model=)"[^"]*"'
+    card.text = re.sub(example, rf'\1"{repository}"', card.text)
+    return card
