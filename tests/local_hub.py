@@ -90,7 +90,7 @@ class _Answer(BaseHTTPRequestHandler):
                     return method(self, *found.groups())
         return self.reply({"error": f"no route for {line}"}, status=404)
 
-    do_GET = do_HEAD = do_POST = do_PUT = answer
+    do_GET = do_HEAD = do_POST = do_PUT = answer  # noqa: N815
 
     def reply(self, content, status=200, **headers):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -241,7 +241,7 @@ ROUTES = {
 def serving():
     """A Hub that answers until the end of the block."""
     with LocalHub() as hub:
-        thread = threading.Thread(target=hub.serve_forever, daemon=True)
+        thread = threading.Thread(target=hub.serve_forever, args=[0.02], daemon=True)
         thread.start()
         try:
             yield hub

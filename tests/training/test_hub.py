@@ -6,60 +6,37 @@ import shutil
 import subprocess
 import sys
 
+import huggingface_hub
 import pytest
+import transformers
 import yaml
-from conftest import REPOSITORY, run_command, small_config
+from conftest import REPOSITORY, run_command
+from huggingface_hub.errors import HfHubHTTPError
 from local_hub import TOKEN, serving
 
-from vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.training.checkpoints import find_defect
+from vanilla_transformer.data.parallel_text import DataArguments
+from vanilla_transformer.inference.metrics import score_translations
+from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
+from vanilla_transformer.training.checkpoints import CHECKSUMS_NAME, find_defect
 from vanilla_transformer.training.hub import push_folder
-
-LOAD = """
-import json, sys
-from transformers import pipeline
-
-name, revision = sys.argv[1:]
-translate = pipeline("translation", model=name, revision=revision, trust_remote_code=True)
-code = type(translate.model).__module__
-print(json.dumps([code, translate("the lake", max_new_tokens=5)[0]["translation_text"]]))
-"""
+from vanilla_transformer.training.model_card import write_model_card
 
 
 @pytest.fixture
-def hub():
+def hub(monkeypatch):
+    """A stand-in of the Hub, for this process too."""
     with serving() as running:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", running.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield running
-
-
-def run_with(hub, tmp_path, *command, token=TOKEN, check=True):
-    """A new process, for which the stand-in is the Hub, away from this package's folder."""
-    environment = {**os.environ, **hub.environment, "HF_HOME": str(tmp_path / "home")}
-    environment |= {"PYTHONPATH": str(REPOSITORY), "HF_TOKEN": token}
-    process = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={name: value for name, value in environment.items() if value is not None},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if check:
-        assert process.returncode == 0, process.stderr[-4000:]
-    return process
-
-
-def push(hub, tmp_path, *flags, **options):
-    return run_with(hub, tmp_path, "-m", "vanilla_transformer", "push", *flags, **options)
-
-
-def header_of(files):
-    return yaml.safe_load(files["README.md"].decode().split("---")[1])
 
 
 @pytest.fixture
 def finished(checkpoint, tmp_path):
-    """A folder as training leaves it, with all that must not leave it."""
+    """A folder as training leaves it, with files that must stay in it."""
     folder = tmp_path / "finished"
     shutil.copytree(checkpoint, folder)
     for name in ("training_args.bin", "optimizer.pt", "checkpoint-4/model.safetensors", ".env"):
@@ -70,24 +47,225 @@ def finished(checkpoint, tmp_path):
     return folder
 
 
-def test_a_pushed_folder_loads_from_the_hub_at_any_commit(hub, finished, tmp_path):
-    first = push(hub, tmp_path, "finished", "mine", "--private").stdout
+def metadata(files):
+    return yaml.safe_load(files["README.md"].decode().split("---")[1])
+
+
+# ---------------------------------------------------------------- a folder
+
+
+def test_one_commit_holds_all_that_loading_needs_and_nothing_else(hub, finished, checkpoint):
+    commit = push_folder(finished, "mine", private=True)
     assert hub.visibility == {"me/mine": "private"}
-    commit = hub.branches["me/mine"]["main"]
-    assert f'revision="{commit}"' in first
+    assert hub.log("me/mine") == ["initial commit", "Upload model"]
+    assert hub.branches["me/mine"] == {"main": commit.oid}
     files = hub.files("me/mine")
-    assert {"config.json", "model.safetensors", "tokenizer.json", "curves.png"} <= files.keys()
-    assert "modeling_vanilla_transformer.py" in files
-    assert not any(TOKEN.encode() in content for content in files.values())
-    assert b'model="me/mine"' in files["README.md"]
-    # A later commit ruins the code: who has pinned the one before never runs it.
+    made = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    assert "modeling_vanilla_transformer.py" in made
+    card = files.pop("README.md").decode()
+    assert files == {**made, "curves.png": b"a picture"}
+    assert 'pipeline("translation", model="me/mine", trust_remote_code=True)' in card
+    assert "revision=" in card
+
+
+def test_the_card_stays_but_for_the_names_of_the_repository(hub, finished):
+    card = """---
+language: [en, de]
+my_key: my value
+model-index:
+- name: finished
+  results:
+  - task: {type: translation}
+    dataset: {type: phrases, name: phrases}
+    metrics: [{type: bleu, value: 12.5}]
+---
+# finished
+
+translate = pipeline("translation", model="outputs/finished", trust_remote_code=True)
+
+My own words about outputs/finished.
+"""
+    (finished / "README.md").write_text(card)
+    push_folder(finished, "my-team/better")
+    files = hub.files("my-team/better")
+    assert files["README.md"].decode().split("---\n")[2] == card.split("---\n")[2].replace(
+        "# finished", "# better"
+    ).replace('model="outputs/finished"', 'model="my-team/better"')
+    header = metadata(files)
+    assert header["my_key"] == "my value"
+    assert header["language"] == ["en", "de"]
+    assert header["model-index"][0]["name"] == "better"
+    assert header["model-index"][0]["results"][0]["metrics"] == [{"type": "bleu", "value": 12.5}]
+    assert (finished / "README.md").read_text() == card
+
+
+def test_a_revision_is_a_branch_that_is_made_if_need_be(hub, finished):
+    push_folder(finished, "mine", revision="v2")
+    push_folder(finished, "mine", revision="v2")
+    assert hub.files("me/mine") == {}
+    assert "config.json" in hub.files("me/mine", "v2")
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def write(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+SHARDED = json.dumps({"weight_map": {"a": "model-1-of-1.safetensors"}})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (shutil.rmtree, "expected a model's folder"),
+        (remove("config.json"), "holds no configuration.*its checkpoints are models"),
+        (remove("model.safetensors"), "holds no weights: expected"),
+        (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "no tokenizer"),
+        (write("model.safetensors.index.json", SHARDED), "model-1-of-1.safetensors is missing"),
+        (write(CHECKSUMS_NAME, '{"config.json": [1, 2]}'), "expected a complete checkpoint"),
+        (write("README.md", "---\n- a list\n---\n"), "README.md: expected YAML"),
+        (write("README.md", "---\na: [\n---\n"), "README.md: expected YAML"),
+    ],
+)
+def test_an_unfinished_folder_is_refused_before_a_repository_is_made(hub, finished, spoil, message):
+    spoil(finished)
+    with pytest.raises(ValueError, match=message):
+        push_folder(finished, "mine")
+    assert hub.commits == {}
+    assert hub.requests == []
+
+
+def test_a_wrong_token_makes_nothing(hub, finished, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(HfHubHTTPError, match="401"):
+        push_folder(finished, "mine")
+    assert hub.commits == {}
+
+
+def test_without_a_token_the_command_says_where_one_comes_from(finished, tmp_path):
+    process = run_command("push", finished, "mine", cwd=tmp_path, check=False)
+    assert process.returncode == 2
+    assert "hf auth login" in process.stderr
+
+
+# ---------------------------------------------------------------- training
+
+TINY = [
+    "--dataset_name",
+    "phrases",
+    "--source_lang",
+    "en",
+    "--target_lang",
+    "fr",
+    "--phrases_train_size",
+    "40",
+    "--phrases_validation_size",
+    "4",
+    "--phrases_test_size",
+    "4",
+    "--preset",
+    "tiny",
+    "--vocab_size",
+    "320",
+    "--config_overrides",
+    "encoder_layers=1,decoder_layers=1,d_model=32,encoder_ffn_dim=32,decoder_ffn_dim=32",
+    "--per_device_train_batch_size",
+    "8",
+    "--max_steps",
+    "4",
+    "--save_steps",
+    "2",
+    "--use_cpu",
+    "--save_total_limit",
+    "1",
+]
+
+
+def test_every_push_of_a_training_loads_and_tells_no_secret(hub, train_here, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    push = ["--push_to_hub", "--hub_token", TOKEN, "--hub_always_push", "--license", "mit"]
+    folder = tmp_path / "mine"
+    train_here(*TINY, *push, "--hub_strategy", "checkpoint", "--output_dir", folder)
+    first = "Training in progress, step 2"
+    assert {first, f"{first}, checkpoint", "Model save", "Model card"} <= set(hub.log("me/mine"))
+    for message, files in hub.commits["me/mine"].values():
+        assert not any(TOKEN.encode() in content for content in files.values())
+        if message == "initial commit" or "README.md" not in files:
+            continue  # the two uploads of a checkpoint may come in any order
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
+        assert "modeling_vanilla_transformer.py" in files
+        header = metadata(files)
+        assert (header["license"], header["language"]) == ("mit", ["en", "fr"])
+        assert "base_model" not in header
+        assert "datasets" not in header
+        assert b'model="me/mine"' in files["README.md"]
+    assert header["metrics"] == ["bleu", "chrf", "exact_match"]
+    assert [one["name"] for one in header["model-index"]] == ["mine"]
+    assert files["curves.png"].startswith(b"\x89PNG")
+    assert b"![Loss and scores over steps](curves.png)" in files["README.md"]
+    # The checkpoint was uploaded whole, while it was given its name and an older one was deleted.
+    for name, content in files.items():
+        path = tmp_path / "downloaded" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    assert find_defect(tmp_path / "downloaded" / "last-checkpoint") is None
+
+
+def test_a_model_that_is_fine_tuned_names_its_base_and_its_data(model, tmp_path):
+    arguments = (
+        ModelArguments(model_name_or_path="team/base"),
+        DataArguments(dataset_name="wmt14", dataset_config_name="de-en"),
+        TranslationTrainingArguments(str(tmp_path), use_cpu=True, report_to="none"),
+    )
+    scores = score_translations(["ein Haus"], ["ein Haus"])
+    log = {"steps": 4, "epochs": 1.0}
+    write_model_card(model, {"test": scores}, log, *arguments)
+    header = metadata({"README.md": (tmp_path / "README.md").read_bytes()})
+    assert header["base_model"] == "team/base"
+    assert header["datasets"] == "wmt14"
+    dataset = header["model-index"][0]["results"][0]["dataset"]
+    assert (dataset["type"], dataset["config"], dataset["split"]) == ("wmt14", "de-en", "test")
+
+
+# ---------------------------------------------------------------- a stranger
+
+LOAD = """
+import json, sys
+from transformers import pipeline
+
+name, revision = sys.argv[1:]
+translate = pipeline("translation", model=name, revision=revision, trust_remote_code=True)
+text = translate("the lake", max_new_tokens=5)[0]["translation_text"]
+print(json.dumps([type(translate.model).__module__, type(translate).__module__, text]))
+"""
+
+
+@pytest.mark.slow
+def test_who_pins_a_commit_never_runs_later_code(hub, finished, tmp_path):
+    def run(*command, check=True):
+        environment = {**os.environ, **hub.environment, "HF_HOME": str(tmp_path / "home")}
+        environment |= {"PYTHONPATH": str(REPOSITORY), "PYTHONSAFEPATH": "1"}
+        process = subprocess.run(
+            [sys.executable, *map(str, command)],
+            env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert not check or process.returncode == 0, process.stderr[-4000:]
+        return process
+
+    push = ("-m", "vanilla_transformer", "push", "finished", "mine")
+    told = run(*push).stdout
+    commit = hub.branches["me/mine"]["main"]
+    assert f'revision="{commit}"' in told
     (finished / "modeling_vanilla_transformer.py").write_text("raise SystemExit('ruined')")
-    push(hub, tmp_path, finished, "me/mine", "--commit_message", "ruin")
+    run(*push, "--commit_message", "ruin")
     assert hub.log("me/mine") == ["initial commit", "Upload model", "ruin"]
     script = tmp_path / "load.py"
     script.write_text(LOAD)
-    loaded = run_with(hub, tmp_path, script, "me/mine", commit, token=TOKEN).stdout
-    module, text = json.loads(loaded.splitlines()[-1])
-    assert module.startswith("transformers_modules.")
+    model, pipeline, text = json.loads(run(script, "me/mine", commit).stdout.splitlines()[-1])
+    assert model.startswith(f"transformers_modules.me.mine.{commit}")
+    assert pipeline.startswith(f"transformers_modules.me.mine.{commit}")
     assert isinstance(text, str)
-    assert "ruined" in run_with(hub, tmp_path, script, "me/mine", "main", check=False).stderr
+    assert "ruined" in run(script, "me/mine", "main", check=False).stderr

@@ -4,6 +4,7 @@ import json
 import re
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, ModelCardData
@@ -119,7 +120,7 @@ def _read_card(folder: Path) -> ModelCard | None:
         raise ValueError(f"{path}: expected YAML between two lines of ---, but {error}") from None
 
 
-def _named(card: ModelCard | None, repository: str) -> ModelCard:
+def _named(card: Any, repository: str) -> Any:
     """The card with the repository's name in its title, its example and its metadata."""
     name = repository.split("/")[-1]
     if card is None:
