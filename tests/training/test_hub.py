@@ -153,35 +153,14 @@ def test_without_a_token_the_command_says_where_one_comes_from(finished, tmp_pat
 
 # ---------------------------------------------------------------- training
 
+SHAPE = "encoder_layers=1,decoder_layers=1,d_model=32,encoder_ffn_dim=32,decoder_ffn_dim=32"
 TINY = [
-    "--dataset_name",
-    "phrases",
-    "--source_lang",
-    "en",
-    "--target_lang",
-    "fr",
-    "--phrases_train_size",
-    "40",
-    "--phrases_validation_size",
-    "4",
-    "--phrases_test_size",
-    "4",
-    "--preset",
-    "tiny",
-    "--vocab_size",
-    "320",
-    "--config_overrides",
-    "encoder_layers=1,decoder_layers=1,d_model=32,encoder_ffn_dim=32,decoder_ffn_dim=32",
-    "--per_device_train_batch_size",
-    "8",
-    "--max_steps",
-    "4",
-    "--save_steps",
-    "2",
-    "--use_cpu",
-    "--save_total_limit",
-    "1",
-]
+    "--dataset_name", "phrases", "--source_lang", "en", "--target_lang", "fr",
+    "--phrases_train_size", "40", "--phrases_validation_size", "4", "--phrases_test_size", "4",
+    "--preset", "tiny", "--vocab_size", "320", "--config_overrides", SHAPE, "--use_cpu",
+    "--per_device_train_batch_size", "8", "--max_steps", "4", "--save_steps", "2",
+    "--save_total_limit", "1",
+]  # fmt: skip
 
 
 def test_every_push_of_a_training_loads_and_tells_no_secret(hub, train_here, tmp_path, monkeypatch):

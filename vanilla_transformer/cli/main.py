@@ -24,7 +24,8 @@ COMMANDS = {
     "info": "Print versions and devices, for a bug report.",
 }
 
-EXTRAS = {"serve": "serve"}  # what a command needs; the others need "train"
+# The extras that bring what a command needs; the others need "train".
+EXTRAS = {"serve": "serve", "demo": "demo"}
 
 EPILOG = """examples:
   vanilla-transformer train --config phrases --output_dir outputs/phrases

@@ -1,11 +1,11 @@
 r"""Upload a finished model to the Hugging Face Hub.
 
-    hf auth login
     vanilla-transformer push outputs/phrases phrases-en-de --private
     vanilla-transformer push outputs/phrases my-team/phrases-en-de --revision v2
 
-One commit holds weights, tokenizer, code, curves and card; the card's example names the repository.
-Checkpoints, the optimizer and the options of the training stay here. See docs/hub.md.
+Sign in with `hf auth login` first, or set HF_TOKEN. One commit holds weights, tokenizer, code,
+curves and card; the card's example names the repository. Checkpoints, the optimizer and the options
+of the training stay here. See docs/hub.md.
 """
 
 from dataclasses import dataclass, field

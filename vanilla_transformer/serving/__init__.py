@@ -1,1 +1,1 @@
-"""Translation over HTTP, with the REST interface of LibreTranslate."""
+"""Models served to people and programs."""

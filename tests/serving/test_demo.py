@@ -1,0 +1,198 @@
+"""The demo shows what the model does, in a browser that asks nobody else for anything."""
+
+import os
+import runpy
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import run_command
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from vanilla_transformer.inference.loading import LoadingArguments
+from vanilla_transformer.inference.translation import translate, translate_n_best
+from vanilla_transformer.plotting import AttentionMaps
+
+gradio = pytest.importorskip("gradio", reason="needs the extra [demo]")
+
+from vanilla_transformer.serving import demo as serving  # noqa: E402
+from vanilla_transformer.serving.demo import (  # noqa: E402
+    MARK,
+    MEAN,
+    Demo,
+    look,
+    make_demo,
+    write_space,
+)
+
+BROWSER = Path("/usr/bin/chromium-headless-shell")
+SOURCE = "the lake is deep"
+
+
+@pytest.fixture(scope="module")
+def demo(checkpoint):
+    made = make_demo(checkpoint, loading=LoadingArguments(device="cpu"))
+    made.model.generation_config.extra_output_tokens = 0  # it has not learned to stop
+    return made
+
+
+class Engine:
+    """Generates, and is no model of transformers."""
+
+    def __init__(self, model):
+        self.generate, self.eval, self.device = model.generate, model.eval, model.device
+
+
+# ---------------------------------------------------------------- translation
+
+
+def test_hypotheses_come_with_their_scores_best_first(demo):
+    options = {"num_beams": 4, "length_penalty": 0.5}
+    found = translate_n_best([SOURCE], demo.model, demo.tokenizer, 3, **options)
+    expected = [[f"{score:.3f}", text] for text, score in next(found)]
+    best, rows, maps = demo.translate(" the lake\nis deep ", 4, 0.5, 3)
+    assert rows == expected
+    assert best == rows[0][1]
+    weights = maps.weights
+    assert weights.shape == (3, 4, len(maps.queries), len(maps.keys))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+
+
+def test_no_more_hypotheses_than_beams(demo):
+    assert len(demo.translate(SOURCE, 2, 1.0, 5)[1]) == 2
+
+
+def test_one_beam_has_no_score(demo):
+    (text,) = translate([SOURCE], demo.model, demo.tokenizer, num_beams=1)
+    assert demo.translate(SOURCE, 1, 1.0, 3)[:2] == (text, [["", text]])
+
+
+def test_a_blank_source_is_a_blank_translation(demo):
+    assert demo.translate(" \n", 4, 1.0, 3) == ("", [], None)
+
+
+def test_a_long_source_is_refused_with_its_length(demo):
+    with pytest.raises(gradio.Error, match="1001 characters: expected at most 1000"):
+        demo.translate("a" * 1001, 4, 1.0, 3)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def test_a_token_shows_what_it_looked_at():
+    weights = torch.zeros(2, 2, 2, 3)
+    weights[1, 0, 1] = torch.tensor([0.5, 0.25, 0.25])
+    weights[1, 1, 1] = torch.tensor([0.0, 0.75, 0.25])
+    maps = AttentionMaps(weights, ["der", "See"], ["the", "lake", "</s>"], "cross")
+    targets, sources, numbers = look(maps, 1, 2, "2")
+    assert targets == [("der", 0.0), ("See", MARK)]
+    assert [key for key, _ in sources] == maps.keys
+    assert [mark / MARK for _, mark in sources] == pytest.approx([0, 1, 1 / 3])
+    assert numbers == "See  looked at  lake 75%,  </s> 25%,  the 0%"
+    assert look(maps, 1, 2, MEAN)[2] == "See  looked at  lake 50%,  the 25%,  </s> 25%"
+
+
+def components(page):
+    return {one["type"] for one in page.config["components"]}
+
+
+def test_an_engine_without_attention_has_a_page_without_attention(demo):
+    engine = Demo(Engine(demo.model), demo.tokenizer, "engine")
+    best, rows, maps = engine.translate(SOURCE, 4, 1.0, 3)
+    assert (best, rows) == demo.translate(SOURCE, 4, 1.0, 3)[:2]
+    assert maps is None
+    assert "highlightedtext" in components(demo.page())
+    assert "highlightedtext" not in components(engine.page())
+
+
+# ---------------------------------------------------------------- a Space
+
+
+@pytest.fixture
+def space(checkpoint, tmp_path):
+    examples = tmp_path / "examples.en"
+    examples.write_text(f"{SOURCE}\n\na house\n")
+    flags = ["--examples", examples, "--device", "cpu", "--space", "space"]
+    run_command("demo", checkpoint, *flags, cwd=tmp_path)
+    return tmp_path / "space"
+
+
+def test_a_space_runs_by_itself(space, checkpoint, monkeypatch):
+    served = []
+    monkeypatch.chdir(space)
+    monkeypatch.setattr(serving, "launch", served.append)
+    runpy.run_path("app.py", run_name="__main__")
+    assert served[0].examples == [SOURCE, "a house"]
+    header = yaml.safe_load((space / "README.md").read_text().split("---")[1])
+    assert (header["sdk"], header["sdk_version"]) == ("gradio", gradio.__version__)
+    assert Path(header["app_file"]).is_file()
+    assert "vanilla-transformer[demo]" in (space / "requirements.txt").read_text()
+    original = AutoModelForSeq2SeqLM.from_pretrained(checkpoint).state_dict()
+    copied = AutoModelForSeq2SeqLM.from_pretrained("model").state_dict()
+    assert all(torch.equal(copied[name], weight) for name, weight in original.items())
+    AutoTokenizer.from_pretrained("model")
+
+
+def test_a_space_of_a_model_on_the_hub_loads_it_from_there(demo, tmp_path):
+    write_space(tmp_path, "me/mine", demo)
+    assert sorted(os.listdir(tmp_path)) == ["README.md", "app.py", "requirements.txt"]
+    assert "make_demo('me/mine', None)" in (tmp_path / "app.py").read_text()
+    assert "models:\n- me/mine\n" in (tmp_path / "README.md").read_text()
+
+
+def test_a_folder_in_use_is_refused_before_a_model_is_loaded(tmp_path):
+    (tmp_path / "file").touch()
+    process = run_command("demo", "no/model", "--space", ".", cwd=tmp_path, check=False)
+    assert "is in use: expected a new or empty folder" in process.stderr
+
+
+# ---------------------------------------------------------------- the browser
+
+
+@pytest.mark.slow
+def test_type_translate_and_select_a_word(checkpoint, tmp_path, monkeypatch):
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    if not BROWSER.exists():
+        pytest.skip(f"needs {BROWSER}")
+    connect, elsewhere = socket.socket.connect, []
+
+    def connect_here(self, address):
+        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "localhost", "::1"):
+            elsewhere.append(address)
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect_here)
+    (tmp_path / "examples").write_text("a house by the lake\n")
+    demo = make_demo(checkpoint, tmp_path / "examples", LoadingArguments(device="cpu"))
+    _, url, _ = serving.launch(demo, prevent_thread_lock=True, quiet=True)
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=BROWSER,
+            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
+        )
+        page = browser.new_page()
+        page.set_default_timeout(120_000)
+        page.on("request", lambda request: elsewhere.append(request.url))
+        page.goto(url)
+        page.get_by_label("Source", exact=True).fill(SOURCE)
+        page.get_by_role("button", name="Translate").click()
+        tokens = page.locator("#target-tokens").get_by_role("button")
+        tokens.last.wait_for()
+        best, rows, maps = demo.translate(SOURCE, 4, 1.0, 3)
+        assert page.get_by_label("Translation", exact=True).input_value() == best
+        assert page.get_by_role("gridcell").all_inner_texts() == [
+            cell for row in rows for cell in row
+        ]
+        assert tokens.all_inner_texts() == maps.queries
+        tokens.last.click()
+        expected = look(maps, len(maps.queries) - 1, 3, MEAN)[2]
+        api.expect(page.get_by_label("In numbers")).to_have_value(expected)
+        page.get_by_role("button", name="a house by the lake").click()
+        source = page.get_by_label("Source", exact=True)
+        api.expect(source).to_have_value("a house by the lake")
+        source.press("Enter")
+        browser.close()
+    gradio.close_all()
+    assert [one for one in elsewhere if not str(one).startswith(url)] == []

@@ -1,0 +1,53 @@
+r"""Try a model in the browser: translations, scores, search and attention.
+
+    vanilla-transformer demo outputs/phrases --examples test.en
+    vanilla-transformer demo outputs/phrases --examples test.en --space space
+
+The page is served on this machine and loads nothing from elsewhere. With --space, the command
+writes a folder to upload as a Hugging Face Space instead. See docs/demo.md.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..inference.loading import LoadingArguments
+from ..serving.demo import expect_unused, launch, make_demo, write_space
+from .parser import CommandParser
+
+
+@dataclass
+class DemoArguments:
+    examples: str | None = field(
+        default=None, metadata={"help": "A text file with a source to try on each line."}
+    )
+    host: str = field(
+        default="127.0.0.1", metadata={"help": "Address to listen on; 0.0.0.0 for all."}
+    )
+    port: int | None = field(
+        default=None, metadata={"help": "Port to listen on. Default: the first free one from 7860."}
+    )
+    space: str | None = field(
+        default=None, metadata={"help": "Write a Space into this new folder instead."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.examples is not None and not Path(self.examples).is_file():
+            raise FileNotFoundError(f"--examples {self.examples}: expected a file")
+        if self.space is not None:
+            expect_unused(Path(self.space))
+
+
+def main() -> None:
+    parser = CommandParser(
+        (DemoArguments, LoadingArguments),
+        description=__doc__,
+        usage="%(prog)s MODEL [options]",
+    )
+    parser.add_argument("model", metavar="MODEL", help="Folder or Hub name of the model.")
+    arguments, loading, rest = parser.parse_args_into_dataclasses()
+    demo = make_demo(rest.model, arguments.examples, loading)
+    if arguments.space is not None:
+        folder = write_space(arguments.space, rest.model, demo, arguments.examples)
+        print(f"Upload {folder} as a Space: docs/demo.md says how")
+        return
+    launch(demo, server_name=arguments.host, server_port=arguments.port)
