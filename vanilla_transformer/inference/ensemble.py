@@ -1,0 +1,229 @@
+"""Several models as one: the mean of their probabilities for each next token."""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import EncoderDecoderCache, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+
+from ..model.cache import generation_cache, new_cache
+from ..model.generation import (
+    NO_PLAIN_CACHE,
+    GenerationOptions,
+    VanillaTransformerGenerationMixin,
+)
+from ..model.loss import at_least_float32
+from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from ..model.pretrained import VanillaTransformerPreTrainedModel
+
+# What all members must have in common: these decide what a token id means.
+SHARED_FIELDS = (
+    "vocab_size", "target_vocab_size", "pad_token_id", "bos_token_id", "eos_token_id",
+    "decoder_start_token_id",
+)  # fmt: skip
+
+
+class VanillaTransformerEnsemble(
+    VanillaTransformerPreTrainedModel, VanillaTransformerGenerationMixin
+):
+    """Members that decode together: p(token) is the mean of the members' probabilities.
+
+    `generate()` takes the same options as that of a member. Members may differ in everything but
+    the vocabulary. The generation config is the first member's. Longest output and learned
+    positions are those that every member can read.
+
+    Args:
+        members: At least one model.
+
+    Raises:
+        TypeError: A member is not a `VanillaTransformerForConditionalGeneration`.
+        ValueError: There is no member, or their vocabularies or special tokens differ.
+
+    Example:
+
+        >>> ensemble = VanillaTransformerEnsemble([first, second])
+        >>> ensemble.generate(**inputs, num_beams=5)
+    """
+
+    def __init__(self, members: Sequence[VanillaTransformerForConditionalGeneration]):
+        expect_members(members)
+        super().__init__(shared_config(members))
+        self.members = nn.ModuleList(members)
+        self.encoder = EnsembleEncoder(members)
+        self.generation_config = copy.deepcopy(members[0].generation_config)
+        self.train(members[0].training)
+
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        """The encoders of all members as one module."""
+        return self.encoder
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
+        """Outputs, shifted right, (batch, target_length)."""
+        return self.members[0].prepare_decoder_input_ids_from_labels(labels)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("an ensemble has no format of its own: save its members")
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
+        past_key_values: "EnsembleCache | None" = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        """Predict the next tokens; for other arguments see a member's `forward`.
+
+        Args:
+            input_ids: (batch, source_length).
+            decoder_input_ids: (batch, target_length).
+            encoder_outputs: Of `EnsembleEncoder`, in place of `input_ids`.
+
+        Returns:
+            `logits`, the logarithm of the mean probabilities (batch, target_length, vocabulary),
+            and `past_key_values`.
+        """
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(input_ids, attention_mask)
+        if use_cache and past_key_values is None:
+            past_key_values = EnsembleCache([new_cache(member.config) for member in self.members])
+        caches = [None] * len(self.members) if past_key_values is None else past_key_values.members
+        inputs = {"attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
+        total: torch.Tensor | None = None
+        for member, states, cache in zip(
+            self.members, self.encoder.split(encoder_outputs[0]), caches, strict=True
+        ):
+            outputs = member(
+                **inputs,
+                **kwargs,
+                encoder_outputs=BaseModelOutput(states),
+                past_key_values=cache,
+                use_cache=use_cache,
+            )
+            log_probs = outputs.logits.log_softmax(-1, at_least_float32(outputs.logits.dtype))
+            total = log_probs if total is None else torch.logaddexp(total, log_probs)
+        assert total is not None
+        return Seq2SeqLMOutput(
+            logits=total - math.log(len(self.members)),
+            past_key_values=past_key_values,
+            encoder_last_hidden_state=encoder_outputs[0],
+        )
+
+    def _use_fast_cache(self, prompt_length: int, options: GenerationOptions) -> None:
+        """Pass a cache of the members' caches, as transformers would make one for a single model.
+
+        Raises:
+            ValueError: An option asks for another kind of cache.
+        """
+        for name in NO_PLAIN_CACHE:
+            if options[name]:
+                raise ValueError(f"{name}={options[name]!r}: expected None for an ensemble")
+        if "past_key_values" in options.kwargs or options["use_cache"] is False:
+            return
+        rows = max(options["num_beams"] or 1, options["num_return_sequences"] or 1)
+        new_tokens = options["max_new_tokens"]
+        length = options["max_length"] if new_tokens is None else prompt_length + new_tokens
+        caches = [generation_cache(member.config, rows, length) for member in self.members]
+        options.kwargs["past_key_values"] = EnsembleCache(caches)
+
+
+class EnsembleEncoder(nn.Module):
+    """The encoders of all members. Their states, (batch, source_length, d_model) each, are
+    concatenated along the last dimension, so that transformers can repeat them for beams."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, members: Sequence[VanillaTransformerForConditionalGeneration]):
+        super().__init__()
+        self.encoders = nn.ModuleList([member.get_encoder() for member in members])
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """(batch, source_length) token ids to (batch, source_length, sum of d_model) states."""
+        states = [encoder(input_ids, attention_mask)[0] for encoder in self.encoders]
+        return BaseModelOutput(torch.cat(states, -1))
+
+    def split(self, states: torch.Tensor) -> list[torch.Tensor]:
+        """The states of each member."""
+        parts = states.split([encoder.config.d_model for encoder in self.encoders], -1)
+        return [
+            part.to(encoder.dtype) for part, encoder in zip(parts, self.encoders, strict=True)
+        ]
+
+
+class EnsembleCache(EncoderDecoderCache):
+    """The caches of all members. It holds their layers in one list, so that what transformers does
+    to its layers, such as reordering beams, happens to those of each member."""
+
+    def __init__(self, members: Sequence[EncoderDecoderCache]):
+        joined = []
+        for kind in ("self_attention_cache", "cross_attention_cache"):
+            cache = copy.copy(getattr(members[0], kind))
+            cache.layers = [layer for member in members for layer in getattr(member, kind).layers]
+            joined.append(cache)
+        super().__init__(*joined)
+        self.members = list(members)
+
+
+def shared_config(members: Sequence[VanillaTransformerForConditionalGeneration]) -> Any:
+    """The first member's configuration, with the positions that all members can read."""
+    config = copy.deepcopy(members[0].config)
+    learned = [m.config for m in members if m.config.position_encoding == "learned"]
+    if learned:
+        config.position_encoding = "learned"
+        config.max_position_embeddings = min(c.max_position_embeddings for c in learned)
+    config.members = [member.config.to_dict() for member in members]
+    return config
+
+
+def expect_members(members: Sequence[Any]) -> None:
+    """Raises an error unless these are models of this package with the same vocabulary."""
+    if not members:
+        raise ValueError("members=[]: expected at least one model")
+    for index, member in enumerate(members):
+        if not isinstance(member, VanillaTransformerForConditionalGeneration):
+            raise TypeError(
+                f"member {index} of the ensemble is a {type(member).__name__}: expected "
+                "VanillaTransformerForConditionalGeneration; `vanilla-transformer convert` makes "
+                "one of other toolkits' checkpoints"
+            )
+        for name in SHARED_FIELDS:
+            value, first = (getattr(m.config, name) for m in (member, members[0]))
+            if value != first:
+                raise ValueError(
+                    f"{name}={value} in member {index} of the ensemble: expected {first}, as in "
+                    "member 0; members share their vocabulary"
+                )
+
+
+def expect_same_vocabulary(
+    tokenizers: Sequence[PreTrainedTokenizerBase], names: Sequence[str]
+) -> None:
+    """Raises ValueError unless each token has the same id in all tokenizers, on either side."""
+
+    def vocabularies(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, int]]:
+        target = getattr(tokenizer, "target_tokenizer", None)
+        return [tokenizer.get_vocab(), *([] if target is None else [target.get_vocab()])]
+
+    first = vocabularies(tokenizers[0])
+    for name, tokenizer in zip(names, tokenizers, strict=True):
+        if vocabularies(tokenizer) != first:
+            raise ValueError(
+                f"{name} has a different vocabulary than {names[0]}: expected the same tokens "
+                "with the same ids in all members of an ensemble"
+            )
