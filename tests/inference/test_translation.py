@@ -9,6 +9,7 @@ from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.text_files import read_lines
 from vanilla_transformer.inference.translation import (
     BATCHES_PER_WINDOW,
+    Hypothesis,
     translate,
     translate_n_best,
 )
@@ -117,7 +118,7 @@ def test_n_best_lists_are_ranked_by_the_scores_of_the_beam(model, tokenizer):
         scores = [hypothesis.score for hypothesis in hypotheses]
         assert scores == sorted(scores, reverse=True)
         if not line.strip():
-            assert hypotheses == [("", 0.0)]
+            assert hypotheses == [Hypothesis("", 0.0)]
             continue
         inputs = tokenizer(line, return_tensors="pt")
         outputs = model.generate(

@@ -161,9 +161,7 @@ class EnsembleEncoder(nn.Module):
     def split(self, states: torch.Tensor) -> list[torch.Tensor]:
         """The states of each member."""
         parts = states.split([encoder.config.d_model for encoder in self.encoders], -1)
-        return [
-            part.to(encoder.dtype) for part, encoder in zip(parts, self.encoders, strict=True)
-        ]
+        return [part.to(encoder.dtype) for part, encoder in zip(parts, self.encoders, strict=True)]
 
 
 class EnsembleCache(EncoderDecoderCache):

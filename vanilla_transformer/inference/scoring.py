@@ -1,8 +1,8 @@
 """The log-probability of given translations."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -12,6 +12,8 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedToke
 from ..data.token_batches import TokenBudgetSampler
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together
+
+T = TypeVar("T")
 
 
 class PairScore(NamedTuple):
@@ -41,28 +43,55 @@ def score_pairs(
         show_progress: Whether to show a progress bar.
     """
     model.eval()
-    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
     remaining = iter(pairs)
     with tqdm(desc="Scoring", unit="pair", disable=not show_progress) as progress:
         while window := list(islice(remaining, PAIRS_PER_WINDOW)):
             sources = tokenizer([source for source, _ in window])["input_ids"]
             targets = tokenizer(text_target=[target for _, target in window])["input_ids"]
-            source_lengths, target_lengths = (list(map(len, side)) for side in (sources, targets))
-            shortest = min(map(max, source_lengths, target_lengths))
-            budget = max(max_tokens, shortest)  # a longer pair is scored alone
-            scores = [0.0] * len(window)
-            for batch in TokenBudgetSampler(source_lengths, target_lengths, budget, shuffle=False):
-                rows = [{"input_ids": sources[row], "labels": targets[row]} for row in batch]
-                for row, score in zip(batch, _score(collate(rows), model), strict=True):
-                    scores[row] = score
-                progress.update(len(batch))
-            yield from map(PairScore, scores, target_lengths)
+            scores = map_pairs(
+                lambda inputs: token_scores(model, inputs).sum(1).tolist(),
+                sources, targets, model, tokenizer, max_tokens, progress,
+            )  # fmt: skip
+            yield from map(PairScore, scores, map(len, targets))
 
 
-@torch.inference_mode()
-def _score(inputs: dict[str, torch.Tensor], model: PreTrainedModel) -> list[float]:
-    inputs = {name: value.to(model.device) for name, value in inputs.items()}
+def map_pairs(
+    work: Callable[[dict[str, torch.Tensor]], Iterable[T]],
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    progress: Any = None,
+) -> list[T]:
+    """What `work` makes of each pair of token ids.
+
+    Args:
+        work: Takes a batch with `input_ids` and `attention_mask` (pairs, source_length),
+            `decoder_input_ids` and `labels` (pairs, target_length), and returns a result for each
+            pair.
+        max_tokens: The maximum number of source tokens, and of target tokens, in a batch, including
+            padding. A longer pair is a batch of its own.
+        progress: A progress bar.
+    """
+    if not sources:
+        return []
+    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
+    lengths = [list(map(len, side)) for side in (sources, targets)]
+    budget = max(max_tokens, min(map(max, *lengths)))
+    results: dict[int, T] = {}
+    for batch in TokenBudgetSampler(*lengths, budget, shuffle=False):
+        rows = [{"input_ids": sources[row], "labels": targets[row]} for row in batch]
+        with torch.inference_mode():
+            results.update(zip(batch, work(collate(rows).to(model.device)), strict=True))
+        if progress is not None:
+            progress.update(len(batch))
+    return [results[row] for row in range(len(sources))]
+
+
+def token_scores(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The natural log-probability of each label, 0 for padding, (pairs, target_length)."""
+    inputs = dict(inputs)
     labels = inputs.pop("labels")
     logits = model(**inputs, use_cache=False).logits.float()
-    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # 0 for -100
-    return (-losses.double().sum(1)).tolist()
+    return -F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").double()

@@ -1,27 +1,41 @@
 """Translate any number of lines, in batches of similar length and in bounded memory."""
 
+import math
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from itertools import islice, repeat
+from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import ModelOutput
 
 # Lines are sorted by length within this many batches, so that little padding is needed.
 BATCHES_PER_WINDOW = 64
 
-T = TypeVar("T")
-
 
 class Hypothesis(NamedTuple):
-    """A translation and its score in beam search: the natural log-probability, including </s>,
-    divided by the length penalty."""
+    """A translation.
+
+    Attributes:
+        text: The translation.
+        score: In beam search, the natural log-probability, including </s>, divided by the length
+            penalty; NaN without beam search. Reranking replaces it.
+        token_ids: The target's token ids with </s>, but without the token that starts it.
+        is_complete: Whether it ends with </s>, and not at the length limit.
+        token_scores: The natural log-probability of each token, if asked for.
+        alignment: Aligned pairs, source index and target index, if asked for.
+    """
 
     text: str
-    score: float
+    score: float = math.nan
+    token_ids: tuple[int, ...] = ()
+    is_complete: bool = True
+    token_scores: tuple[float, ...] = ()
+    alignment: tuple[tuple[int, int], ...] = ()
+
+
+BLANK = Hypothesis("", 0.0)
 
 
 def translate(
@@ -30,6 +44,8 @@ def translate(
     tokenizer: PreTrainedTokenizerBase,
     *,
     batch_size: int = 32,
+    max_tokens: int | None = None,
+    prefixes: Iterable[str] | None = None,
     show_progress: bool = False,
     together: bool = False,
     **generate_kwargs: Any,
@@ -41,104 +57,237 @@ def translate(
         model: Any sequence-to-sequence model of transformers.
         tokenizer: Its tokenizer.
         batch_size: The number of lines per batch.
+        max_tokens: The maximum number of source tokens in a batch, including padding, in place of
+            `batch_size`.
+        prefixes: What each translation begins with, or an empty string.
         show_progress: Whether to show a progress bar.
         together: Whether all processes translate the same lines together. Each one decodes its
             share of the batches and yields all translations, the same as a single process would.
         generate_kwargs: Arguments of `model.generate`, such as `num_beams`.
 
     Raises:
-        ValueError: `batch_size` is not positive.
+        ValueError: `batch_size` or `max_tokens` is not positive, or a prefix is as long as the
+            longest translation.
     """
-
-    def work(inputs: dict[str, torch.Tensor]) -> list[str]:
-        generated = model.generate(**inputs, **generate_kwargs)
-        return tokenizer.batch_decode(generated, skip_special_tokens=True)
-
-    yield from _map_batches(lines, model, tokenizer, batch_size, show_progress, work, "", together)
+    batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
+    for hypotheses in batches.hypotheses(None, show_progress, together):
+        yield hypotheses[0].text
 
 
 def translate_n_best(
     lines: Iterable[str],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    n_best: int,
+    n_best: int | None,
     *,
     batch_size: int = 32,
+    max_tokens: int | None = None,
+    prefixes: Iterable[str] | None = None,
     show_progress: bool = False,
     **generate_kwargs: Any,
 ) -> Iterator[list[Hypothesis]]:
     """The same as `translate`, but yield the `n_best` best hypotheses of each line, best first. A
     blank line has a single empty one.
 
+    Sampling (`do_sample`, one beam) yields independent samples, which have no score. `None` yields
+    the translation alone, without a score.
+
     Raises:
-        ValueError: There is no beam search, or it has fewer than `n_best` beams; also as in
+        ValueError: There is neither sampling nor a beam search with `n_best` beams; also as in
             `translate`.
     """
+    if n_best is not None:
+        expect_hypotheses(n_best, model, generate_kwargs)
+    batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
+    yield from batches.hypotheses(n_best, show_progress)
+
+
+def expect_hypotheses(n_best: int, model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> None:
+    """Raise a ValueError unless `generate` can return this many hypotheses."""
     beams = generate_kwargs.get("num_beams") or model.generation_config.num_beams or 1
+    if samples(model, generate_kwargs) and n_best >= 1:
+        return
     if not 1 <= n_best <= beams or beams < 2:
         raise ValueError(
             f"n_best={n_best} with num_beams={beams}: expected a positive number, 2 beams or more, "
-            "and as many beams as hypotheses"
+            "and as many beams as hypotheses; or do_sample=True"
         )
-    options = {**generate_kwargs, "num_return_sequences": n_best, "output_scores": True}
-
-    def work(inputs: dict[str, torch.Tensor]) -> list[list[Hypothesis]]:
-        output: ModelOutput = model.generate(**inputs, **options, return_dict_in_generate=True)
-        texts = tokenizer.batch_decode(output.sequences, skip_special_tokens=True)
-        ranked = list(map(Hypothesis, texts, output.sequences_scores.tolist()))
-        return [ranked[start : start + n_best] for start in range(0, len(ranked), n_best)]
-
-    blank = [Hypothesis("", 0.0)]
-    yield from _map_batches(lines, model, tokenizer, batch_size, show_progress, work, blank)
 
 
-def _map_batches(
-    lines: Iterable[str],
+def samples(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool:
+    """Whether `generate` draws translations at random, without beams."""
+    options = _options(model, generate_kwargs)
+    return bool(options.get("do_sample")) and (options.get("num_beams") or 1) == 1
+
+
+def encode_prefixes(
+    prefixes: Iterable[str],
+    source_lengths: Iterable[int],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    batch_size: int,
-    show_progress: bool,
-    work: Callable[[dict[str, torch.Tensor]], list[T]],
-    blank: T,
-    together: bool = False,
-) -> Iterator[T]:
-    """Yield the result of `work` for each line, or `blank`, in the order of the lines."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: expected a positive integer")
-    model.eval()
-    rank, processes = 0, 1
-    if together:
-        from accelerate import PartialState
-        from accelerate.utils import gather_object
+    generate_kwargs: dict[str, Any],
+    first: int = 0,
+) -> list[list[int]]:
+    """The token ids of each prefix, without the tokens that start and end a target.
 
-        state = PartialState()
-        rank, processes = state.process_index, state.num_processes
-    remaining = iter(lines)
-    with tqdm(desc="Translating", unit="line", disable=not show_progress) as progress:
-        while window := list(islice(remaining, batch_size * BATCHES_PER_WINDOW)):
-            results: dict[int, T] = {}
-            for batch in islice(
-                _make_batches(window, tokenizer, batch_size), rank, None, processes
-            ):
-                ids = {"input_ids": list(batch.values())}
-                inputs = tokenizer.pad(ids, return_tensors="pt").to(model.device)
-                with torch.inference_mode():
-                    results.update(zip(batch, work(inputs), strict=True))
-                progress.update(len(batch))
-            progress.update(len(window) - len(results))
-            gathered = gather_object([results]) if together else [results]
-            of_all_processes = ChainMap(*gathered)
-            yield from (of_all_processes.get(index, blank) for index in range(len(window)))
+    Args:
+        source_lengths: The number of tokens of each source.
+        first: The number of the first line, from 0, for error messages.
+
+    Raises:
+        ValueError: A prefix is as long as the longest translation of its line.
+    """
+    encoded = []
+    for number, (prefix, length) in enumerate(zip(prefixes, source_lengths, strict=True), first):
+        ids: list[int] = tokenizer(text_target=prefix)["input_ids"] if prefix.strip() else []
+        while ids and ids[-1] == tokenizer.eos_token_id:
+            ids.pop()
+        limit = output_limit(model, length, generate_kwargs)
+        if len(ids) >= limit:
+            raise ValueError(
+                f"target prefix {number + 1} has {len(ids)} tokens: expected fewer than {limit}, "
+                "the length limit of its translation"
+            )
+        encoded.append(ids)
+    return encoded
 
 
-def _make_batches(
-    window: list[str], tokenizer: PreTrainedTokenizerBase, batch_size: int
-) -> Iterator[dict[int, list[int]]]:
-    """Batches of token ids by line index, without blank lines, the longest lines first."""
-    indices = [index for index, line in enumerate(window) if line.strip()]
-    if not indices:
-        return
-    token_ids = tokenizer([window[index] for index in indices])["input_ids"]
-    ordered = sorted(zip(indices, token_ids, strict=True), key=lambda row: -len(row[1]))
-    for start in range(0, len(ordered), batch_size):
-        yield dict(ordered[start : start + batch_size])
+def output_limit(
+    model: PreTrainedModel, source_length: int, generate_kwargs: dict[str, Any]
+) -> float:
+    """The largest number of target tokens that `generate` makes of a source, as far as the options
+    say so; else infinity."""
+    options, config = _options(model, generate_kwargs), model.config
+    limit = math.inf
+    if options.get("max_new_tokens") is not None:
+        limit = options["max_new_tokens"]
+    elif options.get("max_length") is not None:
+        limit = options["max_length"] - 1
+    elif options.get("max_length_factor") is not None:
+        limit = int(options["max_length_factor"] * source_length)
+    elif hasattr(model, "extra_output_tokens"):
+        limit = source_length + options.get("extra_output_tokens", model.extra_output_tokens)
+    if getattr(config, "position_encoding", None) == "learned":
+        limit = min(limit, config.max_position_embeddings - 1)
+    return limit
+
+
+def _options(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The options of `generate` that are set."""
+    options = {**vars(model.generation_config), **generate_kwargs}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+class Batches(NamedTuple):
+    """Lines to translate, as `translate` takes them."""
+
+    lines: Iterable[str]
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    batch_size: int
+    max_tokens: int | None
+    prefixes: Iterable[str] | None
+    generate_kwargs: dict[str, Any]
+
+    def hypotheses(
+        self, n_best: int | None, show_progress: bool = False, together: bool = False
+    ) -> Iterator[list[Hypothesis]]:
+        """Yield the hypotheses of each line in the order of the lines; see `translate_n_best`."""
+        for name, value in (("batch_size", self.batch_size), ("max_tokens", self.max_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: expected a positive integer")
+        self.model.eval()
+        rank, processes = 0, 1
+        if together:
+            from accelerate import PartialState
+            from accelerate.utils import gather_object
+
+            state = PartialState()
+            rank, processes = state.process_index, state.num_processes
+        prefixes = repeat("") if self.prefixes is None else self.prefixes
+        remaining, first = zip(self.lines, prefixes, strict=self.prefixes is not None), 0
+        with tqdm(desc="Translating", unit="line", disable=not show_progress) as progress:
+            while window := list(islice(remaining, self.batch_size * BATCHES_PER_WINDOW)):
+                results: dict[int, list[Hypothesis]] = {}
+                for batch in islice(self._batches(window, first), rank, None, processes):
+                    found = self._generate(list(batch.values()), n_best)
+                    results.update(zip(batch, found, strict=True))
+                    progress.update(len(batch))
+                progress.update(len(window) - len(results))
+                gathered = gather_object([results]) if together else [results]
+                of_all_processes = ChainMap(*gathered)
+                yield from (of_all_processes.get(index, [BLANK]) for index in range(len(window)))
+                first += len(window)
+
+    def _batches(
+        self, window: list[tuple[str, str]], first: int
+    ) -> Iterator[dict[int, tuple[list[int], list[int]]]]:
+        """Batches of source ids and prefix ids by line index, without blank lines, the longest
+        sources first. The prefixes of a batch have the same length."""
+        lines, texts = zip(*window, strict=True)
+        sources = self.tokenizer(list(lines))["input_ids"]
+        prefixes: list[list[int]] = [[]] * len(window)
+        if any(texts):
+            lengths, models = map(len, sources), (self.model, self.tokenizer)
+            prefixes = encode_prefixes(texts, lengths, *models, self.generate_kwargs, first)
+        rows = enumerate(zip(sources, prefixes, strict=True))
+        kept = [row for row, line in zip(rows, lines, strict=True) if line.strip()]
+        batch: dict[int, tuple[list[int], list[int]]] = {}
+        for index, row in sorted(kept, key=lambda row: (len(row[1][1]), -len(row[1][0]))):
+            if batch and self._is_full(next(iter(batch.values())), row, len(batch)):
+                yield batch
+                batch = {}
+            batch[index] = row
+        if batch:
+            yield batch
+
+    def _is_full(
+        self, longest: tuple[list[int], list[int]], row: tuple[list[int], list[int]], size: int
+    ) -> bool:
+        """Whether a batch of this size, with its longest row, has no room for another row."""
+        if len(row[1]) != len(longest[1]):
+            return True
+        if self.max_tokens is None:
+            return size == self.batch_size
+        return (size + 1) * len(longest[0]) > self.max_tokens
+
+    def _generate(
+        self, rows: list[tuple[list[int], list[int]]], n_best: int | None
+    ) -> list[list[Hypothesis]]:
+        model, options = self.model, dict(self.generate_kwargs)
+        ids = {"input_ids": [source for source, _ in rows]}
+        inputs = self.tokenizer.pad(ids, return_tensors="pt").to(model.device)
+        if rows[0][1]:
+            known = _options(model, options)
+            start = known.get("decoder_start_token_id", known.get("bos_token_id"))
+            prompts = [[start, *prefix] for _, prefix in rows]
+            inputs["decoder_input_ids"] = torch.tensor(prompts, device=model.device)
+        if n_best is not None:
+            options |= {"num_return_sequences": n_best, "return_dict_in_generate": True}
+            options["output_scores"] = not samples(model, options)
+        with torch.inference_mode():
+            output = model.generate(**inputs, **options)
+        sequences = getattr(output, "sequences", output)
+        found = self._hypotheses(sequences, 1 + len(rows[0][1]))
+        scores = getattr(output, "sequences_scores", None)
+        if scores is not None:
+            found = [h._replace(score=s) for h, s in zip(found, scores.tolist(), strict=True)]
+        n = n_best or 1
+        return [found[start : start + n] for start in range(0, len(found), n)]
+
+    def _hypotheses(self, sequences: torch.Tensor, prompt_length: int) -> list[Hypothesis]:
+        """The hypotheses in (rows, length) token ids, of which the first are the prompt."""
+        options = _options(self.model, self.generate_kwargs)
+        eos, pad = options.get("eos_token_id", []), options.get("pad_token_id")
+        ends = {eos} if isinstance(eos, int) else set(eos)
+        texts = self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+        found = []
+        for text, row in zip(texts, sequences.tolist(), strict=True):
+            new = range(prompt_length, len(row))
+            end = next((place + 1 for place in new if row[place] in ends), None)
+            length = len(row) if end is None else end
+            while end is None and length > prompt_length and row[length - 1] == pad:
+                length -= 1
+            is_complete = end is not None or not ends
+            found.append(Hypothesis(text, token_ids=tuple(row[1:length]), is_complete=is_complete))
+        return found

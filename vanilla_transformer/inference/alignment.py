@@ -1,0 +1,265 @@
+"""What a model says about the tokens of a translation: their log-probabilities, and the source
+tokens that they are aligned to.
+
+An alignment is read from the attention of the decoder to the source. In a Transformer that was not
+trained to align, the average over the heads of the penultimate layer aligns best (Garg et al.,
+2019, https://arxiv.org/abs/1909.02074).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .scoring import map_pairs, token_scores
+from .translation import Hypothesis
+
+UNITS = ("words", "pieces")
+LINES_PER_WINDOW = 512
+
+
+def add_token_scores(
+    lines: Iterable[str],
+    found: Iterable[list[Hypothesis]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int = 2048,
+) -> Iterator[list[Hypothesis]]:
+    """Yield the hypotheses of each line with their `token_scores`.
+
+    Args:
+        lines: The sources, read lazily.
+        found: The hypotheses of each source.
+        model: The model.
+        tokenizer: Its tokenizer.
+        max_tokens: The maximum number of source tokens, and of target tokens, in a batch.
+
+    Raises:
+        TypeError: The model is not a PyTorch model.
+    """
+    expect_forward(model, "token_scores")
+
+    def score(sources: list[str], hypotheses: list[Hypothesis]) -> Iterator[Hypothesis]:
+        scores = map_pairs(
+            lambda inputs: token_scores(model, inputs).tolist(),
+            tokenizer(sources)["input_ids"], [h.token_ids for h in hypotheses],
+            model, tokenizer, max_tokens,
+        )  # fmt: skip
+        for hypothesis, row in zip(hypotheses, scores, strict=True):
+            yield hypothesis._replace(token_scores=tuple(row[: len(hypothesis.token_ids)]))
+
+    yield from map_hypotheses(score, lines, found)
+
+
+def add_alignments(
+    lines: Iterable[str],
+    found: Iterable[list[Hypothesis]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    unit: str = "words",
+    layer: int | None = None,
+    replace_unknown: bool = False,
+    max_tokens: int = 2048,
+) -> Iterator[list[Hypothesis]]:
+    """Yield the hypotheses of each line with their `alignment`. Each target token is aligned to one
+    source token.
+
+    Args:
+        lines: The sources, read lazily.
+        found: The hypotheses of each source.
+        model: The model; of an ensemble, the attention of the members is averaged.
+        tokenizer: Its tokenizer.
+        unit: "words", which white space separates, or "pieces", the tokens without special ones.
+        layer: The decoder layer from 0, or from the end if negative. Default: the penultimate.
+        replace_unknown: Whether the source word that it is aligned to replaces an unknown token.
+        max_tokens: The maximum number of source tokens, and of target tokens, in a batch.
+
+    Raises:
+        TypeError: The model is not a PyTorch model.
+        ValueError: The unit or the layer does not exist, or the tokenizer does not tell where in
+            the text a token is, or has no unknown token to replace.
+    """
+    expect_alignable(model, tokenizer, unit, layer, replace_unknown)
+    reader = _AlignmentReader(tokenizer, unit, replace_unknown)
+    special = torch.tensor(sorted(reader.source_special), device=model.device)
+
+    def align(sources: list[str], hypotheses: list[Hypothesis]) -> Iterator[Hypothesis]:
+        encoded = tokenizer(sources, return_offsets_mapping=True)
+        places = map_pairs(
+            lambda inputs: _aligned_places(model, inputs, layer, special),
+            encoded["input_ids"], [h.token_ids for h in hypotheses], model, tokenizer, max_tokens,
+        )  # fmt: skip
+        columns = (encoded["input_ids"], encoded["offset_mapping"], places)
+        for row in zip(sources, hypotheses, *columns, strict=True):
+            yield reader.read(*row)
+
+    yield from map_hypotheses(align, lines, found)
+
+
+def map_hypotheses(
+    change: Callable[[list[str], list[Hypothesis]], Iterable[Hypothesis]],
+    lines: Iterable[str],
+    found: Iterable[list[Hypothesis]],
+) -> Iterator[list[Hypothesis]]:
+    """Yield the hypotheses of each line as `change` returns them. It takes sources and a hypothesis
+    of each, a window at a time, without those of blank lines."""
+    rows = zip(lines, found, strict=True)
+    while window := list(islice(rows, LINES_PER_WINDOW)):
+        kept = [(line, h) for line, hypotheses in window for h in hypotheses if h.token_ids]
+        changed = iter(change([line for line, _ in kept], [h for _, h in kept]) if kept else ())
+        for _, hypotheses in window:
+            yield [next(changed) if h.token_ids else h for h in hypotheses]
+
+
+def expect_forward(model: Any, option: str) -> None:
+    """Raise a TypeError unless the model is a PyTorch model, whose layers can be looked at."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{option} with a {type(model).__name__}: expected a PyTorch model")
+
+
+def expect_alignable(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    unit: str,
+    layer: int | None,
+    replace_unknown: bool,
+) -> None:
+    """Raise an error as `add_alignments`."""
+    expect_forward(model, "alignments")
+    if unit not in UNITS:
+        raise ValueError(f"alignments={unit!r}: expected one of {', '.join(UNITS)}")
+    for member in _members(model):
+        layers = member.config.decoder_layers
+        if layer is not None and not -layers <= layer < layers:
+            raise ValueError(f"alignment_layer={layer}: expected {-layers} to {layers - 1}")
+    if not tokenizer.is_fast:
+        raise ValueError(f"alignments with {type(tokenizer).__name__}: expected a fast tokenizer")
+    if replace_unknown and _unknown_id(tokenizer) is None:
+        raise ValueError(
+            f"replace_unknown=True with {type(tokenizer).__name__} without an unknown token: "
+            "expected a tokenizer that has one"
+        )
+
+
+def _aligned_places(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], layer: int | None, special: Any
+) -> list[list[int]]:
+    """The source token that each target token attends to most, (pairs, target_length). Special
+    tokens, on which attention rests where nothing is to be found, are left out."""
+    inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    weights = torch.zeros(())
+    for member in _members(model):
+        with _eager_attention(member):
+            outputs = member(**inputs, output_attentions=True, use_cache=False)
+        maps = outputs.cross_attentions
+        penultimate = max(len(maps) - 2, 0)
+        weights = weights.to(maps[0]) + maps[penultimate if layer is None else layer].mean(1)
+    hidden = torch.isin(inputs["input_ids"], special) | (inputs["attention_mask"] == 0)
+    return weights.masked_fill(hidden[:, None], -1).argmax(-1).tolist()
+
+
+def _members(model: Any) -> Iterable[Any]:
+    return getattr(model, "members", [model])
+
+
+@contextmanager
+def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """No other attention returns its weights."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _unknown_id(tokenizer: Any) -> int | None:
+    """The target's id of the unknown token."""
+    if hasattr(tokenizer, "target_tokenizer") and tokenizer.unk_token is not None:
+        return tokenizer.target_tokenizer.token_to_id(tokenizer.unk_token)
+    return tokenizer.unk_token_id
+
+
+class _AlignmentReader:
+    """Turns aligned tokens into pairs of words or pieces."""
+
+    def __init__(self, tokenizer: Any, unit: str, replace_unknown: bool):
+        self.tokenizer, self.unit = tokenizer, unit
+        self.unknown = _unknown_id(tokenizer) if replace_unknown else None
+        self.source_special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        ends = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        self.target_special = {*ends, _unknown_id(tokenizer)} - {self.unknown, None}
+
+    def read(
+        self,
+        source: str,
+        hypothesis: Hypothesis,
+        source_ids: Sequence[int],
+        offsets: Sequence[tuple[int, int]],
+        places: Sequence[int],
+    ) -> Hypothesis:
+        """The hypothesis with its alignment, and with its unknown words replaced."""
+        ids = hypothesis.token_ids
+        words = source.split()
+        source_words = _words_at(source, offsets)
+        replaced = {
+            place: words[index]
+            for place, (token, at) in enumerate(zip(ids, places, strict=False))
+            if token == self.unknown and (index := source_words[at]) is not None
+        }
+        text = self._spell(ids, replaced) if replaced else hypothesis.text
+        if self.unit == "words":
+            rows, columns = source_words, self._target_words(ids, replaced)
+        else:
+            rows = _count(source_ids, self.source_special)
+            columns = _count(ids, self.target_special)
+        pairs = {(rows[at], column) for at, column in zip(places, columns, strict=False)}
+        alignment = tuple(sorted((s, t) for s, t in pairs if s is not None and t is not None))
+        return hypothesis._replace(text=text, alignment=alignment)
+
+    def _target_words(self, ids: Sequence[int], replaced: dict[int, str]) -> list[int | None]:
+        """The index of the word that each token is in, or None."""
+        words: list[int | None] = []
+        for place, token in enumerate(ids):
+            count = len(self._spell(ids[: place + 1], replaced).split())
+            is_special = token in self.target_special and place not in replaced
+            words.append(None if is_special or count == 0 else count - 1)
+        return words
+
+    def _spell(self, ids: Sequence[int], replaced: dict[int, str]) -> str:
+        """The text of token ids, with words in place of some."""
+        parts, start = [], 0
+        for place, word in replaced.items():
+            if place < len(ids):
+                parts += [self._decode(ids[start:place]), word]
+                start = place + 1
+        return " ".join(filter(None, [*parts, self._decode(ids[start:])]))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True).strip()
+
+
+def _words_at(text: str, offsets: Sequence[tuple[int, int]]) -> list[int | None]:
+    """The index of the word that each (start, end) in a text overlaps first, or None."""
+    word_at = {
+        place: index
+        for index, word in enumerate(re.finditer(r"\S+", text))
+        for place in range(*word.span())
+    }
+    return [next((word_at[at] for at in range(*span) if at in word_at), None) for span in offsets]
+
+
+def _count(ids: Sequence[int], special: set[int]) -> list[int | None]:
+    """The index of each token among those that are not special; None for special ones."""
+    counts: list[int | None] = []
+    number = 0
+    for token in ids:
+        counts.append(None if token in special else number)
+        number += token not in special
+    return counts

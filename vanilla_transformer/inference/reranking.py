@@ -1,0 +1,230 @@
+"""Choose among the hypotheses of a line: minimum Bayes risk, and a reverse model.
+
+Minimum Bayes risk (Eikema and Aziz, 2020, https://arxiv.org/abs/2005.10283) takes the hypothesis
+that is most like all others, on average, as a measure such as chrF sees it. The noisy channel (Yee
+et al., 2019, https://arxiv.org/abs/1908.05731) also asks a model of the reverse direction.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import tee
+from typing import Any
+
+import numpy as np
+from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics.helpers import extract_all_char_ngrams, extract_word_ngrams
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .alignment import add_token_scores, map_hypotheses
+from .scoring import score_pairs
+from .translation import Hypothesis
+
+# Of hypotheses and references, for a source: (hypotheses, references) utilities from 0 to 100.
+Utility = Callable[[Sequence[str], Sequence[str], str], np.ndarray]
+
+COMET_MODEL = "Unbabel/wmt22-comet-da"
+
+
+def rerank_by_utility(
+    lines: Iterable[str], found: Iterable[list[Hypothesis]], utility: str | Utility = "chrf"
+) -> Iterator[list[Hypothesis]]:
+    """Yield the hypotheses of each line, the highest expected utility first, without duplicates.
+    All hypotheses, duplicates included, are the references. The expected utility becomes the score.
+
+    Args:
+        lines: The sources, read lazily.
+        found: The hypotheses of each source: samples, or those of a beam.
+        utility: One of `UTILITIES`, or a function of hypotheses, references and the source that
+            returns an array (hypotheses, references).
+
+    Raises:
+        ValueError: There is no utility of this name.
+        ModuleNotFoundError: The utility needs a package that is not installed.
+    """
+    measure = get_utility(utility) if isinstance(utility, str) else utility
+    for line, hypotheses in zip(lines, found, strict=True):
+        if len(hypotheses) == 1:
+            yield hypotheses
+            continue
+        counts = Counter(h.text for h in hypotheses)
+        first = {h.text: h for h in reversed(hypotheses)}
+        texts = list(counts)
+        expected = measure(texts, texts, line) @ np.array(list(counts.values())) / counts.total()
+        order = np.argsort(-expected, kind="stable")
+        yield [first[texts[i]]._replace(score=float(expected[i])) for i in order]
+
+
+def rerank_by_reverse_model(
+    lines: Iterable[str],
+    found: Iterable[list[Hypothesis]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    reverse_model: PreTrainedModel,
+    reverse_tokenizer: PreTrainedTokenizerBase,
+    *,
+    reverse_weight: float = 1.0,
+    length_weight: float = 0.0,
+    max_tokens: int = 2048,
+) -> Iterator[list[Hypothesis]]:
+    """Yield the hypotheses of each line, the highest score first, without duplicates. The score is
+    log p(target | source) + `reverse_weight` log p(source | target) + `length_weight` |target|,
+    with natural logarithms and the number of target tokens.
+
+    Args:
+        lines: The sources, read lazily.
+        found: The hypotheses of each source.
+        model: The model of the hypotheses.
+        tokenizer: Its tokenizer.
+        reverse_model: A model from the target's language to the source's.
+        reverse_tokenizer: Its tokenizer, which may have another vocabulary.
+        reverse_weight: The weight of the reverse model.
+        length_weight: The reward of each token.
+        max_tokens: The maximum number of source tokens, and of target tokens, in a batch.
+
+    Raises:
+        TypeError: A model is not a PyTorch model.
+    """
+
+    def score(sources: list[str], hypotheses: list[Hypothesis]) -> Iterator[Hypothesis]:
+        pairs = [(h.text, source) for h, source in zip(hypotheses, sources, strict=True)]
+        reverse = score_pairs(pairs, reverse_model, reverse_tokenizer, max_tokens=max_tokens)
+        for hypothesis, (log_probability, _) in zip(hypotheses, reverse, strict=True):
+            total = sum(hypothesis.token_scores) + reverse_weight * log_probability
+            total += length_weight * len(hypothesis.token_ids)
+            yield hypothesis._replace(score=total)
+
+    rows, sources = tee(lines)
+    scored = add_token_scores(rows, found, model, tokenizer, max_tokens=max_tokens)
+    yield from map(_ranked, map_hypotheses(score, sources, scored))
+
+
+def rank_by_log_probability(found: Iterable[list[Hypothesis]]) -> Iterator[list[Hypothesis]]:
+    """Yield hypotheses with `token_scores`, such as samples, the most probable first, without
+    duplicates. Their log-probability becomes the score."""
+    for hypotheses in found:
+        yield _ranked([h._replace(score=float(sum(h.token_scores))) for h in hypotheses])
+
+
+def _ranked(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
+    best = sorted(hypotheses, key=lambda h: -h.score)
+    return list({h.text: h for h in reversed(best)}.values())[::-1]
+
+
+# ---------------------------------------------------------------- Utilities
+
+
+def chrf_utility(
+    hypotheses: Sequence[str], references: Sequence[str], source: str = ""
+) -> np.ndarray:
+    """sacreBLEU's sentence-level chrF of each hypothesis against each reference."""
+    metric = CHRF()
+    factor = metric.beta**2
+    sides = [
+        [extract_all_char_ngrams(text, metric.char_order) for text in texts]
+        for texts in (hypotheses, references)
+    ]
+    precision, recall, orders = (np.zeros((len(hypotheses), len(references))) for _ in range(3))
+    for n in range(metric.char_order):
+        left, right = ([grams[n] for grams in side] for side in sides)
+        matches, totals = overlaps(left, right), (_totals(left)[:, None], _totals(right)[None])
+        precision += matches / np.maximum(totals[0], 1)
+        recall += matches / np.maximum(totals[1], 1)
+        orders += np.minimum(*totals) > 0
+    precision, recall = (100 * side / np.maximum(orders, 1) for side in (precision, recall))
+    both = factor * precision + recall
+    return (1 + factor) * precision * recall / np.where(both > 0, both, 1)
+
+
+def bleu_utility(
+    hypotheses: Sequence[str], references: Sequence[str], source: str = ""
+) -> np.ndarray:
+    """sacreBLEU's sentence-level BLEU of each hypothesis against each reference."""
+    metric = BLEU(effective_order=True)
+    orders = range(1, metric.max_ngram_order + 1)
+    sides = [
+        [metric.tokenizer(text.rstrip()).split() for text in texts]
+        for texts in (hypotheses, references)
+    ]
+    matches = []
+    for n in orders:
+        left, right = ([extract_word_ngrams(tokens, n) for tokens in side] for side in sides)
+        matches.append(overlaps(left, right))
+    scores = np.zeros((len(hypotheses), len(references)))
+    for i, j in np.ndindex(scores.shape):
+        lengths = len(sides[0][i]), len(sides[1][j])
+        counts = [int(found[i, j]) for found in matches]
+        totals = [max(lengths[0] - n + 1, 0) for n in orders]
+        options = {"smooth_method": metric.smooth_method, "effective_order": True}
+        scores[i, j] = BLEU.compute_bleu(counts, totals, *lengths, **options).score
+    return scores
+
+
+def exact_match_utility(
+    hypotheses: Sequence[str], references: Sequence[str], source: str = ""
+) -> np.ndarray:
+    """100 for equal texts, else 0: the most frequent hypothesis wins."""
+    return 100.0 * (np.array(hypotheses)[:, None] == np.array(references)[None])
+
+
+def comet_utility(hypotheses: Sequence[str], references: Sequence[str], source: str) -> np.ndarray:
+    """COMET (Rei et al., 2022) by the package `unbabel-comet`, 0 to 100."""
+    data = [{"src": source, "mt": h, "ref": r} for h in hypotheses for r in references]
+    scores = _comet().predict(data, batch_size=64, progress_bar=False).scores
+    return 100 * np.array(scores).reshape(len(hypotheses), len(references))
+
+
+@cache
+def _comet() -> Any:
+    from comet import download_model, load_from_checkpoint
+
+    return load_from_checkpoint(download_model(COMET_MODEL))
+
+
+UTILITIES: dict[str, Utility] = {
+    "chrf": chrf_utility,
+    "bleu": bleu_utility,
+    "exact_match": exact_match_utility,
+    "comet": comet_utility,
+}
+
+
+def get_utility(name: str) -> Utility:
+    """A utility by its name; COMET is loaded, so that an error comes before work starts.
+
+    Raises:
+        ValueError: There is none of this name.
+        ModuleNotFoundError: It needs a package that is not installed.
+    """
+    if name not in UTILITIES:
+        raise ValueError(f"mbr={name!r}: expected one of {', '.join(UTILITIES)}")
+    if name == "comet":
+        try:
+            _comet()
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"mbr='comet' needs the package {error.name}: pip install unbabel-comet",
+                name=error.name,
+            ) from error
+    return UTILITIES[name]
+
+
+def overlaps(left: Sequence[Counter], right: Sequence[Counter]) -> np.ndarray:
+    """The number of n-grams that each pair of texts has in common, (left, right).
+
+    min(a, b) is the number of thresholds from 1 that both reach, so that a sum of minima is a sum
+    of matrix products."""
+    columns = {gram: place for place, gram in enumerate(set().union(*left, *right))}
+    sides = [np.zeros((len(side), len(columns)), np.float32) for side in (left, right)]
+    for matrix, side in zip(sides, (left, right), strict=True):
+        for row, counts in zip(matrix, side, strict=True):
+            row[[columns[gram] for gram in counts]] = list(counts.values())
+    common = np.zeros((len(left), len(right)))
+    for threshold in range(1, int(min(matrix.max(initial=0) for matrix in sides)) + 1):
+        reached = [(matrix >= threshold).astype(np.float32) for matrix in sides]
+        common += reached[0] @ reached[1].T
+    return common
+
+
+def _totals(side: Sequence[Counter]) -> np.ndarray:
+    return np.array([counts.total() for counts in side])
