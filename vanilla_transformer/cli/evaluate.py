@@ -37,7 +37,9 @@ class EvaluateArguments:
     target: list[str] = field(
         metadata={"help": "File of reference translations. Several files: several references."}
     )
-    model: str | None = field(default=None, metadata={"help": "Model that translates --source."})
+    model: list[str] | None = field(
+        default=None, metadata={"help": "Model that translates --source; several: an ensemble."}
+    )
     source: str | None = field(
         default=None,
         metadata={"help": "File to translate. COMET and --plot_by_length always need it."},

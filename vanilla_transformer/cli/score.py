@@ -16,7 +16,11 @@ from .parser import CommandParser
 
 @dataclass
 class ScoreArguments:
-    model: str = field(metadata={"help": "Folder or Hub name of a sequence-to-sequence model."})
+    model: list[str] = field(
+        metadata={
+            "help": "Folder or Hub name of a sequence-to-sequence model; several: an ensemble."
+        }
+    )
     source: str = field(metadata={"help": "File of source sentences."})
     target: str = field(metadata={"help": "File of their translations."})
     output: str | None = field(

@@ -13,90 +13,207 @@ after an interruption. It refuses to resume with other weights, but the model ma
 
 With --n_best, each line becomes several, the best first: "number ||| translation ||| score". Line
 numbers start at 0. The score is the translation's log-probability divided by the length penalty.
+--token_scores and --alignments add a field each.
 """
 
+import hashlib
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.text_files import open_output, read_arrived
+from ..data.text_files import expect_parallel, open_output, read_arrived, read_file
+from ..inference.alignment import UNITS, add_alignments, add_token_scores
 from ..inference.loading import LoadingArguments
-from ..inference.parallel_translation import fingerprint, transform_file
-from ..inference.translation import translate, translate_n_best
-from .parser import CommandParser
+from ..inference.parallel_translation import LINES_PER_CHUNK, fingerprint, transform_file
+from ..inference.reranking import (
+    UTILITIES,
+    get_utility,
+    rank_by_log_probability,
+    rerank_by_reverse_model,
+    rerank_by_utility,
+)
+from ..inference.translation import (
+    Hypothesis,
+    encode_prefixes,
+    expect_hypotheses,
+    samples,
+    translate_n_best,
+)
+from .generation_options import (
+    HELP,
+    add_generation_options,
+    expect_valid_options,
+    generation_option_names,
+    given_options,
+)
+from .parser import GroupedParser
+
+SAMPLES = 32  # candidates where nothing says how many
 
 
 @dataclass
 class TranslateArguments:
-    model: str = field(metadata={"help": "Folder or Hub name of a sequence-to-sequence model."})
+    model: list[str] = field(
+        metadata={
+            "help": "Folder or Hub name of a sequence-to-sequence model; several: an ensemble."
+        }
+    )
     source: str | None = field(
         default=None, metadata={"help": "File to translate. Default: standard input."}
     )
     output: str | None = field(
         default=None, metadata={"help": "File for the translations. Default: standard output."}
     )
-    num_beams: int | None = field(
-        default=None, metadata={"help": "Beam size. Default: the model's own."}
+    batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
+    max_tokens: int | None = field(
+        default=None, metadata={"help": "Source tokens decoded together, instead of lines."}
     )
-    max_new_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Longest translation, in tokens. Default: the source's length plus 50."},
+    compile: bool = field(
+        default=False, metadata={"help": "Compile the model, for a static cache."}
+    )
+    seed: int = field(default=42, metadata={"help": "Seed of --do_sample."})
+    target_prefix_file: str | None = field(
+        default=None, metadata={"help": "File with the beginning of each translation, or a blank."}
     )
     n_best: int | None = field(
-        default=None, metadata={"help": "Write this many hypotheses of the beam, with scores."}
+        default=None, metadata={"help": "Write this many hypotheses of a line, with scores."}
     )
-    batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
+    token_scores: bool = field(
+        default=False, metadata={"help": "Write the log-probability of each token."}
+    )
+    alignments: str | None = field(
+        default=None,
+        metadata={"help": f"Write pairs source-target of aligned {' or '.join(UNITS)}, from 0."},
+    )
+    alignment_layer: int | None = field(
+        default=None,
+        metadata={"help": "Decoder layer that aligns, from 0. Default: the penultimate."},
+    )
+    replace_unknown: bool = field(
+        default=False, metadata={"help": "Replace unknown words by the aligned source words."}
+    )
+    mbr: str | None = field(
+        default=None,
+        metadata={"help": f"Minimum Bayes risk by one of {', '.join(UTILITIES)}."},
+    )
+    reverse_model: str | None = field(
+        default=None, metadata={"help": "Rerank by a model from the target to the source."}
+    )
+    reverse_weight: float = field(
+        default=1.0, metadata={"help": "Weight of log p(source | translation)."}
+    )
+    length_weight: float = field(
+        default=0.0, metadata={"help": "Reward of each token in --reverse_model's ranking."}
+    )
+    candidates: int | None = field(
+        default=None,
+        metadata={
+            "help": "Hypotheses that --mbr or --reverse_model choose from. "
+            f"Default: all beams, or {SAMPLES} samples."
+        },
+    )
 
     def __post_init__(self) -> None:
-        for name in ("num_beams", "max_new_tokens", "n_best", "batch_size"):
+        for name in ("n_best", "batch_size", "max_tokens", "candidates"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a positive integer")
+        if self.mbr is not None and self.reverse_model is not None:
+            raise ValueError(
+                f"mbr={self.mbr!r} and reverse_model={self.reverse_model!r}: expected one of them"
+            )
+        if self.candidates is not None and not self.reranks:
+            raise ValueError(
+                f"candidates={self.candidates}: expected --mbr or --reverse_model as well"
+            )
+        if self.compile and len(self.model) > 1:
+            raise ValueError(f"compile=True with {len(self.model)} models: expected one model")
+        if self.target_prefix_file is not None:
+            if self.source is None:
+                raise ValueError(
+                    f"target_prefix_file={self.target_prefix_file!r}: expected --source as well"
+                )
+            expect_parallel(self.source, self.target_prefix_file)
 
-    def options(self) -> dict[str, Any]:
-        """The options that change a translation, for `translate`."""
-        names = ("num_beams", "max_new_tokens", "n_best", "batch_size")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+    @property
+    def reranks(self) -> bool:
+        """Whether hypotheses are reranked."""
+        return self.mbr is not None or self.reverse_model is not None
+
+
+GROUPS = {
+    "files and models": [
+        "model", "source", "output", "batch_size", "max_tokens",
+        *(option.name for option in fields(LoadingArguments)), "compile",
+    ],
+    "search (all options of generate() work: see --help_all)": [*HELP, "seed"],
+    "what to write": [
+        "n_best", "token_scores", "alignments", "alignment_layer", "replace_unknown",
+        "target_prefix_file",
+    ],
+    "reranking": ["mbr", "candidates", "reverse_model", "reverse_weight", "length_weight"],
+}  # fmt: skip
+
+
+def make_parser() -> GroupedParser:
+    """The parser. It returns `TranslateArguments`, `LoadingArguments` and the namespace of the
+    options of `generate()`."""
+    more = [name for name in generation_option_names() if name not in HELP]
+    parser = GroupedParser(
+        (TranslateArguments, LoadingArguments),
+        description=__doc__,
+        usage="%(prog)s --model FOLDER [options]",
+        groups=GROUPS,
+        more_groups={"more options of generate()": more},
+    )
+    add_generation_options(parser)
+    return parser
 
 
 def main() -> None:
-    parser = CommandParser((TranslateArguments, LoadingArguments), description=__doc__)
-    arguments, loading = parser.parse_args_into_dataclasses()
+    arguments, loading, namespace = make_parser().parse_args_into_dataclasses()
     state = PartialState(cpu=loading.device == "cpu")
-    model, tokenizer = loading.load(arguments.model)
-    options = arguments.options()
-
-    def work(lines: Iterable[str], first: int = 0) -> Iterator[str]:
-        if arguments.n_best is None:
-            yield from map(one_line, translate(lines, model, tokenizer, **options))
-            return
-        for number, hypotheses in enumerate(
-            translate_n_best(lines, model, tokenizer, **options), first
-        ):
-            for text, score in hypotheses:
-                yield f"{number} ||| {one_line(text)} ||| {score:.6f}"
-
-    list(work([]))  # refuses bad options before it touches the output
+    job = TranslationJob(arguments, loading, given_options(namespace))
+    job.check()  # refuses bad options before it touches the output
     if arguments.source is not None and arguments.output is not None:
         transform_file(
-            work,
+            job.translate,
             arguments.source,
             arguments.output,
-            settings={**options, **fingerprint(model, tokenizer)},
+            settings=job.settings(),
             process_index=state.process_index,
             num_processes=state.num_processes,
             wait_for_everyone=state.wait_for_everyone,
             show_progress=state.is_main_process and sys.stderr.isatty(),
         )
+        counts = [sum(column) for column in zip(*gather_object([job.counts]), strict=True)]
+        if state.is_main_process:
+            report_limit(*counts)
         state.destroy_process_group()
         return
     if state.num_processes > 1:
         raise ValueError(f"{state.num_processes} processes: expected both --source and --output")
+    translate_stream(job)
+    report_limit(*job.counts)
+
+
+def translate_stream(job: "TranslationJob") -> None:
+    """Translate lines as they arrive, and ask for them if they come from a terminal."""
+    arguments = job.arguments
+    interactive = arguments.source is None and sys.stdin.isatty()
+    prompt = "> " if interactive else ""
+    if interactive:
+        print("One line at a time; Ctrl-D ends.", file=sys.stderr)
+    print(prompt, end="", file=sys.stderr, flush=True)
     with ExitStack() as files:
         source: Any = sys.stdin.buffer
         if arguments.source is not None:
@@ -104,9 +221,151 @@ def main() -> None:
         target = files.enter_context(open_output(arguments.output))
         first = 0
         for lines in read_arrived(source, arguments.source or "standard input"):
-            for line in work(lines, first):
+            for line in job.translate(lines, first):
                 print(line, file=target, flush=True)
             first += len(lines)
+            print(prompt, end="", file=sys.stderr, flush=True)
+
+
+def report_limit(translated: int, cut: int) -> None:
+    """Say on standard error how many translations reached their length limit, if any did."""
+    if cut:
+        print(
+            f"{cut:,} of {translated:,} translations reached their length limit and are cut; "
+            "--max_new_tokens or --extra_output_tokens raises it",
+            file=sys.stderr,
+        )
+
+
+class TranslationJob:
+    """The models and options of a call of the command.
+
+    Attributes:
+        counts: The number of translations so far, and of those that reached their length limit.
+    """
+
+    def __init__(
+        self, arguments: TranslateArguments, loading: LoadingArguments, options: dict[str, Any]
+    ):
+        self.arguments, self.options = arguments, options
+        self.model, self.tokenizer = loading.load(arguments.model)
+        self.reverse: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+        if arguments.reverse_model is not None:
+            self.reverse = loading.load(arguments.reverse_model)
+        self.prefixes: list[str] | None = None
+        if arguments.target_prefix_file is not None:
+            self.prefixes = list(read_file(arguments.target_prefix_file))
+        if arguments.compile:
+            options.setdefault("cache_implementation", "static")
+            if self.model.device.type == "cpu":  # elsewhere, transformers compiles by itself
+                self.model.forward = torch.compile(self.model.forward)
+        self.counts = [0, 0]
+
+    @property
+    def samples(self) -> bool:
+        """Whether hypotheses are drawn at random."""
+        return samples(self.model, self.options)
+
+    @property
+    def number(self) -> int | None:
+        """The number of hypotheses of each line, or None for the best without a score."""
+        if not self.arguments.reranks:
+            return self.arguments.n_best
+        beams = self.options.get("num_beams") or self.model.generation_config.num_beams or 1
+        return self.arguments.candidates or (SAMPLES if self.samples else beams)
+
+    def check(self) -> None:
+        """Raise an error about the first option that can't work with these models."""
+        arguments, number = self.arguments, self.number
+        expect_valid_options(self.model, self.options)
+        if number is not None and arguments.reranks and not max(2, arguments.n_best or 1) <= number:
+            raise ValueError(
+                f"candidates={number}: expected at least 2, and as many as n_best; "
+                "--num_beams or --do_sample makes them"
+            )
+        if number is not None:
+            expect_hypotheses(number, self.model, self.options)
+        if arguments.mbr is not None:
+            get_utility(arguments.mbr)
+        list(self.translate([]))
+        if self.prefixes is not None:
+            self._check_prefixes(str(arguments.source), self.prefixes)
+
+    def _check_prefixes(self, source: str, prefixes: list[str]) -> None:
+        rows = zip(read_file(source), prefixes, strict=True)
+        for first in count(0, LINES_PER_CHUNK):
+            if not (window := list(islice(rows, LINES_PER_CHUNK))):
+                return
+            lines, beginnings = zip(*window, strict=True)
+            lengths = map(len, self.tokenizer(list(lines))["input_ids"])
+            encode_prefixes(beginnings, lengths, self.model, self.tokenizer, self.options, first)
+
+    def settings(self) -> dict[str, Any]:
+        """All that the translations depend on, besides the source; see `transform_file`."""
+        ignored = ("model", "source", "output", "target_prefix_file", "reverse_model")
+        settings = {k: v for k, v in vars(self.arguments).items() if k not in ignored}
+        settings |= {**self.options, **fingerprint(self.model, self.tokenizer)}
+        if self.reverse is not None:
+            settings["reverse_model"] = fingerprint(*self.reverse)
+        if self.prefixes is not None:
+            content = "\n".join(self.prefixes).encode()
+            settings["target_prefix_file"] = hashlib.blake2b(content, digest_size=8).hexdigest()
+        return settings
+
+    def translate(self, lines: list[str], first: int = 0) -> Iterator[str]:
+        """Yield the output for lines, the first of which has this number."""
+        for number, hypotheses in enumerate(self.hypotheses(lines, first), first):
+            self.counts[0] += 1
+            self.counts[1] += not hypotheses[0].is_complete
+            for hypothesis in hypotheses:
+                yield self.format(hypothesis, number)
+
+    def hypotheses(self, lines: list[str], first: int) -> Iterator[list[Hypothesis]]:
+        """Yield the hypotheses of each line that are to be written."""
+        arguments, models = self.arguments, (self.model, self.tokenizer)
+        if self.samples:  # the same samples, whatever was translated before
+            torch.manual_seed(arguments.seed + first)
+        prefixes = None
+        if self.prefixes is not None:
+            prefixes = self.prefixes[first : first + len(lines)]
+        found: Iterable[list[Hypothesis]] = translate_n_best(
+            lines,
+            *models,
+            self.number,
+            prefixes=prefixes,
+            batch_size=arguments.batch_size,
+            max_tokens=arguments.max_tokens,
+            **self.options,
+        )
+        if arguments.mbr is not None:
+            found = rerank_by_utility(lines, found, arguments.mbr)
+        elif self.reverse is not None:
+            weights = {
+                name: getattr(arguments, name) for name in ("reverse_weight", "length_weight")
+            }
+            found = rerank_by_reverse_model(lines, found, *models, *self.reverse, **weights)
+        elif self.samples and self.number is not None:
+            found = rank_by_log_probability(add_token_scores(lines, found, *models))
+        found = (hypotheses[: arguments.n_best or 1] for hypotheses in found)
+        if arguments.token_scores:
+            found = add_token_scores(lines, found, *models)
+        if arguments.alignments is not None or arguments.replace_unknown:
+            found = add_alignments(
+                lines, found, *models, unit=arguments.alignments or "words",
+                layer=arguments.alignment_layer, replace_unknown=arguments.replace_unknown,
+            )  # fmt: skip
+        yield from found
+
+    def format(self, hypothesis: Hypothesis, number: int) -> str:
+        """A line of the output."""
+        fields = [one_line(hypothesis.text)]
+        if self.arguments.n_best is not None:
+            fields = [str(number), *fields, f"{hypothesis.score:.6f}"]
+        if self.arguments.token_scores:
+            fields.append(" ".join(f"{score:.4f}" for score in hypothesis.token_scores))
+        if self.arguments.alignments is not None:
+            fields.append(" ".join(f"{source}-{target}" for source, target in hypothesis.alignment))
+        return " ||| ".join(fields)
 
 
 def one_line(text: str) -> str:

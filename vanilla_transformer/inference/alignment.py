@@ -47,7 +47,7 @@ def add_token_scores(
     def score(sources: list[str], hypotheses: list[Hypothesis]) -> Iterator[Hypothesis]:
         scores = map_pairs(
             lambda inputs: token_scores(model, inputs).tolist(),
-            tokenizer(sources)["input_ids"], [h.token_ids for h in hypotheses],
+            tokenizer(sources)["input_ids"], [list(h.token_ids) for h in hypotheses],
             model, tokenizer, max_tokens,
         )  # fmt: skip
         for hypothesis, row in zip(hypotheses, scores, strict=True):
@@ -93,7 +93,7 @@ def add_alignments(
         encoded = tokenizer(sources, return_offsets_mapping=True)
         places = map_pairs(
             lambda inputs: _aligned_places(model, inputs, layer, special),
-            encoded["input_ids"], [h.token_ids for h in hypotheses], model, tokenizer, max_tokens,
+            encoded["input_ids"], [list(h.token_ids) for h in hypotheses], model, tokenizer, max_tokens,
         )  # fmt: skip
         columns = (encoded["input_ids"], encoded["offset_mapping"], places)
         for row in zip(sources, hypotheses, *columns, strict=True):
@@ -246,13 +246,18 @@ class _AlignmentReader:
 
 
 def _words_at(text: str, offsets: Sequence[tuple[int, int]]) -> list[int | None]:
-    """The index of the word that each (start, end) in a text overlaps first, or None."""
+    """The index of the first word that each (start, end) in a text overlaps or, if there is only
+    white space, precedes; None at the end."""
     word_at = {
         place: index
         for index, word in enumerate(re.finditer(r"\S+", text))
         for place in range(*word.span())
     }
-    return [next((word_at[at] for at in range(*span) if at in word_at), None) for span in offsets]
+    end = len(text)
+    return [
+        next((word_at[at] for at in range(start, end) if at in word_at), None)
+        for start, _ in offsets
+    ]
 
 
 def _count(ids: Sequence[int], special: set[int]) -> list[int | None]:

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,7 +211,7 @@ def expect_members(members: Sequence[Any]) -> None:
 
 
 def expect_same_vocabulary(
-    tokenizers: Sequence[PreTrainedTokenizerBase], names: Sequence[str]
+    tokenizers: Sequence[PreTrainedTokenizerBase], names: Sequence[str | Path]
 ) -> None:
     """Raises ValueError unless each token has the same id in all tokenizers, on either side."""
 

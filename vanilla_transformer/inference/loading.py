@@ -1,5 +1,6 @@
 """Options of commands that load a model for inference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import (
 )
 
 from .engines import ENGINES, find_engine, named_engine
+from .ensemble import VanillaTransformerEnsemble, expect_same_vocabulary
 
 TORCH = "torch"
 ENGINE_NAMES = (TORCH, *(engine.NAME for engine in ENGINES))
@@ -66,14 +68,22 @@ class LoadingArguments:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
 
-    def load(self, name: str | Path) -> tuple[Any, PreTrainedTokenizerBase]:
-        """Load a sequence-to-sequence model and its tokenizer from a folder or the Hub, or an
-        engine with `generate()` from a folder that was exported for it.
+    def load(
+        self, name: str | Path | Sequence[str | Path]
+    ) -> tuple[Any, PreTrainedTokenizerBase]:
+        """Load a sequence-to-sequence model and its tokenizer from a folder or the Hub, several
+        models as an ensemble, or an engine with `generate()` from a folder that was exported for
+        it.
 
         Raises:
             ImportError: The engine needs a package that is not installed.
-            ValueError: The folder is for another engine, or the engine lacks an option.
+            ValueError: The folder is for another engine, the engine lacks an option, or the members
+                of an ensemble have different vocabularies.
         """
+        names = [name] if isinstance(name, (str, Path)) else list(name)
+        if len(names) > 1:
+            return self.load_model(names)
+        (name,) = names
         engine = find_engine(name) if self.engine is None else named_engine(self.engine)
         if engine is None:
             return self.load_model(name)
@@ -91,13 +101,19 @@ class LoadingArguments:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
         return engine.load(Path(name), device=self.device, dtype=self.dtype), tokenizer
 
-    def load_model(self, name: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load a sequence-to-sequence model and its tokenizer from a folder or the Hub, for what
-        needs more than `generate()`.
+    def load_model(
+        self, name: str | Path | Sequence[str | Path]
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The same as `load`, for what needs more than `generate()`.
 
         Raises:
-            ValueError: The folder was exported for an engine, or an engine is named.
+            ValueError: The folder was exported for an engine, or an engine is named; also as in
+                `load`.
         """
+        if not isinstance(name, (str, Path)):
+            if len(name) > 1:
+                return self._load_ensemble(name)
+            (name,) = name
         engine = find_engine(name)
         if self.engine not in (None, TORCH) or engine is not None:
             used = self.engine if engine is None else engine.NAME
@@ -111,3 +127,10 @@ class LoadingArguments:
             name, dtype=self.dtype, attn_implementation=self.attn_implementation, **remote
         )
         return model.to(self.device), tokenizer
+
+    def _load_ensemble(
+        self, names: Sequence[str | Path]
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        models, tokenizers = zip(*map(self.load_model, names), strict=True)
+        expect_same_vocabulary(tokenizers, names)
+        return VanillaTransformerEnsemble(models), tokenizers[0]

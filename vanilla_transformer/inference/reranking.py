@@ -107,8 +107,10 @@ def rank_by_log_probability(found: Iterable[list[Hypothesis]]) -> Iterator[list[
 
 
 def _ranked(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
-    best = sorted(hypotheses, key=lambda h: -h.score)
-    return list({h.text: h for h in reversed(best)}.values())[::-1]
+    best: dict[str, Hypothesis] = {}
+    for hypothesis in sorted(hypotheses, key=lambda h: -h.score):
+        best.setdefault(hypothesis.text, hypothesis)
+    return list(best.values())
 
 
 # ---------------------------------------------------------------- Utilities

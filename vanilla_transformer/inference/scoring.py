@@ -77,10 +77,10 @@ def map_pairs(
     if not sources:
         return []
     collate = DataCollatorForSeq2Seq(tokenizer, model=model)
-    lengths = [list(map(len, side)) for side in (sources, targets)]
-    budget = max(max_tokens, min(map(max, *lengths)))
+    source_lengths, target_lengths = (list(map(len, side)) for side in (sources, targets))
+    budget = max(max_tokens, min(map(max, source_lengths, target_lengths)))
     results: dict[int, T] = {}
-    for batch in TokenBudgetSampler(*lengths, budget, shuffle=False):
+    for batch in TokenBudgetSampler(source_lengths, target_lengths, budget, shuffle=False):
         rows = [{"input_ids": sources[row], "labels": targets[row]} for row in batch]
         with torch.inference_mode():
             results.update(zip(batch, work(collate(rows).to(model.device)), strict=True))

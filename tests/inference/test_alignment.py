@@ -1,0 +1,172 @@
+"""Log-probabilities of tokens, alignments from attention, and unknown words."""
+
+import pytest
+import torch
+from conftest import small_config
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.inference import alignment
+from vanilla_transformer.inference.alignment import add_alignments, add_token_scores
+from vanilla_transformer.inference.ensemble import VanillaTransformerEnsemble
+from vanilla_transformer.inference.scoring import score_pairs
+from vanilla_transformer.inference.translation import BLANK, Hypothesis, translate_n_best
+
+LINES = ["a house by the lake", "", "the lake"]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint).eval()
+
+
+def target(tokenizer, text):
+    return Hypothesis(text, token_ids=tuple(tokenizer(text_target=text)["input_ids"]))
+
+
+def test_token_scores_add_up_to_the_score_of_the_pair(model, tokenizer):
+    texts = [["ein Haus am See", "Haus"], [], ["der See"]]
+    found = [[target(tokenizer, text) for text in row] or [BLANK] for row in texts]
+    scored = list(add_token_scores(LINES, found, model, tokenizer))
+    assert scored[1] == [BLANK]
+    pairs = [(line, text) for line, row in zip(LINES, texts, strict=True) for text in row]
+    expected = [score.log_probability for score in score_pairs(pairs, model, tokenizer)]
+    rows = [h for row in scored for h in row if h.text]
+    assert [sum(h.token_scores) for h in rows] == pytest.approx(expected, rel=1e-5)
+    assert all(len(h.token_scores) == len(h.token_ids) for h in rows)
+
+
+def test_the_scores_of_a_beam_are_those_of_its_tokens(model, tokenizer):
+    options = {"num_beams": 3, "max_new_tokens": 7, "length_penalty": 0.0}
+    found = list(translate_n_best(LINES, model, tokenizer, 3, **options))
+    for row in add_token_scores(LINES, found, model, tokenizer):
+        for h in row:
+            assert sum(h.token_scores) == pytest.approx(h.score, abs=1e-4)
+
+
+# ---------------------------------------------------------------- Alignments
+
+
+@pytest.fixture(scope="module")
+def words():
+    """A word vocabulary: white space separates tokens."""
+    vocabulary = ["<pad>", "<s>", "</s>", "<unk>", "a", "b", "c", "x", "y", "z"]
+    numbers = {word: number for number, word in enumerate(vocabulary)}
+    raw = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 2)])
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **special)
+
+
+@pytest.fixture
+def attentive(words, monkeypatch):
+    """A model whose layers attend as a test says: by layer, (target, source) weights."""
+    model = VanillaTransformerForConditionalGeneration(small_config(vocab_size=len(words)))
+
+    def attend(*layers):
+        forward = type(model).forward
+
+        def replaced(self, **inputs):
+            outputs = forward(self, **inputs)
+            given = outputs.cross_attentions
+            assert given[0].shape[2:] == torch.tensor(layers[0]).shape
+            outputs.cross_attentions = [
+                torch.tensor(layer).expand_as(real)
+                for layer, real in zip(layers, given, strict=True)
+            ]
+            return outputs
+
+        monkeypatch.setattr(type(model), "forward", replaced)
+        return model
+
+    return attend
+
+
+TO_FIRST = [[1.0, 0.0, 0.0, 0.0]] * 3
+CROSSED = [[0.1, 0.2, 0.1, 0.6], [0.3, 0.2, 0.1, 0.4], [0.0, 0.0, 0.9, 0.1]]  # over a, b, c, </s>
+
+
+def test_the_penultimate_layer_aligns_and_special_tokens_do_not(words, attentive):
+    model = attentive(TO_FIRST, CROSSED, TO_FIRST)
+    hypotheses = [Hypothesis("x y", token_ids=(7, 8, 2))]
+    ((found,),) = add_alignments(["a b c"], [hypotheses], model, words)
+    assert found.alignment == ((0, 1), (1, 0))
+    ((last,),) = add_alignments(["a b c"], [hypotheses], model, words, layer=-1)
+    assert last.alignment == ((0, 0), (0, 1))
+
+
+def test_unknown_words_are_replaced_by_the_source_words_they_are_aligned_to(words, attentive):
+    model = attentive(CROSSED, CROSSED, CROSSED)
+    hypotheses = [Hypothesis("y", token_ids=(3, 8, 2))]
+    options = {"replace_unknown": True}
+    ((found,),) = add_alignments(["a Köln c"], [hypotheses], model, words, **options)
+    assert found.text == "Köln y"
+    assert found.alignment == ((0, 1), (1, 0))
+    ((kept,),) = add_alignments(["a Köln c"], [hypotheses], model, words)
+    assert kept.text == "y"
+    assert kept.alignment == ((0, 0),)
+
+
+def test_pieces_and_the_words_they_are_in(model, tokenizer):
+    line, text = "a house by the lake", "ein Haus am See"
+    options = {"layer": 1}
+    found = {
+        unit: next(add_alignments([line], [[target(tokenizer, text)]], model, tokenizer, unit=unit,
+                                  **options))[0].alignment
+        for unit in alignment.UNITS
+    }  # fmt: skip
+    encoded = tokenizer(line, return_tensors="pt")
+    labels = torch.tensor([target(tokenizer, text).token_ids])
+    model.set_attn_implementation("eager")
+    outputs = model(**encoded, labels=labels, output_attentions=True)
+    model.set_attn_implementation("sdpa")
+    weights = outputs.cross_attentions[1].mean(1)[0, :, :-1]  # but for </s>
+    pairs = [(int(source), place) for place, source in enumerate(weights.argmax(-1)[:-1])]
+    assert found["pieces"] == tuple(sorted(pairs))
+
+    def word(ids, place):
+        return len(tokenizer.decode(ids[: place + 1], skip_special_tokens=True).split()) - 1
+
+    source_ids, target_ids = encoded["input_ids"][0], labels[0]
+    expected = {(word(source_ids, s), word(target_ids, t)) for s, t in pairs}
+    assert found["words"] == tuple(sorted(expected))
+    assert max(t for _, t in found["words"]) == 3
+
+
+def test_an_ensemble_averages_attention(model, tokenizer):
+    found = [[target(tokenizer, "ein Haus am See")]]
+    for members in ([model], [model, model]):
+        ensemble = VanillaTransformerEnsemble(members)
+        aligned = list(add_alignments(LINES[:1], found, ensemble, tokenizer, unit="pieces"))
+        assert aligned == list(add_alignments(LINES[:1], found, model, tokenizer, unit="pieces"))
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unit": "letters"}, "alignments='letters': expected one of words, pieces"),
+        ({"layer": 3}, "alignment_layer=3: expected -3 to 2"),
+    ],
+)
+def test_what_cannot_be_aligned_is_named(model, tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        list(add_alignments([], [], model, tokenizer, **options))
+
+
+def test_a_tokenizer_without_an_unknown_token_has_none_to_replace(model):
+    raw = Tokenizer(models.BPE())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>")
+    with pytest.raises(ValueError, match="without an unknown token: expected"):
+        list(add_alignments([], [], model, tokenizer, replace_unknown=True))
+
+
+@pytest.mark.parametrize("add", [add_alignments, add_token_scores])
+def test_an_engine_without_layers_is_refused_by_name(tokenizer, add):
+    class Engine:
+        pass
+
+    with pytest.raises(TypeError, match="with a Engine: expected a PyTorch model"):
+        list(add([], [], Engine(), tokenizer))

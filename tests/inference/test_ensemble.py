@@ -1,0 +1,160 @@
+"""An ensemble predicts the mean of its members' probabilities, however it decodes."""
+
+import pytest
+import torch
+from conftest import ragged, random_ids, small_config
+from transformers import MarianConfig, MarianMTModel
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.inference.ensemble import VanillaTransformerEnsemble
+from vanilla_transformer.inference.loading import LoadingArguments
+from vanilla_transformer.inference.scoring import score_pairs
+from vanilla_transformer.inference.translation import translate, translate_n_best
+
+SOURCE = dict(zip(("input_ids", "attention_mask"), ragged(5, 9, 3), strict=True))
+SEARCHES = (
+    {},
+    {"num_beams": 4},
+    {"num_beams": 4, "num_return_sequences": 3, "use_cache": False},
+    {"num_beams": 3, "length_penalty_type": "gnmt", "early_stopping": "never"},
+    {"do_sample": True, "num_return_sequences": 3, "top_p": 0.9},
+    {"decoder_input_ids": torch.tensor([[0, 7, 8]] * 3), "num_beams": 2},
+)
+
+
+def make(seed, **overrides):
+    torch.manual_seed(seed)
+    config = small_config(decoder_start_token_id=0, **overrides)
+    return VanillaTransformerForConditionalGeneration(config).eval()
+
+
+@pytest.fixture(scope="module")
+def members():
+    """Of different sizes, and with different positions."""
+    sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2}
+    other = make(1, **sizes, position_encoding="learned", max_position_embeddings=40)
+    return make(0), other, make(2, norm_position="pre")
+
+
+def generate(model, **options):
+    torch.manual_seed(0)
+    options = {"max_new_tokens": 12, "output_scores": True, **options}
+    return model.generate(**SOURCE, return_dict_in_generate=True, **options)
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=str)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_copies_of_a_model_decode_as_the_model(members, search, copies):
+    ensemble = VanillaTransformerEnsemble([members[0]] * copies)
+    expected, found = (generate(model, **search) for model in (members[0], ensemble))
+    assert torch.equal(found.sequences, expected.sequences)
+    if search.get("num_beams"):
+        torch.testing.assert_close(found.sequences_scores, expected.sequences_scores)
+
+
+def test_the_logits_are_the_logarithm_of_the_mean_probability(members):
+    inputs = {**SOURCE, "decoder_input_ids": random_ids(3, 6)}
+    mean = sum(member(**inputs).logits.softmax(-1) for member in members) / 3
+    ensemble = VanillaTransformerEnsemble(members)
+    torch.testing.assert_close(ensemble(**inputs).logits, mean.log())
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=str)
+def test_the_cache_changes_nothing(members, search):
+    """Beams change places in every step, and the states of all members with them."""
+    ensemble = VanillaTransformerEnsemble(members)
+    found = generate(ensemble, **search)
+    expected = generate(ensemble, **{**search, "use_cache": False})
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+def test_beam_search_finds_what_one_step_after_another_finds(members):
+    """The scores of a beam are the log-probabilities of its tokens under the mean."""
+    ensemble = VanillaTransformerEnsemble(members)
+    found = generate(ensemble, num_beams=4, num_return_sequences=4, length_penalty=0.0)
+    inputs = {name: value.repeat_interleave(4, 0) for name, value in SOURCE.items()}
+    read, labels = found.sequences[:, :-1], found.sequences[:, 1:]
+    probabilities = sum(m(**inputs, decoder_input_ids=read).logits.softmax(-1) for m in members) / 3
+    chosen = probabilities.log().gather(-1, labels[..., None])[..., 0]
+    is_end = labels == ensemble.config.eos_token_id
+    total = chosen.masked_fill(is_end.cumsum(-1) > is_end.int(), 0).sum(-1)
+    torch.testing.assert_close(found.sequences_scores, total)
+
+
+def test_an_output_is_as_long_as_its_source_and_50(members):
+    ensemble = VanillaTransformerEnsemble([members[0]])
+    found = ensemble.generate(**SOURCE, eos_token_id=None, pad_token_id=0, num_beams=2)
+    assert (found[:, 1:] != 0).sum(1).tolist() == [55, 59, 53]
+
+
+def test_learned_positions_of_one_member_limit_all(members):
+    ensemble = VanillaTransformerEnsemble(members)
+    found = ensemble.generate(**SOURCE, eos_token_id=None)
+    assert found.shape[1] == 40
+
+
+def test_two_vocabularies(members):
+    both = [make(seed, vocab_size=50, decoder_vocab_size=33) for seed in (0, 1)]
+    ensemble = VanillaTransformerEnsemble(both)
+    assert generate(ensemble, num_beams=3).sequences.max() < 33
+
+
+def test_members_share_their_vocabulary(members):
+    with pytest.raises(ValueError, match="vocab_size=51 in member 1 of the ensemble: expected 50"):
+        VanillaTransformerEnsemble([members[0], make(0, vocab_size=51)])
+    with pytest.raises(ValueError, match="expected at least one model"):
+        VanillaTransformerEnsemble([])
+
+
+def test_members_are_models_of_this_package(members):
+    marian = MarianMTModel(
+        MarianConfig(
+            vocab_size=50, d_model=8, encoder_layers=1, decoder_layers=1,
+            encoder_attention_heads=1, decoder_attention_heads=1, encoder_ffn_dim=8,
+            decoder_ffn_dim=8, pad_token_id=0, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="member 1 of the ensemble is a MarianMTModel: expected"):
+        VanillaTransformerEnsemble([members[0], marian])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("cache_implementation", "static"), ("prompt_lookup_num_tokens", 2)]
+)
+def test_options_that_need_a_single_model_are_refused_by_name(members, option, value):
+    with pytest.raises(ValueError, match=f"{option}={value!r}: expected None for an ensemble"):
+        VanillaTransformerEnsemble(members).generate(**SOURCE, **{option: value})
+
+
+def test_an_ensemble_is_not_saved(members, tmp_path):
+    with pytest.raises(NotImplementedError, match="save its members"):
+        VanillaTransformerEnsemble(members).save_pretrained(tmp_path)
+
+
+def test_several_folders_load_as_one_model(checkpoint, tokenizer):
+    loading, lines = LoadingArguments(device="cpu"), ["a house", "", "the lake is deep"]
+    model, _ = loading.load(checkpoint)
+    ensemble, loaded = loading.load([checkpoint, str(checkpoint)])
+    assert isinstance(ensemble, VanillaTransformerEnsemble)
+    for options in ({}, {"num_beams": 3}):
+        options["max_new_tokens"] = 8
+        expected, found = (translate(lines, m, loaded, **options) for m in (model, ensemble))
+        assert list(found) == list(expected)
+    pairs = [("a house", "ein Haus"), ("see", "")]
+    expected, found = (list(score_pairs(pairs, m, tokenizer)) for m in (model, ensemble))
+    assert [row.log_probability for row in found] == pytest.approx(
+        [row.log_probability for row in expected], rel=1e-5
+    )
+    lists = list(translate_n_best(lines, ensemble, tokenizer, 2, num_beams=3, max_new_tokens=8))
+    assert [len(hypotheses) for hypotheses in lists] == [2, 1, 2]
+
+
+def test_folders_with_different_tokens_are_refused(checkpoint, tokenizer, tmp_path):
+    """Though the vocabularies have the same size."""
+    other = train_tokenizer(["quite another text altogether"] * 9, 300, show_progress=False)
+    model = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint)
+    model.save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has a different vocabulary than"):
+        LoadingArguments(device="cpu").load([checkpoint, tmp_path])

@@ -1,0 +1,128 @@
+"""Minimum Bayes risk and reverse models choose among hypotheses."""
+
+import random
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from sacrebleu.metrics import BLEU, CHRF
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.inference import reranking
+from vanilla_transformer.inference.alignment import add_token_scores
+from vanilla_transformer.inference.reranking import (
+    bleu_utility,
+    chrf_utility,
+    rank_by_log_probability,
+    rerank_by_reverse_model,
+    rerank_by_utility,
+)
+from vanilla_transformer.inference.scoring import score_pairs
+from vanilla_transformer.inference.translation import Hypothesis, translate_n_best
+
+LINES = ["a house", "", "the lake is deep"]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("utility", "metric"), [(chrf_utility, CHRF()), (bleu_utility, BLEU(effective_order=True))]
+)
+def test_utilities_are_those_of_sacrebleu(utility, metric):
+    draw = random.Random(0)
+    words = "a man in a red shirt , Häuser the the near it 's .".split()
+    texts = ["", "a", "aaaaaa aaaa"]
+    texts += [" ".join(draw.choices(words, k=draw.randint(1, 12))) for _ in range(12)]
+    expected = [[metric.sentence_score(h, [r]).score for r in texts[:9]] for h in texts]
+    np.testing.assert_allclose(utility(texts, texts[:9]), expected, atol=1e-9)
+
+
+def hypotheses(*texts):
+    return [Hypothesis(text, token_ids=(5, 2)) for text in texts]
+
+
+def test_the_hypothesis_that_is_most_like_all_others_wins():
+    found = hypotheses("ein Haus", "kein Haus", "ein Haus am See", "ein Hund", "ein Haus am See")
+    (ranked,) = rerank_by_utility(["a house"], [found])
+    utilities = chrf_utility([h.text for h in found], [h.text for h in found])
+    expected = dict(zip((h.text for h in found), utilities.mean(1), strict=True))
+    assert [h.text for h in ranked] == sorted(expected, key=lambda text: -expected[text])
+    assert [h.score for h in ranked] == pytest.approx([expected[h.text] for h in ranked])
+
+
+def test_with_exact_match_the_most_frequent_wins():
+    found = [hypotheses("b", "a", "c", "a"), [Hypothesis("", 0.0)]]
+    ranked = list(rerank_by_utility(["x", ""], found, "exact_match"))
+    assert [(h.text, h.score) for h in ranked[0]] == [("a", 50), ("b", 25), ("c", 25)]
+    assert ranked[1] == found[1]
+
+
+def test_a_utility_may_be_a_function_that_sees_the_source():
+    def shortest(hypotheses, references, source):
+        lengths = [abs(len(h) - len(source)) for h in hypotheses]
+        return -np.array(lengths)[:, None] * np.ones(len(references))
+
+    (ranked,) = rerank_by_utility(["abc"], [hypotheses("a", "abcd", "abcdefg")], shortest)
+    assert [h.text for h in ranked] == ["abcd", "a", "abcdefg"]
+
+
+def test_comet_compares_each_hypothesis_with_each_reference(monkeypatch):
+    """As the package is called; it needs an older transformers than this package."""
+
+    def predict(data, batch_size, progress_bar):
+        return SimpleNamespace(scores=[len(d["mt"]) / len(d["src"] + d["ref"]) for d in data])
+
+    comet = SimpleNamespace(
+        download_model=lambda name: f"path of {name}",
+        load_from_checkpoint=lambda path: SimpleNamespace(path=path, predict=predict),
+    )
+    monkeypatch.setitem(sys.modules, "comet", comet)
+    reranking._comet.cache_clear()
+    (ranked,) = rerank_by_utility(["xy"], [hypotheses("a", "bcd")], "comet")
+    reranking._comet.cache_clear()
+    assert [h.text for h in ranked] == ["bcd", "a"]
+    assert ranked[1].score == pytest.approx(100 * (1 / 3 + 1 / 5) / 2)
+
+
+def test_a_utility_that_is_not_there_is_named(monkeypatch):
+    with pytest.raises(ValueError, match="mbr='ter': expected one of chrf, bleu, exact_match"):
+        reranking.get_utility("ter")
+    monkeypatch.setitem(sys.modules, "comet", None)
+    reranking._comet.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match=r"needs the package comet: pip install unbabel"):
+        reranking.get_utility("comet")
+
+
+def test_a_reverse_model_and_the_length_take_part(model, tokenizer):
+    options = {"num_beams": 4, "max_new_tokens": 6}
+    found = list(translate_n_best(LINES, model, tokenizer, 4, **options))
+    weights = {"reverse_weight": 0.7, "length_weight": 0.3}
+    models = (model, tokenizer, model, tokenizer)
+    ranked = list(rerank_by_reverse_model(LINES, found, *models, **weights))
+    assert [len(row) for row in ranked] == [len({h.text for h in row}) for row in found]
+    for line, row in zip(LINES, ranked, strict=True):
+        scores = [h.score for h in row]
+        assert scores == sorted(scores, reverse=True)
+        if not line:
+            assert row == [Hypothesis("", 0.0)]
+            continue
+        reverse = score_pairs([(h.text, line) for h in row], model, tokenizer)
+        expected = [
+            sum(h.token_scores) + 0.7 * score.log_probability + 0.3 * len(h.token_ids)
+            for h, score in zip(row, reverse, strict=True)
+        ]
+        assert scores == pytest.approx(expected, rel=1e-5)
+
+
+def test_samples_are_ranked_by_their_probability(model, tokenizer):
+    sampled = translate_n_best(LINES, model, tokenizer, 5, do_sample=True, max_new_tokens=3)
+    found = list(sampled)
+    assert [len(row) for row in found] == [5, 1, 5]
+    for row in rank_by_log_probability(add_token_scores(LINES, found, model, tokenizer)):
+        scores = [h.score for h in row]
+        assert scores == sorted(scores, reverse=True)
+        assert all(h.score == pytest.approx(sum(h.token_scores)) for h in row)
