@@ -187,8 +187,8 @@ def test_a_pipe_is_answered_line_by_line_until_its_reader_leaves(trained, folder
     [
         (["--n_best", 3], "n_best=3 with num_beams=2: expected"),
         (["--batch_size", 0], "batch_size=0: expected a positive integer"),
-        (["--max_new_tokens", 0], "max_new_tokens=0: expected a positive integer"),
-        (["--num_beams", -1], "num_beams=-1: expected a positive integer"),
+        (["--max_new_tokens", 0], "max_new_tokens=0: expected a whole number from 1"),
+        (["--num_beams", -1], "num_beams=-1: expected a whole number from 1"),
     ],
 )
 def test_options_are_checked_before_the_output_is_touched(trained, folder, flags, message):

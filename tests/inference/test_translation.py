@@ -1,8 +1,10 @@
 """Lines in, lines out: order, blank lines, batches by length, bounded reading."""
 
 import json
+import math
 
 import pytest
+import torch
 from conftest import REPOSITORY, run_ranks
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -146,6 +148,88 @@ def test_n_best_lists_need_as_many_beams(model, tokenizer, n_best, beams):
 def test_a_batch_size_that_cannot_be_is_named(model, tokenizer):
     with pytest.raises(ValueError, match="batch_size=0: expected a positive integer"):
         list(translate(["see"], model, tokenizer, batch_size=0))
+
+
+def test_a_batch_holds_at_most_so_many_source_tokens(model, tokenizer, monkeypatch):
+    batches = []
+    generate = type(model).generate
+
+    def spy(self, input_ids, **kwargs):
+        batches.append(input_ids.shape)
+        return generate(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(type(model), "generate", spy)
+    lines = ["see " * n for n in (1, 9, 5, 5, 1, 9, 40)]
+    options = {"max_new_tokens": 2}
+    found = list(translate(lines, model, tokenizer, max_tokens=24, **options))
+    assert found == list(translate(lines, model, tokenizer, batch_size=1, **options))
+    batches = batches[: -len(lines)]
+    assert all(rows * length <= 24 or rows == 1 for rows, length in batches)
+    assert any(rows > 1 for rows, _ in batches)
+    with pytest.raises(ValueError, match="max_tokens=0: expected a positive integer"):
+        list(translate(lines, model, tokenizer, max_tokens=0))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_a_translation_goes_on_after_its_prefix(model, tokenizer, options):
+    """As `generate` does with the prefix for a prompt."""
+    options = {"max_new_tokens": 9, **options}
+    prefixes = ["ein", "ein", "", "ein Haus", "", "ein Haus am"]
+    found = list(translate(LINES, model, tokenizer, prefixes=prefixes, batch_size=4, **options))
+    for line, prefix, translation in zip(LINES, prefixes, found, strict=True):
+        if not line.strip():
+            assert translation == ""
+            continue
+        prompt = [[1, *tokenizer(text_target=prefix)["input_ids"][:-1]]]
+        (ids,) = model.generate(
+            **tokenizer(line, return_tensors="pt"),
+            decoder_input_ids=torch.tensor(prompt),
+            **options,
+        )
+        assert translation == tokenizer.decode(ids, skip_special_tokens=True)
+        assert translation.startswith(prefix)
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [({"max_new_tokens": 3}, 3), ({"max_length": 4}, 3), ({"extra_output_tokens": 0}, 4)],
+)
+def test_a_prefix_that_is_as_long_as_the_longest_translation_is_named(
+    model, tokenizer, options, limit
+):
+    lines = ["see", "a house by the lake"]
+    prefixes = ["ein Haus am See ein Haus am See", ""]
+    tokens = len(tokenizer(text_target=prefixes[0])["input_ids"]) - 1
+    if "extra_output_tokens" in options:
+        limit = len(tokenizer(lines[0])["input_ids"])
+    message = f"target prefix 1 has {tokens} tokens: expected fewer than {limit}, the length limit"
+    with pytest.raises(ValueError, match=message):
+        list(translate(lines, model, tokenizer, prefixes=prefixes, **options))
+
+
+def test_there_is_a_prefix_for_each_line(model, tokenizer):
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        list(translate(["a", "b"], model, tokenizer, prefixes=["x"]))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_what_reached_its_length_limit_is_known(model, tokenizer, options, monkeypatch):
+    """It does not end with </s>."""
+    cut = list(translate_n_best(["see"], model, tokenizer, None, max_new_tokens=4, **options))
+    assert [h.is_complete for h in cut[0]] == [False]
+    assert len(cut[0][0].token_ids) == 4
+    ending = {"max_new_tokens": 4, "forced_eos_token_id": 2, **options}
+    whole = list(translate_n_best(["see"], model, tokenizer, None, **ending))
+    assert [h.is_complete for h in whole[0]] == [True]
+    assert whole[0][0].token_ids[-1] == 2
+
+
+def test_samples_need_no_beams(model, tokenizer):
+    torch.manual_seed(0)
+    options = {"do_sample": True, "max_new_tokens": 4}
+    (found,) = translate_n_best(["see"], model, tokenizer, 5, **options)
+    assert len({h.text for h in found}) > 1
+    assert all(math.isnan(h.score) for h in found)
 
 
 def test_training_mode_does_not_disturb(model, tokenizer, alone):

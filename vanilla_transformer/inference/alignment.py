@@ -93,7 +93,8 @@ def add_alignments(
         encoded = tokenizer(sources, return_offsets_mapping=True)
         places = map_pairs(
             lambda inputs: _aligned_places(model, inputs, layer, special),
-            encoded["input_ids"], [list(h.token_ids) for h in hypotheses], model, tokenizer, max_tokens,
+            encoded["input_ids"], [list(h.token_ids) for h in hypotheses],
+            model, tokenizer, max_tokens,
         )  # fmt: skip
         columns = (encoded["input_ids"], encoded["offset_mapping"], places)
         for row in zip(sources, hypotheses, *columns, strict=True):

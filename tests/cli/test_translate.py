@@ -1,0 +1,148 @@
+"""`translate` as users call it: options of generate(), several models, what it writes."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import REPOSITORY, run_command
+from transformers import GenerationConfig
+
+from vanilla_transformer.cli.generation_options import (
+    NOT_OFFERED,
+    generation_option_names,
+    parse_value,
+)
+
+LINES = "a house\n\nthe lake is deep\n"
+
+
+def run(checkpoint, cwd, *flags, **options):
+    flags = ("--model", checkpoint, "--device", "cpu", "--max_new_tokens", 6, *flags)
+    options.setdefault("stdin", LINES)
+    return run_command("translate", *flags, cwd=cwd, **options)
+
+
+def test_every_option_of_the_generation_config_is_offered_or_left_out_by_name():
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    offered = set(generation_option_names())
+    assert known - NOT_OFFERED <= offered
+    assert offered - known <= {"length_penalty_type", "extra_output_tokens", "max_length_factor"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3", 3), ("1e-3", 0.001), ("true", True), ("False", False), ("never", "never"),
+     ("[[5, 6]]", [[5, 6]])],
+)  # fmt: skip
+def test_values_are_json_or_words(text, value):
+    assert parse_value(text) == value
+
+
+def test_all_options_are_in_the_long_help(tmp_path):
+    assert "--epsilon_cutoff" in run_command("translate", "--help", cwd=tmp_path).stdout
+    long = run_command("translate", "--help_all", cwd=tmp_path).stdout
+    assert all(f"--{name} " in long for name in generation_option_names())
+
+
+def test_options_of_generate_reach_it(checkpoint, tmp_path):
+    """A translation without the tokens of another."""
+    plain = run(checkpoint, tmp_path, "--num_beams", 2, "--early_stopping", "never").stdout
+    ids = '[["x"]]'
+    refused = run(checkpoint, tmp_path, "--bad_words_ids", ids, check=False)
+    assert "bad_words_ids=[['x']]: expected 0 <= id" in refused.stderr.splitlines()[-1]
+    repeating = run(checkpoint, tmp_path, "--repetition_penalty", "9.5", "--do_sample", "false")
+    assert repeating.stdout != plain
+
+
+def test_an_ensemble_of_a_model_with_itself_is_the_model(checkpoint, tmp_path):
+    flags = ("--num_beams", 3, "--n_best", 2)
+    one = run(checkpoint, tmp_path, *flags).stdout
+    two = run(checkpoint, tmp_path, "--model", checkpoint, f"{checkpoint}/", *flags).stdout
+    fields = [[line.split(" ||| ") for line in text.splitlines()] for text in (one, two)]
+    assert [row[:2] for row in fields[0]] == [row[:2] for row in fields[1]]
+    scores = [[float(row[2]) for row in side] for side in fields]
+    assert scores[1] == pytest.approx(scores[0], abs=1e-5)
+
+
+def test_prefixes_scores_and_alignments_from_file_to_file(checkpoint, tmp_path):
+    (tmp_path / "in").write_text(LINES)
+    (tmp_path / "prefixes").write_text("ein Haus\n\n\n")
+    flags = ["--source", "in", "--target_prefix_file", "prefixes", "--n_best", 2, "--num_beams", 2]
+    flags += ["--token_scores", "--alignments", "pieces", "--output", "out"]
+    process = run(checkpoint, tmp_path, *flags)
+    rows = [line.split(" ||| ") for line in (tmp_path / "out").read_text().splitlines()]
+    assert [row[0] for row in rows] == ["0", "0", "1", "2", "2"]
+    assert rows[0][1].startswith("ein Haus")
+    assert rows[2] == ["1", "", "0.000000", "", ""]
+    for row in (*rows[:2], *rows[3:]):
+        tokens = len(row[3].split())
+        assert re.fullmatch(r"(\d+-\d+ ?)+", row[4])
+        assert max(int(pair.split("-")[1]) for pair in row[4].split()) < tokens
+    assert "2 of 3 translations reached their length limit" in process.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flags", [
+    ["--mbr", "chrf", "--do_sample", "--candidates", 4, "--top_p", 0.9],
+    ["--mbr", "bleu", "--num_beams", 3],
+    ["--reverse_model", "{checkpoint}", "--num_beams", 3, "--length_weight", 0.2],
+], ids=str)  # fmt: skip
+def test_reranking_gives_the_same_from_a_file_in_pieces_as_from_a_stream(
+    checkpoint, tmp_path, flags
+):
+    flags = [str(flag).format(checkpoint=checkpoint) for flag in (*flags, "--n_best", 2)]
+    streamed = run(checkpoint, tmp_path, *flags).stdout
+    (tmp_path / "in").write_text(LINES)
+    run(checkpoint, tmp_path, *flags, "--source", "in", "--output", "out")
+    assert (tmp_path / "out").read_text() == streamed
+    scores = [float(line.split(" ||| ")[2]) for line in streamed.splitlines()]
+    assert scores[0] >= scores[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--no_such_option", 3], "unrecognized arguments: --no_such_option 3"),
+        (["--top_p", "much"], "top_p='much': expected a finite number"),
+        (["--length_penalty_type", "long"], "length_penalty_type='long': expected one of"),
+        (["--mbr", "chrf"], "candidates=1: expected at least 2"),
+        (["--mbr", "chrf", "--num_beams", 2, "--candidates", 3], "n_best=3 with num_beams=2"),
+        (["--mbr", "ter", "--num_beams", 2], "mbr='ter': expected one of chrf"),
+        (["--candidates", 3], "candidates=3: expected --mbr or --reverse_model"),
+        (["--alignments", "letters"], "alignments='letters': expected one of words, pieces"),
+        (["--target_prefix_file", "in"], "target_prefix_file='in': expected --source"),
+        (["--source", "in", "--target_prefix_file", "one"], "in has 3 lines and one 1: expected"),
+        (["--source", "in", "--target_prefix_file", "in", "--max_new_tokens", 1],
+         "target prefix 1 has"),
+        (["--max_tokens", 0], "max_tokens=0: expected a positive integer"),
+        (["--model", "{checkpoint}", "{checkpoint}", "--compile"], "compile=True with 2 models"),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_bad_options_are_named_before_work_starts(checkpoint, tmp_path, flags, message):
+    (tmp_path / "in").write_text(LINES)
+    (tmp_path / "one").write_text("x\n")
+    (tmp_path / "kept").write_text("of an earlier job\n")
+    flags = [str(flag).format(checkpoint=checkpoint) for flag in flags]
+    process = run(checkpoint, tmp_path, *flags, "--output", "kept", check=False)
+    assert process.returncode != 0
+    assert message in process.stderr.splitlines()[-1]
+    assert (tmp_path / "kept").read_text() == "of an earlier job\n"
+
+
+@pytest.mark.slow
+def test_a_terminal_is_asked_for_a_line(checkpoint, tmp_path):
+    keyboard, stdin = pty.openpty()
+    os.write(keyboard, b"a house\n\x04")
+    process = subprocess.run(
+        [sys.executable, "-m", "vanilla_transformer", "translate", "--model", str(checkpoint),
+         "--max_new_tokens", "4"],
+        stdin=stdin, capture_output=True, text=True, check=True, cwd=REPOSITORY,
+    )  # fmt: skip
+    for descriptor in (keyboard, stdin):
+        os.close(descriptor)
+    assert process.stdout.count("\n") == 1
+    assert "Ctrl-D" in process.stderr
+    assert process.stderr.count("> ") == 2
