@@ -10,6 +10,8 @@ from conftest import REPOSITORY
 from huggingface_hub import ModelCard
 from transformers import Seq2SeqTrainingArguments
 
+from vanilla_transformer.cli.generation_options import generation_option_names
+
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = {
     os.path.relpath(path, REPOSITORY): path.read_text(encoding="utf-8")
@@ -100,7 +102,8 @@ def test_commands_and_their_options_exist(name):
             assert find_spec(f"vanilla_transformer.cli.{target}"), target
             shared = ("/data/", "/training/") if target == "train" else ("/inference/loading.py",)
             texts = [text for path, text in package.items() if any(map(path.count, (own, *shared)))]
-            known = {"help", "help_all"} | (inherited if target == "train" else set())
+            more = {"train": inherited, "translate": set(generation_option_names())}
+            known = {"help", "help_all"} | more.get(target, set())
         for option in options:
             defined = re.compile(rf'^    {option}: |"--{option}"', re.MULTILINE)
             assert option in known or any(map(defined.search, texts)), f"{target} --{option}"

@@ -50,7 +50,8 @@ def rerank_by_utility(
         counts = Counter(h.text for h in hypotheses)
         first = {h.text: h for h in reversed(hypotheses)}
         texts = list(counts)
-        expected = measure(texts, texts, line) @ np.array(list(counts.values())) / counts.total()
+        utilities = np.asarray(measure(texts, texts, line))
+        expected = utilities @ np.array(list(counts.values())) / counts.total()
         order = np.argsort(-expected, kind="stable")
         yield [first[texts[i]]._replace(score=float(expected[i])) for i in order]
 
