@@ -82,7 +82,7 @@ def test_a_check_reports_the_largest_difference(checkpoint, tmp_path, monkeypatc
     run_command("convert", checkpoint, "--output_dir", "one", cwd=tmp_path)
     (tmp_path / "lines.de").write_text("maus drei neun\nbaum haus\n\n")
     module = find_format(checkpoint)
-    monkeypatch.setattr(module, "load_toolkit", lambda path: Echo(tmp_path / "one", error))
+    monkeypatch.setattr(module, "load_toolkit", lambda path, options: Echo(tmp_path / "one", error))
     table = check(checkpoint, tmp_path / "one", tmp_path / "lines.de", module)
     assert f"largest difference of log-probabilities  {shown}" in table
     assert "equal greedy translations                3 (100.0%)" in table

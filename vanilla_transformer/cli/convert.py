@@ -61,4 +61,4 @@ def main() -> None:
     print(f"The converted model is in {output}")
     if arguments.check is not None:
         module = find_format(Path(rest.path), options.format)
-        print(check(rest.path, output, arguments.check, module))
+        print(check(rest.path, output, arguments.check, module, options))

@@ -79,7 +79,7 @@ class EvaluateArguments:
         if (self.predictions is None) == (self.model is None or self.source is None):
             raise ValueError("expected either --predictions, or --model and --source")
         expect_metrics(self.metrics, has_sources=self.source is not None)
-        systems = self.predictions or [str(self.model)]
+        systems = self.predictions or []
         for name in systems:
             if systems.count(name) > 1:
                 raise ValueError(f"--predictions {name}: expected each file once")
@@ -109,7 +109,7 @@ def main() -> None:
         comet_model=arguments.comet_model,
     )
     if not systems:
-        systems[arguments.model] = list(
+        systems[" ".join(arguments.model)] = list(
             translate(
                 sources or (),
                 *loading.load(arguments.model),

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from ..data import vocabularies
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
+from .check import Toolkit, subwords
 from .core import Conversion, ConversionOptions, Tensors
 from .text import side_tokenizer
 from .unpickling import Inert, contents, load_torch
@@ -535,51 +535,74 @@ def _notes(args: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- the toolkit itself
 
 
-def load_toolkit(path: Path) -> "FairseqModel":
+def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
     """The checkpoint in fairseq, for `check`.
 
     Raises:
         ImportError: fairseq can't be imported.
     """
-    return FairseqModel(path)
+    try:
+        return FairseqModel(path, options)
+    except ValueError as error:
+        if "mutable default" in str(error):  # fairseq 0.12 on Python 3.11
+            raise ImportError(str(error)) from error
+        raise
 
 
-class FairseqModel:
-    """A `check.Toolkit`. fairseq gets options and weights as we read them: it opens no pickle."""
+class FairseqModel(Toolkit):
+    """fairseq gets options and weights as we read them: it opens no pickle."""
 
-    def __init__(self, path: Path):
+    pad, start, unk = PAD, EOS, UNK
+
+    def __init__(self, path: Path, options: ConversionOptions):
         from fairseq import tasks
+        from fairseq.criterions.cross_entropy import CrossEntropyCriterion
         from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-        from fairseq.sequence_generator import SequenceGenerator
 
         path = _checkpoint(path)
         checkpoint = load_torch(path, allowed=[Namespace], inert=INERT)
         args = _model_options(path, checkpoint)
-        dictionary = _find_dictionary(path, args, "source", args.get("source_lang"))
+        language = args.get("source_lang")
+        dictionary = _find_dictionary(path, args, "source", language)
         known = Namespace(**{**args, "data": str(dictionary.parent)})
         cfg = convert_namespace_to_omegaconf(known)
-        task = tasks.setup_task(cfg.task)
-        self.model = task.build_model(cfg.model)
-        self.model.load_state_dict(checkpoint["model"], strict=True, model_cfg=cfg.model)
-        self.model.float().eval()
-        self.rows = len(task.source_dictionary)
-        self.search = SequenceGenerator([self.model], task.target_dictionary, beam_size=1)
+        self.task = tasks.setup_task(cfg.task)
+        self.module = self.task.build_model(cfg.model)
+        self.module.load_state_dict(checkpoint["model"], strict=True, model_cfg=cfg.model)
+        self.module.float().eval()
+        self.criterion = CrossEntropyCriterion(self.task, sentence_avg=False)
+        self.source_size = len(self.task.source_dictionary)
+        folders = {path.parent, dictionary.parent}
+        self.split = subwords(options.source_codes or _find_codes(folders, args, language))
 
-    def translate(self, sources: list[list[int]]) -> list[list[int]]:
-        """As `check.Toolkit.translate`."""
-        hypotheses = self.search.generate([self.model], {"net_input": self._inputs(sources)})
+    def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        return self.module(**self._inputs(sources), prev_output_tokens=inputs)[0]
+
+    def translate(
+        self, sources: list[list[int]], num_beams: int = 1, longest: int = 200
+    ) -> list[list[int]]:
+        """See `Toolkit`."""
+        from fairseq.sequence_generator import SequenceGenerator
+
+        search = SequenceGenerator(
+            [self.module], self.task.target_dictionary, beam_size=num_beams, max_len_b=longest
+        )
+        inputs = self._inputs(self.padded(self.known(sources)))
+        hypotheses = search.generate([self.module], {"net_input": inputs})
         return [best[0]["tokens"].tolist() for best in hypotheses]
 
-    @torch.no_grad()
-    def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
-        """As `check.Toolkit.log_probs`."""
-        before = [torch.tensor([EOS, *target[:-1]]) for target in targets]
-        padded = pad_sequence(before, batch_first=True, padding_value=PAD)
-        logits = self.model(**self._inputs(sources), prev_output_tokens=padded)[0]
-        rows = logits.log_softmax(-1)
-        return [row[: len(target)] for row, target in zip(rows, targets, strict=True)]
+    def encode(self, line: str) -> list[int]:
+        """See `Toolkit`."""
+        words = " ".join(self.split(line))
+        return self.task.source_dictionary.encode_line(words, add_if_not_exist=False).tolist()
 
-    def _inputs(self, sources: list[list[int]]) -> dict[str, Tensor]:
-        rows = [torch.tensor([i if i < self.rows else UNK for i in source]) for source in sources]
-        tokens = pad_sequence(rows, batch_first=True, padding_value=PAD, padding_side="left")
-        return {"src_tokens": tokens, "src_lengths": torch.tensor(list(map(len, rows)))}
+    def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        inputs = {**self._inputs(sources), "prev_output_tokens": self.inputs(targets)}
+        tokens = int(targets.ne(PAD).sum())
+        sample = {"net_input": inputs, "target": targets, "ntokens": tokens}
+        return self.criterion(self.module, sample)[0] / tokens
+
+    def _inputs(self, sources: Tensor) -> dict[str, Tensor]:
+        return {"src_tokens": sources, "src_lengths": sources.ne(PAD).sum(1)}

@@ -8,13 +8,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import FSMTConfig, FSMTForConditionalGeneration, GenerationConfig
+from transformers import (
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    FSMTTokenizer,
+    GenerationConfig,
+)
 
 from ..data import vocabularies
 from . import core, fairseq
+from .check import TransformersModel
 from .core import Conversion, ConversionOptions
 
 NAME = "fsmt"
@@ -127,38 +130,13 @@ def _generation(path: Path, theirs: FSMTConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def load_toolkit(path: Path) -> "FSMTModel":
-    """The checkpoint in transformers, for `check`."""
-    return FSMTModel(path)
+def load_toolkit(path: Path, options: ConversionOptions) -> TransformersModel:
+    """The checkpoint in transformers, for `check`. Lines are those that Moses has tokenized."""
+    tokenizer = FSMTTokenizer.from_pretrained(path)
 
+    def encode(line: str) -> list[int]:
+        tokens = tokenizer._tokenize(line, bypass_tokenizer=True)
+        return tokenizer.build_inputs_with_special_tokens(tokenizer.convert_tokens_to_ids(tokens))
 
-class FSMTModel:
-    """A `check.Toolkit`."""
-
-    def __init__(self, path: Path):
-        self.model = FSMTForConditionalGeneration.from_pretrained(path, dtype="float32").eval()
-
-    def translate(self, sources: list[list[int]]) -> list[list[int]]:
-        """As `check.Toolkit.translate`."""
-        outputs = self.model.generate(**self._inputs(sources), num_beams=1, do_sample=False)
-        return outputs[:, 1:].tolist()
-
-    @torch.no_grad()
-    def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
-        """As `check.Toolkit.log_probs`."""
-        config = self.model.config
-        before = [torch.tensor([config.decoder_start_token_id, *ids[:-1]]) for ids in targets]
-        padded = pad_sequence(before, batch_first=True, padding_value=config.pad_token_id)
-        # With a cache it would mask nothing: a target would see what follows.
-        inputs = {**self._inputs(sources), "decoder_input_ids": padded, "use_cache": False}
-        rows = self.model(**inputs).logits.log_softmax(-1)
-        return [row[: len(ids)] for row, ids in zip(rows, targets, strict=True)]
-
-    def _inputs(self, sources: list[list[int]]) -> dict[str, Tensor]:
-        config = self.model.config
-        known = [
-            torch.tensor([i if i < config.src_vocab_size else fairseq.UNK for i in source])
-            for source in sources
-        ]
-        ids = pad_sequence(known, batch_first=True, padding_value=config.pad_token_id)
-        return {"input_ids": ids, "attention_mask": ids.ne(config.pad_token_id).long()}
+    model = FSMTForConditionalGeneration.from_pretrained(path, dtype="float32")
+    return TransformersModel(model, model.config.src_vocab_size, fairseq.UNK, encode)

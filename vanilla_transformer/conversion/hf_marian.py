@@ -12,13 +12,20 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, MarianConfig, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    MarianConfig,
+    MarianMTModel,
+    MarianTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from ..data import vocabularies
 from ..data.vocabularies import Specials
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import SinusoidalPositions
 from . import core
+from .check import TransformersModel
 from .core import (
     PROJECTION,
     PROJECTION_BIAS,
@@ -222,3 +229,13 @@ def write(model_folder: Path, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     core.write_safetensors(tensors, output / "model.safetensors")
     core.copy_original_files(model_folder, output)
+
+
+def load_toolkit(path: Path, options: ConversionOptions) -> TransformersModel:
+    """The checkpoint in transformers, for `check`."""
+    tokenizer = MarianTokenizer.from_pretrained(path)
+    model = MarianMTModel.from_pretrained(path, dtype="float32")
+    unk = tokenizer.convert_tokens_to_ids(UNK)
+    return TransformersModel(
+        model, model.config.vocab_size, unk, lambda line: tokenizer(line)["input_ids"]
+    )

@@ -7,9 +7,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import yaml
 from tokenizers import Regex, Tokenizer, decoders, normalizers
 from tokenizers import pre_tokenizers as splits
@@ -30,6 +33,7 @@ from ..data.vocabularies import (
     words,
 )
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .check import Toolkit
 from .core import SHARED, SOURCE, Conversion, ConversionOptions, Tensors, take_layers, tie
 from .unpickling import contents, load_torch
 
@@ -434,3 +438,95 @@ def _notes(cfg: Mapping[str, Any], options: ConversionOptions) -> str:
     if is_split and not options.source_codes:
         return "text is split into subwords first, and translations consist of subwords"
     return ""
+
+
+# ---------------------------------------------------------------- The toolkit itself
+
+
+def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
+    """The checkpoint in JoeyNMT, for `check`.
+
+    Raises:
+        ImportError: JoeyNMT can't be imported.
+    """
+    return JoeyModel(path, options)
+
+
+class JoeyModel(Toolkit):
+    """JoeyNMT gets its weights as we read them: it opens no pickle."""
+
+    def __init__(self, path: Path, options: ConversionOptions):
+        from joeynmt.model import build_model
+        from joeynmt.tokenizers import build_tokenizer
+        from joeynmt.vocabulary import build_vocab
+
+        path = _checkpoint(path)
+        cfg = _read_config(path.parent / "config.yaml")
+        symbols, data = _symbols(cfg), cfg["data"]
+        for side in SIDES:
+            data[side]["voc_file"] = str(path.parent / f"{side}_vocab.txt")
+            codes = _codes(cfg, side, options, path.parent)
+            details = data[side].get("tokenizer_cfg") or {}
+            details |= {name: str(codes) for name in ("codes", "model_file") if name in details}
+        special = dict(zip_longest(SPECIALS, symbols.special))
+        tokens = {f"{name}_token": token for name, token in special.items()}
+        numbers = {f"{name}_id": number for number, name in enumerate(special)}
+        data["special_symbols"] = SimpleNamespace(**tokens, **numbers, lang_tags=symbols.tags)
+        self.source, target = build_vocab(data, model_dir=path.parent)
+        self.tokenizer = build_tokenizer(data)[data["src"]["lang"]]
+        self.tokenizer.set_vocab(self.source)
+        self.module = build_model(cfg["model"], self.source, target).eval()
+        self.module.load_state_dict(load_torch(path)["model_state"])
+        self.module.loss_function = ("crossentropy", 0.0)
+        self.pad, self.start, self.eos = target.pad_index, target.bos_index, target.eos_index
+        self.unk, self.source_size = self.source.unk_index, len(self.source)
+        testing = cfg["testing"]
+        self.alpha = testing.get("beam_alpha", testing.get("alpha", -1))
+
+    def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        batch = vars(self._batch(sources)) | {
+            "trg_input": inputs,
+            "trg_mask": inputs.ne(self.pad)[:, None],
+        }
+        return self.module._encode_decode(**batch)[0]
+
+    def translate(
+        self, sources: list[list[int]], num_beams: int = 1, longest: int = 200
+    ) -> list[list[int]]:
+        """See `Toolkit`."""
+        from joeynmt.search import search
+
+        batch = self._batch(self.padded(self.known(sources)))
+        outputs, _, _ = search(
+            self.module,
+            batch,
+            longest,
+            num_beams,
+            self.alpha,
+            generate_unk=True,
+            min_output_length=1,
+        )
+        return [self._until_end(row.tolist()) for row in outputs]
+
+    def encode(self, line: str) -> list[int]:
+        """See `Toolkit`."""
+        tokens = self.tokenizer(self.tokenizer.pre_process(line, allow_empty=True))
+        return self.source.sentences_to_ids([tokens], bos=False, eos=True)[0][0]
+
+    def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        whole = torch.cat([torch.full_like(targets[:, :1], self.start), targets], dim=1)
+        batch = vars(self._batch(sources, whole))
+        return self.module(return_type="loss", **batch)[0] / targets.ne(self.pad).sum()
+
+    def _batch(self, sources: Tensor, targets: Tensor | None = None) -> Any:
+        from joeynmt.batch import Batch
+
+        return Batch(
+            sources, sources.ne(self.pad).sum(1), None, targets, None, torch.arange(len(sources)),
+            torch.device("cpu"), self.pad, self.eos, is_train=False,
+        )  # fmt: skip
+
+    def _until_end(self, ids: list[int]) -> list[int]:
+        return ids[: ids.index(self.eos) + 1] if self.eos in ids else ids

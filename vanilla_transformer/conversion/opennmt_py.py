@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.vocabularies import Specials
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
     Conversion,
@@ -352,3 +353,81 @@ def _notes(opt: Mapping[str, Any], options: ConversionOptions) -> str:
     if not options.source_codes:
         outside += sorted(_transforms(opt) & {"bpe", "sentencepiece"})
     return f"text goes through OpenNMT-py's {', '.join(outside)} first" if outside else ""
+
+
+# ---------------------------------------------------------------- The toolkit itself
+
+
+def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
+    """The checkpoint in OpenNMT-py 3, for `check`.
+
+    Raises:
+        ImportError: OpenNMT-py can't be imported, or not in a version that opens this checkpoint.
+    """
+    return OpenNMTModel(path, options)
+
+
+class OpenNMTModel(Toolkit):
+    """OpenNMT-py gets options and weights as we read them: it opens no pickle."""
+
+    def __init__(self, path: Path, options: ConversionOptions):
+        from onmt.inputters.inputter import dict_to_vocabs
+        from onmt.model_builder import build_base_model
+        from onmt.transforms import get_transforms_cls, make_transforms
+        from onmt.utils.parse import ArgumentParser
+
+        path = _checkpoint(path)
+        checkpoint = load_torch(path, allowed=[Namespace], inert=INERT)
+        if "data_task" not in checkpoint["vocab"]:
+            raise ImportError(f"OpenNMT-py 3 does not open {path}, of an older version")
+        opt = ArgumentParser.ckpt_model_opts(checkpoint["opt"])
+        ArgumentParser.update_model_opts(opt)
+        self.vocabs = dict_to_vocabs(checkpoint["vocab"])
+        self.module = build_base_model(opt, self.vocabs).eval()
+        nn.Module.load_state_dict(self.module, _tensors(checkpoint, path))
+        source, target = self.vocabs["src"], self.vocabs["tgt"]
+        self.pad, self.start = target[PAD], target[self.vocabs["decoder_start_token"]]
+        self.eos = target[EOS]
+        self.unk, self.source_size = source["<unk>"], len(source)
+        self.criterion = nn.CrossEntropyLoss(ignore_index=self.pad)
+        names = [name for name in ("bpe", "sentencepiece") if name in _transforms(vars(opt))]
+        for side, file in zip(("src", "tgt"), _codes(vars(opt), path), strict=False):
+            setattr(opt, f"{side}_subword_model", str(file))
+        self.transforms = make_transforms(opt, get_transforms_cls(names), self.vocabs)
+        self.split = subwords(None if names else options.source_codes)
+
+    def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        whole = torch.cat([inputs, inputs[:, :1]], dim=1)  # the model leaves the last one out
+        out, _ = self.module(sources[..., None], whole[..., None], sources.ne(self.pad).sum(1))
+        return self.module.generator(out)
+
+    def translate(
+        self, sources: list[list[int]], num_beams: int = 1, longest: int = 200
+    ) -> list[list[int]]:
+        """See `Toolkit`."""
+        from onmt.translate.beam_search import GNMTGlobalScorer
+        from onmt.translate.translator import Translator
+
+        penalty = GENERATION[3]["length_penalty"], 0.0, GENERATION[3]["length_penalty_type"], "none"
+        translator = Translator(
+            self.module, self.vocabs, beam_size=num_beams, max_length=longest, max_length_ratio=0,
+            global_scorer=GNMTGlobalScorer(*penalty), report_score=False,
+        )  # fmt: skip
+        ids = self.padded(self.known(sources))
+        batch = {"src": ids[..., None], "srclen": ids.ne(self.pad).sum(1)}
+        found = translator.translate_batch(batch, attn_debug=False)["predictions"]
+        return [[*hypotheses[0].tolist(), self.eos] for hypotheses in found]
+
+    def encode(self, line: str) -> list[int]:
+        """See `Toolkit`."""
+        tokens = line.strip().split(" ")
+        for transform in self.transforms.values():
+            tokens = transform.apply({"src": tokens, "tgt": None})["src"]
+        tokens = tokens if self.transforms else self.split(line)
+        return [self.vocabs["src"][token] for token in tokens]
+
+    def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        logits = self.logits(sources, self.inputs(targets))
+        return self.criterion(logits.flatten(0, 1), targets.flatten())

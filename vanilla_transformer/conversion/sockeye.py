@@ -8,11 +8,13 @@ https://arxiv.org/abs/2207.05851, and https://github.com/awslabs/sockeye, versio
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import Tensor
 
 from ..data.vocabularies import Specials, read_json
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
     Conversion,
@@ -347,3 +349,70 @@ def read_vocabulary(path: Path, size: int) -> dict[str, int]:
         if vocabulary.get(token) != token_id:
             raise ValueError(f"{path}: {token} is {vocabulary.get(token)}: expected {token_id}")
     return vocabulary
+
+
+# ---------------------------------------------------------------- The toolkit itself
+
+
+def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
+    """The checkpoint in Sockeye, for `check`.
+
+    Raises:
+        ImportError: Sockeye can't be imported.
+    """
+    return SockeyeToolkit(path if path.is_dir() else path.parent, options)
+
+
+class SockeyeToolkit(Toolkit):
+    """A model folder in Sockeye 3, whose `params.best` is opened."""
+
+    pad, start, unk, eos = 0, SPECIAL_IDS["<s>"], SPECIAL_IDS["<unk>"], SPECIAL_IDS["</s>"]
+
+    def __init__(self, folder: Path, options: ConversionOptions):
+        from sockeye.loss import CrossEntropyLoss
+        from sockeye.model import load_model
+
+        self.module, self.sources, self.targets = load_model(str(folder))
+        self.module.eval()
+        self.source_size = len(self.sources[0])
+        self.criterion = CrossEntropyLoss()
+        self.split = subwords(options.source_codes)
+
+    def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        lengths = [self._lengths(ids) for ids in (sources, inputs)]
+        return self.module(sources[..., None], lengths[0], inputs[..., None], lengths[1])["logits"]
+
+    def translate(
+        self, sources: list[list[int]], num_beams: int = 1, longest: int = 200
+    ) -> list[list[int]]:
+        """See `Toolkit`."""
+        from sockeye.beam_search import CandidateScorer
+        from sockeye.inference import Translator, make_input_from_plain_string
+
+        translator = Translator(
+            torch.device("cpu"), "linear", CandidateScorer(), len(sources), "all", [self.module],
+            self.sources, self.targets, beam_size=num_beams, max_output_length=longest,
+        )  # fmt: skip
+        tokens = {number: token for token, number in self.sources[0].items()}
+        lines = [" ".join(tokens[i] for i in ids[:-1]) for ids in self.known(sources)]
+        inputs = [make_input_from_plain_string(i, line) for i, line in enumerate(lines)]
+        target = self.targets[0]
+        return [
+            [*(target[token] for token in output.tokens), self.eos]
+            for output in translator.translate(inputs)
+        ]
+
+    def encode(self, line: str) -> list[int]:
+        """See `Toolkit`."""
+        from sockeye.data_io import tokens2ids
+
+        return [*tokens2ids(self.split(line), self.sources[0]), self.eos]
+
+    def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        return self.criterion.forward(self.logits(sources, self.inputs(targets)), targets)[0]
+
+    def _lengths(self, ids: Tensor) -> Tensor:
+        lengths = ids.ne(self.pad).sum(1)
+        return torch.stack([lengths, lengths], dim=1)

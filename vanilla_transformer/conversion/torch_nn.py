@@ -17,11 +17,13 @@ from typing import Any
 import torch
 import yaml
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
 from transformers.activations import ACT2FN
 
 from ..data.vocabularies import Specials, read_json, read_lines
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
     SIDES,
@@ -32,13 +34,14 @@ from .core import (
     split_fused,
     tie,
 )
-from .positions import find_sinusoids, learned_positions
+from .positions import find_sinusoids, learned_positions, sinusoids
 from .text import tokenizer_for
 from .unpickling import load_torch
 
 NAME = "torch_nn"
 STACKS = "encoder", "decoder"
 VOCABULARIES = "vocab.src.txt", "vocab.tgt.txt"
+EMBEDDINGS = "source_embedding", "target_embedding"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 # Where a training script keeps the state dict, and what wrappers put in front of its names.
 STATE_DICTS = ("model_state_dict", "state_dict", "model", "model_state", "net")
@@ -498,3 +501,124 @@ class _Stack:
         has_bias = self.bias or self.layout is ANNOTATED
         shift = self.tensors.take(f"{theirs}.{bias}", d) if has_bias else torch.zeros_like(gain)
         return {f"{ours}.weight": gain, f"{ours}.bias": shift}
+
+
+# ---------------------------------------------------------------- The toolkit itself
+
+
+def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
+    """The state dict in `torch.nn.Transformer`, for `check`.
+
+    Raises:
+        ImportError: It is The Annotated Transformer's, whose code is a notebook.
+    """
+    file = find_file(path)
+    tensors = read_state_dict(file)
+    if _layout(tensors) is not TORCH:
+        raise ImportError("its code is a notebook")
+    return TorchModel(tensors, file.parent, options)
+
+
+class TorchModel(Toolkit):
+    """The stacks of `torch.nn.Transformer` between the embeddings and the projection that the table
+    names. They have no search of their own; greedy search is a loop."""
+
+    def __init__(self, tensors: Tensors, folder: Path, options: ConversionOptions):
+        prefixes = _prefixes(tensors, TORCH)
+        self.table = table = read_table(TORCH, options, prefixes["encoder"])
+        self.vocabularies = _vocabularies(folder, options, table)
+        source, target = self.vocabularies
+        self.pad, self.start, self.eos = target[table.pad], target[table.bos], target[table.eos]
+        self.unk, self.source_size = source[table.unk], len(source)
+        self.split = subwords(options.source_codes)
+        self.module = nn.Module()
+        for stack in STACKS:
+            self.module.add_module(stack, self._stack(tensors, prefixes[stack], stack))
+        names = {each.name: getattr(table, each.name) for each in fields(Table)}
+        for name in (*EMBEDDINGS, "projection", "projection_bias"):
+            tensor = tensors.take(names[name]) if names[name] in tensors else None
+            self.module.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
+        position = names["source_positions"], names["target_positions"]
+        d_model = self.module.projection.shape[1]
+        for stack, name in zip(STACKS, position, strict=True):
+            found = tensors.take(name) if name in tensors else None
+            if found is None:
+                found = sinusoids(5000, d_model, "paper", "interleaved").float()
+            self.module.register_buffer(f"{stack}_positions", found.reshape(-1, d_model).clone())
+
+    def _stack(self, tensors: Tensors, prefix: str, stack: str) -> nn.Module:
+        table = self.table
+        d_ff, d_model = tensors.take(f"{prefix}layers.0.linear1.weight").shape
+        bias = f"{prefix}layers.0.linear1.bias" in tensors
+        options = {
+            "d_model": d_model, "nhead": table.heads, "dim_feedforward": d_ff, "dropout": 0.0,
+            "activation": ACT2FN[table.activation], "layer_norm_eps": table.layer_norm_eps,
+            "norm_first": table.norm_first, "batch_first": True, "bias": bias,
+        }  # fmt: skip
+        norm = None
+        if f"{prefix}norm.weight" in tensors:
+            norm = nn.LayerNorm(d_model, eps=table.layer_norm_eps, bias=bias)
+        number = tensors.count(rf"{prefix.replace('.', '[.]')}layers[.](\d+)[.]")
+        if stack == "encoder":
+            layer = nn.TransformerEncoderLayer(**options)
+            module: nn.Module = nn.TransformerEncoder(
+                layer, number, norm, enable_nested_tensor=False
+            )
+        else:
+            module = nn.TransformerDecoder(nn.TransformerDecoderLayer(**options), number, norm)
+        state = {name.removeprefix(prefix): tensors.take(name)
+                 for name in tensors if name.startswith(prefix)}  # fmt: skip
+        module.load_state_dict(state)
+        return module.eval()
+
+    def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        return self._decode(self._encode(sources), sources, inputs)
+
+    def _encode(self, sources: Tensor) -> Tensor:
+        embedded = self._embed("encoder", self.module.source_embedding, sources)
+        return self.module.encoder(embedded, src_key_padding_mask=sources.eq(self.pad))
+
+    def _decode(self, memory: Tensor, sources: Tensor, inputs: Tensor) -> Tensor:
+        length = inputs.shape[1]
+        hidden = self.module.decoder(
+            self._embed("decoder", self.module.target_embedding, inputs),
+            memory,
+            tgt_mask=torch.ones(length, length, dtype=torch.bool).triu(1),
+            memory_key_padding_mask=sources.eq(self.pad),
+        )
+        return linear(hidden, self.module.projection, self.module.projection_bias)
+
+    def _embed(self, stack: str, matrix: Tensor, ids: Tensor) -> Tensor:
+        positions = getattr(self.module, f"{stack}_positions")[: ids.shape[1]]
+        scale = math.sqrt(matrix.shape[1]) if self.table.scale_embedding else 1.0
+        return matrix[ids] * scale + positions
+
+    @torch.no_grad()
+    def translate(
+        self, sources: list[list[int]], num_beams: int = 1, longest: int = 200
+    ) -> list[list[int]]:
+        """See `Toolkit`."""
+        if num_beams > 1:
+            raise NotImplementedError("torch.nn.Transformer has no beam search")
+        ids = self.padded(self.known(sources))
+        memory = self._encode(ids)
+        found = torch.full((len(ids), 1), self.start)
+        ended = torch.zeros(len(ids), dtype=torch.bool)
+        while found.shape[1] <= longest and not ended.all():
+            best = self._decode(memory, ids, found)[:, -1].argmax(-1)
+            found = torch.cat([found, best.masked_fill(ended, self.pad)[:, None]], dim=1)
+            ended |= best.eq(self.eos)
+        return [[i for i in row if i != self.pad] for row in found[:, 1:].tolist()]
+
+    def encode(self, line: str) -> list[int]:
+        """See `Toolkit`."""
+        source, table = self.vocabularies[0], self.table
+        ids = [source.get(token, self.unk) for token in self.split(line)]
+        before = [source[table.bos]] if table.bos_before_source else []
+        return [*before, *ids, *([source[table.eos]] if table.eos_after_source else [])]
+
+    def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        logits = self.logits(sources, self.inputs(targets))
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=self.pad)

@@ -1,0 +1,274 @@
+"""Train a small model with another toolkit, convert it, and compare the two.
+
+    python -m scripts.checks.toolkits --toolkit joeynmt --data ../shared/data/multi30k
+
+The toolkit must be importable; see docs/conversion/README.md. It trains on Multi30k, German to
+English. Then the converted model must give the same log-probabilities, translations, token ids and
+training losses. Both translate the same batches in turn, which gives the speed. Writes
+TOOLKIT.json, and the table of all toolkits so far, to the output folder.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import HfArgumentParser
+from transformers.utils import logging as transformers_logging
+
+from scripts.checks.toolkit_imports import MODULES, import_toolkit
+from scripts.checks.toolkit_training import HEADS, SOURCE, TARGET, TRAININGS, prepare, train
+from scripts.reports import expect_known, markdown, save
+from vanilla_transformer import conversion
+from vanilla_transformer.conversion.check import Converted, Toolkit
+from vanilla_transformer.conversion.positions import find_sinusoids, sinusoids
+from vanilla_transformer.model.generation import LENGTH_PENALTIES
+
+BATCH, BEAMS, LONGEST = 32, 5, 100
+TEXTS, STEPS, LEARNING_RATE = 10_000, 20, 1e-4
+UNUSUAL = (
+    "", " ", "Ein 👩🏽‍🚀 Hund 🐕 läuft.", "Привет, Welt! 你好 세계", "  zwei   Leerzeichen ",
+    "ﬁnden Ǆ ½ Å", "naïve café\u0301 coöperate", "123 45,6 – 7.8 €", "x" * 200,
+    "\u200bunsichtbar\u00a0fest", "@@ a@@ b",
+)  # fmt: skip
+HEADER = (
+    "format", "difference, float32", "float64", "greedy", "beam 5", "worse", "same ids",
+    "unusual texts", "first loss", "20 steps", "speed, greedy", "speed, beam 5",
+)  # fmt: skip
+
+
+@dataclass
+class ToolkitArguments:
+    toolkit: str = field(metadata={"help": f"One of {', '.join(TRAININGS)}."})
+    data: str = field(metadata={"help": "Folder with Multi30k: train.de, train.en, val.de, ..."})
+    output_dir: str = field(
+        default="outputs/toolkits", metadata={"help": "Folder for models and results."}
+    )
+    train_steps: int = field(default=400, metadata={"help": "Updates of the toolkit's training."})
+    lines: int = field(default=200, metadata={"help": "Lines of the test set to translate."})
+
+    def __post_init__(self) -> None:
+        expect_known("toolkit", [self.toolkit], list(TRAININGS))
+
+
+def log_probability_difference(
+    toolkit: Toolkit,
+    ours: Converted,
+    batches: list[list[list[int]]],
+    targets: list[list[list[int]]],
+) -> float:
+    """The largest one, of any token at any position."""
+    largest = 0.0
+    for sources, rows in zip(batches, targets, strict=True):
+        theirs = toolkit.log_probs(toolkit.known(sources), rows)
+        for expected, found in zip(theirs, ours.log_probs(sources, rows), strict=True):
+            found = found[:, : expected.shape[1]]
+            largest = max(largest, (expected - found).abs().max().item())
+    return largest
+
+
+def double(toolkit: Toolkit) -> None:
+    """Let the toolkit compute in double precision. Tables of sinusoids, which it keeps in single
+    precision, are computed again."""
+    for module in toolkit.module.modules():
+        for name, table in list(module._buffers.items()):
+            if table is None or table.ndim not in (2, 3) or max(table.shape[:2]) < 64:
+                continue
+            rows = table.reshape(-1, table.shape[-1])
+            first = 2 if name == "weights" else 0  # fairseq counts from its padding's row on
+            kind = find_sinusoids(rows[:64].clone()) if first == 0 else ("tensor2tensor", "halves")
+            if kind is not None:
+                exact = sinusoids(len(rows), rows.shape[1], *kind)
+                module._buffers[name] = exact.reshape(table.shape)
+    toolkit.module.double()
+
+
+def scores(toolkit: Toolkit, ours: Converted, sources: Any, targets: Any) -> list[float]:
+    """What the toolkit's own search maximises: its log-probabilities over its length penalty."""
+    options = ours.model.generation_config
+    a, b = LENGTH_PENALTIES[getattr(options, "length_penalty_type", None) or "power"]
+    alpha = 1.0 if options.length_penalty is None else options.length_penalty
+    rows = toolkit.log_probs(toolkit.known(sources), targets)
+    return [
+        row.gather(1, torch.tensor(target)[:, None]).sum().item() / ((a + len(target)) / b) ** alpha
+        for row, target in zip(rows, targets, strict=True)
+    ]
+
+
+def cut(ids: list[int], end: int) -> list[int]:
+    """Up to the end token, or as far as both searches go."""
+    return ids[: ids.index(end) + 1] if end in ids else ids[: LONGEST - 2]
+
+
+def in_turn(
+    number: int, ours: Callable[[], list[list[int]]], theirs: Callable[[], list[list[int]]]
+) -> tuple[list[list[list[int]]], list[float]]:
+    """What both return, and their seconds. The other one begins with the next number."""
+    results, seconds = [[], []], [0.0, 0.0]
+    for index in (0, 1) if number % 2 else (1, 0):
+        start = time.perf_counter()
+        results[index] = (ours, theirs)[index]()
+        seconds[index] = time.perf_counter() - start
+    return results, seconds
+
+
+def compare_translations(
+    toolkit: Toolkit, ours: Converted, texts: list[list[str]], num_beams: int
+) -> dict[str, Any]:
+    """Equal translations, those of ours that the toolkit finds worse, and speed. The seconds of
+    both are of reading a line and of the search, and ours are of writing the translation too."""
+    end = ours.model.config.eos_token_id
+
+    def translate(lines: list[str]) -> list[list[int]]:
+        found = ours.translate(ours.tokenizer(lines)["input_ids"], num_beams, LONGEST)
+        ours.tokenizer.batch_decode(found, skip_special_tokens=True)
+        return found
+
+    def let_translate(lines: list[str]) -> list[list[int]]:
+        return toolkit.translate([toolkit.encode(line) for line in lines], num_beams, LONGEST)
+
+    different: list[tuple[list[int], ...]] = []
+    targets, ratios = [], []
+    for number, lines in enumerate(texts):
+        results, seconds = in_turn(number, partial(translate, lines), partial(let_translate, lines))
+        found, expected = ([cut(ids, end) for ids in rows] for rows in results)
+        sources = ours.tokenizer(lines)["input_ids"]
+        triples = zip(sources, found, expected, strict=True)
+        different += [each for each in triples if each[1] != each[2]]
+        ratios.append(seconds[1] / seconds[0])
+        targets.append(expected)
+    worse = 0
+    if different:
+        sources, *pair = map(list, zip(*different, strict=True))
+        both = [scores(toolkit, ours, sources, each) for each in pair]
+        worse = sum(one < other - 1e-5 for one, other in zip(*both, strict=True))
+    lines = sum(map(len, texts))
+    return {
+        "lines": lines, "equal": lines - len(different), "worse": worse, "targets": targets,
+        "speed": statistics.median(ratios),
+    }  # fmt: skip
+
+
+def equal_ids(toolkit: Toolkit, ours: Converted, lines: list[str]) -> tuple[int, list[str]]:
+    """How many lines become the same ids, and the others. Ids that only we have are unknown."""
+    found = toolkit.known(ours.tokenizer(lines)["input_ids"])
+    other = [
+        line
+        for line, ids in zip(lines, found, strict=True)
+        if ids != toolkit.known([toolkit.encode(line)])[0]
+    ]
+    return len(lines) - len(other), other
+
+
+def losses(
+    loss: Callable[[], Tensor], parameters: Iterator[torch.nn.Parameter], steps: int
+) -> list[float]:
+    """The losses of a batch while it is trained on."""
+    optimizer = torch.optim.SGD(parameters, LEARNING_RATE)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        found.append(value.item())
+    return found
+
+
+def compare_training(
+    toolkit: Toolkit, ours: Converted, sources: list[str], texts: list[str]
+) -> dict[str, float]:
+    """Differences of the toolkit's own loss and ours of the same batch, at the start and over
+    steps of both, without dropout."""
+    batch = ours.tokenizer(sources, text_target=texts)
+    inputs, targets = batch["input_ids"], batch["labels"]
+    padded = ours.tokenizer.pad({"input_ids": inputs}, return_tensors="pt")
+    labels = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, targets)), True, -100)
+    config = ours.model.config
+    smoothing, config.label_smoothing = config.label_smoothing, 0.0
+    found = losses(lambda: ours.model(**padded, labels=labels).loss, ours.model.parameters(), STEPS)
+    config.label_smoothing = smoothing
+    their_sources = toolkit.padded(toolkit.known(inputs))
+    their_targets = toolkit.padded(targets)
+    expected = losses(
+        lambda: toolkit.loss(their_sources, their_targets), toolkit.module.parameters(), STEPS
+    )
+    differences = [abs(one - other) for one, other in zip(found, expected, strict=True)]
+    return {"first": differences[0], "largest": max(differences), "fell": found[0] - found[-1]}
+
+
+def compare(name: str, checkpoint: Path, folder: Path, data: Path, number: int) -> dict[str, Any]:
+    """All measurements of a toolkit's checkpoint."""
+    codes = checkpoint / "codes"
+    options = conversion.ConversionOptions(
+        source_codes=str(codes) if codes.is_file() else None,
+        heads=HEADS if name == "torch_nn" else None,
+    )
+    if not folder.is_dir():
+        conversion.convert(checkpoint, folder, options=options)
+    module = conversion.find_format(checkpoint)
+    toolkit, ours = module.load_toolkit(checkpoint, options), Converted(folder)
+    lines = (data / f"test_2016_flickr.{SOURCE}").read_text().splitlines()[:number]
+    lines.sort(key=len)  # as the toolkits' own programs do
+    texts = [lines[start : start + BATCH] for start in range(0, len(lines), BATCH)]
+    greedy = compare_translations(toolkit, ours, texts, 1)
+    try:
+        beam = compare_translations(toolkit, ours, texts, BEAMS)
+    except NotImplementedError:
+        beam = None
+    batches = [ours.tokenizer(each)["input_ids"] for each in texts]
+    targets = greedy.pop("targets")
+    single = log_probability_difference(toolkit, ours, batches, targets)
+    train_lines = (data / f"train.{SOURCE}").read_text().splitlines()[:TEXTS]
+    ids = equal_ids(toolkit, ours, train_lines)
+    unusual = equal_ids(toolkit, ours, list(UNUSUAL))
+    references = (data / f"train.{TARGET}").read_text().splitlines()
+    training = compare_training(toolkit, ours, train_lines[:BATCH], references[:BATCH])
+    toolkit, exact = module.load_toolkit(checkpoint, options), Converted(folder, "float64")
+    double(toolkit)
+    return {
+        "format": name, "single": single, "greedy": greedy, "ids": [ids[0], len(train_lines)],
+        "double": log_probability_difference(toolkit, exact, batches, targets),
+        "beam": beam and {key: value for key, value in beam.items() if key != "targets"},
+        "unusual": [unusual[0], len(UNUSUAL)], "other": [*ids[1][:5], *unusual[1]],
+        "training": training,
+    }  # fmt: skip
+
+
+def row(found: dict[str, Any]) -> tuple[str, ...]:
+    greedy, beam, training = found["greedy"], found["beam"], found["training"]
+    return (
+        found["format"], f"{found['single']:.1e}", f"{found['double']:.1e}",
+        f"{greedy['equal']} of {greedy['lines']}",
+        f"{beam['equal']} of {beam['lines']}" if beam else "", str(beam["worse"]) if beam else "",
+        "{} of {}".format(*found["ids"]), "{} of {}".format(*found["unusual"]),
+        f"{training['first']:.1e}", f"{training['largest']:.1e}", f"{greedy['speed']:.2f}",
+        f"{beam['speed']:.2f}" if beam else "",
+    )  # fmt: skip
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(
+        ToolkitArguments, description=__doc__
+    ).parse_args_into_dataclasses()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    import_toolkit(MODULES.get(arguments.toolkit, ()))
+    output, name = Path(arguments.output_dir), arguments.toolkit
+    data = prepare(Path(arguments.data), output / "data")
+    checkpoint = output / "models" / name
+    train(name, data, checkpoint, arguments.train_steps)
+    found = compare(name, checkpoint, output / "converted" / name, data, arguments.lines)
+    save(output / "results", name, found)
+    files = sorted((output / "results").glob("*.json"))
+    print(markdown(HEADER, [row(json.loads(file.read_text())) for file in files]))
+
+
+if __name__ == "__main__":
+    main()
