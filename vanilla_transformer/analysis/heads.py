@@ -166,20 +166,16 @@ def prune_heads(model: PreTrainedModel, masks: ByHead) -> PreTrainedModel:
     names = {module: name for name, module in model.named_modules()}
     for kind, layers in attention_modules(model).items():
         for attention, mask in zip(layers, masks[kind].to(model.device), strict=True):
-            for matrix, width in (
-                ("q_proj", attention.d_k),
-                ("k_proj", attention.d_k),
-                ("v_proj", attention.d_v),
-                ("out_proj", attention.d_v),
-            ):
-                is_kept = mask.repeat_interleave(width)
-                name = f"{names[attention]}.{matrix}"
-                if matrix == "out_proj":
-                    weights[f"{name}.weight"] = weights[f"{name}.weight"][:, is_kept]
-                    continue
-                for kind_of_weight in ("weight", "bias"):
-                    if (full := weights.get(f"{name}.{kind_of_weight}")) is not None:
-                        weights[f"{name}.{kind_of_weight}"] = full[is_kept]
+            for name, _ in attention.named_parameters():
+                matrix, full_name = name.partition(".")[0], f"{names[attention]}.{name}"
+                is_query_or_key = matrix in ("q_proj", "k_proj")
+                is_kept = mask.repeat_interleave(
+                    attention.d_k if is_query_or_key else attention.d_v
+                )
+                if matrix != "out_proj":
+                    weights[full_name] = weights[full_name][is_kept]
+                elif name == "out_proj.weight":
+                    weights[full_name] = weights[full_name][:, is_kept]
     pruned = type(model)(config).to(model.device, model.dtype)
     pruned.load_state_dict(weights)
     pruned.generation_config = deepcopy(model.generation_config)

@@ -206,7 +206,7 @@ def score_translations(
 
 def expect_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
     """Raises ValueError unless each translation has as many references, and there is one."""
-    for one in references:
+    for one in references or ((),):
         if len(predictions) != len(one) or not one:
             raise ValueError(
                 f"{len(predictions)} translations for {len(one)} references: "
