@@ -120,7 +120,7 @@ class TransformersModel(Toolkit):
         self, sources: list[list[int]], num_beams: int = 1, longest: int = 200
     ) -> list[list[int]]:
         """See `Toolkit`."""
-        outputs = self.module.generate(  # type: ignore[operator]
+        outputs = self.module.generate(
             **self._with_mask(self.padded(self.known(sources))),
             num_beams=num_beams,
             do_sample=False,

@@ -68,9 +68,7 @@ class LoadingArguments:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
 
-    def load(
-        self, name: str | Path | Sequence[str | Path]
-    ) -> tuple[Any, PreTrainedTokenizerBase]:
+    def load(self, name: str | Path | Sequence[str | Path]) -> tuple[Any, PreTrainedTokenizerBase]:
         """Load a sequence-to-sequence model and its tokenizer from a folder or the Hub, several
         models as an ensemble, or an engine with `generate()` from a folder that was exported for
         it.

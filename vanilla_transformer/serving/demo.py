@@ -81,7 +81,7 @@ class Demo:
                 num_beams=num_beams,
                 length_penalty=length_penalty,
             )
-            rows = [[f"{score:.3f}", text] for text, score in next(hypotheses)]
+            rows = [[f"{each.score:.3f}", each.text] for each in next(hypotheses)]
         else:  # which has no score
             rows = [["", *translate([source], self.model, self.tokenizer, num_beams=1)]]
         best = rows[0][1]

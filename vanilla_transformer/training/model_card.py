@@ -171,7 +171,7 @@ def write_model_card(
             pipeline_tag="translation",
             tags=[model.config.model_type],
             datasets=_on_the_hub(data_arguments.dataset_name, "phrases"),
-            metrics=list(METRICS) if scores else None,
+            metrics=_measured(scores) or None,
             base_model=_on_the_hub(model_arguments.model_name_or_path),
             model_name=name,
             eval_results=_eval_results(scores, data_arguments) or None,
@@ -228,19 +228,26 @@ def _eval_results(
     ]
 
 
+def _measured(scores: dict[str, dict[str, Any]] | None) -> list[str]:
+    """The metrics of the scores, which are the same for all splits."""
+    measured = next(iter((scores or {}).values()), {})
+    return [metric for metric in LABELS if metric in measured]
+
+
 def _score_table(scores: dict[str, dict[str, Any]] | None) -> str:
     if scores is None:
         return "Not measured yet."
     if not scores:
         return "Not measured: the run had no validation or test data."
-    signatures = next(iter(scores.values()))
-    metrics = [metric for metric in LABELS if metric in signatures]
+    metrics, signatures = _measured(scores), next(iter(scores.values()))
     rows = [f"| split | {' | '.join(LABELS[metric] for metric in metrics)} |"]
     rows.append(f"|---{'|---' * len(metrics)}|")
     for split, measured in scores.items():
         cells = (f"{measured[metric]:.2f}" for metric in metrics)
         rows.append(f"| {split} | {' | '.join(cells)} |")
-    rows += ["", f"BLEU `{signatures['bleu_signature']}`, chrF `{signatures['chrf_signature']}`"]
+    signed = [metric for metric in metrics if f"{metric}_signature" in signatures]
+    notes = (f"{LABELS[metric]} `{signatures[f'{metric}_signature']}`" for metric in signed)
+    rows += ["", ", ".join(notes)]
     return "\n".join(rows)
 
 
