@@ -276,7 +276,7 @@ def main() -> None:
         target = Target(url, languages, lines, allowed)
         memory = results["memory, MB"]
         for connections, requests in (
-            (1, min(200, arguments.requests)),
+            (1, min(200, max(20, arguments.requests // 20))),
             *[(arguments.connections, arguments.requests // 4)] * 4,
         ):
             load = asyncio.run(put_under_load(target, arguments, connections, requests))

@@ -4,6 +4,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from fastapi import HTTPException, Request
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from python_multipart.exceptions import FormParserError
 from starlette.requests import ClientDisconnect
 
 FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
@@ -93,7 +94,10 @@ async def _read_form(request: Request, content: bytes) -> dict[str, Any]:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": content, "more_body": False}
 
-    return dict(await Request(request.scope, receive).form())
+    try:
+        return dict(await Request(request.scope, receive).form())
+    except FormParserError as error:
+        raise HTTPException(400, f"not a form: {error}") from None
 
 
 def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
