@@ -107,7 +107,10 @@ class OnnxRuntimeEncoder:
         self.graph, self.model = graph, model
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> BaseModelOutput:
         """(batch, source_length) ids and mask to (batch, source_length, d_model) states.
 
@@ -116,6 +119,7 @@ class OnnxRuntimeEncoder:
             ValueError: The caller wants what the graph does not compute.
         """
         expect_none(kwargs)
+        assert input_ids is not None  # or inputs_embeds, which are refused
         expect_in_range(self.model, {"input_ids": input_ids})
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -205,6 +209,8 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         states, mask = repeat_sources(decoder_input_ids, states, attention_mask)
         mask = states.new_ones(states.shape[:2]) if mask is None else mask
         cache = new_cache(self.config) if past_key_values is None else past_key_values
+        if cache.is_compileable:
+            raise ValueError("cache_implementation: expected None, the graphs grow their cache")
         expect_in_range(
             self, {"decoder_input_ids": decoder_input_ids, "past_key_values": past_key_values}
         )
