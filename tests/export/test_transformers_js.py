@@ -1,0 +1,132 @@
+"""A folder for transformers.js translates in Node and in a browser, offline."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from export.onnx_folder import saved_model
+from vanilla_transformer import VanillaTransformerConfig
+from vanilla_transformer.export import onnx_graphs, transformers_js
+from vanilla_transformer.inference.engines import onnxruntime_engine
+from vanilla_transformer.inference.translation import translate
+
+LINES = ["the lake is deep", "", "der See ist tief"]
+BROWSER = "/usr/bin/chromium-headless-shell"
+FOLDERS = [Path(entry) for entry in os.environ.get("NODE_PATH", "").split(os.pathsep) if entry]
+NODE_MODULES = next(
+    (each for each in FOLDERS if (each / "@huggingface/transformers").is_dir()), None
+)
+needs_npm = pytest.mark.skipif(
+    NODE_MODULES is None or shutil.which("node") is None,
+    reason=f"needs node, and NODE_PATH with what `{transformers_js.INSTALL}` installs",
+)
+
+
+def test_the_configuration_is_one_that_transformers_js_reads():
+    config = VanillaTransformerConfig(position_encoding="learned", max_position_embeddings=99)
+    fields = transformers_js.config_of(config, "m30k", "q8")
+    assert fields["model_type"] == "marian"
+    assert fields["transformers.js_config"] == {"dtype": "q8"}
+    assert fields["max_position_embeddings"] == 99
+    sinusoids = transformers_js.config_of(VanillaTransformerConfig(), "m30k", "q8")
+    assert "max_position_embeddings" not in sinusoids  # it would end every translation there
+
+
+def test_the_generation_config_says_that_there_is_no_beam_search():
+    config = GenerationConfig(
+        num_beams=4, length_penalty=0.6, early_stopping="never", eos_token_id=2
+    )
+    fields = transformers_js.generation_config_of(config)
+    assert fields["num_beams"] == 1
+    assert fields["eos_token_id"] == 2
+    assert not {"length_penalty", "early_stopping"} & fields.keys()
+
+
+def test_without_npm_packages_a_warning_says_what_to_install(tmp_path, caplog):
+    transformers_js.logger.addHandler(caplog.handler)
+    transformers_js.copy_scripts(tmp_path, tmp_path / "node_modules")
+    transformers_js.logger.removeHandler(caplog.handler)
+    assert transformers_js.INSTALL in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_scripts_are_copied_from_npm_packages(tmp_path):
+    for script in transformers_js.SCRIPTS:
+        path = tmp_path / "node_modules" / script
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(script)
+    (tmp_path / "output").mkdir()
+    transformers_js.copy_scripts(tmp_path / "output", tmp_path / "node_modules")
+    names = {path.name for path in (tmp_path / "output").iterdir()}
+    assert names == {Path(script).name for script in transformers_js.SCRIPTS}
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory):
+    """The folder, and the greedy translations of the same graphs in ONNX Runtime."""
+    folder = tmp_path_factory.mktemp("web")
+    saved_model(folder / "model", encoder_layers=1, decoder_layers=1)
+    for name, target in (("web", transformers_js), ("onnx", onnx_graphs)):
+        (folder / name).mkdir()
+        options = {"node_modules": NODE_MODULES} if name == "web" else {}
+        target.write(folder / "model", folder / name, None, **options)
+    engine = onnxruntime_engine.load(folder / "onnx")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "onnx")
+    return folder / "web", list(translate(LINES, engine, tokenizer, num_beams=1))
+
+
+@pytest.mark.slow
+@needs_npm
+def test_node_translates(web, tmp_path):
+    folder, expected = web
+    library = NODE_MODULES / "@huggingface/transformers/dist/transformers.node.mjs"
+    script = tmp_path / "translate.mjs"
+    script.write_text(
+        f"""import {{ env, pipeline }} from {json.dumps(str(library))};
+        env.allowRemoteModels = false;
+        const translate = await pipeline("translation", {json.dumps(str(folder))});
+        const results = [];
+        for (const line of {json.dumps(LINES)}.filter(Boolean)) {{
+          const length = translate.tokenizer(line).input_ids.dims[1];
+          const [result] = await translate(line, {{ max_new_tokens: length + 50 }});
+          results.push(result.translation_text);
+        }}
+        console.log(JSON.stringify(results));"""
+    )
+    run = subprocess.run(["node", script], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout.splitlines()[-1]) == [line for line in expected if line]
+
+
+@pytest.mark.slow
+@needs_npm
+@pytest.mark.skipif(not Path(BROWSER).is_file(), reason=f"needs {BROWSER}")
+def test_the_page_translates_without_a_request_to_another_host(web):
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    folder, expected = web
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=folder)
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
+        playwright.sync_playwright() as p,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host = f"http://127.0.0.1:{server.server_port}"
+        browser = p.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page, urls = browser.new_page(), []
+        page.on("request", lambda request: urls.append(request.url))
+        page.goto(host)
+        page.get_by_role("button", name="Translate", disabled=False).wait_for(timeout=120_000)
+        page.get_by_label("Text").fill("\n".join(LINES))
+        page.get_by_role("button", name="Translate").click()
+        page.get_by_role("status").filter(has_text=" s").wait_for(timeout=60_000)
+        assert page.get_by_label("Translation").text_content() == "\n".join(expected)
+        assert all(url.startswith((host, "blob:", "data:")) for url in urls)
+        browser.close()
+        server.shutdown()
