@@ -192,7 +192,8 @@ async def put_under_load(
                 continue
             start = time.perf_counter()
             try:
-                lines += await right_request(client, target, rng)
+                translated = await right_request(client, target, rng)
+                lines += translated  # not in one statement: others add to it during the await
                 outcomes["right"] += 1
             except (ValueError, httpx.HTTPError) as error:
                 outcomes["wrong"] += 1
