@@ -68,8 +68,10 @@ def test_the_constraints_pin_every_direct_dependency_within_its_bounds():
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     pins = dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
     extras = PROJECT["optional-dependencies"]
-    wanted = map(Requirement, [*PROJECT["dependencies"], *extras["train"], *extras["dev"]])
-    for requirement in wanted:
+    (ours,) = (each for each in map(Requirement, extras["dev"]) if each.name == PROJECT["name"])
+    assert ours.extras == extras.keys() - {"dev", "analysis", "ray"}
+    wanted = [each for extra in ("dev", *ours.extras) for each in extras[extra]]
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *wanted]):
         name = requirement.name.lower().replace("_", "-")
         if name != PROJECT["name"]:
             assert pins[name] in requirement.specifier, requirement
@@ -131,7 +133,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     package = REPOSITORY / "vanilla_transformer"
     expected = {
         f"vanilla_transformer/{file.relative_to(package).as_posix()}"
-        for pattern in ("**/*.py", "py.typed", "recipes/**/*.yaml", "recipes/**/*.json")
+        for pattern in (
+            "**/*.py",
+            "py.typed",
+            "export/page/*",
+            "recipes/**/*.yaml",
+            "recipes/**/*.json",
+        )
         for file in package.glob(pattern)
     }
     assert {name for name in names if not name.startswith(info)} == expected

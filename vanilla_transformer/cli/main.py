@@ -15,7 +15,7 @@ COMMANDS = {
     "average": "Average the weights of checkpoints.",
     "convert": "Convert a checkpoint of another toolkit, or back.",
     "export": "Export a model for another engine.",
-    "serve": "Serve models over HTTP, with the interface of LibreTranslate.",
+    "serve": "Serve models over HTTP, like LibreTranslate.",
     "demo": "Try a model in the browser, or write a Space.",
     "push": "Upload a model to the Hugging Face Hub.",
     "plot": "Plot training curves, learning rates and attention.",
