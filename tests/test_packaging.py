@@ -146,7 +146,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert metadata["Version"] == vanilla_transformer.__version__
     assert metadata["License-Expression"] == PROJECT["license"]
     assert metadata["Requires-Python"] == PROJECT["requires-python"]
-    assert set(metadata.get_all("Provides-Extra")) == {"train", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == PROJECT["optional-dependencies"].keys()
     assert len(metadata.get_all("Project-URL")) == len(PROJECT["urls"])
 
 
