@@ -92,6 +92,9 @@ def test_commands_and_their_options_exist(name):
         if program == "scripts/":
             assert os.access(REPOSITORY / "scripts" / target, os.X_OK), target
             continue
+        if program == "python -m " and not target.startswith("scripts."):
+            assert find_spec(target), target
+            continue
         if program == "python -m ":
             path = target.replace(".", "/")
             assert {f"{path}.py", f"{path}/__main__.py"} & scripts.keys(), target
@@ -100,7 +103,9 @@ def test_commands_and_their_options_exist(name):
             target = target.replace("-", "_")
             own = f"vanilla_transformer/cli/{target}.py"
             assert find_spec(f"vanilla_transformer.cli.{target}"), target
-            shared = ("/data/", "/training/") if target == "train" else ("/inference/loading.py",)
+            shared = {"train": ("/data/", "/training/"), "serve": ("/serving/", "/loading.py")}.get(
+                target, ("/inference/loading.py",)
+            )
             texts = [text for path, text in package.items() if any(map(path.count, (own, *shared)))]
             more = {"train": inherited, "translate": set(generation_option_names())}
             known = {"help", "help_all"} | more.get(target, set())
