@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conversion.models import random_model
 from vanilla_transformer.conversion import core
 
 
@@ -37,3 +38,19 @@ def test_tensors_that_nothing_reads_are_named():
     tensors.take("a")
     with pytest.raises(ValueError, match=r"file.pt: tensors .* does not know: b$"):
         tensors.expect_all_taken(["vers.*"])
+
+
+def test_views_and_transposed_matrices_are_saved_as_they_are(tmp_path, tokenizer):
+    model = random_model()
+    whole = torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
+    weights, start = {}, 0
+    for name, tensor in model.state_dict().items():
+        view = whole[start : start + tensor.numel()].view(tensor.shape)
+        start += tensor.numel()
+        weights[name] = tensor.T.contiguous().T if name.endswith("fc1.weight") else view
+    for name in model.all_tied_weights_keys:
+        del weights[name]
+    core.save(core.Conversion(model.config, dict(weights), tokenizer), tmp_path)
+    saved = core.read_transformers_weights(tmp_path)
+    assert {*saved} == {*weights}
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())

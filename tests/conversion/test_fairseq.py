@@ -9,7 +9,13 @@ import torch
 from conftest import Payload
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
 
-from conversion.reference import CHECKPOINTS, expect_reference, load_reference, log_probabilities
+from conversion.reference import (
+    CHECKPOINTS,
+    expect_reference,
+    expect_token_ids,
+    load_reference,
+    log_probabilities,
+)
 from vanilla_transformer.conversion import convert, convert_back, find_format, read
 from vanilla_transformer.conversion.core import ConversionOptions
 
@@ -168,6 +174,40 @@ def test_options_may_be_a_namespace_beside_the_model(edited, converted, tmp_path
     )
     output = convert(folder, tmp_path / "converted")
     assert torch.equal(log_probs(output), log_probs(converted("fairseq/post")))
+
+
+def test_options_may_be_a_configuration_of_omegaconf(edited, converted, tmp_path):
+    """fairseq saves one if hydra made it."""
+    omegaconf = pytest.importorskip("omegaconf")
+    folder = edited()
+    checkpoint = load(folder)
+    model = vars(checkpoint["cfg"]["model"])
+    stacks = {stack: {name.removeprefix(f"{stack}_"): model.pop(name) for name in [*model]
+              if name.startswith(f"{stack}_")} for stack in ("encoder", "decoder")}  # fmt: skip
+    cfg = {"_name": None, "task": checkpoint["cfg"]["task"], "model": {**model, **stacks}}
+    checkpoint |= {"cfg": omegaconf.OmegaConf.create(cfg, flags={"allow_objects": True})}
+    torch.save(checkpoint, folder / "checkpoint_best.pt")
+    output = convert(folder, tmp_path / "converted")
+    assert torch.equal(log_probs(output), log_probs(converted("fairseq/post")))
+
+
+def forget_languages(args, state):
+    for name in ("source_lang", "target_lang"):
+        args[name] = None
+
+
+def test_languages_may_be_those_of_the_data(edited, tmp_path):
+    """Without --source-lang, fairseq-train takes them from the names of its data."""
+    folder = edited(change=forget_languages)
+    checkpoint = load(folder)
+    checkpoint["cfg"]["task"] = {"data": "binary", "source_lang": None, "target_lang": None}
+    torch.save(checkpoint, folder / "checkpoint_best.pt")
+    with pytest.raises(FileNotFoundError, match=r"expected the dictionary dict.txt beside"):
+        convert(folder, tmp_path / "unknown")
+    (folder / "train.de-en.de.idx").touch()
+    tokenizer = AutoTokenizer.from_pretrained(convert(folder, tmp_path / "converted"))
+    tensors, notes = load_reference("fairseq/post")
+    expect_token_ids(tokenizer, tensors, notes)
 
 
 def test_the_first_versions_have_no_layer_norm_after_the_stacks(edited, tmp_path):

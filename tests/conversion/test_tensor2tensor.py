@@ -18,7 +18,12 @@ from conversion.models import (
     to_halves,
 )
 from conversion.reference import CHECKPOINTS, expect_reference, load_reference
-from vanilla_transformer.conversion import ConversionOptions, convert, tensor2tensor
+from vanilla_transformer.conversion import (
+    ConversionOptions,
+    convert,
+    find_format,
+    tensor2tensor,
+)
 from vanilla_transformer.conversion.tensorflow_checkpoint import (
     DTYPES,
     MAGIC,
@@ -302,6 +307,12 @@ def test_the_optimizer_tells_the_target_space(tmp_path, small):
     variables, constant = variables_of(small, space=8)
     folder = convert(save(tmp_path / "t2t", small, variables), tmp_path / "ours")
     expect_same(folder, small, start="zero", constant=constant)
+
+
+def test_the_prefix_of_the_files_is_enough(tmp_path, small):
+    prefix = save(tmp_path / "t2t", small) / "model.ckpt-7"
+    assert find_format(prefix).NAME == "tensor2tensor"
+    assert convert(prefix, tmp_path / "ours").is_dir()
 
 
 def test_a_target_space_can_be_given(tmp_path, small):

@@ -596,3 +596,16 @@ def test_clones_are_unknown_in_a_target():
     both = vocabularies.pair(one, one, size=6, unk_id=3)
     assert both("ab")["input_ids"][0] >= 6
     assert both(text_target="ab")["input_ids"] == [3, 2]
+
+
+@pytest.mark.parametrize(("splits_again", "expected"), [(True, "@@"), (False, "<unk>")])
+def test_other_white_space_inside_a_word_is_a_separator_alone(splits_again, expected):
+    """subword-nmt makes the pieces a@@, the space with @@, and b, and most toolkits split those at
+    white space."""
+    tokens = [*Specials().names, "<unk>", "a@@", "b", "@@"]
+    vocab = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
+    tokenizer = vocabularies.bpe_codes([], vocab, Specials(), splits_again=splits_again)
+    pieces = [vocab[each] for each in ("a@@", expected, "b")]
+    for space in "\u00a0\t\u3000":
+        assert tokenizer(f"a{space}b", add_special_tokens=False)["input_ids"] == pieces
+    assert tokenizer.decode([vocab["a@@"], vocab["@@"], vocab["b"]]) == "ab"

@@ -32,7 +32,8 @@ def find_format(path: Path, name: str | None = None) -> ModuleType:
         ValueError: No format has this name, or none recognises the checkpoint.
     """
     names = ", ".join(module.NAME for module in FORMATS)
-    if not path.exists():
+    prefix = Path(f"{path}.index")  # of a TensorFlow checkpoint
+    if not path.exists() and not prefix.is_file():
         raise FileNotFoundError(f"{path}: expected a checkpoint, a file or a folder")
     for module in FORMATS:
         if name == module.NAME or (name is None and module.recognizes(path)):

@@ -84,7 +84,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     checkpoint = load_torch(path, allowed=[Namespace], inert=INERT)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("model"), dict):
         raise ValueError(f"{path}: expected a fairseq checkpoint, a dictionary with 'model'")
-    args = _model_options(path, checkpoint)
+    args = _with_languages(path, _model_options(path, checkpoint))
 
     def make_side(side: str, rows: int) -> Side:
         return _side(path, args, side, options, rows)
@@ -461,6 +461,23 @@ def _side(
     return Side(tokenizer, [dictionary] if codes is None else [dictionary, codes])
 
 
+def _with_languages(path: Path, args: dict[str, Any]) -> dict[str, Any]:
+    """The options with the languages that fairseq takes from the names of its data, if nobody names
+    them. Without the data, equal dictionaries do as well."""
+    if args.get("source_lang") or args.get("target_lang"):
+        return args
+    data = Path(str(args.get("data") or "").split(":")[0] or path.parent)
+    found = [re.match(r"(?:train|valid)\.([^.-]+)-([^.-]+)\.", file.name)
+             for folder in (path.parent, data) for file in folder.glob("*")]  # fmt: skip
+    names = next((match.groups() for match in found if match), None)
+    dictionaries = sorted(path.parent.glob("dict.*.txt"))
+    if names is None and len(dictionaries) == 2:
+        one, other = dictionaries
+        if one.read_bytes() == other.read_bytes():
+            names = one.name.split(".")[1], other.name.split(".")[1]
+    return args if names is None else {**args, "source_lang": names[0], "target_lang": names[1]}
+
+
 def _find_dictionary(path: Path, args: dict[str, Any], side: str, language: str | None) -> Path:
     """Beside the checkpoint, or in the folder that training read."""
     data = str(args.get("data") or "").split(":")[0]
@@ -561,7 +578,7 @@ class FairseqModel(Toolkit):
 
         path = _checkpoint(path)
         checkpoint = load_torch(path, allowed=[Namespace], inert=INERT)
-        args = _model_options(path, checkpoint)
+        args = _with_languages(path, _model_options(path, checkpoint))
         language = args.get("source_lang")
         dictionary = _find_dictionary(path, args, "source", language)
         known = Namespace(**{**args, "data": str(dictionary.parent)})

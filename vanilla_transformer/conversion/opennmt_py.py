@@ -133,6 +133,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         [_specials(side, template) for side, template in zip(sides, TEMPLATES, strict=True)],
         options,
         weights,
+        splits_again=False,
     )
     config = VanillaTransformerConfig(
         **{**tying, **sizes}, **token_ids, **_options(opt, tensors), **_positions(opt, tensors)

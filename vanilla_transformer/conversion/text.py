@@ -37,6 +37,8 @@ def tokenizer_for(
     specials: Sequence[Specials],
     options: ConversionOptions,
     weights: dict[str, Tensor],
+    *,
+    splits_again: bool = True,
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
     """A tokenizer for source and target. The weights get a copy of the unknown token's row for each
     symbol that the codes produce and the source vocabulary lacks.
@@ -46,6 +48,7 @@ def tokenizer_for(
         specials: Their special tokens.
         options: Says which codes there are. The source's serve both sides if the target has none.
         weights: Under our names.
+        splits_again: See `vocabularies.bpe_codes`.
 
     Returns:
         The tokenizer, and `vocab_size`, `decoder_vocab_size` and `lm_head_bias`.
@@ -56,7 +59,10 @@ def tokenizer_for(
     matrices = (SHARED, SHARED) if SHARED in weights else (SOURCE, TARGET)
     codes = options.source_codes, options.target_codes or options.source_codes
     sizes = [len(weights[matrix]) for matrix in matrices]
-    sides = [_side(*each) for each in zip(SIDES, vocabularies, specials, codes, sizes, strict=True)]
+    sides = [
+        _side(*each, splits_again)
+        for each in zip(SIDES, vocabularies, specials, codes, sizes, strict=True)
+    ]
     unknown = [
         vocabulary[each.unk or ""] for vocabulary, each in zip(vocabularies, specials, strict=True)
     ]
@@ -73,16 +79,25 @@ def tokenizer_for(
 
 
 def _side(
-    name: str, vocabulary: Vocabulary, specials: Specials, codes: str | None, size: int
+    name: str,
+    vocabulary: Vocabulary,
+    specials: Specials,
+    codes: str | None,
+    size: int,
+    splits_again: bool,
 ) -> PreTrainedTokenizerFast:
     try:
-        return side_tokenizer(vocabulary, specials, codes, size)
+        return side_tokenizer(vocabulary, specials, codes, size, splits_again)
     except ValueError as error:
         raise ValueError(f"{name} vocabulary: {error}") from error
 
 
 def side_tokenizer(
-    vocabulary: Vocabulary, specials: Specials, codes: str | Path | None, size: int
+    vocabulary: Vocabulary,
+    specials: Specials,
+    codes: str | Path | None,
+    size: int,
+    splits_again: bool = True,
 ) -> PreTrainedTokenizerFast:
     """The tokenizer of one side: words without codes, else SentencePiece or byte-pair codes, by the
     name of their file. `size` is the number of the embedding's rows."""
@@ -90,4 +105,5 @@ def side_tokenizer(
         return words(vocabulary, specials, size=size)
     if Path(codes).suffix in (".model", ".spm"):
         return sentencepiece(read_sentencepiece(codes), specials, vocab=vocabulary, size=size)
-    return bpe_codes(read_bpe_codes(codes), vocabulary, specials, size=size)
+    merges = read_bpe_codes(codes)
+    return bpe_codes(merges, vocabulary, specials, size=size, splits_again=splits_again)

@@ -64,7 +64,8 @@ def load_torch(path: str | Path, *, allowed: Sequence[type] = (), inert: Sequenc
     _, wanted = contents(path)
     named = {f"{each.__module__}.{each.__qualname__}" for each in allowed}
     harmless = {name for name in wanted - named if _matches(name, inert)}
-    stand_ins = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in harmless]
+    modern = {name.replace("__builtin__.", "builtins.") for name in harmless}  # as torch does
+    stand_ins = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in modern]
     with safe_globals([*allowed, *stand_ins]):
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))

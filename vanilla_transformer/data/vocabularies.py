@@ -34,6 +34,9 @@ _FIRST_STAND_IN = 0xE010
 SPACE = "▁"  # sentencepiece's
 # What Python's str.split() splits at.
 _WHITE_SPACE = "[\x09-\x0d\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
+# subword-nmt writes other white space inside a word as this and the separator.
+_INSIDE_WORDS = _WHITE_SPACE[:-1].replace("\x20", "\x1f")
+NO_BREAK_SPACE = "\u00a0"
 
 
 @dataclass(frozen=True)
@@ -360,6 +363,7 @@ def bpe_codes(
     size: int | None = None,
     separator: str | None = "@@",
     restrict: bool = False,
+    splits_again: bool = True,
 ) -> PreTrainedTokenizerFast:
     """Words split by subword-nmt or fastBPE, each piece looked up.
 
@@ -372,16 +376,21 @@ def bpe_codes(
             FSMT's vocabularies.
         restrict: Leave out merges from which no piece of the vocabulary comes. JoeyNMT splits such
             pieces again instead, which gives the same but in rare cases.
+        splits_again: The toolkit splits the pieces' text at white space, and so makes a separator
+            alone of other white space inside a word. Without, that stays a piece.
 
     Raises:
         ValueError: The vocabulary does not fit `size` or lacks a special token.
     """
+    alone = NO_BREAK_SPACE if splits_again else f"{PRIVATE}{separator}"
     plain = {*specials.names, specials.unk}
     named: dict[str, int] = {}
     for token, number in _filled(vocab, size).items():
         if token in plain or separator is None or token.startswith(PRIVATE):
             name = token
-        elif token.endswith(separator) and token != separator:
+        elif token == separator:
+            name = alone
+        elif token.endswith(separator):
             name = token.removesuffix(separator)
         else:
             name = f"{token}</w>"
@@ -403,6 +412,10 @@ def bpe_codes(
     # subword-nmt takes other white space for characters of a word.
     backend.pre_tokenizer = splits.Split(" ", behavior="removed")
     backend.decoder = decoders.BPEDecoder(suffix="</w>")
+    if separator in vocab:
+        backend.decoder = decoders.Sequence([decoders.Replace(alone, ""), backend.decoder])
+        if splits_again:
+            backend.normalizer = normalizers.Replace(Regex(_INSIDE_WORDS), NO_BREAK_SPACE)
     return _wrap(backend, vocab, specials)
 
 
