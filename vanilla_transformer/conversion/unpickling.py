@@ -14,6 +14,8 @@ from torch.serialization import safe_globals
 
 # A larger pickle, without its tensors, is no checkpoint's.
 MOST_BYTES = 2**28
+# As pickles name types for Python 2, and torch does not.
+OLD_TYPES = {"__builtin__.long": "builtins.int", "__builtin__.unicode": "builtins.str"}
 # What torch and pickle need for plain values; torch allows them itself.
 PLAIN = ("torch.*", "collections.OrderedDict", "collections.Counter", "builtins.*", "__builtin__.*")
 
@@ -64,7 +66,7 @@ def load_torch(path: str | Path, *, allowed: Sequence[type] = (), inert: Sequenc
     _, wanted = contents(path)
     named = {f"{each.__module__}.{each.__qualname__}" for each in allowed}
     harmless = {name for name in wanted - named if _matches(name, inert)}
-    modern = {name.replace("__builtin__.", "builtins.") for name in harmless}  # as torch does
+    modern = {OLD_TYPES.get(name, name).replace("__builtin__.", "builtins.") for name in harmless}
     stand_ins = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in modern]
     with safe_globals([*allowed, *stand_ins]):
         try:
