@@ -154,8 +154,9 @@ def compare_translations(
         ratios.append(seconds[1] / seconds[0])
         targets.append(expected)
     worse = 0
-    if different:
-        sources, *pair = map(list, zip(*different, strict=True))
+    ended = [each for each in different if each[1][-1] == each[2][-1] == end]
+    if ended:
+        sources, *pair = map(list, zip(*ended, strict=True))
         both = [scores(toolkit, ours, sources, each) for each in pair]
         worse = sum(one < other - 1e-5 for one, other in zip(*both, strict=True))
     lines = sum(map(len, texts))
