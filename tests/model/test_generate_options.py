@@ -127,6 +127,7 @@ def test_a_compiled_step_changes_no_token(talker, prompts):
     assert hasattr(talker, "_compiled_call")
 
 
+@pytest.mark.slow
 def test_two_lengths_of_sources_are_enough_to_compile_for_all(seq2seq):
     """One graph for the beginning and one for all other steps, whole ones; for the second length
     again, and for no other."""

@@ -721,6 +721,7 @@ def padded_prompts(rows, length):
     return ids, mask
 
 
+@pytest.mark.slow
 @runs_graphs
 def test_an_onnx_model_translates_the_same(export):
     model = build(SEQ2SEQ, **TALKATIVE, **LOW, eos_token_id=None)

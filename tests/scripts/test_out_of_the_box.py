@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from conftest import run_module
 
 from scripts.benchmarks.out_of_the_box import to_markdown
@@ -44,6 +45,7 @@ def test_the_table_shows_each_seed_and_who_was_late():
     assert lines[2:] == ["| scan | exact_match | 90.0, 100.0 | 95.0 ± 7.1 | 1 of 2 |"]
 
 
+@pytest.mark.slow
 def test_a_run_is_a_training_as_users_start_it(tmp_path):
     shape = "encoder_layers=1,decoder_layers=1,d_model=8,head_dim=2"
     words = [

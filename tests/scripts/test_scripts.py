@@ -165,6 +165,7 @@ def test_a_model_compiled_for_a_race_generates_the_same(model):
     assert compiled.generate(prompts, max_new_tokens=4).tolist() == tokens.tolist()
 
 
+@pytest.mark.slow
 def test_the_profile_shares_out_the_time_of_a_run(folder):
     flags = ["--sizes", "tiny", "--workloads", "G3", "--runs", "1", "--output_dir", "profile"]
     process = run_module("scripts.benchmarks.profile_steps", *flags, cwd=folder)
@@ -176,6 +177,7 @@ def test_the_profile_shares_out_the_time_of_a_run(folder):
     assert table.strip() in process.stdout
 
 
+@pytest.mark.slow
 def test_the_benchmark_races_ctranslate2_where_it_is_installed(folder):
     pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
     flags = ["--quick", "--workloads", "G2", "--peers", "ctranslate2", "ctranslate2, int8"]

@@ -83,7 +83,7 @@ def test_local_files_replace_the_recipes_data_set(tmp_path):
     _, data_args, _ = parse_arguments(GROUPS, [*flags, "--output_dir", str(tmp_path)])
     assert data_args.dataset_name is None
     assert data_args.dataset_config_name is None
-    assert data_args.train_source == str(text)
+    assert data_args.train_source == [str(text)]
 
 
 def test_an_unknown_option_in_a_recipe_is_named(tmp_path):
