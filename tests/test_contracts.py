@@ -130,7 +130,12 @@ def classes_of_the_package():
     for module in pkgutil.walk_packages(vanilla_transformer.__path__, "vanilla_transformer."):
         if module.name.endswith("__main__"):
             continue
-        found = vars(importlib.import_module(module.name)).values()
+        try:
+            found = vars(importlib.import_module(module.name)).values()
+        except ModuleNotFoundError as error:  # of an extra that is not installed
+            if str(error.name).startswith("vanilla_transformer"):
+                raise
+            continue
         for value in found:
             if inspect.isclass(value) and value.__module__.startswith("vanilla_transformer"):
                 yield value

@@ -78,7 +78,8 @@ def test_an_overlay_has_its_own_versions_and_else_those_below(tmp_path, monkeypa
 # ---------------------------------------------------------------- benchmark
 
 
-@pytest.mark.parametrize("workloads", [["G3"], pytest.param(["T1", "G3"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workloads", [["G3"], ["T1", "G3"]])
 def test_the_benchmark_writes_ratios_a_table_and_a_chart(folder, workloads):
     flags = ["--quick", "--workloads", *workloads, "--peers", "vanilla_transformer", "torch"]
     process = run_module("scripts.benchmarks.speed", *flags, "--output_dir", "speed", cwd=folder)

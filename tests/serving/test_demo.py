@@ -43,6 +43,7 @@ class Engine:
 
     def __init__(self, model):
         self.generate, self.eval, self.device = model.generate, model.eval, model.device
+        self.config, self.generation_config = model.config, model.generation_config
 
 
 # ---------------------------------------------------------------- translation
@@ -51,7 +52,7 @@ class Engine:
 def test_hypotheses_come_with_their_scores_best_first(demo):
     options = {"num_beams": 4, "length_penalty": 0.5}
     found = translate_n_best([SOURCE], demo.model, demo.tokenizer, 3, **options)
-    expected = [[f"{score:.3f}", text] for text, score in next(found)]
+    expected = [[f"{each.score:.3f}", each.text] for each in next(found)]
     best, rows, maps = demo.translate(" the lake\nis deep ", 4, 0.5, 3)
     assert rows == expected
     assert best == rows[0][1]

@@ -123,6 +123,13 @@ class _SegmentingParser(HTMLParser):
     def unknown_decl(self, data: str) -> None:
         self._keep(f"<![{data}]>")
 
+    def parse_marked_section(self, i: int, report: int = 1) -> int:
+        """A broken section is a comment, as in browsers: older versions of Python fail on it."""
+        try:
+            return super().parse_marked_section(i, report)
+        except AssertionError:
+            return self.parse_bogus_comment(i)
+
     def handle_pi(self, data: str) -> None:
         self._keep(f"<?{data}>")
 
