@@ -123,7 +123,7 @@ class _SegmentingParser(HTMLParser):
     def unknown_decl(self, data: str) -> None:
         self._keep(f"<![{data}]>")
 
-    def parse_marked_section(self, i: int, report: int = 1) -> int:
+    def parse_marked_section(self, i: int, report: bool = True) -> int:
         """A broken section is a comment, as in browsers: older versions of Python fail on it."""
         try:
             return super().parse_marked_section(i, report)
