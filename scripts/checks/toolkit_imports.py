@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -54,9 +55,13 @@ def import_toolkit(modules: Sequence[str]) -> None:
 
 
 def run(program: str, arguments: list[str]) -> None:
-    """Run a program, given as "module:function"."""
+    """Run a program, given as "module:function". One in C++ gets its arguments and returns its
+    exit status."""
     module, _, function = program.partition(":")
     import_toolkit([module])
     torch.serialization.add_safe_globals([argparse.Namespace])
     sys.argv = [module, *arguments]
-    getattr(sys.modules[module], function)()
+    main = getattr(sys.modules[module], function)
+    if inspect.isbuiltin(main):
+        sys.exit(main(arguments))
+    main()

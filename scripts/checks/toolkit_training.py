@@ -65,8 +65,9 @@ def run(program: str, *arguments: object) -> None:
 
 
 def options(values: dict[str, Any]) -> list[str]:
-    """As command-line options; True is an option without a value."""
-    pairs = [[f"--{name}"] if value is True else [f"--{name}", str(value)]
+    """As command-line options; True is an option without a value, and a tuple has several."""
+    pairs = [[f"--{name}"] if value is True else
+             [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
              for name, value in values.items()]  # fmt: skip
     return [word for pair in pairs for word in pair]
 
@@ -267,6 +268,22 @@ def train_hf_marian(data: Path, folder: Path, steps: int) -> None:
     model.save_pretrained(folder)
 
 
+def train_marian(data: Path, folder: Path, steps: int) -> None:
+    """Post-norm, one matrix for all, and a SentencePiece model that Marian makes itself."""
+    vocabulary = folder / "vocab.spm"
+    run("_pymarian:main", "train", *options({
+        "type": "transformer", "model": folder / "model.npz", "dim-emb": WIDTH,
+        "transformer-dim-ffn": D_FF, "transformer-heads": HEADS, "enc-depth": LAYERS,
+        "dec-depth": LAYERS, "tied-embeddings-all": True, "transformer-dropout": DROPOUT,
+        "label-smoothing": SMOOTHING, "learn-rate": RATE, "lr-warmup": WARMUP,
+        "lr-decay-inv-sqrt": WARMUP, "optimizer-params": (0.9, 0.98, 1e-9), "clip-norm": 0,
+        "mini-batch": PAIRS, "max-length": 100, "after": f"{steps}u", "cpu-threads": 1,
+        "workspace": 500, "seed": 1, "beam-size": 5, "normalize": 0.6, "quiet": True,
+        "train-sets": (data / "train.de", data / "train.en"),
+        "vocabs": (vocabulary, vocabulary), "dim-vocabs": (PIECES, PIECES),
+    }))  # fmt: skip
+
+
 class TutorialModel(nn.Module):
     """The names of PyTorch's translation tutorial around `torch.nn.Transformer`."""
 
@@ -367,6 +384,7 @@ TRAININGS: dict[str, Callable[[Path, Path, int], None]] = {
     "fsmt": train_fsmt,
     "hf_marian": train_hf_marian,
     "joeynmt": train_joeynmt,
+    "marian": train_marian,
     "opennmt_py": train_opennmt_py,
     "sockeye": train_sockeye,
     "torch_nn": train_torch_nn,

@@ -6,7 +6,7 @@ from conversion.reference import CHECKPOINTS
 from transformers import AutoModelForSeq2SeqLM
 
 from vanilla_transformer.conversion import find_format
-from vanilla_transformer.conversion.check import check
+from vanilla_transformer.conversion.check import check, of_targets
 
 
 @pytest.fixture
@@ -63,26 +63,35 @@ def test_a_model_goes_back_only_where_it_came_from(checkpoint, tmp_path):
 
 
 class Echo:
-    """A toolkit that is the converted model itself, perhaps with an error."""
+    """A toolkit that is the converted model itself, perhaps with an error; perhaps it reports the
+    target's own tokens alone."""
 
-    def __init__(self, folder, error):
+    def __init__(self, folder, error, of_targets_alone):
         from vanilla_transformer.conversion.check import Converted
 
-        self.model, self.error = Converted(folder), error
+        self.model, self.error, self.of_targets_alone = Converted(folder), error, of_targets_alone
 
     def translate(self, sources):
         return self.model.translate(sources)
 
     def log_probs(self, sources, targets):
-        return [row + self.error for row in self.model.log_probs(sources, targets)]
+        rows = [row + self.error for row in self.model.log_probs(sources, targets)]
+        return of_targets(rows, targets) if self.of_targets_alone else rows
 
 
-@pytest.mark.parametrize(("error", "shown"), [(0.0, "0.0e+00"), (0.25, "2.5e-01")])
-def test_a_check_reports_the_largest_difference(checkpoint, tmp_path, monkeypatch, error, shown):
+@pytest.mark.parametrize(
+    ("error", "of_targets_alone", "shown"),
+    [(0.0, False, "0.0e+00"), (0.25, False, "2.5e-01"), (0.0, True, "0.0e+00"),
+     (0.25, True, "2.5e-01")],
+)  # fmt: skip
+def test_a_check_reports_the_largest_difference(
+    checkpoint, tmp_path, monkeypatch, error, of_targets_alone, shown
+):
     run_command("convert", checkpoint, "--output_dir", "one", cwd=tmp_path)
     (tmp_path / "lines.de").write_text("maus drei neun\nbaum haus\n\n")
     module = find_format(checkpoint)
-    monkeypatch.setattr(module, "load_toolkit", lambda path, options: Echo(tmp_path / "one", error))
+    toolkit = Echo(tmp_path / "one", error, of_targets_alone)
+    monkeypatch.setattr(module, "load_toolkit", lambda path, options: toolkit)
     table = check(checkpoint, tmp_path / "one", tmp_path / "lines.de", module)
     assert f"largest difference of log-probabilities  {shown}" in table
     assert "equal greedy translations                3 (100.0%)" in table

@@ -18,6 +18,7 @@ from conversion.reference import (
 )
 from vanilla_transformer import VanillaTransformerForConditionalGeneration, conversion
 from vanilla_transformer.conversion import ConversionOptions, core, marian
+from vanilla_transformer.conversion.check import Converted, largest_difference, of_targets
 
 VARIANTS = pytest.mark.parametrize("variant", ["marian/post", "marian/tied", "marian/spm"])
 
@@ -62,6 +63,25 @@ def test_the_sinusoids_of_transformers_are_other_ones(variant):
     read = marian.read(CHECKPOINTS / variant, ConversionOptions(like="transformers"))
     assert read.config.layer_norm_eps == 1e-5
     assert log_probability_difference(model_of(read), load_reference(variant)[0]) > 0.1
+
+
+@VARIANTS
+def test_a_check_runs_marian(converted, variant):
+    pytest.importorskip("_pymarian", reason="pymarian is not installed")
+    ours = Converted(converted(variant))
+    _, notes = load_reference(variant)
+    toolkit = marian.load_toolkit(CHECKPOINTS / variant, ConversionOptions())
+    sources = ours.tokenizer(notes["source_texts"])["input_ids"]
+    assert sources == [toolkit.encode(text) for text in notes["source_texts"]]
+    greedy = toolkit.translate(sources, longest=20)
+    ended = [[*ids, 0] for ids in ours.translate(sources, longest=20)]
+    assert greedy == [ids[: ids.index(0) + 1][:20] for ids in ended]
+    assert largest_difference(toolkit, ours, sources, greedy) < 2e-5  # float32, and five decimals
+    assert toolkit.translate(sources, longest=3) == [ids[:3] for ids in greedy]
+    targets = ours.tokenizer(text_target=notes["target_texts"])["input_ids"]
+    loss = toolkit.loss(toolkit.padded(sources), toolkit.padded(targets))
+    expected = -torch.cat(of_targets(ours.log_probs(sources, targets), targets)).mean()
+    torch.testing.assert_close(loss, expected, atol=1e-4, rtol=0)
 
 
 def test_the_search_is_as_decoder_yml_says(converted):

@@ -71,7 +71,8 @@ class Toolkit(ABC):
 
     @torch.no_grad()
     def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
-        """Of every token, after each prefix of a target: a tensor (length, vocabulary) for each."""
+        """Of every token, after each prefix of a target: a tensor (length, vocabulary) for each.
+        A toolkit that reports no others gives those of the target's own tokens, (length, 1)."""
         rows = self.logits(self.padded(sources), self.inputs(self.padded(targets))).log_softmax(-1)
         return [row[: len(target)] for row, target in zip(rows, targets, strict=True)]
 
@@ -201,6 +202,27 @@ class Converted:
         return self.tokenizer.pad({"input_ids": sources}, return_tensors="pt")
 
 
+def of_targets(rows: list[Tensor], targets: list[list[int]]) -> list[Tensor]:
+    """Log-probabilities (length, 1) of the targets' own tokens, from what `log_probs` returned."""
+    return [
+        row if row.shape[1] == 1 else row.gather(1, torch.tensor(target)[:, None])
+        for row, target in zip(rows, targets, strict=True)
+    ]
+
+
+def largest_difference(
+    toolkit: Toolkit, ours: Converted, sources: list[list[int]], targets: list[list[int]]
+) -> float:
+    """Of the log-probabilities of any token that the toolkit reports, at any position."""
+    theirs, found = toolkit.log_probs(sources, targets), ours.log_probs(sources, targets)
+    if theirs[0].shape[1] == 1:
+        found = of_targets(found, targets)
+    return max(
+        (expected - row[:, : expected.shape[1]]).abs().max().item()
+        for expected, row in zip(theirs, found, strict=True)
+    )
+
+
 def compare(toolkit: Any, folder: str | Path, lines: list[str]) -> dict[str, Any]:
     """Teacher-forced log-probabilities of the toolkit's own translations, and greedy translations.
 
@@ -220,12 +242,8 @@ def compare(toolkit: Any, folder: str | Path, lines: list[str]) -> dict[str, Any
         found["our_seconds"] += time.perf_counter() - middle
         for one, other in zip(theirs, translations, strict=True):
             found["equal"] += ours.text(one) == ours.text(other)
-        pairs = zip(
-            toolkit.log_probs(sources, theirs), ours.log_probs(sources, theirs), strict=True
-        )
-        for expected, row in pairs:
-            difference = (expected - row[:, : expected.shape[1]]).abs().max().item()
-            found["difference"] = max(found["difference"], difference)
+        difference = largest_difference(toolkit, ours, sources, theirs)
+        found["difference"] = max(found["difference"], difference)
     return found
 
 

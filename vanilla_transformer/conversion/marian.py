@@ -7,6 +7,9 @@ none of the first two; `like="transformers"` gives what it would give.
 
 import math
 import re
+import subprocess
+import sys
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -24,6 +27,7 @@ from transformers.utils import logging
 from ..data import vocabularies
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
+from .check import Toolkit, subwords
 from .core import PROJECTION_BIAS, SHARED, Conversion, ConversionOptions, Tensors
 
 logger = logging.get_logger(__name__)
@@ -520,14 +524,20 @@ def _suppressed(options: dict[str, Any], target: Side) -> list[int]:
 def _sides(files: MarianFiles, marian: dict[str, Any], options: ConversionOptions) -> list[Side]:
     """Source and target as the toolkit splits text, with one token more, which pads."""
     pad = max(marian["dim-vocabs"])
+    return [
+        _side(file, size, pad, _splitter(files, options, index))
+        for index, (file, size) in enumerate(
+            zip(files.vocabularies, marian["dim-vocabs"], strict=True)
+        )
+    ]
+
+
+def _splitter(files: MarianFiles, options: ConversionOptions, index: int) -> str | Path | None:
+    """What splits the text of a side before a vocabulary other than `.spm`: codes or a model."""
     codes = options.source_codes, options.target_codes or options.source_codes
-    sides = []
-    for index, name in enumerate(core.SIDES):
-        file, size = files.vocabularies[index], marian["dim-vocabs"][index]
-        found = (file.with_name(f"{name}.{suffix}") for suffix in ("spm", "bpe"))
-        splitter = codes[index] or next(filter(Path.is_file, found), None)
-        sides.append(_side(file, size, pad, splitter))
-    return sides
+    file, name = files.vocabularies[index], core.SIDES[index]
+    found = (file.with_name(f"{name}.{suffix}") for suffix in ("spm", "bpe"))
+    return codes[index] or next(filter(Path.is_file, found), None)
 
 
 def _side(file: Path, size: int, pad: int, splitter: str | Path | None) -> Side:
@@ -586,3 +596,107 @@ def _required(file: Path, vocab: dict[str, int], name: str, old: str, number: in
     if name not in vocab:
         raise ValueError(f"{file}: expected an entry {name!r}")
     return name
+
+
+# ---------------------------------------------------------------- Marian itself
+
+
+def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
+    """The model in Marian, for `check`.
+
+    Raises:
+        ImportError: pymarian can't be imported.
+    """
+    return MarianToolkit(MarianFiles.find(path, options), options)
+
+
+class MarianToolkit(Toolkit):
+    """A model in pymarian, Marian's own program. It reports log-probabilities of the target's own
+    tokens alone, with five decimals. Ids go in and out as words: Marian gets vocabularies of
+    numbers, because it could split the text of a translation in another way."""
+
+    pad = -1
+
+    def __init__(self, files: MarianFiles, options: ConversionOptions):
+        from _pymarian import Translator
+
+        self.files, self.load = files, Translator
+        self.loaded: dict[int, Any] = {}  # by number of beams
+        with NumpyFile(files.model) as arrays:
+            marian = _model_options(arrays)
+        sizes, sides = marian["dim-vocabs"], _sides(files, marian, options)
+        self.source_size, self.unk = sizes[0], sides[0].unk_id
+        self.ends = [side.eos_id for side in sides]
+        self.words = [
+            [{side.eos_id: "</s>", side.unk_id: "<unk>"}.get(i, str(i)) for i in range(size)]
+            for side, size in zip(sides, sizes, strict=True)
+        ]
+        self.folder = tempfile.TemporaryDirectory()
+        for name, words in zip(core.SIDES, self.words, strict=True):
+            lines = (f'"{word}": {number}\n' for number, word in enumerate(words))
+            Path(self.folder.name, f"{name}.yml").write_text("".join(lines))
+        file = files.vocabularies[0]
+        if file.suffix == ".spm":
+            self.split, self.vocab = subwords(file), vocabularies.read_sentencepiece(file).vocab()
+        else:
+            codes = _splitter(files, options, 0)
+            self.split = subwords(codes) if codes else re.compile("[^ ]+").findall
+            self.vocab = vocabularies.read_marian_vocab(file)
+
+    def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
+        """Marian does not report them."""
+        raise NotImplementedError("Marian reports log-probabilities of the target's tokens alone")
+
+    def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
+        """See `Toolkit`."""
+        lines = self._score(sources, targets, "--word-scores").splitlines()
+        scores = [list(map(float, line.partition("WordScores=")[2].split())) for line in lines]
+        pairs = zip(scores, targets, strict=True)  # Marian adds an end to each target
+        return [torch.tensor(row[: len(target)])[:, None] for row, target in pairs]
+
+    def translate(
+        self, sources: list[list[int]], num_beams: int = 1, longest: int = 200
+    ) -> list[list[int]]:
+        """See `Toolkit`."""
+        options = self.files.options
+        if num_beams not in self.loaded:
+            names = ("normalize", "word-penalty", "allow-unk")
+            search = [f"--{name}={str(options[name]).lower()}" for name in names if name in options]
+            arguments = [*self._options(), f"--beam-size={num_beams}", *search]
+            self.loaded[num_beams] = self.load(" ".join(arguments))
+        # Marian knows no other limit than this one, of the longest source of a batch.
+        limit = {"max-length-factor": (longest - 0.5) / max(map(len, sources))}
+        lines = self.loaded[num_beams].translate(self._lines(sources, 0), **limit)
+        ids = {word: number for number, word in enumerate(self.words[1])}
+        found = [[ids[word] for word in line.split()] for line in lines]
+        return [row if len(row) == longest else [*row, self.ends[1]] for row in found]
+
+    def encode(self, line: str) -> list[int]:
+        """See `Toolkit`."""
+        return [*(self.vocab.get(piece, self.unk) for piece in self.split(line)), self.ends[0]]
+
+    def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
+        """See `Toolkit`. It has no gradient, and six digits."""
+        rows, goals = ([row[row != self.pad].tolist() for row in ids] for ids in (sources, targets))
+        return torch.tensor(float(self._score(rows, goals, "--summary=ce-mean-words")))
+
+    def _score(self, sources: list[list[int]], targets: list[list[int]], option: str) -> str:
+        files = [Path(self.folder.name, name) for name in core.SIDES]
+        for side, (file, rows) in enumerate(zip(files, (sources, targets), strict=True)):
+            file.write_text("".join(f"{line}\n" for line in self._lines(rows, side)))
+        program = "import sys, _pymarian; sys.exit(_pymarian.main(sys.argv[1:]))"
+        command = [sys.executable, "-c", program, "score", *self._options(), option, "--train-sets"]
+        done = subprocess.run([*command, *map(str, files)], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"marian score: {done.stderr[-2000:]}")
+        return done.stdout
+
+    def _options(self) -> list[str]:
+        vocabularies = [f"{self.folder.name}/{name}.yml" for name in core.SIDES]
+        return ["-m", str(self.files.model), "--vocabs", *vocabularies,
+                "--cpu-threads=1", "--mini-batch=1024", "--quiet"]  # fmt: skip
+
+    def _lines(self, rows: list[list[int]], side: int) -> list[str]:
+        """Without the end, which Marian adds."""
+        rows = rows if side else self.known(rows)
+        return [" ".join(self.words[side][i] for i in row if i != self.ends[side]) for row in rows]
