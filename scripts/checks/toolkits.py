@@ -79,20 +79,21 @@ def double(toolkit: Toolkit) -> None:
     for module in toolkit.module.modules():
         for tensors in (module._buffers, module._parameters):
             for name, table in list(tensors.items()):
-                if table is not None and not table.requires_grad and table.numel() > 64:
-                    exact = exact_sinusoids(table.detach())
-                    if exact is not None:
-                        tensors[name] = torch.nn.Parameter(exact, requires_grad=False)
+                exact = None if table is None else exact_sinusoids(table.detach())
+                if exact is not None:
+                    tensors[name] = torch.nn.Parameter(exact, requires_grad=False)
     toolkit.module.double()
 
 
 def exact_sinusoids(table: Tensor) -> Tensor | None:
     """The same table in double precision. None: it holds something else. The first two rows, of
     which fairseq has one for its padding, don't count."""
+    if table.dim() < 2 or table.shape[-1] % 2 or table.numel() < 64 * table.shape[-1]:
+        return None
     rows = table.reshape(-1, table.shape[-1])
     for kind in product(FREQUENCIES, LAYOUTS):
-        exact = sinusoids(len(rows), rows.shape[1], *kind) if rows.shape[1] % 2 == 0 else None
-        if exact is not None and torch.allclose(exact[2:64], rows[2:64].double(), atol=1e-4):
+        exact = sinusoids(len(rows), rows.shape[1], *kind)
+        if torch.allclose(exact[2:64], rows[2:64].double(), atol=1e-4):
             return exact.reshape(table.shape)
     return None
 
