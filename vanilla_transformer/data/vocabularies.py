@@ -409,8 +409,10 @@ def bpe_codes(
             fuse_unk=False,
         )
     )
-    # subword-nmt takes other white space for characters of a word.
-    backend.pre_tokenizer = splits.Split(" ", behavior="removed")
+    if separator is None:  # FSMT, which splits at all white space
+        backend.pre_tokenizer = splits.WhitespaceSplit()
+    else:  # subword-nmt takes other white space for characters of a word
+        backend.pre_tokenizer = splits.Split(" ", behavior="removed")
     backend.decoder = decoders.BPEDecoder(suffix="</w>")
     if separator in vocab:
         backend.decoder = decoders.Sequence([decoders.Replace(alone, ""), backend.decoder])
