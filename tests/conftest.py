@@ -53,6 +53,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    """The same random numbers for a test, whichever ran before it."""
+    torch.manual_seed(0)
+
+
 def needs_transformers(version, feature):
     """Skips a test of what transformers is too old for."""
     too_old = Version(transformers.__version__) < Version(version)
@@ -271,6 +277,8 @@ def _become(argv, cwd, env, descriptors):
         os.chdir(cwd)
         os.environ.update(env)
         AcceleratorState._reset_state(reset_partial_state=True)  # of the test process
+        # torch replaces its thread pool at the first use in a copy, and fails if two threads do so.
+        torch.set_num_threads(torch.get_num_threads())
         if argv[0] == "-m":
             sys.argv = argv[1:]
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)

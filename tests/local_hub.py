@@ -166,7 +166,9 @@ class _Answer(BaseHTTPRequestHandler):
         self.reply({"transfer": "basic", "objects": objects})
 
     def lfs_upload(self, oid):
-        assert hashlib.sha256(self.body).hexdigest() == oid
+        if hashlib.sha256(self.body).hexdigest() != oid:  # the file changed while it was read
+            self.reply({"error": "The content does not match its hash"}, status=400)
+            return
         self.server.objects[oid] = self.body
         self.reply({})
 

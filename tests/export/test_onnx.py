@@ -122,7 +122,7 @@ def test_int8_is_smaller_and_near(tmp_path):
     for name in (ENCODER, DECODER):
         round_to_int8(folder / name, tmp_path / name)
         assert (tmp_path / name).stat().st_size < 0.8 * (folder / name).stat().st_size
-    expect_equal(model, tmp_path, tolerance=0.1)
+    expect_equal(model, tmp_path, tolerance=0.2)
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.checkpoints import CHECKSUMS_NAME, find_defect
 from vanilla_transformer.training.hub import push_folder
-from vanilla_transformer.training.model_card import write_model_card
+from vanilla_transformer.training.model_card import ModelCardTrainer, write_model_card
+from vanilla_transformer.training.trainer import TranslationTrainer
 
 
 @pytest.fixture
@@ -191,6 +192,17 @@ def test_every_push_of_a_training_loads_and_tells_no_secret(hub, train_here, tmp
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     assert find_defect(tmp_path / "downloaded" / "last-checkpoint") is None
+
+
+def test_an_upload_that_fails_gives_a_warning(hub, train_here, tmp_path, monkeypatch, caplog):
+    hub.refusals.append("/api/models/me/mine/commit")
+    monkeypatch.setattr(ModelCardTrainer, "finish_card", lambda *_: None)
+    monkeypatch.setattr(TranslationTrainer, "push_to_hub", lambda *_, **__: None)
+    train_here(*TINY, "--push_to_hub", "--hub_token", TOKEN, "--output_dir", tmp_path / "mine")
+    assert hub.log("me/mine") == ["initial commit"]
+    [message] = [text for text in caplog.messages if "upload" in text]
+    assert message.startswith("An upload to the Hub failed, and training continues: ")
+    assert "500" in message
 
 
 def test_a_model_that_is_fine_tuned_names_its_base_and_its_data(model, tmp_path):

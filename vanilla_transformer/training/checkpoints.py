@@ -12,6 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -60,7 +61,7 @@ class AtomicCheckpointTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.add_callback(_BestCheckpointCallback(self))
+        self.add_callback(_CheckpointCallback(self))
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
@@ -121,14 +122,22 @@ class AtomicCheckpointTrainer(Trainer):
                 staged.parent.rmdir()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Same as in `Trainer` (5.17 to 5.23), but not before the checkpoint has its name: a thread
-        reads its files while training continues."""
-        if not self._is_staging:
-            super()._push_from_checkpoint(checkpoint_folder)
+        """Same as in `Trainer` (5.17 to 5.23), but not before the checkpoint has its name, nor while
+        an earlier upload reads the files that this one replaces. A failed upload gives a warning."""
+        if self._is_staging:
+            return
+        if self.args.hub_always_push:
+            self._finish_current_push()
+        before = getattr(self, "push_in_progress", None)
+        super()._push_from_checkpoint(checkpoint_folder)
+        current = getattr(self, "push_in_progress", None)
+        if current is not None and current is not before:
+            for job in current.jobs:
+                job.add_done_callback(_report_failure)
 
     def _delete_old_checkpoints(self, folder: Path) -> None:
         limit = self.args.save_total_limit
-        if not limit or limit < 0 or self._is_uploading():
+        if not limit or limit < 0 or self.is_uploading():
             return
         *older, _ = map(Path, sort_checkpoints(str(folder), use_mtime=True))
         best = Path(self.state.best_model_checkpoint or folder).resolve()
@@ -136,15 +145,18 @@ class AtomicCheckpointTrainer(Trainer):
         for path in removable[: max(0, len(older) + 1 - limit)]:
             _delete(path)
 
-    def _is_uploading(self) -> bool:
-        """Whether a thread may still read a checkpoint. The next save deletes it."""
+    def is_uploading(self) -> bool:
+        """Whether a thread may still read the output folder and a checkpoint, which the next save
+        deletes."""
         push = getattr(self, "push_in_progress", None)
         return push is not None and not push.is_done()
 
 
-class _BestCheckpointCallback(TrainerCallback):
+class _CheckpointCallback(TrainerCallback):
     """Finds the best checkpoint after its run was moved or copied: it lies beside the one that
-    training resumes from. `Trainer` looks for it only at its old path."""
+    training resumes from. `Trainer` looks for it only at its old path.
+
+    In the end it waits for the last upload before anything else writes to the output folder."""
 
     def __init__(self, trainer: AtomicCheckpointTrainer) -> None:
         self.trainer = trainer
@@ -161,6 +173,17 @@ class _BestCheckpointCallback(TrainerCallback):
         if recorded.best_model_checkpoint and best.is_dir():
             state.best_model_checkpoint = str(best)
             logger.info("The best checkpoint so far is %s", best)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Wait as `Trainer` does, which lets the callbacks write first."""
+        self.trainer._finish_current_push()
+
+
+def _report_failure(upload: Future[Any]) -> None:
+    if error := upload.exception():
+        logger.warning("An upload to the Hub failed, and training continues: %s", error)
 
 
 def _publish(staged: Path, final: Path) -> None:

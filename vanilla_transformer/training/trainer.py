@@ -265,13 +265,13 @@ def make_trainer(
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         compute_metrics=metrics,
         callbacks=[
-            CurvesCallback(),
             EpochCallback(),
             FiniteGradientsCallback(),
             SourceUseCallback(),
             LossGapCallback(),
         ],
     )
+    trainer.add_callback(CurvesCallback(trainer))
     patience = getattr(arguments, "early_stopping_patience", None)
     if patience is not None:
         trainer.add_callback(EarlyStoppingCallback(patience))
@@ -413,11 +413,13 @@ class ResilientTensorBoardCallback(TensorBoardCallback):
 
 class CurvesCallback(TrainerCallback):
     """Plots loss and BLEU over steps to `curves.png` in the output folder: at the end of training,
-    and after an evaluation, but at most once a minute, as a picture may take longer than that."""
+    and after an evaluation, but at most once a minute, as a picture may take longer than that, and
+    not while a thread uploads the folder."""
 
     INTERVAL = 60.0  # seconds
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: AtomicCheckpointTrainer) -> None:
+        self.trainer = trainer
         self.last_plot = time.monotonic()
 
     def on_evaluate(
@@ -428,7 +430,8 @@ class CurvesCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Plot the newest scores."""
-        if time.monotonic() - self.last_plot >= self.INTERVAL:
+        waited = time.monotonic() - self.last_plot >= self.INTERVAL
+        if waited and not self.trainer.is_uploading():
             self.on_train_end(args, state, control)
             self.last_plot = time.monotonic()
 
