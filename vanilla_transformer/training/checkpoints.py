@@ -122,8 +122,9 @@ class AtomicCheckpointTrainer(Trainer):
                 staged.parent.rmdir()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Same as in `Trainer` (5.17 to 5.23), but not before the checkpoint has its name, nor while
-        an earlier upload reads the files that this one replaces. A failed upload gives a warning."""
+        """Same as in `Trainer` (5.17 to 5.23), but not before the checkpoint has its name, nor
+        while an earlier upload reads the files that this one replaces. If the upload fails, a
+        warning says so."""
         if self._is_staging:
             return
         if self.args.hub_always_push:
