@@ -17,12 +17,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from itertools import starmap
 from pathlib import Path
 
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
 
 from scripts.reports import Results, markdown, spread
+from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.inference.translation import translate
 
 SPLITS = {"train": "train", "dev": "validation", "test": "test"}
@@ -94,14 +94,12 @@ def run(language: str, seed: int, folder: Path, arguments: G2PArguments) -> dict
     dev = json.loads(process.stdout.splitlines()[-1])
     found = translate_words(model, [word for word, _ in rows["test"]])
     (model / "test.output").write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
-    pairs = [
-        (line.split(), phones.split())
-        for line, (_, phones) in zip(found, rows["test"], strict=True)
-    ]
+    phones = [" ".join(phones.split()) for _, phones in rows["test"]]
+    scores = score_translations(found, phones, metrics=("ser", "per"))
     return {
         "dev WER": 100 - dev["exact_match"],
-        "test WER": 100 * sum(line != phones for line, phones in pairs) / len(pairs),
-        "test PER": 100 * sum(starmap(edits, pairs)) / sum(len(phones) for _, phones in pairs),
+        "test WER": scores["ser"],
+        "test PER": scores["per"],
         "minutes": minutes,
     }
 
@@ -122,17 +120,6 @@ def write(path: Path, rows: Rows, place: int) -> Path:
     """One side of the pairs, a line each."""
     path.write_text("".join(f"{row[place]}\n" for row in rows), encoding="utf-8")
     return path
-
-
-def edits(found: list[str], expected: list[str]) -> int:
-    """The edit distance (Levenshtein, 1966) between two sequences of phones."""
-    costs = list(range(len(expected) + 1))
-    for row, phone in enumerate(found, start=1):
-        before, costs = costs, [row]
-        for column, other in enumerate(expected, start=1):
-            change = before[column - 1] + (phone != other)
-            costs.append(min(change, before[column] + 1, costs[-1] + 1))
-    return costs[-1]
 
 
 def to_markdown(rows: dict[str, list[dict]]) -> str:

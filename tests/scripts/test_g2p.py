@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import run_module
 
-from scripts.benchmarks.g2p import G2PArguments, edits
+from scripts.benchmarks.g2p import G2PArguments
 
 SHAPE = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_ffn_dim=16,decoder_ffn_dim=16"
 QUICK = f"--max_steps=2 --use_cpu --config_overrides={SHAPE}"
@@ -33,12 +33,6 @@ def test_all_languages_are_trained_scored_and_kept(data, tmp_path):
         assert 0 <= run["test WER"] <= 100
     run_module("scripts.benchmarks.g2p", *flags, cwd=tmp_path)
     assert results.read_text() == before
-
-
-def test_edits_are_substitutions_insertions_and_deletions():
-    assert edits(list("abc"), list("abc")) == 0
-    assert edits(list("kitten"), list("sitting")) == 3
-    assert edits([], list("ab")) == edits(list("ab"), []) == 2
 
 
 def test_a_language_without_data_is_named(data):

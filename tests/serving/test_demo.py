@@ -146,7 +146,7 @@ def test_a_space_of_a_model_on_the_hub_loads_it_from_there(demo, tmp_path):
 def test_a_folder_in_use_is_refused_before_a_model_is_loaded(tmp_path):
     (tmp_path / "file").touch()
     process = run_command("demo", "no/model", "--space", ".", cwd=tmp_path, check=False)
-    assert "is in use: expected a new or empty folder" in process.stderr
+    assert "space='.': expected a new or empty folder" in process.stderr
 
 
 # ---------------------------------------------------------------- the browser

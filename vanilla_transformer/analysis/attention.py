@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from transformers import (
-    DataCollatorForSeq2Seq,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from ..data.token_batches import TokenBudgetSampler
+from ..inference.scoring import pair_batches
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerAttention
 from ..plotting import DESCRIPTIONS, AttentionMaps, Kind
@@ -64,14 +63,10 @@ def read_batches(
     if not pairs:
         raise ValueError("the text is empty: expected one pair of sentences at least")
     model.eval()
-    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
     source_ids = tokenizer([source for source, _ in pairs])["input_ids"]
     target_ids = tokenizer(text_target=[target for _, target in pairs])["input_ids"]
-    source_lengths, target_lengths = (list(map(len, side)) for side in (source_ids, target_ids))
-    budget = max(max_tokens, min(map(max, source_lengths, target_lengths)))
-    for batch in TokenBudgetSampler(source_lengths, target_lengths, budget, shuffle=False):
-        rows = [{"input_ids": source_ids[row], "labels": target_ids[row]} for row in batch]
-        yield collate(rows).to(model.device)
+    for _, inputs in pair_batches(source_ids, target_ids, model, tokenizer, max_tokens):
+        yield inputs
 
 
 def query_masks(inputs: Mapping[str, torch.Tensor]) -> dict[Kind, torch.Tensor]:

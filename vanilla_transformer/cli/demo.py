@@ -10,8 +10,9 @@ writes a folder to upload as a Hugging Face Space instead. See docs/demo.md.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..conversion.core import expect_unused
 from ..inference.loading import LoadingArguments
-from ..serving.demo import expect_unused, launch, make_demo, write_space
+from ..serving.demo import launch, make_demo, write_space
 from .parser import CommandParser
 
 
@@ -34,7 +35,7 @@ class DemoArguments:
         if self.examples is not None and not Path(self.examples).is_file():
             raise FileNotFoundError(f"--examples {self.examples}: expected a file")
         if self.space is not None:
-            expect_unused(Path(self.space))
+            expect_unused(self.space, "space")
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ toolkit.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,7 @@ def compare(toolkit: Any, folder: str | Path, lines: list[str]) -> dict[str, Any
     """
     ours = Converted(folder)
     found = {"lines": len(lines), "difference": 0.0, "equal": 0, "seconds": 0.0, "our_seconds": 0.0}
-    for batch in _batches(lines):
+    for batch in in_batches(lines, BATCH):
         sources = ours.tokenizer(batch)["input_ids"]
         start = time.perf_counter()
         theirs = toolkit.translate(sources)
@@ -247,9 +247,16 @@ def compare(toolkit: Any, folder: str | Path, lines: list[str]) -> dict[str, Any
     return found
 
 
-def _batches(lines: list[str]) -> Iterator[list[str]]:
-    for start in range(0, len(lines), BATCH):
-        yield lines[start : start + BATCH]
+def in_batches(lines: list[str], size: int) -> Iterator[list[str]]:
+    """The lines in lists of this size; the last may be shorter."""
+    for start in range(0, len(lines), size):
+        yield lines[start : start + size]
+
+
+def as_table(rows: Mapping[str, str]) -> str:
+    """Names and values in two columns."""
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def check(
@@ -285,11 +292,10 @@ def check(
         return f"--check: {format.NAME} can't be imported ({error}); nothing was compared"
     found = compare(toolkit, folder, lines)
     rows = {
-        "lines": found["lines"],
+        "lines": f"{found['lines']}",
         "largest difference of log-probabilities": f"{found['difference']:.1e}",
         "equal greedy translations": f"{found['equal']} ({found['equal'] / found['lines']:.1%})",
         f"seconds, {format.NAME}": f"{found['seconds']:.1f}",
         "seconds, converted": f"{found['our_seconds']:.1f}",
     }
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+    return as_table(rows)

@@ -477,15 +477,18 @@ def empty_model(config: VanillaTransformerConfig) -> VanillaTransformerForCondit
         return VanillaTransformerForConditionalGeneration(config)
 
 
-def expect_unused(output_dir: str | Path) -> Path:
+def expect_unused(output_dir: str | Path, name: str = "output_dir") -> Path:
     """The folder, if nothing is in it.
+
+    Args:
+        name: The option's, for the message.
 
     Raises:
         FileExistsError: It is a file or holds files.
     """
     output = Path(output_dir)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"output_dir={str(output_dir)!r}: expected a new or empty folder")
+        raise FileExistsError(f"{name}={str(output_dir)!r}: expected a new or empty folder")
     return output
 
 

@@ -1,10 +1,10 @@
 """Compares an exported model with the one that it was made from, on the same lines."""
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..conversion.check import as_table, in_batches
 from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
@@ -48,8 +48,7 @@ def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str
         "MB of weights, model": f"{sizes[0]:.1f}",
         "MB of weights, export": f"{sizes[1]:.1f}",
     }
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+    return as_table(rows)
 
 
 def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str]) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
         `speeds`, of both, in lines per second.
     """
     seconds, equal, difference = [0.0, 0.0], 0, 0.0
-    for batch in _batches(lines):
+    for batch in in_batches(lines, BATCH):
         texts = []
         for number, pair in enumerate((model, exported)):
             start = time.perf_counter()
@@ -85,8 +84,3 @@ def size(folder: Path) -> int:
     """The bytes of the weights in a folder."""
     files = (path for path in folder.rglob("*") if path.name.endswith(WEIGHTS))
     return sum(path.stat().st_size for path in files if path.name != "training_args.bin")
-
-
-def _batches(lines: list[str]) -> Iterable[list[str]]:
-    for start in range(0, len(lines), BATCH):
-        yield lines[start : start + BATCH]

@@ -74,19 +74,36 @@ def map_pairs(
             padding. A longer pair is a batch of its own.
         progress: A progress bar.
     """
+    results: dict[int, T] = {}
+    for rows, inputs in pair_batches(sources, targets, model, tokenizer, max_tokens):
+        with torch.inference_mode():
+            results.update(zip(rows, work(inputs), strict=True))
+        if progress is not None:
+            progress.update(len(rows))
+    return [results[row] for row in range(len(sources))]
+
+
+def pair_batches(
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
+    """Yield batches of similar length: which pairs are in it, and what the model takes.
+
+    Args:
+        sources, targets: Token ids.
+        max_tokens: As for `map_pairs`.
+    """
     if not sources:
-        return []
+        return
     collate = DataCollatorForSeq2Seq(tokenizer, model=model)
     source_lengths, target_lengths = (list(map(len, side)) for side in (sources, targets))
     budget = max(max_tokens, min(map(max, source_lengths, target_lengths)))
-    results: dict[int, T] = {}
-    for batch in TokenBudgetSampler(source_lengths, target_lengths, budget, shuffle=False):
-        rows = [{"input_ids": sources[row], "labels": targets[row]} for row in batch]
-        with torch.inference_mode():
-            results.update(zip(batch, work(collate(rows).to(model.device)), strict=True))
-        if progress is not None:
-            progress.update(len(batch))
-    return [results[row] for row in range(len(sources))]
+    for rows in TokenBudgetSampler(source_lengths, target_lengths, budget, shuffle=False):
+        batch = [{"input_ids": sources[row], "labels": targets[row]} for row in rows]
+        yield rows, collate(batch).to(model.device)
 
 
 def token_scores(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:

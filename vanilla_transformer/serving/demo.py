@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
+from ..conversion.core import expect_unused
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
 from ..plotting import AttentionMaps, attention_maps, plot_attention
@@ -255,8 +256,7 @@ def write_space(
     Raises:
         FileExistsError: The folder is in use.
     """
-    folder = Path(folder)
-    expect_unused(folder)
+    folder = expect_unused(folder, "space")
     folder.mkdir(parents=True, exist_ok=True)
     is_local = Path(model).is_dir()
     if is_local:
@@ -282,12 +282,6 @@ def write_space(
     card = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
     (folder / "README.md").write_text(f"---\n{card}---\n\n# {demo.name}\n", encoding="utf-8")
     return folder
-
-
-def expect_unused(folder: Path) -> None:
-    """Raises FileExistsError if the folder is a file or holds something."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} is in use: expected a new or empty folder")
 
 
 def _copy_model(model: Path, folder: Path, demo: Demo) -> None:
