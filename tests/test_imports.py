@@ -48,7 +48,10 @@ def test_the_model_imports_torch_transformers_and_itself():
         for name in graph.find_modules_directly_imported_by(module)
         if not name.startswith(f"{root}.")
     }
-    assert imported - sys.stdlib_module_names <= {"torch", "transformers", "huggingface_hub"}
+    assert imported - sys.stdlib_module_names <= {
+        "torch", "transformers", "huggingface_hub",
+        "sacremoses",  # where a tokenizer runs it
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", MODEL, ids=lambda path: path.name)

@@ -45,6 +45,7 @@ def test_it_shards_and_names_the_licence(checkpoint, tmp_path):
         ([".", "--output_dir", "out", "--to", "fairseq"], "expected the record of a conversion"),
         ([".", "--output_dir", "."], "output_dir='.': expected a new or empty folder"),
         ([".", "--output_dir", "out", "--like", "moses"], "like='moses': expected 'transformers'"),
+        ([".", "--output_dir", "out", "--moses", "de"], "moses=['de']: expected two languages"),
     ],
 )
 def test_what_it_cannot_do_is_named(tmp_path, words, message):

@@ -10,9 +10,12 @@ from transformers import (
     AutoTokenizer,
     FSMTConfig,
     FSMTForConditionalGeneration,
+    FSMTTokenizer,
 )
 
 from vanilla_transformer.conversion import convert, convert_back, find_format, read
+
+pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
 
 WORDS = {
     "source": ["<s>", "<pad>", "</s>", "<unk>", "l", "o", "w", "lo", "low</w>", "e", "r</w>"],
@@ -25,12 +28,12 @@ MERGES = "l o 10\nlo w</w> 9\ne w</w> 8\n"
 def saved(tmp_path):
     """A folder as `save_pretrained` leaves it, with vocabularies, and its model."""
 
-    def save(name="fsmt", tie=False, change=lambda model: None, **fields):
+    def save(name="fsmt", tie=False, change=lambda model: None, size=11, **fields):
         torch.manual_seed(0)
         config = FSMTConfig(
             langs=["en", "de"],
-            src_vocab_size=11,
-            tgt_vocab_size=11,
+            src_vocab_size=size,
+            tgt_vocab_size=size,
             d_model=16,
             encoder_layers=2,
             decoder_layers=3,
@@ -114,6 +117,38 @@ def test_text_is_split_as_its_tokenizer_splits_words(saved, tmp_path):
     assert tokenizer("low lower")["input_ids"] == low_er
     assert tokenizer("low\u00a0low")["input_ids"] == [8, 8, 2]  # at all white space
     assert tokenizer.decode([4, 5, 2], skip_special_tokens=True) == "new"
+
+
+TEXTS = [
+    "“Good” – it's £5,000.50 (approx.)… isn't it?", "Mr. Smith's e-mail: a@b.de & more", "", " ",
+    "Größe\u00a0und\u200b naïve ½ ﬁn", "你好， 世界！ Привет",
+    "👩🏽‍🚀 [x] | &amp; 'q'", "and/or well-known",
+]  # fmt: skip
+
+
+def test_plain_text_goes_in_and_comes_out_as_with_its_own_tokenizer(saved, tmp_path):
+    """Moses before and after; the words here are characters, so that none is unknown."""
+    characters = sorted(set("".join(TEXTS)) | set("&#;apostquglrsqb1234590\"'-.,%…@"))
+    pieces = [piece for one in characters for piece in (one, f"{one}</w>") if not one.isspace()]
+    vocab = {piece: number for number, piece in enumerate([*WORDS["source"][:4], *pieces])}
+    folder, _ = saved(size=len(vocab))
+    for name in ("vocab-src.json", "vocab-tgt.json"):
+        (folder / name).write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("")
+    theirs = FSMTTokenizer.from_pretrained(folder, langs=["en", "de"])
+    theirs.save_pretrained(folder)
+    convert(folder, tmp_path / "converted")
+    ours = AutoTokenizer.from_pretrained(tmp_path / "converted")
+    for text in TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert ours(text)["input_ids"] == ids == ours.encode(text)
+        expected = theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids, skip_special_tokens=True) == expected
+    assert ours(TEXTS)["input_ids"] == theirs(TEXTS)["input_ids"]
+    ids = ours(text_target=TEXTS)["input_ids"]
+    assert ours.batch_decode(ids, skip_special_tokens=True) == [
+        theirs.decode(one, skip_special_tokens=True) for one in ids
+    ]
 
 
 def test_it_generates_as_theirs(saved, tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import shutil
+import sys
 
 import pytest
 import torch
@@ -39,6 +40,36 @@ def make_pair(source=SOURCE, target=TARGET, **options):
 @pytest.fixture
 def two_sided():
     return make_pair()
+
+
+# ---------------------------------------------------------------- Moses
+
+
+def test_moses_splits_each_side_in_its_language(tmp_path):
+    pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
+    source, target = [*SOURCE[:2], "l&apos;", "eau", "."], [*TARGET[:4], "it", "&apos;s", "."]
+    languages = {"source_lang": "fr", "target_lang": "en"}
+    for tokenizer in (make_pair(source, target, moses=languages), None):
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(tmp_path)
+        both = tokenizer(["l'eau."], text_target=["it's."])
+        assert (both["input_ids"], both["labels"]) == ([[2, 3, 4]], [[4, 5, 6, 3]])
+        assert tokenizer.decode([4, 5, 6, 3], skip_special_tokens=True) == "it's."
+        assert tokenizer.decode([2, 3, 4], use_source_tokenizer=True) == "l'eau."
+        assert tokenizer.tokenize("l'eau.") == source[2:]
+        assert tokenizer(["l&apos;", "eau"], is_split_into_words=True)["input_ids"] == [2, 3]
+        tokenizer.save_pretrained(tmp_path)
+
+
+def test_moses_may_leave_a_side_as_it_is():
+    pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
+    tokenizer = make_pair([*SOURCE, "it's"], moses={"source_lang": None, "target_lang": "en"})
+    assert tokenizer("it's")["input_ids"] == [len(SOURCE)]
+
+
+def test_without_sacremoses_the_error_says_what_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sacremoses", None)
+    with pytest.raises(ImportError, match=r"vanilla-transformer\[moses\]"):
+        make_pair(moses={"source_lang": "de", "target_lang": "en"})
 
 
 # ---------------------------------------------------------------- which side reads

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import ModuleType
 
+from ..data.vocabularies import with_moses
 from . import (
     core,
     fairseq,
@@ -48,6 +49,8 @@ def read(path: str | Path, options: ConversionOptions | None = None) -> Conversi
     options = options or ConversionOptions()
     module = find_format(Path(path), options.format)
     conversion = module.read(Path(path), options)
+    if options.moses is not None:
+        conversion.tokenizer = with_moses(conversion.tokenizer, *options.moses)
     conversion.record["format"] = module.NAME
     if options.licence:
         conversion.origin["licence"] = options.licence

@@ -81,6 +81,13 @@ class ConversionOptions:
     target_codes: str | None = field(
         default=None, metadata={"help": "BPE codes or SentencePiece model of the target."}
     )
+    moses: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "The languages of source and target, such as 'de en', if text went through "
+            "Moses (sacremoses): the tokenizer then runs it, and its detokenizer."
+        },
+    )
     heads: int | None = field(
         default=None, metadata={"help": "Attention heads, for a bare state dict."}
     )
@@ -107,6 +114,8 @@ class ConversionOptions:
     def __post_init__(self) -> None:
         if self.like not in (None, "transformers"):
             raise ValueError(f"like={self.like!r}: expected 'transformers'")
+        if self.moses is not None and len(self.moses) != 2:
+            raise ValueError(f"moses={self.moses}: expected two languages, such as de en")
         for name in (
             "source_vocabulary", "target_vocabulary", "source_codes", "target_codes", "names",
         ):  # fmt: skip

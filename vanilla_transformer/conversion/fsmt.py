@@ -44,7 +44,7 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, options: ConversionOptions) -> Conversion:
-    """The model with its tokenizer, which splits text that Moses has tokenized; see `core`."""
+    """The model with its tokenizer, which runs Moses; see `core`."""
     theirs = FSMTConfig.from_pretrained(path)
     tensors = dict(core.read_transformers_weights(path).tensors)
     state = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -65,11 +65,13 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         for name in tensors
     }
     conversion.generation = _generation(path, theirs)
+    conversion.tokenizer = vocabularies.with_moses(
+        conversion.tokenizer, *theirs.langs, normalize=True, lowercase=_lowercases(path)
+    )
     conversion.files += [path / name for name in FILES if (path / name).is_file()]
     conversion.origin = {
         "toolkit": "transformers FSMT",
-        "notes": f"{theirs.langs[0]} to {theirs.langs[1]}; texts are normalized and tokenized by "
-        "Moses (sacremoses) before they reach this model's tokenizer, and detokenized after",
+        "notes": f"{theirs.langs[0]} to {theirs.langs[1]}; the tokenizer runs Moses (sacremoses)",
     }
     return conversion
 
@@ -116,10 +118,14 @@ def _side(path: Path, side: str, options: ConversionOptions, rows: int) -> fairs
             f"{file}: holds {len(vocab)} tokens, expected {rows}, the rows of the embedding"
         )
     merges = vocabularies.read_bpe_codes(codes)
-    tokenizer = vocabularies.bpe_codes(
-        merges, vocab, vocabularies.Specials(), size=rows, separator=None
-    )
+    specials = vocabularies.Specials(prints_unk=False)
+    tokenizer = vocabularies.bpe_codes(merges, vocab, specials, size=rows, separator=None)
     return fairseq.Side(tokenizer, [file, codes])
+
+
+def _lowercases(path: Path) -> bool:
+    file = path / "tokenizer_config.json"
+    return file.is_file() and json.loads(file.read_text()).get("do_lower_case", False)
 
 
 def _generation(path: Path, theirs: FSMTConfig) -> dict[str, Any]:
@@ -131,12 +137,7 @@ def _generation(path: Path, theirs: FSMTConfig) -> dict[str, Any]:
 
 
 def load_toolkit(path: Path, options: ConversionOptions) -> TransformersModel:
-    """The checkpoint in transformers, for `check`. Lines are those that Moses has tokenized."""
+    """The checkpoint in transformers, for `check`."""
     tokenizer = FSMTTokenizer.from_pretrained(path)
-
-    def encode(line: str) -> list[int]:
-        tokens = tokenizer._tokenize(line, bypass_tokenizer=True)
-        return tokenizer.build_inputs_with_special_tokens(tokenizer.convert_tokens_to_ids(tokens))
-
     model = FSMTForConditionalGeneration.from_pretrained(path, dtype="float32")
-    return TransformersModel(model, model.config.src_vocab_size, fairseq.UNK, encode)
+    return TransformersModel(model, model.config.src_vocab_size, fairseq.UNK, tokenizer.encode)

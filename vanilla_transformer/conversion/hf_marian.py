@@ -42,7 +42,7 @@ NAME = "hf_marian"
 Frequencies: TypeAlias = Literal["paper", "tensor2tensor"]
 BIAS = "final_logits_bias"
 UNK, END = "<unk>", "</s>"
-SPECIALS = Specials(bos=None, eos=END, unk=UNK, template=f"$A {END}")
+SPECIALS = Specials(bos=None, eos=END, unk=UNK, template=f"$A {END}", prints_unk=False)
 
 # What every MarianMTModel is, in fields of our configuration.
 FIXED = {

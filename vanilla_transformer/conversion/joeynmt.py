@@ -30,6 +30,7 @@ from ..data.vocabularies import (
     read_sentencepiece,
     rows,
     sentencepiece,
+    with_moses,
     words,
 )
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -143,6 +144,11 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     origin = {"toolkit": "JoeyNMT", "version": version, "notes": _notes(cfg, options)}
     generation = _generation(cfg, symbols, target)
     conversion = Conversion(config, weights, pair(*sides), generation, origin)
+    languages = _moses_languages(cfg)
+    if any(languages):
+        conversion.tokenizer = with_moses(
+            conversion.tokenizer, *languages, aggressive_dash_splits=False
+        )
     sizes = [rows(side) for side in sides]
     for name, size in zip(("source", "target"), sizes, strict=True):
         number = max(sizes) if SHARED in weights else size
@@ -429,10 +435,21 @@ def _prepare(backend: Tokenizer, text: Mapping[str, Any]) -> None:
         backend.normalizer = normalizers.Sequence([*first, *own])
 
 
+def _moses_languages(cfg: Mapping[str, Any]) -> list[str | None]:
+    """The language of each side that runs Moses. With `normalize` it stays outside: JoeyNMT
+    normalizes before Moses, the converted tokenizer after it."""
+    data = [cfg["data"][side] for side in SIDES]
+    return [one["lang"] if _runs_moses(one) and not one.get("normalize") else None for one in data]
+
+
+def _runs_moses(data: Mapping[str, Any]) -> bool:
+    return (data.get("tokenizer_cfg") or {}).get("pretokenizer") == "moses"
+
+
 def _notes(cfg: Mapping[str, Any], options: ConversionOptions) -> str:
     """What the tokenizer leaves to its user."""
-    details = [cfg["data"][side].get("tokenizer_cfg") or {} for side in SIDES]
-    if any(each.get("pretokenizer") == "moses" for each in details):
+    data = [cfg["data"][side] for side in SIDES]
+    if any(_runs_moses(one) and one.get("normalize") for one in data):
         return "text goes through sacremoses first, and translations through its detokenizer"
     is_split = cfg.get("joeynmt_version") == "1" and cfg["data"]["src"]["level"] == "bpe"
     if is_split and not options.source_codes:

@@ -5,7 +5,7 @@
     words, bpe_codes, sentencepiece, subwords      a stock tokenizer from these
     pair                                           the source's and the target's in one
 
-Moses tokenization, lower-casing and other preparation of text stay outside.
+Lower-casing and other preparation of text stay outside, but for Moses (`with_moses`).
 
 BPE and Unigram models need an id for every symbol that can arise. Where a toolkit's vocabulary
 lacks one, the toolkit looks it up as unknown: here it gets an id from `size` on, and is called a
@@ -45,8 +45,10 @@ class Specials:
 
     Attributes:
         pad, bos, eos: Tokens that never come from a text, and that decoding leaves out.
-        unk: What the toolkit makes of unknown tokens. It is an ordinary token: decoding prints it.
+        unk: What the toolkit makes of unknown tokens. It is an ordinary token: decoding prints it,
+            unless the toolkit leaves it out.
         template: What surrounds a text, `$A`: "$A </s>", "<s> $A </s>", "$A".
+        prints_unk: Whether decoding prints `unk`. transformers' own tokenizers leave it out.
     """
 
     pad: str | None = "<pad>"
@@ -54,11 +56,13 @@ class Specials:
     eos: str | None = "</s>"
     unk: str | None = "<unk>"
     template: str = "$A </s>"
+    prints_unk: bool = True
 
     @property
     def names(self) -> list[str]:
-        """Pad, bos and eos, as far as there are any."""
-        return [name for name in dict.fromkeys((self.pad, self.bos, self.eos)) if name is not None]
+        """What decoding leaves out, as far as there is any."""
+        names = (self.pad, self.bos, self.eos, None if self.prints_unk else self.unk)
+        return [name for name in dict.fromkeys(names) if name is not None]
 
 
 # ---------------------------------------------------------------- files
@@ -750,6 +754,35 @@ def pair(
         target_size=size if has_clones else None,
         target_unk_id=unk_id if has_clones else None,
         **target.special_tokens_map,
+        padding_side="right",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+    )
+
+
+def with_moses(
+    tokenizer: PreTrainedTokenizerFast,
+    source_lang: str | None,
+    target_lang: str | None,
+    **options: bool,
+) -> VanillaTransformerTokenizer:
+    """The same tokenizer behind Moses: it reads plain text, and decodes to plain text.
+
+    Args:
+        tokenizer: One for both sides, or one with two.
+        source_lang, target_lang, options: As for `Moses`.
+
+    Raises:
+        ImportError: sacremoses is not installed.
+    """
+    target = getattr(tokenizer, "target_tokenizer", tokenizer.backend_tokenizer)
+    return VanillaTransformerTokenizer(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        target_tokenizer_object=target,
+        target_size=getattr(tokenizer, "target_size", None),
+        target_unk_id=getattr(tokenizer, "target_unk_id", None),
+        moses={"source_lang": source_lang, "target_lang": target_lang, **options},
+        **tokenizer.special_tokens_map,
         padding_side="right",
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,

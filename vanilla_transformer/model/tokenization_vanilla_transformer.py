@@ -1,5 +1,5 @@
 # Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
-"""A tokenizer with a vocabulary for the source and another for the target.
+"""A tokenizer with a vocabulary for the source and another for the target, or with Moses.
 
 One vocabulary for both needs none of this: a plain `PreTrainedTokenizerFast` serves.
 """
@@ -8,6 +8,8 @@ import os
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
+
+from .moses import Moses
 
 TARGET_FILE = "target_tokenizer.json"
 
@@ -35,11 +37,14 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         target_size: Target ids from this one on are symbols that the model does not know: a target
             gets `target_unk_id` in their place. By default the model knows all.
         target_unk_id: The id of the target's unknown token.
+        moses: The arguments of `Moses`, which then splits text before a tokenizer reads it, and
+            joins what `decode` returns. Offsets are those in the text that Moses returns.
         kwargs: As for every fast tokenizer: `pad_token`, `eos_token`, `model_max_length`, ...
 
     Raises:
         ValueError: A side has neither file nor object, the ids of `pad_token` differ, or one side
             lacks `unk_token`.
+        ImportError: `moses` is given, and sacremoses is not installed.
     """
 
     vocab_files_names = {"tokenizer_file": "tokenizer.json", "target_tokenizer_file": TARGET_FILE}
@@ -55,6 +60,7 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         target_tokenizer_object: Any = None,
         target_size: int | None = None,
         target_unk_id: int | None = None,
+        moses: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         for name, given in (
@@ -78,8 +84,10 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
             tokenizer_object=target_tokenizer_object,
             target_size=target_size,
             target_unk_id=target_unk_id,
+            moses=moses,
             **kwargs,
         )
+        self._moses = Moses(**moses) if moses else None
         self._target = self.backend_tokenizer
         self._source = PreTrainedTokenizerFast(
             tokenizer_file=tokenizer_file,
@@ -123,6 +131,13 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
             encoded[ids] = self._known(encoded[ids])
         return encoded
 
+    def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        """Where all that encodes meets: `__call__`, `encode` and `tokenize`."""
+        if self._moses is not None and not kwargs.get("is_split_into_words"):
+            side = "target" if self._tokenizer is self._target else "source"
+            text = self._moses.split(text, side)
+        return super()._encode_plus(text, *args, **kwargs)
+
     def _known(self, ids: Any) -> Any:
         """Target ids (a number, lists of lists, an array) without those that the model lacks."""
         if isinstance(ids, list):
@@ -143,9 +158,12 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         if not use_source_tokenizer:
             self._switch_to_target_mode()
         try:
-            return super().decode(token_ids, skip_special_tokens, **kwargs)
+            text = super().decode(token_ids, skip_special_tokens, **kwargs)
         finally:
             self._switch_to_input_mode()
+        if self._moses is None:
+            return text
+        return self._moses.join(text, "source" if use_source_tokenizer else "target")
 
     @property
     def target_tokenizer(self) -> Any:

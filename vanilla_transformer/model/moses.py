@@ -1,0 +1,77 @@
+# Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
+"""Moses around a tokenizer: what many models of other toolkits were trained on.
+
+sacremoses (https://github.com/hplt-project/sacremoses) does the work.
+"""
+
+from typing import Any
+
+from transformers.models.fsmt.tokenization_fsmt import (
+    remove_non_printing_char,
+    replace_unicode_punct,
+)
+
+
+class Moses:
+    """Splits text into words and signs before a tokenizer reads it, and joins translations.
+
+    Args:
+        source_lang, target_lang: The languages, such as "de". None: this side stays as it is.
+        normalize: Whether punctuation is normalized first, and characters that nothing prints are
+            removed, as `FSMTTokenizer` does.
+        lowercase: Whether text is lower-cased before all of this.
+        aggressive_dash_splits, escape: As for `sacremoses.MosesTokenizer.tokenize`.
+
+    Raises:
+        ImportError: sacremoses is not installed.
+    """
+
+    def __init__(
+        self,
+        source_lang: str | None,
+        target_lang: str | None,
+        *,
+        normalize: bool = False,
+        lowercase: bool = False,
+        aggressive_dash_splits: bool = True,
+        escape: bool = True,
+    ) -> None:
+        try:
+            import sacremoses
+        except ImportError as error:
+            raise ImportError(
+                "this tokenizer needs the package sacremoses; 'vanilla-transformer[moses]' "
+                "brings it"
+            ) from error
+        self.normalize, self.lowercase = normalize, lowercase
+        self.options = {"aggressive_dash_splits": aggressive_dash_splits, "escape": escape}
+        languages = {"source": source_lang, "target": target_lang}
+        given = {side: language for side, language in languages.items() if language is not None}
+        self.normalizers = {k: sacremoses.MosesPunctNormalizer(v) for k, v in given.items()}
+        self.tokenizers = {k: sacremoses.MosesTokenizer(v) for k, v in given.items()}
+        self.detokenizers = {k: sacremoses.MosesDetokenizer(v) for k, v in given.items()}
+
+    def split(self, text: Any, side: str) -> Any:
+        """A text, or a list of texts, with spaces between words and signs.
+
+        Args:
+            side: "source" or "target".
+        """
+        if side not in self.tokenizers or text is None:
+            return text
+        if isinstance(text, (list, tuple)):
+            return [self.split(one, side) for one in text]
+        if self.lowercase:
+            text = text.lower()
+        if self.normalize:
+            text = self.normalizers[side].normalize(replace_unicode_punct(text))
+            text = remove_non_printing_char(text)
+        return self.tokenizers[side].tokenize(text, return_str=True, **self.options)
+
+    def join(self, text: str | list[str], side: str) -> str | list[str]:
+        """What people write, from one or several texts as `split` returns them."""
+        if side not in self.detokenizers:
+            return text
+        if isinstance(text, list):
+            return [self.detokenizers[side].detokenize(one.split()) for one in text]
+        return self.detokenizers[side].detokenize(text.split())
