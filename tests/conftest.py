@@ -141,6 +141,15 @@ def tokenizer():
 
 
 @pytest.fixture(scope="session")
+def onnx_folder(tmp_path_factory):
+    """A model, its folder, and the folder to which it was exported for all processes of the run."""
+    from export.onnx_folder import exported_model
+
+    root = tmp_path_factory.getbasetemp()
+    return exported_model((root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "onnx")
+
+
+@pytest.fixture(scope="session")
 def checkpoint(tokenizer, tmp_path_factory):
     """A folder as training leaves it: a small random model and its tokenizer."""
     torch.manual_seed(0)

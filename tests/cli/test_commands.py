@@ -248,7 +248,7 @@ def test_a_plan_says_how_long_a_training_takes(folder):
         "--phrases_train_size", 200, "--vocab_size", 320, "--use_cpu", "--measured_steps", 2,
         "--speeds", "plan/speeds.json",
     ]  # fmt: skip
-    process = run_command("plan", *options, cwd=folder, fresh=True)
+    process = run_command("plan", *options, cwd=folder)
     table = [line for line in process.stdout.splitlines() if line.startswith("|")]
     rows = dict(line.strip("| ").split(" | ") for line in table[2:])
     assert rows["text"].startswith("200 pairs, ")
@@ -260,6 +260,6 @@ def test_a_plan_says_how_long_a_training_takes(folder):
     assert rows["speed"] == f"{speed:,.0f} target tokens per second and device"
     tokens = float(rows["epochs"]) * int(rows["text"].split(", ")[1].split()[0].replace(",", ""))
     assert float(rows["duration"].split()[0]) == pytest.approx(tokens / speed / 3600, abs=0.02)
-    again = run_command("plan", *options, cwd=folder, fresh=True)
+    again = run_command("plan", *options, cwd=folder)
     assert again.stdout.split() == process.stdout.split()  # nothing was measured again
     assert not (folder / "trainer_output").exists()

@@ -1,11 +1,9 @@
-"""A model that is exported to ONNX once for all tests of a process: tracing takes seconds."""
-
-import functools
-import tempfile
-from pathlib import Path
+"""A model that is exported to ONNX once for all tests: tracing takes half a minute."""
 
 import pytest
 from conversion.models import random_model
+from filelock import FileLock
+from transformers import AutoModelForSeq2SeqLM
 
 pytest.importorskip("onnxscript", reason="needs vanilla-transformer[export]")
 pytest.importorskip("onnxruntime", reason="needs vanilla-transformer[export]")
@@ -28,13 +26,12 @@ def saved_model(folder, **config):
     return model
 
 
-@functools.cache
-def onnx_folder():
-    """The model, its folder, and the folder to which it is exported."""
-    # kept until the process ends
-    folder = Path(onnx_folder.directory.name)  # type: ignore[attr-defined]
-    model = saved_model(folder / "model", **CONFIG)
-    return model, folder / "model", export(folder / "model", folder / "onnx", "onnx")
-
-
-onnx_folder.directory = tempfile.TemporaryDirectory()
+def exported_model(root):
+    """The model, its folder, and the folder to which the first process to ask exports it."""
+    root.mkdir(exist_ok=True)
+    with FileLock(root / "lock"):
+        if not (root / "exported").exists():
+            saved_model(root / "model", **CONFIG)
+            export(root / "model", root / "onnx", "onnx").rename(root / "exported")
+    model = AutoModelForSeq2SeqLM.from_pretrained(root / "model").eval()
+    return model, root / "model", root / "exported"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ragged
 
-from export.onnx_folder import onnx_folder, saved_model
+from export.onnx_folder import saved_model
 from vanilla_transformer.export import export
 from vanilla_transformer.export.onnx_graphs import DECODER, ENCODER, round_to_int8
 from vanilla_transformer.inference.engines import load
@@ -70,13 +70,13 @@ def expect_equal(model, folder, tolerance=1e-5):
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * expected.abs().max())
 
 
-def test_graphs_equal_the_model_for_every_batch_length_and_cache():
-    model, _, folder = onnx_folder()
+def test_graphs_equal_the_model_for_every_batch_length_and_cache(onnx_folder):
+    model, _, folder = onnx_folder
     expect_equal(model, folder)
 
 
-def test_names_are_those_of_transformers_js():
-    _, _, folder = onnx_folder()
+def test_names_are_those_of_transformers_js(onnx_folder):
+    _, _, folder = onnx_folder
     inputs, outputs = names(folder)
     cache = [
         f"{n}.{stack}.{kind}"
@@ -102,8 +102,8 @@ def test_names_are_those_of_transformers_js():
     ]
 
 
-def test_a_file_holds_the_shared_matrix_once_and_nothing_of_this_machine():
-    model, _, folder = onnx_folder()
+def test_a_file_holds_the_shared_matrix_once_and_nothing_of_this_machine(onnx_folder):
+    model, _, folder = onnx_folder
     content = (folder / DECODER).read_bytes()
     shape = [model.config.d_model, model.config.vocab_size]
     weights = onnx.load_from_string(content).graph.initializer
@@ -111,14 +111,14 @@ def test_a_file_holds_the_shared_matrix_once_and_nothing_of_this_machine():
     assert b".py" not in content
 
 
-def test_the_folder_asks_for_no_code_that_it_lacks():
-    _, _, folder = onnx_folder()
+def test_the_folder_asks_for_no_code_that_it_lacks(onnx_folder):
+    _, _, folder = onnx_folder
     assert not list(folder.glob("*.py"))
     assert "auto_map" not in (folder / "config.json").read_text()
 
 
-def test_int8_is_smaller_and_near(tmp_path):
-    model, _, folder = onnx_folder()
+def test_int8_is_smaller_and_near(onnx_folder, tmp_path):
+    model, _, folder = onnx_folder
     for name in (ENCODER, DECODER):
         round_to_int8(folder / name, tmp_path / name)
         assert (tmp_path / name).stat().st_size < 0.8 * (folder / name).stat().st_size

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from conftest import ragged, random_ids
-from export.onnx_folder import onnx_folder
 from transformers import AutoTokenizer
 
 from vanilla_transformer import TranslationPipeline
@@ -28,18 +27,18 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def model():
-    return onnx_folder()[0]
+def model(onnx_folder):
+    return onnx_folder[0]
 
 
 @pytest.fixture(scope="module")
-def engine():
-    return onnxruntime_engine.load(onnx_folder()[2])
+def engine(onnx_folder):
+    return onnxruntime_engine.load(onnx_folder[2])
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(onnx_folder()[2])
+def tokenizer(onnx_folder):
+    return AutoTokenizer.from_pretrained(onnx_folder[2])
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -85,9 +84,10 @@ def test_translate_n_best_pipeline_and_score_run_as_they_are(model, engine, toke
     assert [s.log_probability for s in theirs] == pytest.approx([s.log_probability for s in ours])
 
 
-def test_a_folder_is_recognized_and_a_fingerprint_knows_its_weights(engine, tokenizer, tmp_path):
-    assert find_engine(onnx_folder()[2]) is onnxruntime_engine
-    assert not onnxruntime_engine.recognizes(onnx_folder()[1])
+def test_a_folder_is_recognized_and_a_fingerprint_knows_its_weights(onnx_folder, engine, tokenizer):
+    _, folder, exported = onnx_folder
+    assert find_engine(exported) is onnxruntime_engine
+    assert not onnxruntime_engine.recognizes(folder)
     assert not list(engine.parameters())
     before = fingerprint(engine, tokenizer)["weights"]
     engine.decoder_model = torch.zeros(1, dtype=torch.uint8)
@@ -95,8 +95,8 @@ def test_a_folder_is_recognized_and_a_fingerprint_knows_its_weights(engine, toke
     assert before != after
 
 
-def test_what_the_graphs_lack_is_refused_by_name(engine):
-    folder, (ids, mask) = onnx_folder()[2], ragged(4, 2)
+def test_what_the_graphs_lack_is_refused_by_name(onnx_folder, engine):
+    folder, (ids, mask) = onnx_folder[2], ragged(4, 2)
     for name in ("output_attentions", "output_hidden_states"):
         with pytest.raises(ValueError, match=name):
             engine.generate(ids, attention_mask=mask, return_dict_in_generate=True, **{name: True})

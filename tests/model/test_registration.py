@@ -150,7 +150,11 @@ LOAD_OLD = """
 """
 
 
-@pytest.mark.parametrize("package", [True, False], ids=["with the package", "with its own code"])
+@pytest.mark.parametrize(
+    "package",
+    [pytest.param(True, marks=pytest.mark.slow), False],
+    ids=["with the package", "with its own code"],
+)
 def test_a_checkpoint_of_the_flat_package_gives_what_it_gave(tmp_path, package):
     """Saved before the package had rooms, with code of its own whose files have other names."""
     expectation = OLD.with_name("expected_0.1.0.json")

@@ -54,6 +54,7 @@ def read(folder, part):
     return json.loads((folder / f"{part}.json").read_text()), (folder / f"{part}.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_every_cell_has_figures_or_a_reason(dry_run, part):
     folder, printed = dry_run
@@ -75,6 +76,7 @@ def test_every_cell_has_figures_or_a_reason(dry_run, part):
     assert all(f"| {one['goal']} | {one['wanted']} |" in table for one in result["goals"])
 
 
+@pytest.mark.slow
 def test_the_tests_that_need_a_gpu_are_among_the_cells(dry_run):
     result, table = read(dry_run[0], "tests")
     names = {row["test"].split("::")[0].split("/")[-1] for row in result["rows"]}
@@ -85,6 +87,7 @@ def test_the_tests_that_need_a_gpu_are_among_the_cells(dry_run):
         assert f"| {row['test']} | {row['outcome']} |" in table
 
 
+@pytest.mark.slow
 def test_the_recipes_train_and_score(dry_run):
     wmt, multi30k = read(dry_run[0], "recipes")[0]["rows"]
     assert wmt["updates"] == multi30k["updates"] == 2
@@ -115,6 +118,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path, flags, message):
     assert not (tmp_path / "gpu").exists()
 
 
+@pytest.mark.slow
 def test_no_part_needs_the_packages_that_only_read_or_make_data():
     script = "import sys\n"
     script += "for name in ('datasets', 'babel', 'num2words'): sys.modules[name] = None\n"

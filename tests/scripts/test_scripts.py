@@ -60,6 +60,7 @@ def test_the_workflow_tests_the_oldest_versions_that_are_promised():
     assert f"scripts/test {options}\n" in workflow
 
 
+@pytest.mark.slow
 def test_an_overlay_has_its_own_versions_and_else_those_below(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     wheel = tmp_path / "tabulate-99.0-py3-none-any.whl"
@@ -98,6 +99,7 @@ def test_the_benchmark_writes_ratios_a_table_and_a_chart(folder, workloads):
     assert (folder / "speed/benchmark.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_process_imports_the_package_of_another_checkout_and_nothing_else_of_it(tmp_path):
     for name in ("vanilla_transformer", "scripts/benchmarks"):
         (tmp_path / name).mkdir(parents=True)
@@ -220,6 +222,7 @@ def test_the_benchmark_of_lengths_writes_tables_and_a_plot(folder):
     assert (folder / "lengths/lengths.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_programs_finds_shares_and_ratios(folder):
     sources = [f"a man in a red shirt sees dog number {count}" for count in range(20)]
     for split in ("train", "val", "test_2016_flickr"):
@@ -237,6 +240,7 @@ def test_the_benchmark_of_programs_finds_shares_and_ratios(folder):
     assert results["translate"]["same"] > 0
 
 
+@pytest.mark.slow
 def test_ablations_are_trained_once_and_tabled(folder):
     flags = ["--output_dir", "ablations", "--steps", 2, "--train_size", 40, "--test_size", 4]
     flags += ["--seeds", 1, 2, "--rows", "h = 1", "averaged"]

@@ -200,7 +200,7 @@ def test_an_upload_that_fails_gives_a_warning(hub, train_here, tmp_path, monkeyp
     monkeypatch.setattr(TranslationTrainer, "push_to_hub", lambda *_, **__: None)
     train_here(*TINY, "--push_to_hub", "--hub_token", TOKEN, "--output_dir", tmp_path / "mine")
     assert hub.log("me/mine") == ["initial commit"]
-    [message] = [text for text in caplog.messages if "upload" in text]
+    message = next(text for text in caplog.messages if "upload" in text)
     assert message.startswith("An upload to the Hub failed, and training continues: ")
     assert "500" in message
 

@@ -62,7 +62,12 @@ def test_a_signal_leaves_a_checkpoint_and_its_exit_code(tokenizer, tmp_path, num
 
 
 EVALUATING = pytest.mark.parametrize(
-    "options", [{"eval_strategy": "steps", "eval_steps": 3}, {"eval_strategy": "epoch"}], ids=str
+    "options",
+    [
+        {"eval_strategy": "steps", "eval_steps": 3},
+        pytest.param({"eval_strategy": "epoch"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 BEST = {
     "load_best_model_at_end": True,

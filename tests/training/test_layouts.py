@@ -98,6 +98,7 @@ def test_models_in_parts_learn_what_one_process_does(train, layout):
 
 
 @fsdp
+@pytest.mark.slow
 def test_fsdp_resumes_from_its_own_checkpoints(train, layout):
     assert_same(train(layout, layout)[0], train("1 process")[0])
 
