@@ -4,13 +4,15 @@ Each function of `TRAININGS` writes, to a folder, the files that a user of the t
 training: the checkpoint, the vocabularies, and the codes or SentencePiece models.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from subword_nmt.learn_bpe import learn_bpe
 from torch import nn
 from transformers import FSMTConfig, MarianConfig, MarianMTModel
 
+from vanilla_transformer.conversion import tensor2tensor, torch_nn
 from vanilla_transformer.conversion.unpickling import load_torch
 
 SOURCE, TARGET = LANGUAGES = "de", "en"
@@ -58,10 +61,14 @@ def run(program: str, *arguments: object) -> None:
     Raises:
         RuntimeError: It failed; the message ends with what it printed.
     """
-    command = [sys.executable, "-c", RUN, program, *map(str, arguments)]
+    execute([sys.executable, "-c", RUN, program, *map(str, arguments)], program)
+
+
+def execute(command: list[str], name: str) -> None:
+    """Run a command that is called `name` in errors; see `run`."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{program}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
+        raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
 def options(values: dict[str, Any]) -> list[str]:
@@ -284,6 +291,21 @@ def train_marian(data: Path, folder: Path, steps: int) -> None:
     }))  # fmt: skip
 
 
+def train_tensor2tensor(data: Path, folder: Path, steps: int) -> None:
+    """Pre-norm, one matrix for all, and subwords that tensor2tensor finds itself."""
+    script = Path(__file__).with_name("tensor2tensor_training.py")
+    hparams = {
+        "num_hidden_layers": LAYERS, "hidden_size": WIDTH, "filter_size": D_FF, "num_heads": HEADS,
+        "batch_size": TOKENS, "max_length": 100, "learning_rate_warmup_steps": WARMUP,
+        "learning_rate_constant": RATE * (WARMUP * WIDTH) ** 0.5,
+    }  # fmt: skip
+    settings = {
+        "data": str(data.resolve()), "folder": str(folder.resolve()), "languages": LANGUAGES,
+        "vocabulary": PIECES, "steps": steps, "hparams": hparams,
+    }  # fmt: skip
+    execute([tensor2tensor.python(), str(script), json.dumps(settings)], script.name)
+
+
 class TutorialModel(nn.Module):
     """The names of PyTorch's translation tutorial around `torch.nn.Transformer`."""
 
@@ -320,24 +342,62 @@ class TutorialModel(nn.Module):
 
 def train_torch_nn(data: Path, folder: Path, steps: int) -> None:
     """`torch.nn.Transformer` in the tutorial's model: post-norm with a norm after each stack."""
-    vocabularies = {}
-    for name, language in (("src", SOURCE), ("tgt", TARGET)):
+    vocabularies = _vocabularies(data, folder, ["<unk>", "<pad>", "<bos>", "<eos>"])
+    torch.manual_seed(1)
+    model = TutorialModel(*map(len, vocabularies.values()))
+    _train(model, model, _batches(data, _encoder(vocabularies), "train.bpe"), steps, start=2, pad=1)
+    torch.save(model.state_dict(), folder / "model.pt")
+
+
+def train_annotated_transformer(data: Path, folder: Path, steps: int) -> None:
+    """The notebook's own model, loss, schedule and loop over batches."""
+    code = torch_nn.annotated_transformer()
+    vocabularies = _vocabularies(data, folder, ["<s>", "</s>", "<blank>", "<unk>"])
+    start, pad = 0, 2
+    torch.manual_seed(1)
+    sizes = list(map(len, vocabularies.values()))
+    model = code.make_model(*sizes, N=LAYERS, d_model=WIDTH, d_ff=D_FF, h=HEADS, dropout=DROPOUT)
+    optimizer = torch.optim.Adam(model.parameters(), 1.0, betas=(0.9, 0.98), eps=1e-9)
+    factor = RATE * (WIDTH * WARMUP) ** 0.5
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: code.rate(step, WIDTH, factor, WARMUP)
+    )
+    loss = code.SimpleLossCompute(model.generator, code.LabelSmoothing(sizes[1], pad, SMOOTHING))
+    batches = itertools.cycle(_batches(data, _encoder(vocabularies), "train.bpe"))
+    examples = (
+        code.Batch(_padded(sources, pad), _padded([[start, *each] for each in targets], pad), pad)
+        for sources, targets in itertools.islice(batches, steps)
+    )
+    with contextlib.redirect_stdout(None):
+        code.run_epoch(examples, model.train(), loss, optimizer, scheduler)
+    torch.save(model.state_dict(), folder / "model.pt")
+
+
+def _vocabularies(data: Path, folder: Path, specials: list[str]) -> dict[str, dict[str, int]]:
+    """Ids by token for each language. The folder gets them as lists, and the codes."""
+    found = {}
+    for side, language in zip(("src", "tgt"), LANGUAGES, strict=True):
         tokens = {
             token for line in (data / f"train.bpe.{language}").open() for token in line.split()
         }
-        words = ["<unk>", "<pad>", "<bos>", "<eos>", *sorted(tokens)]
-        (folder / f"vocab.{name}.txt").write_text("\n".join(words) + "\n")
-        vocabularies[language] = {word: number for number, word in enumerate(words)}
+        words = [*specials, *sorted(tokens)]
+        (folder / f"vocab.{side}.txt").write_text("\n".join(words) + "\n")
+        found[language] = {word: number for number, word in enumerate(words)}
+    shutil.copyfile(data / "codes", folder / "codes")
+    return found
+
+
+def _encoder(vocabularies: dict[str, dict[str, int]]) -> Callable[[str, str], list[int]]:
+    """From a line of tokens in a language to ids. A source has special tokens around it, and a
+    target has one after it."""
 
     def encode(line: str, language: str) -> list[int]:
-        ids = [vocabularies[language].get(each, 0) for each in line.split()]
-        return [2, *ids, 3] if language == SOURCE else [*ids, 3]
+        vocabulary = vocabularies[language]
+        start, end = ("<bos>", "<eos>") if "<bos>" in vocabulary else ("<s>", "</s>")
+        ids = [vocabulary.get(each, vocabulary["<unk>"]) for each in line.split()]
+        return [*([vocabulary[start]] if language == SOURCE else []), *ids, vocabulary[end]]
 
-    torch.manual_seed(1)
-    model = TutorialModel(*map(len, vocabularies.values()))
-    _train(model, model, _batches(data, encode, "train.bpe"), steps, start=2, pad=1)
-    torch.save(model.state_dict(), folder / "model.pt")
-    shutil.copyfile(data / "codes", folder / "codes")
+    return encode
 
 
 Batch = tuple[list[list[int]], list[list[int]]]
@@ -355,6 +415,10 @@ def _batches(
     return [tuple(zip(*pairs[start : start + PAIRS], strict=True)) for start in starts.tolist()]  # type: ignore[misc]
 
 
+def _padded(rows: Sequence[list[int]], pad: int) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), True, pad)
+
+
 def _train(
     model: nn.Module, logits: Callable[..., torch.Tensor], batches: list[Batch], steps: int,
     start: int, pad: int,
@@ -367,10 +431,7 @@ def _train(
     criterion = nn.CrossEntropyLoss(ignore_index=pad, label_smoothing=SMOOTHING)
     model.train()
     for step in range(steps):
-        sources, targets = (
-            nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), True, pad)
-            for rows in batches[step % len(batches)]
-        )
+        sources, targets = (_padded(rows, pad) for rows in batches[step % len(batches)])
         inputs = torch.cat([torch.full_like(targets[:, :1], start), targets[:, :-1]], dim=1)
         optimizer.zero_grad()
         criterion(logits(sources, inputs).flatten(0, 1), targets.flatten()).backward()
@@ -380,6 +441,7 @@ def _train(
 
 
 TRAININGS: dict[str, Callable[[Path, Path, int], None]] = {
+    "annotated_transformer": train_annotated_transformer,
     "fairseq": train_fairseq,
     "fsmt": train_fsmt,
     "hf_marian": train_hf_marian,
@@ -387,6 +449,7 @@ TRAININGS: dict[str, Callable[[Path, Path, int], None]] = {
     "marian": train_marian,
     "opennmt_py": train_opennmt_py,
     "sockeye": train_sockeye,
+    "tensor2tensor": train_tensor2tensor,
     "torch_nn": train_torch_nn,
 }
 

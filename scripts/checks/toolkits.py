@@ -29,6 +29,7 @@ from scripts.reports import expect_known, markdown, save
 from vanilla_transformer import conversion
 from vanilla_transformer.conversion.check import Converted, Toolkit, largest_difference, of_targets
 from vanilla_transformer.conversion.positions import FREQUENCIES, LAYOUTS, sinusoids
+from vanilla_transformer.conversion.tensor2tensor import Tensor2TensorToolkit
 from vanilla_transformer.model.generation import LENGTH_PENALTIES
 
 BATCH, BEAMS, LONGEST = 32, 5, 50
@@ -40,8 +41,11 @@ UNUSUAL = (
 )  # fmt: skip
 # A program, which this process can't train.
 PROGRAMS = ("marian",)
-# Toolkits that do not compute in float64: Sockeye has no name for it, FSMT a mask in float32.
-SINGLE = ("sockeye", "fsmt", *PROGRAMS)
+# Toolkits that do not compute in float64: Sockeye and tensor2tensor have no name for it, FSMT a
+# mask in float32.
+SINGLE = ("sockeye", "fsmt", "tensor2tensor", *PROGRAMS)
+# Checkpoints that do not say how many attention heads they have.
+STATE_DICTS = ("torch_nn", "annotated_transformer")
 HEADER = (
     "format", "difference, float32", "float64", "greedy", "beam 5", "worse", "same ids",
     "unusual texts", "first loss", "20 steps", "speed, greedy", "speed, beam 5",
@@ -208,7 +212,10 @@ def compare_training(
     their_sources = toolkit.padded(toolkit.known(inputs))
     their_targets = toolkit.padded(targets)
     loss = partial(toolkit.loss, their_sources, their_targets)
-    expected = losses(loss, toolkit.module.parameters(), STEPS) if trains else [loss().item()]
+    if isinstance(toolkit, Tensor2TensorToolkit):
+        expected = toolkit.losses(their_sources, their_targets, STEPS, LEARNING_RATE)
+    else:
+        expected = losses(loss, toolkit.module.parameters(), STEPS) if trains else [loss().item()]
     differences = [abs(one - other) for one, other in zip(found, expected, strict=False)]
     return {
         "first": differences[0], "largest": max(differences) if trains else None,
@@ -221,7 +228,7 @@ def compare(name: str, checkpoint: Path, folder: Path, data: Path, number: int) 
     codes = checkpoint / "codes"
     options = conversion.ConversionOptions(
         source_codes=str(codes) if codes.is_file() else None,
-        heads=HEADS if name == "torch_nn" else None,
+        heads=HEADS if name in STATE_DICTS else None,
     )
     if not folder.is_dir():
         conversion.convert(checkpoint, folder, options=options)

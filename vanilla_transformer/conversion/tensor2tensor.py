@@ -6,17 +6,24 @@ https://arxiv.org/abs/1803.07416, and https://github.com/tensorflow/tensor2tenso
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..data.vocabularies import Specials, pair, read_subwords, subwords
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .check import Toolkit
 from .core import (
     SHARED,
     SOURCE,
@@ -480,12 +487,12 @@ def _positions(
 # ---------------------------------------------------------------- Vocabularies
 
 
-def _vocabularies(folder: Path, options: ConversionOptions) -> list[dict[str, int]]:
+def _vocabulary_files(folder: Path, options: ConversionOptions) -> list[str]:
     """The source's and the target's. One file serves both.
 
     Raises:
         FileNotFoundError: There is none.
-        ValueError: There are several in the folder, or one lacks the special tokens.
+        ValueError: There are several in the folder.
     """
     source = options.source_vocabulary or options.target_vocabulary
     target = options.target_vocabulary or source
@@ -502,9 +509,18 @@ def _vocabularies(folder: Path, options: ConversionOptions) -> list[dict[str, in
                 f"{folder} holds {names}: expected --source_vocabulary and --target_vocabulary"
             )
         source = target = str(found[0])
+    return [str(source), str(target)]
+
+
+def _vocabularies(folder: Path, options: ConversionOptions) -> list[dict[str, int]]:
+    """The source's and the target's.
+
+    Raises:
+        FileNotFoundError, ValueError: As `_vocabulary_files`, or one lacks the special tokens.
+    """
     vocabularies = []
-    for file in (source, target):
-        vocabulary = read_subwords(str(file))
+    for file in _vocabulary_files(folder, options):
+        vocabulary = read_subwords(file)
         specials = tuple(token.removesuffix("_") for token in _first_two(vocabulary))
         if specials != SPECIALS:
             raise ValueError(f"{file} starts with {specials}: expected {SPECIALS}")
@@ -530,3 +546,85 @@ def _tokenizer(
         specials = Specials(pad, bos, eos, None, f"$A {eos}")
         sides.append(subwords(known, specials, size=size))
     return pair(*sides)
+
+
+# ---------------------------------------------------------------- The toolkit itself
+
+
+def python() -> str:
+    """The Python that has tensor2tensor: TensorFlow and its NumPy do not fit into this one."""
+    return os.environ.get("TENSOR2TENSOR_PYTHON", sys.executable)
+
+
+def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
+    """The checkpoint in tensor2tensor, for `check`.
+
+    Raises:
+        ImportError: `python()` can't import tensor2tensor.
+    """
+    return Tensor2TensorToolkit(find_index(path), options)
+
+
+class Tensor2TensorToolkit(Toolkit):
+    """A model in another process, which runs `tensor2tensor_program.py`. It computes in float32."""
+
+    pad, start, unk = 0, 0, 0  # It has no start, as it shifts targets itself, and nothing unknown.
+
+    def __init__(self, index: Path, options: ConversionOptions):
+        files = _vocabulary_files(index.parent, options)
+        self.source_size = len(read_subwords(files[0]))
+        model = {
+            "prefix": str(index.with_suffix("").absolute()),
+            "vocabularies": [str(Path(file).absolute()) for file in files],
+            "target_space_id": options.target_space_id or 0,
+        }
+        self.folder = tempfile.TemporaryDirectory()
+        program = Path(__file__).with_name("tensor2tensor_program.py")
+        with Path(self.folder.name, "messages").open("w") as messages:
+            self.process = subprocess.Popen(
+                [python(), str(program), json.dumps(model)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages, text=True,
+            )  # fmt: skip
+        weakref.finalize(self, self.process.communicate)  # the program ends when its input does
+        if (answer := self._answer()) != "ready":
+            raise ImportError(
+                f"{answer} in {python()}: set TENSOR2TENSOR_PYTHON to one that has it"
+            )
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        print(json.dumps([method, arguments]), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        line = self.process.stdout.readline()
+        if not line:
+            messages = Path(self.folder.name, "messages").read_text(errors="replace")
+            raise RuntimeError(f"tensor2tensor: {messages[-2000:]}")
+        return json.loads(line)
+
+    def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        targets = torch.cat([inputs[:, 1:], inputs.new_zeros(len(inputs), 1)], dim=1)
+        file = Path(self.folder.name, "logits.npy")
+        self._ask("logits", sources.tolist(), targets.tolist(), str(file))
+        return torch.from_numpy(np.load(file))
+
+    def translate(
+        self, sources: list[list[int]], num_beams: int = 1, longest: int = 200
+    ) -> list[list[int]]:
+        """See `Toolkit`."""
+        return self._ask("translate", sources, num_beams, longest)
+
+    def encode(self, line: str) -> list[int]:
+        """See `Toolkit`."""
+        return self._ask("encode", line)
+
+    def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
+        """See `Toolkit`. It has no gradient."""
+        return torch.tensor(self.losses(sources, targets, 1, 0.0)[0])
+
+    def losses(
+        self, sources: Tensor, targets: Tensor, steps: int, learning_rate: float
+    ) -> list[float]:
+        """The losses of a batch before each step of SGD on it, without dropout."""
+        return self._ask("losses", sources.tolist(), targets.tolist(), steps, learning_rate)

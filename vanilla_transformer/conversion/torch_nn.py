@@ -8,17 +8,22 @@ tutorial "Language Translation with nn.Transformer and torchtext", and
 https://nlp.seas.harvard.edu/annotated-transformer
 """
 
+import ast
+import copy
 import math
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import yaml
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, linear, log_softmax
 from transformers.activations import ACT2FN
 
 from ..data.vocabularies import Specials, read_json, read_lines
@@ -507,15 +512,15 @@ class _Stack:
 
 
 def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
-    """The state dict in `torch.nn.Transformer`, for `check`.
+    """The state dict in `torch.nn.Transformer` or The Annotated Transformer, for `check`.
 
     Raises:
-        ImportError: It is The Annotated Transformer's, whose code is a notebook.
+        ImportError: Nobody says where the code of The Annotated Transformer is.
     """
     file = find_file(path)
     tensors = read_state_dict(file)
-    if _layout(tensors) is not TORCH:
-        raise ImportError("its code is a notebook")
+    if _layout(tensors) is ANNOTATED:
+        return AnnotatedModel(tensors, file.parent, options)
     return TorchModel(tensors, file.parent, options)
 
 
@@ -523,28 +528,34 @@ class TorchModel(Toolkit):
     """The stacks of `torch.nn.Transformer` between the embeddings and the projection that the table
     names. They have no search of their own; greedy search is a loop."""
 
+    layout = TORCH
+
     def __init__(self, tensors: Tensors, folder: Path, options: ConversionOptions):
-        prefixes = _prefixes(tensors, TORCH)
-        self.table = table = read_table(TORCH, options, prefixes["encoder"])
+        prefixes = _prefixes(tensors, self.layout)
+        self.table = table = read_table(self.layout, options, prefixes["encoder"])
         self.vocabularies = _vocabularies(folder, options, table)
         source, target = self.vocabularies
         self.pad, self.start, self.eos = target[table.pad], target[table.bos], target[table.eos]
         self.unk, self.source_size = source[table.unk], len(source)
         self.split = subwords(options.source_codes)
-        self.module = nn.Module()
+        self.module = self._module(tensors, prefixes)
+
+    def _module(self, tensors: Tensors, prefixes: Mapping[str, str]) -> nn.Module:
+        module, table = nn.Module(), self.table
         for stack in STACKS:
-            self.module.add_module(stack, self._stack(tensors, prefixes[stack], stack))
+            module.add_module(stack, self._stack(tensors, prefixes[stack], stack))
         names = {each.name: getattr(table, each.name) for each in fields(Table)}
         for name in (*EMBEDDINGS, "projection", "projection_bias"):
             tensor = tensors.take(names[name]) if names[name] in tensors else None
-            self.module.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
+            module.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
         position = names["source_positions"], names["target_positions"]
-        d_model = self.module.projection.shape[1]
+        d_model = module.projection.shape[1]
         for stack, name in zip(STACKS, position, strict=True):
             found = tensors.take(name) if name in tensors else None
             if found is None:
                 found = sinusoids(5000, d_model, "paper", "interleaved").float()
-            self.module.register_buffer(f"{stack}_positions", found.reshape(-1, d_model).clone())
+            module.register_buffer(f"{stack}_positions", found.reshape(-1, d_model).clone())
+        return module
 
     def _stack(self, tensors: Tensors, prefix: str, stack: str) -> nn.Module:
         table = self.table
@@ -622,3 +633,78 @@ class TorchModel(Toolkit):
         """See `Toolkit`."""
         logits = self.logits(sources, self.inputs(targets))
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=self.pad)
+
+
+def annotated_transformer() -> SimpleNamespace:
+    """The definitions of The Annotated Transformer, from the file that the environment variable
+    ANNOTATED_TRANSFORMER names. What the notebook runs between them is left out.
+
+    Raises:
+        ImportError: It names no file.
+    """
+    file = os.environ.get("ANNOTATED_TRANSFORMER", "")
+    if not Path(file).is_file():
+        raise ImportError(
+            f"ANNOTATED_TRANSFORMER={file!r}: expected the file the_annotated_transformer.py"
+        )
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    tree.body = [each for each in tree.body if isinstance(each, ast.ClassDef | ast.FunctionDef)]
+    names: dict[str, Any] = {
+        "torch": torch, "nn": nn, "math": math, "copy": copy, "time": time,
+        "log_softmax": log_softmax,
+    }  # fmt: skip
+    exec(compile(tree, file, "exec"), names)
+    return SimpleNamespace(**names)
+
+
+class AnnotatedModel(TorchModel):
+    """The classes and functions of The Annotated Transformer. Its greedy search takes one line at
+    a time and does not stop at an end."""
+
+    layout = ANNOTATED
+
+    def _module(self, tensors: Tensors, prefixes: Mapping[str, str]) -> nn.Module:
+        self.code, table = annotated_transformer(), self.table
+        source, target = (tensors.take(name) for name in (table.source_embedding,
+                                                          table.target_embedding))  # fmt: skip
+        module = self.code.make_model(
+            len(source), len(target), N=tensors.count(r"encoder\.layers\.(\d+)\."),
+            d_model=target.shape[1], h=table.heads,
+            d_ff=len(tensors.take("encoder.layers.0.feed_forward.w_1.weight")),
+        )  # fmt: skip
+        module.load_state_dict({name: tensors.take(name) for name in tensors})
+        return module.eval()
+
+    def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        return self.module.generator(self._hidden(sources, inputs))
+
+    def _hidden(self, sources: Tensor, inputs: Tensor) -> Tensor:
+        batch = self.code.Batch(sources, pad=self.pad)
+        mask = batch.make_std_mask(inputs, self.pad)
+        return self.module(sources, inputs, batch.src_mask, mask)
+
+    @torch.no_grad()
+    def translate(
+        self, sources: list[list[int]], num_beams: int = 1, longest: int = 200
+    ) -> list[list[int]]:
+        """See `Toolkit`."""
+        if num_beams > 1:
+            raise NotImplementedError("The Annotated Transformer has no beam search")
+        found = []
+        for source in self.known(sources):
+            batch = self.code.Batch(torch.tensor([source]), pad=self.pad)
+            ids = self.code.greedy_decode(
+                self.module, batch.src, batch.src_mask, longest + 1, self.start
+            )
+            row = ids[0, 1:].tolist()
+            found.append(row[: row.index(self.eos) + 1] if self.eos in row else row)
+        return found
+
+    def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
+        """See `Toolkit`."""
+        size = self.module.generator.proj.out_features
+        criterion = self.code.LabelSmoothing(size, self.pad, 0.0)
+        compute = self.code.SimpleLossCompute(self.module.generator, criterion)
+        hidden = self._hidden(sources, self.inputs(targets))
+        return compute(hidden, targets, targets.ne(self.pad).sum())[1]
