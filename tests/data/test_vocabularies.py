@@ -539,12 +539,31 @@ def test_subwords_are_tensor2tensors(tmp_path, text):
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_other_characters_become_one_that_stands_for_all():
+@pytest.mark.parametrize(
+    "text",
+    ["a 😀", "Привет, a! 你好", "9 10 99 ऀ ϧ", "a\x00\x7f\x80\u2028", "\ud7ff\ue000\ufffd\uffff",
+     "\U00010000\U0001869f\U000186a0\U0001ffff"],
+)  # fmt: skip
+def test_characters_outside_the_alphabet_become_numbers(tmp_path, text):
     vocab = subwords_vocabulary(["a bc"])
-    tokenizer = vocabularies.subwords(vocab, T2T)
-    ids = tokenizer("a 😀")["input_ids"]
-    assert ids == [*subwords_oracle("a \ufffd", vocab), 1]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "a \ufffd"
+    tokenizer = resaved(vocabularies.subwords(vocab, T2T), tmp_path)
+    assert tokenizer(text)["input_ids"] == [*subwords_oracle(text, vocab), 1]
+
+
+@pytest.mark.slow
+def test_every_character_of_two_planes_becomes_its_number():
+    normalizer = vocabularies.subwords(subwords_vocabulary([""]), T2T).backend_tokenizer.normalizer
+    private = {vocabularies.BACKSLASH, vocabularies.UNDERSCORE}
+    for code in [*range(128, 0xD800), *range(0xE000, 0x20000)]:
+        if chr(code) not in private:
+            assert normalizer.normalize_str(chr(code)) == f"\\{code};_"
+
+
+@pytest.mark.parametrize("character", ["𠀀", "\U000f0000"])
+def test_a_character_of_a_higher_plane_becomes_one_that_stands_for_all(character):
+    vocab = subwords_vocabulary(["a bc"])
+    ids = vocabularies.subwords(vocab, T2T)(character)["input_ids"]
+    assert ids == [*subwords_oracle("\ufffd", vocab), 1]
 
 
 @pytest.mark.parametrize("count", LINES)

@@ -18,6 +18,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
@@ -606,6 +607,8 @@ def _sentencepiece_bpe(
 
 _ALNUM = r"[\p{L}\p{N}]"
 _OTHER = r"[^\p{L}\p{N}]"
+_LAST = 0x1FFFF  # the planes above have rare ideographs, tags and private use
+MARK = "\U000f0000"
 
 
 def subwords(
@@ -613,8 +616,8 @@ def subwords(
 ) -> PreTrainedTokenizerFast:
     r"""Text split by tensor2tensor's `SubwordTextEncoder`.
 
-    A character that no subtoken spells, which tensor2tensor writes as `\233;`, becomes U+FFFD,
-    written `\65533;`: no normalizer can compute a number.
+    A character that no subtoken spells is written as its number: `\233;`. One above U+1FFFF becomes
+    U+FFFD before. Decoding leaves numbers as they are.
 
     Args:
         vocab: From `read_subwords`.
@@ -645,9 +648,7 @@ def subwords(
             normalizers.Replace(Regex(borders), "_"),
             normalizers.Replace(Regex("_ _(?=.)"), "_"),  # a single space between two words
             normalizers.Replace("\n", r"\10;"),
-            normalizers.Replace(
-                Regex(f"[^{any_of({*alphabet, BACKSLASH, UNDERSCORE})}]"), r"\65533;"
-            ),
+            *_escapes({*alphabet, BACKSLASH, UNDERSCORE}),
             normalizers.Replace(BACKSLASH, "\\\\"),
             normalizers.Replace(UNDERSCORE, "\\u"),
         ]
@@ -658,7 +659,6 @@ def subwords(
             decoders.Fuse(),
             decoders.Replace("\\\\", BACKSLASH),
             decoders.Replace("\\u", UNDERSCORE),
-            decoders.Replace("\\65533;", "\ufffd"),
             decoders.Replace(Regex(f"(?<={_ALNUM})_(?={_ALNUM})"), " "),
             decoders.Replace("_", ""),
             decoders.Replace(UNDERSCORE, "_"),
@@ -666,6 +666,44 @@ def subwords(
         ]
     )
     return _wrap(backend, vocab, specials)
+
+
+def _escapes(alphabet: set[str]) -> list[normalizers.Normalizer]:
+    r"""Write each character outside the alphabet as `\233;`. A normalizer can't compute a number,
+    but it finds the characters that have a digit: a mark stands before each character while the
+    digits are written, the highest first."""
+    known = any_of(alphabet)
+    digits = [
+        normalizers.Replace(Regex(f"{MARK}(?={having})"), f"{digit}{MARK}")
+        for power in reversed(range(len(str(_LAST))))
+        for digit in range(10)
+        if (having := _having(digit, 10**power))
+    ]
+    return [
+        normalizers.Replace(Regex(rf"[^\x{{0}}-\x{{{_LAST:x}}}{known}]"), "\ufffd"),
+        normalizers.Replace(Regex(f"(?=[^{known}])"), f"\\{MARK}"),
+        *digits,
+        normalizers.Replace(Regex(f"{MARK}."), ";"),
+    ]
+
+
+@cache
+def _having(digit: int, power: int) -> str:
+    """A regular expression for the characters whose number has this digit at this power of ten, and
+    not as a leading zero. There are two classes, because one can have 10,000 ranges at most."""
+    first = max(digit, 10 * (power > 1 and not digit)) * power
+    starts = range(first, _LAST + 1, 10 * power)
+    ranges = [_characters(start, min(start + power - 1, _LAST)) for start in starts]
+    halves = ranges[: len(ranges) // 2], ranges[len(ranges) // 2 :]
+    return "|".join(f"[{''.join(half)}]" for half in halves if any(half))
+
+
+def _characters(first: int, last: int) -> str:
+    """A range for the inside of brackets, without surrogates, which are no characters."""
+    first = 0xE000 if 0xD800 <= first <= 0xDFFF else first
+    last = 0xD7FF if 0xD800 <= last <= 0xDFFF else last
+    ends = (rf"\x{{{each:x}}}" if each < 128 else chr(each) for each in (first, last))
+    return "-".join(dict.fromkeys(ends)) if first <= last else ""
 
 
 # ---------------------------------------------------------------- shared
