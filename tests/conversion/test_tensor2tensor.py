@@ -1,6 +1,7 @@
 """tensor2tensor's checkpoints, and TensorFlow's files read without TensorFlow."""
 
 import json
+import os
 import pickle
 import struct
 
@@ -24,6 +25,8 @@ from vanilla_transformer.conversion import (
     find_format,
     tensor2tensor,
 )
+from vanilla_transformer.conversion.check import Converted, largest_difference, of_targets
+from vanilla_transformer.conversion.tensor2tensor_program import short
 from vanilla_transformer.conversion.tensorflow_checkpoint import (
     DTYPES,
     MAGIC,
@@ -494,3 +497,58 @@ def test_a_payload_in_place_of_the_index_stays_asleep(tmp_path, small, mark):
 def test_the_start_token_never_comes_out(converted):
     tokenizer = AutoTokenizer.from_pretrained(converted("tensor2tensor/v1"))
     assert tokenizer.decode([87, 2, 1], skip_special_tokens=True) == ""
+
+
+# ---------------------------------------------------------------- the toolkit itself
+
+
+def test_a_check_without_tensor2tensor_asks_for_a_python(tmp_path, small, monkeypatch):
+    monkeypatch.delenv("TENSOR2TENSOR_PYTHON", raising=False)
+    expected = "No module named 'tensor2tensor' in .*: set TENSOR2TENSOR_PYTHON"
+    with pytest.raises(ImportError, match=expected):
+        tensor2tensor.load_toolkit(save(tmp_path / "t2t", small), ConversionOptions())
+
+
+def test_a_check_shows_why_tensor2tensor_ended(tmp_path, small, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho no memory >&2\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("TENSOR2TENSOR_PYTHON", str(program))
+    with pytest.raises(RuntimeError, match="tensor2tensor: no memory"):
+        tensor2tensor.load_toolkit(save(tmp_path / "t2t", small), ConversionOptions())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("transformer/parallel_0_5/transformer/transformer/body/decoder/layer_0_1/ffn/conv1/bias",
+         "body/parallel_0/body/decoder/layer_0/ffn/conv1/bias"),
+        ("transformer/body/encoder/layer_prepostprocess/layer_norm/layer_norm_bias",
+         "body/encoder/layer_prepostprocess/layer_norm/layer_norm_bias"),
+        ("transformer/symbol_modality_87_32/shared/weights_1",
+         "symbol_modality_87_32/shared/weights_1"),
+        ("transformer/body/inputs_positional_embedding", "body/inputs_positional_embedding"),
+    ],
+)  # fmt: skip
+def test_a_variable_has_one_name_in_every_graph(one, other):
+    assert short(one) == short(other)
+    assert short(f"training/{one}/Adam") != short(one) != short(f"{one}/Adam")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="the checkpoints are not there")
+@pytest.mark.skipif("TENSOR2TENSOR_PYTHON" not in os.environ, reason="no Python has tensor2tensor")
+def test_a_check_runs_tensor2tensor(converted):
+    ours = Converted(converted("tensor2tensor/v1"))
+    _, notes = load_reference("tensor2tensor/v1")
+    toolkit = tensor2tensor.load_toolkit(CHECKPOINTS / "tensor2tensor/v1", ConversionOptions())
+    sources = ours.tokenizer(notes["source_texts"])["input_ids"]
+    assert sources == [toolkit.encode(text) for text in notes["source_texts"]]
+    greedy = toolkit.translate(sources, longest=20)
+    assert [ours.text(ids) for ids in greedy] == notes["greedy"]["texts"]
+    assert largest_difference(toolkit, ours, sources, greedy) < 1e-5
+    assert toolkit.translate(sources, longest=3) == [ids[:3] for ids in greedy]
+    targets = ours.tokenizer(text_target=notes["target_texts"])["input_ids"]
+    loss = toolkit.loss(toolkit.padded(sources), toolkit.padded(targets))
+    expected = -torch.cat(of_targets(ours.log_probs(sources, targets), targets)).mean()
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=0)

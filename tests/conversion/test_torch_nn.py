@@ -1,6 +1,7 @@
 """State dicts of torch.nn.Transformer and of The Annotated Transformer."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
 from conversion.models import expect_training_to_go_on, random_model, split_state
 from conversion.reference import CHECKPOINTS, expect_reference, load_reference
 from vanilla_transformer.conversion import ConversionOptions, convert, positions, torch_nn
+from vanilla_transformer.conversion.check import Converted, largest_difference, of_targets
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(nested_tensor|nested tensors)")
 
@@ -331,3 +333,34 @@ def test_other_state_dicts_are_not_recognised(tmp_path):
     torch.save({"weight": torch.zeros(1)}, tmp_path / "other.pt")
     assert not torch_nn.recognizes(tmp_path / "other.pt")
     assert not torch_nn.recognizes(tmp_path / "absent.pt")
+
+
+def test_the_definitions_of_a_notebook_are_compiled_without_its_examples(tmp_path, monkeypatch):
+    file = tmp_path / "notebook.py"
+    file.write_text("import altair\nclass A(nn.Module): pass\ndef f(): return A()\nraise OSError\n")
+    monkeypatch.setenv("ANNOTATED_TRANSFORMER", str(file))
+    assert isinstance(torch_nn.annotated_transformer().f(), nn.Module)
+
+
+def test_a_check_of_the_annotated_transformer_asks_for_its_code(monkeypatch):
+    monkeypatch.delenv("ANNOTATED_TRANSFORMER", raising=False)
+    with pytest.raises(ImportError, match=r"expected the file the_annotated_transformer\.py"):
+        torch_nn.annotated_transformer()
+
+
+@pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="the checkpoints are not there")
+@pytest.mark.skipif("ANNOTATED_TRANSFORMER" not in os.environ, reason="its code is not there")
+def test_a_check_runs_the_annotated_transformer(tmp_path):
+    variant, options = "annotated_transformer/pre", ConversionOptions(heads=4)
+    ours = Converted(convert(CHECKPOINTS / variant, tmp_path / "ours", options=options))
+    _, notes = load_reference(variant)
+    toolkit = torch_nn.load_toolkit(CHECKPOINTS / variant, options)
+    sources = ours.tokenizer(notes["source_texts"])["input_ids"]
+    assert sources == [toolkit.encode(text) for text in notes["source_texts"]]
+    greedy = toolkit.translate(sources, longest=20)
+    assert [ours.text(ids) for ids in greedy] == notes["greedy"]["texts"]
+    assert largest_difference(toolkit, ours, sources, greedy) < 2e-5  # float32, and the epsilon
+    targets = ours.tokenizer(text_target=notes["target_texts"])["input_ids"]
+    loss = toolkit.loss(toolkit.padded(sources), toolkit.padded(targets))
+    expected = -torch.cat(of_targets(ours.log_probs(sources, targets), targets)).mean()
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=0)

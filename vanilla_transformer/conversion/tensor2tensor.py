@@ -552,7 +552,7 @@ def _tokenizer(
 
 
 def python() -> str:
-    """The Python that has tensor2tensor: TensorFlow and its NumPy do not fit into this one."""
+    """The Python that has tensor2tensor, most often another: TensorFlow 2.15 needs NumPy 1."""
     return os.environ.get("TENSOR2TENSOR_PYTHON", sys.executable)
 
 
@@ -566,17 +566,32 @@ def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
 
 
 class Tensor2TensorToolkit(Toolkit):
-    """A model in another process, which runs `tensor2tensor_program.py`. It computes in float32."""
+    """A model in another process, which runs `tensor2tensor_program.py`. It computes in float32.
+    It has no start token, because it shifts targets itself, and no unknown one.
 
-    pad, start, unk = 0, 0, 0  # It has no start, as it shifts targets itself, and nothing unknown.
+    Args:
+        index: Of the checkpoint.
+        options: Those of the conversion.
+
+    Raises:
+        FileNotFoundError, ImportError, RuntimeError: The hyper-parameters or the vocabularies are
+            not there, tensor2tensor is not, or it ended early.
+    """
+
+    pad, start, unk = 0, 0, 0
 
     def __init__(self, index: Path, options: ConversionOptions):
+        if not index.with_name("hparams.json").is_file():
+            raise FileNotFoundError(
+                f"{index.parent}: tensor2tensor runs no model without hparams.json"
+            )
         files = _vocabulary_files(index.parent, options)
         self.source_size = len(read_subwords(files[0]))
         model = {
             "prefix": str(index.with_suffix("").absolute()),
             "vocabularies": [str(Path(file).absolute()) for file in files],
             "target_space_id": options.target_space_id or 0,
+            "threads": torch.get_num_threads(),
         }
         self.folder = tempfile.TemporaryDirectory()
         program = Path(__file__).with_name("tensor2tensor_program.py")
@@ -596,6 +611,7 @@ class Tensor2TensorToolkit(Toolkit):
         return self._answer()
 
     def _answer(self) -> Any:
+        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             messages = Path(self.folder.name, "messages").read_text(errors="replace")

@@ -38,12 +38,13 @@ class Model:
         prefix: The checkpoint, without `.index`.
         vocabularies: Files with the subwords of the source and of the target.
         target_space_id: Of the problem.
+        threads: How many TensorFlow may use, within an operation and for several.
     """
 
-    def __init__(self, prefix: str, vocabularies: list[str], target_space_id: int):
+    def __init__(self, prefix: str, vocabularies: list[str], target_space_id: int, threads: int):
         from tensor2tensor.data_generators.text_encoder import SubwordTextEncoder
 
-        self.prefix, self.target_space_id = prefix, target_space_id
+        self.prefix, self.target_space_id, self.threads = prefix, target_space_id, threads
         self.encoders = [SubwordTextEncoder(file) for file in vocabularies]
         self.graphs: dict[str, tuple[Any, Any, Any]] = {}
 
@@ -55,7 +56,7 @@ class Model:
         """Write the logits (batch, target_length, vocabulary) to a file of NumPy's."""
         import numpy as np
 
-        logits = self._run("logits", self._logits, sources, targets)
+        logits = self._run("logits", lambda model, features: model(features)[0], sources, targets)
         np.save(file, logits[:, :, 0, 0])
 
     def translate(self, sources: list[list[int]], num_beams: int, longest: int) -> list[list[int]]:
@@ -83,10 +84,6 @@ class Model:
         self.graphs.pop("train", None)
         return [float(self._run("train", step, sources, targets)[0]) for _ in range(steps)]
 
-    @staticmethod
-    def _logits(model: Any, features: dict[str, Any]) -> Any:
-        return model(features)[0]
-
     def _run(
         self,
         name: str,
@@ -109,11 +106,11 @@ class Model:
                     places["targets"] = tf.placeholder(tf.int32, (None, None, 1, 1))
                 features = {**places, "target_space_id": tf.constant(self.target_space_id)}
                 result = build(self._model(mode), features)
-                session = tf.Session(
-                    config=tf.ConfigProto(
-                        intra_op_parallelism_threads=int(os.environ.get("OMP_NUM_THREADS", 0))
-                    )
+                config = tf.ConfigProto(
+                    intra_op_parallelism_threads=self.threads,
+                    inter_op_parallelism_threads=self.threads,
                 )
+                session = tf.Session(config=config)
                 tf.train.Saver(self._variables()).restore(session, self.prefix)
             self.graphs[name] = places, result, session
         places, result, session = self.graphs[name]
