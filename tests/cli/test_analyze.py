@@ -22,6 +22,10 @@ def folder(checkpoint, tmp_path_factory):
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder / "model")
     (folder / "source").write_text("the lake is deep\na house\n")
     (folder / "target").write_text("der See ist tief\nein Haus\n")
+    (folder / "links").write_text("0-0 1-1 2p2 3-3\n0-0 1-1\n")
+    (folder / "far").write_text("0-0\n1-2\n")
+    (folder / "odd").write_text("0-0\n0:0\n")
+    (folder / "unsure").write_text("0p0\n1p1\n")
     (folder / "short").write_text("der See\n")
     (folder / "bert").mkdir()
     (folder / "bert/config.json").write_text(json.dumps({"model_type": "bert"}))
@@ -94,6 +98,14 @@ def test_embeddings_have_norms_and_neighbours(run, drawn):
     assert lines[6] == "norms.svg"
 
 
+def test_alignments_have_an_error_rate_by_layer(run):
+    header, *lines = run("alignments", *TEXT, "--links", "links")
+    assert header.split() == ["--alignment_layer", "AER", "precision", "recall"]
+    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
+    assert ["(default)" in line for line in lines] == [False, True, False]
+    assert all(0 <= float(value) <= 100 for line in lines for value in line.split()[-3:])
+
+
 @pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}")
 def test_attention_becomes_a_page(run, folder):
     assert run("attention", "--text", "the lake", "--output", "pages/a.html") == ["pages/a.html"]
@@ -115,6 +127,16 @@ def test_a_page_names_the_extra_that_it_needs(run, monkeypatch):
         (["heads", *TEXT, "--max_tokens", "0"], "--max_tokens 0: expected a positive number"),
         (["heads", *TEXT, "--output", "a.jpg"], "a.jpg: expected a name that ends in .png"),
         (["heads", *TEXT, "--model", "bert"], "is of type bert: expected vanilla_transformer"),
+        (
+            ["alignments", *TEXT, "--links", "far"],
+            "far, line 2: link 1-2 between 2 and 2 words: ex",
+        ),
+        (
+            ["alignments", *TEXT, "--links", "odd"],
+            "odd, line 2: '0:0': expected a link such as 0-0",
+        ),
+        (["alignments", *TEXT, "--links", "short"], "short has 1 lines: expected 2, one for each"),
+        (["alignments", *TEXT, "--links", "unsure"], "unsure has no sure link: expected at least"),
         (["positions", "--source", "source"], "expected both --source and --target"),
         (["attention", "--text", " ", "--output", "a.html"], "text=' ': expected a sentence"),
         (["attention", "--text", "a", "--output", "a.png"], "a.png: expected a name that ends in"),

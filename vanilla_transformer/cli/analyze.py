@@ -6,13 +6,16 @@ r"""Look inside a model.
         --prune 0.3 --prune_output outputs/pruned
     vanilla-transformer analyze attention --model outputs/mine --text "A dog runs." \
         --output attention.html
+    vanilla-transformer analyze alignments --model outputs/mine --source test.en --target test.de \
+        --links test.links
     vanilla-transformer analyze positions --model outputs/mine --output positions.png
     vanilla-transformer analyze embeddings --model outputs/mine --tokens dog house
 
 heads: how important each head is, and a smaller model without the least important ones.
-attention: a page to look at the attention of a sentence. positions: how alike positions are, and
-how far attention looks. embeddings: norms, neighbours, and how much of a stack's input is position.
-Those that measure print a table, and --output adds a picture.
+attention: a page to look at the attention of a sentence. alignments: how well attention aligns
+words, against links made by hand. positions: how alike positions are, and how far attention looks.
+embeddings: norms, neighbours, and how much of a stack's input is position. Those that measure print
+a table, and --output adds a picture.
 """
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -24,11 +27,13 @@ from typing import Any
 from matplotlib.figure import Figure
 from transformers import AutoConfig
 
+from ..analysis.alignments import read_gold_alignments, score_layers
 from ..analysis.attention import VIEWS, attention_page, expect_bertviz, expect_both_stacks
 from ..analysis.embeddings import analyze_embeddings, nearest_tokens, vocabulary_of
 from ..analysis.heads import ByHead, analyze_heads, expect_prunable, most_important, prune_heads
 from ..analysis.positions import attention_reach, position_similarities
 from ..data.text_files import expect_parallel, read_file
+from ..inference.alignment import penultimate_layer
 from ..inference.loading import LoadingArguments
 from ..plotting import (
     KINDS,
@@ -89,6 +94,11 @@ def make_parser() -> ArgumentParser:
     attention.add_argument("--view", choices=VIEWS, default="head", help="Of bertviz.")
     attention.add_argument("--output", required=True, help="The page: a name in .html.")
 
+    alignments = add("alignments", show_alignments, "How well attention aligns words.", False)
+    alignments.set_defaults(output=None)
+    add_text(alignments, required=True)
+    alignments.add_argument("--links", required=True, help="File of links: 0-0 sure, 1p2 possible.")
+
     positions = add("positions", show_positions, "How alike positions are.")
     add_text(positions, required=False)
     embeddings = add("embeddings", show_embeddings, "Norms and neighbours of embeddings.")
@@ -113,6 +123,8 @@ def check(arguments: Namespace) -> None:
         if arguments.max_tokens < 1:
             raise ValueError(f"--max_tokens {arguments.max_tokens}: expected a positive number")
         expect_parallel(arguments.source, arguments.target)
+    if given.get("links") is not None:
+        read_gold_alignments(arguments.links, read_pairs(arguments))
     config = AutoConfig.from_pretrained(arguments.model)
     expect_both_stacks(config)
     if (given.get("prune") is None) != (given.get("prune_output") is None):
@@ -200,6 +212,19 @@ def write_page(arguments: Namespace) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(attention_page(maps, arguments.view), encoding="utf-8")
     print(path)
+
+
+def show_alignments(arguments: Namespace) -> None:
+    model, tokenizer = load(arguments)
+    pairs = read_pairs(arguments)
+    gold = read_gold_alignments(arguments.links)
+    scores = score_layers(pairs, gold, model, tokenizer, arguments.max_tokens)
+    default = penultimate_layer(len(scores))
+    rows = [
+        [f"{layer}{' (default)' * (layer == default)}", *(f"{100 * value:.1f}" for value in score)]
+        for layer, score in enumerate(scores)
+    ]
+    print(table(["--alignment_layer", "AER", "precision", "recall"], rows))
 
 
 def show_positions(arguments: Namespace) -> None:

@@ -159,10 +159,15 @@ def _aligned_places(
         with _eager_attention(member):
             outputs = member(**inputs, output_attentions=True, use_cache=False)
         maps = outputs.cross_attentions
-        penultimate = max(len(maps) - 2, 0)
-        weights = weights.to(maps[0]) + maps[penultimate if layer is None else layer].mean(1)
+        chosen = penultimate_layer(len(maps)) if layer is None else layer
+        weights = weights.to(maps[0]) + maps[chosen].mean(1)
     hidden = torch.isin(inputs["input_ids"], special) | (inputs["attention_mask"] == 0)
     return weights.masked_fill(hidden[:, None], -1).argmax(-1).tolist()
+
+
+def penultimate_layer(layers: int) -> int:
+    """The layer that aligns by default, from 0; a single layer has no other."""
+    return max(layers - 2, 0)
 
 
 def _members(model: Any) -> Iterable[Any]:

@@ -1,0 +1,69 @@
+"""The alignment error rate, on numbers worked out by hand, and of a model's layers."""
+
+from math import isnan
+
+import pytest
+from conftest import REPOSITORY
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.analysis.alignments import (
+    GoldAlignment,
+    read_gold_alignments,
+    score_alignments,
+    score_layers,
+)
+from vanilla_transformer.data.text_files import read_file
+from vanilla_transformer.inference.alignment import add_alignments
+from vanilla_transformer.inference.translation import Hypothesis
+
+SAMPLE = REPOSITORY / "tests/fixtures/alignments"
+SURE, POSSIBLE = (0, 0), (1, 1)
+GOLD = GoldAlignment(frozenset([SURE]), frozenset([SURE, POSSIBLE]))
+
+
+@pytest.mark.parametrize(
+    ("links", "error_rate", "precision", "recall"),
+    [
+        ([SURE], 0, 1, 1),
+        ([SURE, POSSIBLE], 0, 1, 1),  # a possible link is no error
+        ([POSSIBLE], 1 / 2, 1, 0),
+        ([(0, 1)], 1, 0, 0),
+        ([SURE, POSSIBLE, (2, 2)], 1 / 4, 2 / 3, 1),  # 1 - (1 + 2) / (3 + 1)
+    ],
+)
+def test_an_error_rate_by_hand(links, error_rate, precision, recall):
+    assert score_alignments([links], [GOLD]) == pytest.approx((error_rate, precision, recall))
+
+
+def test_links_are_counted_over_all_pairs():
+    found = [[SURE], [SURE, (5, 5), (6, 6)]]
+    assert score_alignments(found, [GOLD, GOLD]).error_rate == pytest.approx(1 - (2 + 2) / (4 + 2))
+    assert isnan(score_alignments([[]], [GOLD]).precision)
+    with pytest.raises(ValueError, match="zip"):
+        score_alignments(found, [GOLD])
+
+
+def test_the_sample_by_hand_links_words_that_exist():
+    """And most words have a sure link, in an order that differs between the languages."""
+    pairs = list(zip(*(list(read_file(SAMPLE / side)) for side in ("en", "de")), strict=True))
+    gold = read_gold_alignments(SAMPLE / "links", pairs)
+    assert len(gold) == 20
+    words = sum(len(target.split()) for _, target in pairs)
+    linked = sum(len({target for _, target in row.sure}) for row in gold)
+    assert linked > 0.9 * words
+    monotone = [[(place, place) for place in range(len(target.split()))] for _, target in pairs]
+    assert score_alignments(monotone, gold).error_rate > 0.5
+
+
+def test_each_layer_is_scored_on_the_given_targets(checkpoint, tokenizer):
+    model = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint).eval()
+    pairs = [("a house by the lake", "ein Haus am See"), ("the lake", "der See ist tief")]
+    found = [
+        [Hypothesis(target, token_ids=tuple(tokenizer(text_target=target)["input_ids"]))]
+        for _, target in pairs
+    ]
+    rows = add_alignments([source for source, _ in pairs], found, model, tokenizer, layer=1)
+    links = [frozenset(row[0].alignment) for row in rows]
+    scores = score_layers(pairs, [GoldAlignment(row, row) for row in links], model, tokenizer)
+    assert scores[1] == (0, 1, 1)
+    assert scores[0].error_rate > 0 < scores[2].error_rate
