@@ -10,8 +10,11 @@ import pytest
 from conftest import REPOSITORY, run_command
 from transformers import GenerationConfig
 
+from vanilla_transformer.cli import generation_options
 from vanilla_transformer.cli.generation_options import (
     NOT_OFFERED,
+    encode_forced_words,
+    find_recipe,
     generation_option_names,
     parse_value,
 )
@@ -84,6 +87,99 @@ def test_prefixes_scores_and_alignments_from_file_to_file(checkpoint, tmp_path):
     assert "2 of 3 translations reached their length limit" in process.stderr.splitlines()[-1]
 
 
+# ---------------------------------------------------------------- Searches of other people
+
+RECIPE = """
+from transformers import GenerationMixin
+
+from .forcing import Forced
+
+
+def search(model, input_ids, logits_processor, generation_config, **rest):
+    words = [token for word in generation_config.force_words_ids for token in word]
+    logits_processor.append(Forced(words, input_ids.shape[1]))
+    return model._sample(
+        input_ids, logits_processor=logits_processor, generation_config=generation_config, **rest
+    )
+
+
+def generate(model, *args, **kwargs):
+    return GenerationMixin.generate(model, *args, custom_generate=search, **kwargs)
+"""
+FORCING = """
+from dataclasses import dataclass
+
+from transformers import LogitsProcessor
+
+
+@dataclass
+class Forced(LogitsProcessor):
+    words: list
+    start: int
+
+    def __call__(self, input_ids, scores):
+        step = input_ids.shape[1] - self.start
+        if step < len(self.words):
+            scores = scores.fill_(float("-inf"))
+            scores[:, self.words[step]] = 0
+        return scores
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """The name of a folder with a search that begins with the forced words."""
+    folder = tmp_path / "begin/custom_generate"
+    folder.mkdir(parents=True)
+    (folder / "generate.py").write_text(RECIPE)
+    (folder / "forcing.py").write_text(FORCING)
+    return "begin"
+
+
+def test_a_recipe_forces_words_and_resumes_only_with_the_same_code(
+    checkpoint, tokenizer, tmp_path, recipe
+):
+    """What begins with forced words is what a prefix gives."""
+    (tmp_path / "in").write_text(LINES)
+    (tmp_path / "prefixes").write_text("ein Haus\n\nein Haus\n")
+    files = ("--source", "in", "--output", "out")
+    run(checkpoint, tmp_path, *files, "--target_prefix_file", "prefixes")
+    expected = (tmp_path / "out").read_text()
+    flags = [*files, "--custom_generate", f"./{recipe}/", "--trust_remote_code"]
+    flags += ["--force_words", "ein", "Haus"]
+    forced = sum(map(len, encode_forced_words(["ein", "Haus"], tokenizer)))
+    flags += ["--max_new_tokens", 6 + forced]
+    run(checkpoint, tmp_path, *flags)
+    assert (tmp_path / "out").read_text() == expected
+    assert expected.startswith("ein Haus")
+
+    (tmp_path / "out.parts").mkdir()
+    (tmp_path / "out.parts/job.json").write_text('{"custom_generate": "other code"}')
+    refused = run(checkpoint, tmp_path, *flags, check=False).stderr.splitlines()[-1]
+    assert "custom_generate='" in refused
+    assert "expected 'other code'" in refused
+
+
+def test_a_recipe_of_the_hub_is_looked_up_once(tmp_path, recipe, monkeypatch):
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return tmp_path / recipe
+
+    monkeypatch.setattr(generation_options, "snapshot_download", download)
+    assert find_recipe("someone/begin", trust_remote_code=True) == str(tmp_path / recipe)
+    assert asked == [("someone/begin", "custom_generate/*")]
+
+
+def test_forced_words_are_tokens_of_the_target(tokenizer):
+    assert encode_forced_words(["See", "ein Haus"], tokenizer) == [
+        tokenizer(text_target=text)["input_ids"][:-1] for text in ("See", "ein Haus")
+    ]
+    with pytest.raises(ValueError, match="force_words='': expected text in the target's vocabul"):
+        encode_forced_words(["See", ""], tokenizer)
+
+
 @pytest.mark.parametrize("flags", [
     ["--mbr", "chrf", "--do_sample", "--candidates", 4, "--top_p", 0.9],
     ["--mbr", "bleu", "--num_beams", 3],
@@ -116,8 +212,15 @@ def test_reranking_gives_the_same_from_a_file_in_pieces_as_from_a_stream(
         (["--source", "in", "--target_prefix_file", "one"], "in has 3 lines and one 1: expected"),
         (["--source", "in", "--target_prefix_file", "in", "--max_new_tokens", 1],
          "target prefix 1 has"),
+        (["--custom_generate", "begin"], "expected --trust_remote_code as well"),
+        (["--custom_generate", "none/such", "--trust_remote_code"],
+         "custom_generate='none/such': expected a folder, or a repository on the Hub, with cust"),
+        (["--force_words", "See"], "expected --custom_generate transformers-community/constrained"),
+        (["--num_beam_groups", 2], "expected --custom_generate transformers-community/group-beam"),
         (["--max_tokens", 0], "max_tokens=0: expected a positive integer"),
         (["--model", "{checkpoint}", "{checkpoint}", "--compile"], "compile=True with 2 models"),
+        (["--model", "{checkpoint}", "{checkpoint}", "--custom_generate", "begin"],
+         "custom_generate=begin with 2 models"),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )  # fmt: skip

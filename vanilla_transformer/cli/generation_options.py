@@ -2,20 +2,34 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from huggingface_hub import snapshot_download
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..inference.alignment import unknown_id
 from ..model.generation import OWN_OPTIONS, GenerationOptions
 from ..model.validation import expect_generation_options
 
-# The commands decide what `generate()` returns, and transformers moved the last ones elsewhere.
+# The commands decide what `generate()` returns, and constraints are objects.
 NOT_OFFERED = {
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
     "output_logits", "return_dict_in_generate", "transformers_version", "is_assistant",
-    "continuous_batching_config", "low_memory", "penalty_alpha", "dola_layers",
-    "diversity_penalty", "num_beam_groups", "constraints", "force_words_ids",
+    "continuous_batching_config", "constraints",
 }  # fmt: skip
+
+RECIPE_FILE = "custom_generate/generate.py"
+# Options that transformers moved out of the library, each with the repository that has them now.
+MOVED = {
+    "force_words_ids": "transformers-community/constrained-beam-search",
+    "num_beam_groups": "transformers-community/group-beam-search",
+    "diversity_penalty": "transformers-community/group-beam-search",
+    "penalty_alpha": "transformers-community/contrastive-search",
+    "low_memory": "transformers-community/contrastive-search",
+    "dola_layers": "transformers-community/dola",
+}
 
 HELP = {
     "num_beams": "Beam size. Default: the model's own.",
@@ -58,6 +72,61 @@ def parse_value(text: str) -> Any:
 def given_options(namespace: Namespace) -> dict[str, Any]:
     """The options that a command line sets."""
     return {name: value for name, value in vars(namespace).items() if value is not None}
+
+
+def find_recipe(name: str, trust_remote_code: bool) -> str:
+    """The local folder of a recipe for `generate(custom_generate=...)`.
+
+    Args:
+        name: A folder, or the name of a repository on the Hub, with custom_generate/generate.py.
+        trust_remote_code: Whether its code may run.
+
+    Raises:
+        ValueError: The code is not trusted, or there is none.
+    """
+    if not trust_remote_code:
+        raise ValueError(
+            f"custom_generate={name!r} runs the code of that repository: expected "
+            "--trust_remote_code as well"
+        )
+    folder = Path(name)
+    try:
+        if not folder.is_dir():  # downloaded once, and not looked up again for each batch
+            folder = Path(snapshot_download(name, allow_patterns=f"{Path(RECIPE_FILE).parent}/*"))
+        (folder / RECIPE_FILE).open().close()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"custom_generate={name!r}: expected a folder, or a repository on the Hub, with "
+            f"{RECIPE_FILE}"
+        ) from error
+    return str(folder.resolve())
+
+
+def expect_recipe(options: dict[str, Any]) -> None:
+    """Raise a ValueError if an option needs a recipe and there is none."""
+    for name in MOVED.keys() & options.keys():
+        if "custom_generate" not in options:
+            raise ValueError(
+                f"{name}={options[name]!r}: expected --custom_generate {MOVED[name]} as well, or "
+                "another recipe that has this option"
+            )
+
+
+def encode_forced_words(
+    words: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    """The target's token ids of words or phrases, as `force_words_ids` takes them.
+
+    Raises:
+        ValueError: One is empty or has a token that is not in the vocabulary.
+    """
+    encoded = []
+    for word in words:
+        ids = tokenizer(text_target=word, add_special_tokens=False)["input_ids"]
+        if not ids or unknown_id(tokenizer) in ids:
+            raise ValueError(f"force_words={word!r}: expected text in the target's vocabulary")
+        encoded.append(ids)
+    return encoded
 
 
 def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> None:

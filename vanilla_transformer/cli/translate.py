@@ -16,7 +16,6 @@ numbers start at 0. The score is the translation's log-probability divided by th
 --token_scores and --alignments add a field each.
 """
 
-import hashlib
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -33,7 +32,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.text_files import expect_parallel, open_output, read_arrived, read_file
 from ..inference.alignment import UNITS, add_alignments, add_token_scores
 from ..inference.loading import LoadingArguments
-from ..inference.parallel_translation import LINES_PER_CHUNK, fingerprint, transform_file
+from ..inference.parallel_translation import LINES_PER_CHUNK, digest, fingerprint, transform_file
 from ..inference.reranking import (
     UTILITIES,
     get_utility,
@@ -50,8 +49,13 @@ from ..inference.translation import (
 )
 from .generation_options import (
     HELP,
+    MOVED,
+    RECIPE_FILE,
     add_generation_options,
+    encode_forced_words,
+    expect_recipe,
     expect_valid_options,
+    find_recipe,
     generation_option_names,
     given_options,
 )
@@ -83,6 +87,14 @@ class TranslateArguments:
     seed: int = field(default=42, metadata={"help": "Seed of --do_sample."})
     target_prefix_file: str | None = field(
         default=None, metadata={"help": "File with the beginning of each translation, or a blank."}
+    )
+    custom_generate: str | None = field(
+        default=None,
+        metadata={"help": "Search by the recipe of this folder or Hub name. It is code that runs."},
+    )
+    force_words: list[str] | None = field(
+        default=None,
+        metadata={"help": "Words or phrases of each translation, for such a --custom_generate."},
     )
     n_best: int | None = field(
         default=None, metadata={"help": "Write this many hypotheses of a line, with scores."}
@@ -135,8 +147,16 @@ class TranslateArguments:
             raise ValueError(
                 f"candidates={self.candidates}: expected --mbr or --reverse_model as well"
             )
-        if self.compile and len(self.model) > 1:
-            raise ValueError(f"compile=True with {len(self.model)} models: expected one model")
+        for name in ("compile", "custom_generate"):
+            if (value := getattr(self, name)) and len(self.model) > 1:
+                raise ValueError(
+                    f"{name}={value} with {len(self.model)} models: expected one model"
+                )
+        if self.force_words is not None and self.custom_generate is None:
+            raise ValueError(
+                f"force_words={self.force_words}: expected --custom_generate "
+                f"{MOVED['force_words_ids']} as well, or another recipe that has force_words_ids"
+            )
         if self.target_prefix_file is not None:
             if self.source is None:
                 raise ValueError(
@@ -155,10 +175,11 @@ GROUPS = {
         "model", "source", "output", "batch_size", "max_tokens",
         *(option.name for option in fields(LoadingArguments)), "compile",
     ],
-    "search (all options of generate() work: see --help_all)": [*HELP, "seed"],
+    "search (all options of generate() work: see --help_all)": [
+        *HELP, "seed", "target_prefix_file", "custom_generate", "force_words",
+    ],
     "what to write": [
         "n_best", "token_scores", "alignments", "alignment_layer", "replace_unknown",
-        "target_prefix_file",
     ],
     "reranking": ["mbr", "candidates", "reverse_model", "reverse_weight", "length_weight"],
 }  # fmt: skip
@@ -248,6 +269,11 @@ class TranslationJob:
         self, arguments: TranslateArguments, loading: LoadingArguments, options: dict[str, Any]
     ):
         self.arguments, self.options = arguments, options
+        if arguments.custom_generate is not None:
+            trusted = loading.trust_remote_code
+            options["custom_generate"] = find_recipe(arguments.custom_generate, trusted)
+            options["trust_remote_code"] = trusted
+        expect_recipe(options)
         self.model, self.tokenizer = loading.load(arguments.model)
         self.reverse: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         if arguments.reverse_model is not None:
@@ -255,6 +281,8 @@ class TranslationJob:
         self.prefixes: list[str] | None = None
         if arguments.target_prefix_file is not None:
             self.prefixes = list(read_file(arguments.target_prefix_file))
+        if arguments.force_words is not None:
+            options["force_words_ids"] = encode_forced_words(arguments.force_words, self.tokenizer)
         if arguments.compile:
             options.setdefault("cache_implementation", "static")
             if self.model.device.type == "cpu":  # elsewhere, transformers compiles by itself
@@ -278,6 +306,13 @@ class TranslationJob:
         """Raise an error about the first option that can't work with these models."""
         arguments, number = self.arguments, self.number
         expect_valid_options(self.model, self.options)
+        if arguments.custom_generate is not None and not hasattr(
+            self.model, "load_custom_generate"
+        ):
+            raise ValueError(
+                f"custom_generate={arguments.custom_generate!r} with {type(self.model).__name__}: "
+                "expected a model that searches as transformers does"
+            )
         if number is not None and arguments.reranks and not max(2, arguments.n_best or 1) <= number:
             raise ValueError(
                 f"candidates={number}: expected at least 2, and as many as n_best; "
@@ -303,13 +338,16 @@ class TranslationJob:
     def settings(self) -> dict[str, Any]:
         """All that the translations depend on, besides the source; see `transform_file`."""
         ignored = ("model", "source", "output", "target_prefix_file", "reverse_model")
-        settings = {k: v for k, v in vars(self.arguments).items() if k not in ignored}
-        settings |= {**self.options, **fingerprint(self.model, self.tokenizer)}
+        settings = {**vars(self.arguments), **self.options}
+        settings = {k: v for k, v in settings.items() if k not in ignored}
+        settings |= fingerprint(self.model, self.tokenizer)
+        if (recipe := settings["custom_generate"]) is not None:
+            code = sorted(Path(recipe, RECIPE_FILE).parent.glob("*.py"))
+            settings["custom_generate"] = digest(*(path.read_bytes() for path in code))
         if self.reverse is not None:
             settings["reverse_model"] = fingerprint(*self.reverse)
         if self.prefixes is not None:
-            content = "\n".join(self.prefixes).encode()
-            settings["target_prefix_file"] = hashlib.blake2b(content, digest_size=8).hexdigest()
+            settings["target_prefix_file"] = digest("\n".join(self.prefixes).encode())
         return settings
 
     def translate(self, lines: list[str], first: int = 0) -> Iterator[str]:

@@ -141,7 +141,7 @@ def expect_alignable(
             raise ValueError(f"alignment_layer={layer}: expected {-layers} to {layers - 1}")
     if not tokenizer.is_fast:
         raise ValueError(f"alignments with {type(tokenizer).__name__}: expected a fast tokenizer")
-    if replace_unknown and _unknown_id(tokenizer) is None:
+    if replace_unknown and unknown_id(tokenizer) is None:
         raise ValueError(
             f"replace_unknown=True with {type(tokenizer).__name__} without an unknown token: "
             "expected a tokenizer that has one"
@@ -185,7 +185,7 @@ def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _unknown_id(tokenizer: Any) -> int | None:
+def unknown_id(tokenizer: Any) -> int | None:
     """The target's id of the unknown token."""
     if hasattr(tokenizer, "target_tokenizer") and tokenizer.unk_token is not None:
         return tokenizer.target_tokenizer.token_to_id(tokenizer.unk_token)
@@ -197,10 +197,10 @@ class _AlignmentReader:
 
     def __init__(self, tokenizer: Any, unit: str, replace_unknown: bool):
         self.tokenizer, self.unit = tokenizer, unit
-        self.unknown = _unknown_id(tokenizer) if replace_unknown else None
+        self.unknown = unknown_id(tokenizer) if replace_unknown else None
         self.source_special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         ends = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
-        self.target_special = {*ends, _unknown_id(tokenizer)} - {self.unknown, None}
+        self.target_special = {*ends, unknown_id(tokenizer)} - {self.unknown, None}
 
     def read(
         self,

@@ -66,17 +66,17 @@ def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
         "device": model.device.type,
         "attn_implementation": str(model.config._attn_implementation),
         "weights": weights.hexdigest(),
-        "config": _digest(model.config.to_json_string().encode()),
-        "generation_config": _digest(
+        "config": digest(model.config.to_json_string().encode()),
+        "generation_config": digest(
             model.generation_config.to_json_string(ignore_metadata=True).encode()
         ),
-        "tokenizer": _digest(*files),
+        "tokenizer": digest(*files),
     }
 
 
-def _digest(*files: bytes) -> str:
+def digest(*files: bytes) -> str:
     """The digest of files, without `ORIGIN_FIELDS` in JSON files."""
-    digest = blake2b(digest_size=8)
+    found = blake2b(digest_size=8)
     for content in files:
         with suppress(ValueError):
             kept = json.loads(
@@ -86,8 +86,8 @@ def _digest(*files: bytes) -> str:
                 },
             )
             content = json.dumps(kept, sort_keys=True).encode()
-        digest.update(content)
-    return digest.hexdigest()
+        found.update(content)
+    return found.hexdigest()
 
 
 def transform_file(
