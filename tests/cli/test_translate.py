@@ -5,9 +5,12 @@ import pty
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+import torch
 from conftest import REPOSITORY, run_command
+from torch._dynamo.testing import CompileCounter
 from transformers import GenerationConfig
 
 from vanilla_transformer.cli import generation_options
@@ -18,6 +21,8 @@ from vanilla_transformer.cli.generation_options import (
     generation_option_names,
     parse_value,
 )
+from vanilla_transformer.cli.translate import TranslateArguments, TranslationJob
+from vanilla_transformer.inference.loading import LoadingArguments
 
 LINES = "a house\n\nthe lake is deep\n"
 
@@ -136,9 +141,7 @@ def recipe(tmp_path):
     return "begin"
 
 
-def test_a_recipe_forces_words_and_resumes_only_with_the_same_code(
-    checkpoint, tokenizer, tmp_path, recipe
-):
+def test_a_recipe_forces_words(checkpoint, tokenizer, tmp_path, recipe):
     """What begins with forced words is what a prefix gives."""
     (tmp_path / "in").write_text(LINES)
     (tmp_path / "prefixes").write_text("ein Haus\n\nein Haus\n")
@@ -153,11 +156,20 @@ def test_a_recipe_forces_words_and_resumes_only_with_the_same_code(
     assert (tmp_path / "out").read_text() == expected
     assert expected.startswith("ein Haus")
 
-    (tmp_path / "out.parts").mkdir()
-    (tmp_path / "out.parts/job.json").write_text('{"custom_generate": "other code"}')
-    refused = run(checkpoint, tmp_path, *flags, check=False).stderr.splitlines()[-1]
-    assert "custom_generate='" in refused
-    assert "expected 'other code'" in refused
+
+def test_a_job_knows_the_code_of_its_recipe(checkpoint, tmp_path, recipe, monkeypatch):
+    """So that it is not resumed with other code."""
+    monkeypatch.chdir(tmp_path)
+    arguments = TranslateArguments([str(checkpoint)], custom_generate=recipe)
+    loading = LoadingArguments(device="cpu", trust_remote_code=True)
+
+    def settings():
+        return TranslationJob(arguments, loading, {}).settings()["custom_generate"]
+
+    before = settings()
+    assert before == settings()
+    (tmp_path / recipe / "custom_generate/forcing.py").write_text(FORCING + "# other code")
+    assert before != settings()
 
 
 def test_a_recipe_of_the_hub_is_looked_up_once(tmp_path, recipe, monkeypatch):
@@ -233,6 +245,42 @@ def test_bad_options_are_named_before_work_starts(checkpoint, tmp_path, flags, m
     assert process.returncode != 0
     assert message in process.stderr.splitlines()[-1]
     assert (tmp_path / "kept").read_text() == "of an earlier job\n"
+
+
+# ---------------------------------------------------------------- Compiled models
+
+OF_ALL_LENGTHS = [" ".join(["the lake is deep"] * n) for n in (5, 4, 3, 3, 2, 2, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [1, 3])
+def test_compiling_changes_no_translation_and_ends_after_two_lengths(
+    checkpoint, monkeypatch, beams
+):
+    """One graph for the first step and one for all others; both again for the second length, and
+    then for any length and number of lines."""
+    torch._dynamo.reset()  # what others have compiled
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter, fullgraph=True))
+    loading, found, graphs = LoadingArguments(device="cpu"), [], []
+    for compiled in (False, True):
+        arguments = TranslateArguments([str(checkpoint)], batch_size=2, compile=compiled)
+        job = TranslationJob(arguments, loading, {"num_beams": beams})
+        found.append(list(job.translate(OF_ALL_LENGTHS)))
+        graphs.append(counter.frame_count)
+    assert found[0] == found[1]
+    assert graphs == [0, 4]
+
+
+@pytest.mark.slow
+def test_the_default_compiler_changes_no_translation(checkpoint, tmp_path):
+    stdin = "".join(f"{line}\n" for line in OF_ALL_LENGTHS[-3:])
+    flags = ("--batch_size", 1, "--num_beams", 2)
+    expected = run(checkpoint, tmp_path, *flags, stdin=stdin).stdout
+    assert run(checkpoint, tmp_path, *flags, "--compile", stdin=stdin).stdout == expected
+
+
+# ---------------------------------------------------------------- A terminal
 
 
 @pytest.mark.slow
