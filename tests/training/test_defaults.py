@@ -133,6 +133,8 @@ def test_outputs_may_be_as_long_as_the_targets_of_the_text():
     assert not hasattr(model.generation_config, "extra_output_tokens")  # the paper's 50 are enough
     extend_output_limit(model, MULTI30K._replace(longest_excess=200))
     assert model.generation_config.extra_output_tokens == 220
+    extend_output_limit(model, MULTI30K._replace(longest_excess=100))  # a second training
+    assert model.generation_config.extra_output_tokens == 220
 
 
 def test_the_limit_of_another_model_is_its_own():

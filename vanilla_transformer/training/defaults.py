@@ -84,9 +84,11 @@ def choose_open_options(arguments: Any, d_model: int, size: TextSize | None) -> 
 
 def extend_output_limit(model: PreTrainedModel, size: TextSize | None) -> None:
     """Let translations be as long as the targets of the text: input length + 50 is the paper's
-    limit (section 6.1), and cuts the targets of some tasks. Other models have limits of their own.
+    limit (section 6.1), and cuts the targets of some tasks. A checkpoint keeps a higher limit.
+    Other models have limits of their own.
     """
     limit = getattr(model, "extra_output_tokens", math.inf)
+    limit = getattr(model.generation_config, "extra_output_tokens", limit)
     if size is not None and size.longest_excess > limit:
         extra = size.longest_excess + size.longest_excess // 10
         model.generation_config.extra_output_tokens = extra
