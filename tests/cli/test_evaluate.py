@@ -1,9 +1,12 @@
 """`evaluate`: systems, references, tables, pictures, and what it refuses."""
 
+import io
 import json
 import sys
+from contextlib import redirect_stderr
 
 import pytest
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.cli import evaluate
 
@@ -41,6 +44,17 @@ def test_metrics_are_chosen_and_references_are_several(run):
     assert two["exact_match"] == pytest.approx(200 / 3)
     assert one["wer"] == pytest.approx(100 * 2 / 6)
     assert "nrefs:2" in two["ter_signature"]
+
+
+def test_translations_that_are_cut_are_counted(run, checkpoint, tmp_path):
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    model.generation_config.max_new_tokens = 3
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "model")
+    errors = io.StringIO()
+    with redirect_stderr(errors):
+        run("--model", "model", "--source", "source", "--target", "ref0", "--device", "cpu")
+    assert "3 of 3 translations reached their length limit and are cut" in errors.getvalue()
 
 
 def test_systems_are_compared_in_one_line(run):

@@ -27,9 +27,10 @@ from ..inference.metrics import (
     score_translations,
     scores_by_length,
 )
-from ..inference.translation import translate
+from ..inference.translation import translate_n_best
 from .parser import CommandParser
 from .table import table
+from .translate import report_limit
 
 
 @dataclass
@@ -109,15 +110,19 @@ def main() -> None:
         comet_model=arguments.comet_model,
     )
     if not systems:
-        systems[" ".join(arguments.model)] = list(
-            translate(
+        best = [
+            hypotheses[0]
+            for hypotheses in translate_n_best(
                 sources or (),
                 *loading.load(arguments.model),
+                None,
                 batch_size=arguments.batch_size,
                 show_progress=sys.stderr.isatty(),
                 **({} if arguments.num_beams is None else {"num_beams": arguments.num_beams}),
             )
-        )
+        ]
+        systems[" ".join(arguments.model)] = [hypothesis.text for hypothesis in best]
+        report_limit(len(best), sum(not hypothesis.is_complete for hypothesis in best))
     if arguments.paired is not None:
         scores = compare_systems(systems, *references, metrics=metrics, test=arguments.paired)
     else:

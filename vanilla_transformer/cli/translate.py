@@ -253,7 +253,7 @@ def report_limit(translated: int, cut: int) -> None:
     if cut:
         print(
             f"{cut:,} of {translated:,} translations reached their length limit and are cut; "
-            "--max_new_tokens or --extra_output_tokens raises it",
+            "`translate` raises it by --max_new_tokens or --extra_output_tokens",
             file=sys.stderr,
         )
 
