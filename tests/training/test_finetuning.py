@@ -14,6 +14,7 @@ from transformers import (
     MarianConfig,
     MarianMTModel,
     MarianTokenizer,
+    MBart50Tokenizer,
     MBartConfig,
     MBartForConditionalGeneration,
     MBartTokenizer,
@@ -23,7 +24,12 @@ from transformers import (
     T5Tokenizer,
 )
 
+from vanilla_transformer import (
+    VanillaTransformerConfig,
+    VanillaTransformerForConditionalGeneration,
+)
 from vanilla_transformer.data.parallel_text import DataArguments
+from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.preparation import prepare
 
@@ -35,6 +41,12 @@ WIDTH |= {"decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attentio
 
 def unigrams(*special):
     return [*((token, 0.0) for token in special), *((piece, -2.0) for piece in ["▁", *LETTERS])]
+
+
+def ours(folder):
+    tokenizer = train_tokenizer(SOURCES + TARGETS, 300, show_progress=False)
+    config = VanillaTransformerConfig(vocab_size=len(tokenizer), **WIDTH)
+    return save(folder, VanillaTransformerForConditionalGeneration(config), tokenizer)
 
 
 def mbart(folder):
@@ -50,6 +62,12 @@ def nllb(folder):
     )
     config = M2M100Config(vocab_size=len(tokenizer), **WIDTH)
     return save(folder, M2M100ForConditionalGeneration(config), tokenizer)
+
+
+def mbart50(folder):
+    tokenizer = MBart50Tokenizer(vocab=unigrams("<s>", "<pad>", "</s>", "<unk>"))
+    config = MBartConfig(vocab_size=len(tokenizer), decoder_start_token_id=2, **WIDTH)
+    return save(folder, MBartForConditionalGeneration(config), tokenizer)
 
 
 def t5(folder):
@@ -126,6 +144,16 @@ def test_mbart_marks_languages_at_the_end_and_starts_with_the_targets(tmp_path):
     assert ready.model.generation_config.decoder_start_token_id == french
 
 
+def test_mbart50_marks_languages_at_the_start_and_forces_the_targets(tmp_path):
+    model = mbart50(tmp_path / "mbart50")
+    ready = prepared(tmp_path, model, source_lang="fr_XX", target_lang="de_DE")
+    batch = batch_of(ready)
+    assert (batch["input_ids"][0], batch["input_ids"][-1]) == ("fr_XX", "</s>")
+    assert (batch["labels"][0], batch["labels"][-1]) == ("de_DE", "</s>")
+    german = ready.tokenizer.convert_tokens_to_ids("de_DE")
+    assert ready.model.generation_config.forced_bos_token_id == german
+
+
 def test_nllb_marks_languages_at_the_start_and_forces_the_targets(tmp_path):
     model = nllb(tmp_path / "nllb")
     ready = prepared(tmp_path, model, source_lang="eng_Latn", target_lang="fra_Latn")
@@ -168,13 +196,16 @@ def test_a_language_that_a_tokenizer_lacks_is_named(make, languages, tmp_path):
 @pytest.mark.parametrize(
     ("make", "flags"),
     [
-        (mbart, ["--source_lang", "en_XX", "--target_lang", "fr_XX"]),
-        (nllb, ["--source_lang", "eng_Latn", "--target_lang", "fra_Latn"]),
+        (ours, []),
+        (mbart, ["--source_lang", "fr_XX", "--target_lang", "de_DE"]),
+        (mbart50, ["--source_lang", "fr_XX", "--target_lang", "de_DE"]),
+        (nllb, ["--source_lang", "fra_Latn", "--target_lang", "deu_Latn"]),
         (t5, ["--source_prefix", "a place: "]),
         (marian, []),
     ],
 )
 def test_train_fine_tunes_it_and_saves_what_translation_needs(make, flags, tmp_path, train_here):
+    """The saved folder alone reads a source as training did, and starts in the target language."""
     model = make(tmp_path / "model")
     for name, texts in (("source", SOURCES), ("target", TARGETS)):
         (tmp_path / name).write_text("".join(f"{text}\n" for text in texts))
@@ -190,8 +221,11 @@ def test_train_fine_tunes_it_and_saves_what_translation_needs(make, flags, tmp_p
         not torch.equal(one, other)
         for one, other in zip(tuned.parameters(), before.parameters(), strict=True)
     )
-    assert getattr(tokenizer, "tgt_lang", None) == (flags[3] if "--target_lang" in flags else None)
-    config = tuned.generation_config
-    start = config.forced_bos_token_id or config.decoder_start_token_id
-    expected = flags[3] if "--target_lang" in flags else "<pad>"
-    assert tokenizer.convert_ids_to_tokens(start) == expected
+    languages = dict(zip(flags[::2], flags[1::2], strict=True))
+    source, target = (languages.get(f"--{side}_lang") for side in ("source", "target"))
+    ids = tokenizer(SOURCES[0], return_tensors="pt")["input_ids"]
+    read = tokenizer.convert_ids_to_tokens(ids[0].tolist())
+    assert source in (None, read[0], read[-1])
+    written = tokenizer.convert_ids_to_tokens(tuned.generate(ids, max_new_tokens=3)[0].tolist())
+    start = "<s>" if make is ours else "<pad>"
+    assert (target or start) in written[:2]

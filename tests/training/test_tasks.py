@@ -4,6 +4,9 @@ what training read."""
 import json
 import logging
 import random
+import subprocess
+import sys
+import time
 
 import pytest
 from conftest import run_command
@@ -135,6 +138,28 @@ def test_back_translation_has_a_line_for_each_line(tmp_path, checkpoint):
     assert once == again != other
     greedy = back_translated(tmp_path, checkpoint, "greedy", "--method", "greedy")
     assert greedy not in (once, other)
+
+
+@pytest.mark.slow
+def test_back_translation_that_was_killed_ends_in_the_same_text(tmp_path, checkpoint):
+    """Samples and noise included."""
+    written(tmp_path, mono=["der See ist tief", "ein Haus am See"] * 10)
+    expected = back_translated(tmp_path, checkpoint, "whole", "--noise")
+    command = [sys.executable, "-m", "vanilla_transformer", "back-translate", "--noise"]
+    command += ["--model", checkpoint, "--source", tmp_path / "mono"]
+    command += ["--output", tmp_path / "killed", "--lines_per_chunk", "2"]
+    process = subprocess.Popen(list(map(str, command)), cwd=tmp_path)
+    parts = tmp_path / "killed.parts"
+    while not (parts / "2").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "killed").exists()
+    assert (parts / "0").read_text().splitlines() == expected[:2]
+    (parts / "0").write_text("kept\n\n")  # a chunk that is done is not done again
+    resumed = back_translated(tmp_path, checkpoint, "killed", "--noise")
+    assert resumed == ["kept", "", *expected[2:]]
 
 
 def test_noise_drops_masks_and_moves_words_a_little():
