@@ -110,17 +110,18 @@ def main() -> None:
         comet_model=arguments.comet_model,
     )
     if not systems:
-        best = [
-            hypotheses[0]
-            for hypotheses in translate_n_best(
-                sources or (),
-                *loading.load(arguments.model),
-                None,
-                batch_size=arguments.batch_size,
-                show_progress=sys.stderr.isatty(),
-                **({} if arguments.num_beams is None else {"num_beams": arguments.num_beams}),
-            )
-        ]
+        model, tokenizer = loading.load(arguments.model)
+        options = {} if arguments.num_beams is None else {"num_beams": arguments.num_beams}
+        found = translate_n_best(
+            sources or (),
+            model,
+            tokenizer,
+            None,
+            batch_size=arguments.batch_size,
+            show_progress=sys.stderr.isatty(),
+            **options,
+        )
+        best = [hypotheses[0] for hypotheses in found]
         systems[" ".join(arguments.model)] = [hypothesis.text for hypothesis in best]
         report_limit(len(best), sum(not hypothesis.is_complete for hypothesis in best))
     if arguments.paired is not None:
