@@ -160,6 +160,18 @@ def checkpoint(tokenizer, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def ray_environment(tmp_path):
+    """Variables for a Ray beside no other one, without a token in the home folder."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # its sockets need a short path
+        yield {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_TMPDIR": folder,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "HOME": str(tmp_path),
+        }
+
+
 # ---------------------------------------------------------------- scripts
 
 

@@ -1,15 +1,18 @@
 """`translate` as users call it: options of generate(), several models, what it writes."""
 
 import os
+import pickle
 import pty
 import re
 import subprocess
 import sys
 from functools import partial
 
+import pyarrow
 import pytest
 import torch
 from conftest import REPOSITORY, run_command
+from pyarrow import parquet
 from torch._dynamo.testing import CompileCounter
 from transformers import GenerationConfig
 
@@ -21,8 +24,15 @@ from vanilla_transformer.cli.generation_options import (
     generation_option_names,
     parse_value,
 )
-from vanilla_transformer.cli.translate import TranslateArguments, TranslationJob
+from vanilla_transformer.cli.translate import (
+    TranslateArguments,
+    TranslationJob,
+    check_call,
+    expect_ray_options,
+    translate_chunk,
+)
 from vanilla_transformer.inference.loading import LoadingArguments
+from vanilla_transformer.inference.ray_workers import RayWorkerArguments, RayWorkers
 
 LINES = "a house\n\nthe lake is deep\n"
 
@@ -233,6 +243,12 @@ def test_reranking_gives_the_same_from_a_file_in_pieces_as_from_a_stream(
         (["--model", "{checkpoint}", "{checkpoint}", "--compile"], "compile=True with 2 models"),
         (["--model", "{checkpoint}", "{checkpoint}", "--custom_generate", "begin"],
          "custom_generate=begin with 2 models"),
+        (["--ray"], "ray=True without source: expected both --source and --output"),
+        (["--num_gpus", 1], "num_gpus=1.0: expected --ray"),
+        (["--source_column", "en", "--source", "in"], "source_column='en': expected a parquet"),
+        (["--source", "in.parquet", "--n_best", 2, "--output", "o.parquet"],
+         "n_best=2 with o.parquet: expected a text file"),
+        (["--source", "in.parquet", "--source_column", "de"], "expected a column of text in"),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -240,8 +256,9 @@ def test_bad_options_are_named_before_work_starts(checkpoint, tmp_path, flags, m
     (tmp_path / "in").write_text(LINES)
     (tmp_path / "one").write_text("x\n")
     (tmp_path / "kept").write_text("of an earlier job\n")
+    parquet.write_table(pyarrow.table({"en": ["x"]}), tmp_path / "in.parquet")
     flags = [str(flag).format(checkpoint=checkpoint) for flag in flags]
-    process = run(checkpoint, tmp_path, *flags, "--output", "kept", check=False)
+    process = run(checkpoint, tmp_path, "--output", "kept", *flags, check=False)
     assert process.returncode != 0
     assert message in process.stderr.splitlines()[-1]
     assert (tmp_path / "kept").read_text() == "of an earlier job\n"
@@ -281,6 +298,53 @@ def test_the_default_compiler_changes_no_translation(checkpoint, tmp_path):
 
 
 # ---------------------------------------------------------------- A terminal
+def test_a_column_of_a_parquet_file_is_translated_like_lines(checkpoint, tmp_path):
+    table = pyarrow.table({"id": [1, 2, 3], "en": LINES.splitlines()})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    run(checkpoint, tmp_path, "--source", "in.parquet", "--output", "out.parquet")
+    found = parquet.read_table(tmp_path / "out.parquet")
+    assert found.drop_columns("translation").equals(table)
+    assert found["translation"].to_pylist() == run(checkpoint, tmp_path).stdout.splitlines()
+
+
+@pytest.fixture
+def call(checkpoint):
+    """A call of the command, as workers get it."""
+    arguments = TranslateArguments([str(checkpoint)], n_best=1)
+    return pickle.dumps(
+        (arguments, LoadingArguments(device="cpu"), {"num_beams": 2, "max_new_tokens": 2})
+    )
+
+
+def test_a_worker_translates_a_chunk(call, checkpoint, tmp_path):
+    lines, counts = translate_chunk(call, check_call(call), LINES.splitlines(), 2048)
+    flags = ["--n_best", 1, "--num_beams", 2, "--max_new_tokens", 2]
+    plain = run(checkpoint, tmp_path, *flags, stdin="\n" * 2048 + LINES)
+    assert lines == plain.stdout.splitlines()[2048:]
+    assert counts == [3, 2]
+
+
+def test_a_worker_with_another_model_is_refused(call):
+    settings = {**check_call(call), "weights": "others"}
+    with pytest.raises(ValueError, match=r"^weights='\w{16}' on .*: expected 'others', as on"):
+        translate_chunk(call, settings, ["a house"], 0)
+
+
+def test_ray_refuses_a_device_and_a_launcher(monkeypatch):
+    arguments = TranslateArguments(["model"], source="in", output="out")
+    loading, workers = LoadingArguments(device="cpu"), RayWorkerArguments(ray=True, num_gpus=1)
+    with pytest.raises(ValueError, match="ray=True in 2 processes: expected one"):
+        expect_ray_options(arguments, loading, workers, num_processes=2)
+    loading.device = "cuda:1"
+    with pytest.raises(ValueError, match="device='cuda:1' with ray=True: expected --num_gpus"):
+        expect_ray_options(arguments, loading, workers, num_processes=1)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    needed = "ray=True needs the package ray: pip install 'vanilla-transformer[ray]'"
+    with pytest.raises(ImportError, match=re.escape(needed)):
+        RayWorkers(RayWorkerArguments(ray=True))
 
 
 @pytest.mark.slow

@@ -2,21 +2,28 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
+import pyarrow
 import pytest
 import torch
 from conftest import run_command, run_ranks
+from pyarrow import parquet
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, CTRLTokenizer
 
+from vanilla_transformer.data.paths import as_path
+from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.inference.parallel_translation import (
     LINES_PER_CHUNK,
     fingerprint,
+    transform_chunks,
     transform_file,
 )
 
@@ -83,6 +90,102 @@ def test_an_attempt_that_ended_while_merging_only_merges(source, monkeypatch):
     again = Worker()
     assert run(again, source).read_text() == EXPECTED
     assert again.seen == []
+
+
+def test_chunks_may_be_done_in_any_order_and_are_kept(source):
+    """As several machines finish them, until one stops them all."""
+    worker, output = Worker(), source.with_name("out.txt")
+
+    def backwards(chunks, until=0):
+        for first, lines in reversed(list(chunks)):
+            if first < until:
+                raise RuntimeError("stopped")
+            yield first, worker(lines, first)
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        transform_chunks(partial(backwards, until=9), source, output, {}, lines_per_chunk=4)
+    assert min(worker.seen) == 12
+    transform_chunks(backwards, source, output, {}, lines_per_chunk=4)
+    assert output.read_text() == EXPECTED
+    assert sorted(worker.seen) == list(range(len(LINES)))
+
+
+def test_files_of_any_file_system_are_read_and_written(tmp_path):
+    """By a URL; finished chunks are kept there too."""
+    pytest.importorskip("upath", reason="needs vanilla-transformer[ray]")
+    folder = as_path(f"memory://{tmp_path.name}/texts")
+    folder.mkdir(parents=True)
+    source, output = folder / "in.txt", folder / "out.txt"
+    source.write_text("\n".join(LINES))
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(Worker(fails_at=14), source)
+    again = Worker()
+    assert run(again, source).read_text() == EXPECTED
+    assert again.seen == list(range(12, len(LINES)))
+    assert sorted(path.name for path in folder.iterdir()) == ["in.txt", "out.txt"]
+    assert list(read_file(str(output))) == EXPECTED.splitlines()
+
+
+def test_a_url_without_its_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "upath", None)
+    with pytest.raises(
+        ImportError, match=r"s3://b/in.txt needs the package universal-pathlib: pip"
+    ):
+        as_path("s3://b/in.txt")
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A parquet file of several row groups, with texts that are no lines."""
+    texts = [None, "", "two\nlines", *(f"row {number}" for number in range(20))]
+    ids = list(range(len(texts)))
+    table = pyarrow.table({"id": ids, "text": texts}).replace_schema_metadata({"licence": "mine"})
+    parquet.write_table(table, tmp_path / "in.parquet", row_group_size=5)
+    return tmp_path / "in.parquet"
+
+
+def test_a_parquet_file_gets_a_column(table):
+    """The other columns stay, and chunks do not follow the row groups."""
+    output = table.with_name("out.parquet")
+
+    def shout(lines, first):
+        return (
+            f"{number} {' '.join(line.splitlines())}!" for number, line in enumerate(lines, first)
+        )
+
+    transform_file(shout, table, output, {}, lines_per_chunk=4, target_column="loud")
+    before, after = parquet.read_table(table), parquet.read_table(output)
+    assert after.drop_columns("loud").equals(before, check_metadata=True)
+    expected = ["0 !", "1 !", "2 two lines!", *(f"{n + 3} row {n}!" for n in range(20))]
+    assert after["loud"].to_pylist() == expected
+
+
+def test_a_column_of_a_parquet_file_becomes_a_text_file(table):
+    output = table.with_name("out.txt")
+    transform_file(lambda lines, first: map(repr, lines), table, output, {}, source_column="text")
+    assert output.read_text().splitlines()[:4] == ["''", "''", "'two\\nlines'", "'row 0'"]
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "options", "message"),
+    [
+        ("in.parquet", "out.parquet", {"source_column": "id"},
+         "source_column='id': expected a column of text in in.parquet, one of text"),
+        ("in.parquet", "out.parquet", {"target_column": "text"}, "target_column='text': expected"),
+        ("in.txt", "out.txt", {"source_column": "text"}, "source_column='text': expected"),
+        ("in.txt", "out.parquet", {}, "output='out.parquet': expected a text file"),
+        ("not.parquet", "out.txt", {}, "not.parquet: expected a parquet file"),
+    ],
+)  # fmt: skip
+def test_columns_and_files_that_do_not_fit_are_named(
+    table, source, output, options, message, monkeypatch
+):
+    monkeypatch.chdir(table.parent)
+    for name in ("in.txt", "not.parquet"):
+        table.with_name(name).write_text("text")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        transform_file(Worker(), source, output, {}, **options)
+    assert not table.with_name(f"{output}.parts").exists()
 
 
 @pytest.mark.parametrize("change", ["source", "settings", "lines_per_chunk"])

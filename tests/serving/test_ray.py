@@ -1,7 +1,6 @@
 """The server on a Ray cluster, of which a part dies."""
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from urllib import request
 
@@ -17,26 +16,13 @@ from vanilla_transformer.inference.translation import translate
 REQUESTS = 120
 
 
-@pytest.fixture
-def ray_environment(tmp_path_factory):
-    """Ray beside no other Ray, and without a token in the home folder."""
-    folder = tmp_path_factory.mktemp("r")
-    return {
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_TMPDIR": f"/tmp/{folder.parent.name[-8:]}",  # its sockets need a short path
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "HOME": str(folder),
-        "VANILLA_TRANSFORMER_API_KEYS": "a-key",
-    }
-
-
 @pytest.mark.slow
 def test_a_killed_replica_loses_no_request(checkpoint, start_server, ray_environment):
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     lines = ["a house", "the lake is deep", "der See"]
     expected = list(translate(lines, model, tokenizer))
-    os.makedirs(ray_environment["RAY_TMPDIR"], exist_ok=True)
+    ray_environment["VANILLA_TRANSFORMER_API_KEYS"] = "a-key"
     words = [f"en-de={checkpoint}", "--ray", "--num_replicas", "2", "--num_cpus", "0.5"]
     with start_server(*words, **ray_environment) as (process, url):
 

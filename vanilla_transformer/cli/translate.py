@@ -4,24 +4,30 @@ r"""Translate a file or standard input, line by line, to a file or standard outp
     echo "The train leaves at 3:30 PM." | vanilla-transformer translate --model outputs/phrases
     torchrun --nproc_per_node 8 -m vanilla_transformer translate --model outputs/phrases \
         --source in.txt --output out.txt
+    vanilla-transformer translate --model outputs/phrases --ray --ray_address auto \
+        --source s3://bucket/in.parquet --source_column en --output s3://bucket/out.parquet
 
 Lines keep their order, and a blank line stays blank. Lines that arrive together are translated
 together, and none waits for a later one, so a terminal gets an answer after each line.
 
-From file to file, any number of processes share the work. Run the same command again to resume
-after an interruption. It refuses to resume with other weights, but the model may have moved.
+From file to file, any number of processes share the work, or of machines with --ray. Run the same
+command again to resume after an interruption. It refuses to resume with other weights, but the
+model may have moved.
 
 With --n_best, each line becomes several, the best first: "number ||| translation ||| score". Line
 numbers start at 0. The score is the translation's log-probability divided by the length penalty.
 --token_scores and --alignments add a field each.
 """
 
+import pickle
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from itertools import count, islice
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -29,10 +35,21 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.parquet_files import is_parquet
+from ..data.paths import is_url
 from ..data.text_files import expect_parallel, open_output, read_arrived, read_file
 from ..inference.alignment import UNITS, add_alignments, add_token_scores
 from ..inference.loading import LoadingArguments
-from ..inference.parallel_translation import LINES_PER_CHUNK, digest, fingerprint, transform_file
+from ..inference.parallel_translation import (
+    LINES_PER_CHUNK,
+    Chunk,
+    digest,
+    expect_files,
+    fingerprint,
+    transform_chunks,
+    transform_file,
+)
+from ..inference.ray_workers import RayWorkerArguments, RayWorkers
 from ..inference.reranking import (
     UTILITIES,
     get_utility,
@@ -72,10 +89,18 @@ class TranslateArguments:
         }
     )
     source: str | None = field(
-        default=None, metadata={"help": "File to translate. Default: standard input."}
+        default=None,
+        metadata={"help": "Text or parquet file to translate. Default: standard input."},
     )
     output: str | None = field(
         default=None, metadata={"help": "File for the translations. Default: standard output."}
+    )
+    source_column: str | None = field(
+        default=None,
+        metadata={"help": "Column of a parquet source. Default: the only one with text."},
+    )
+    target_column: str = field(
+        default="translation", metadata={"help": "New column of a parquet output."}
     )
     batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
     max_tokens: int | None = field(
@@ -157,12 +182,15 @@ class TranslateArguments:
                 f"force_words={self.force_words}: expected --custom_generate "
                 f"{MOVED['force_words_ids']} as well, or another recipe that has force_words_ids"
             )
+        expect_files(self.source, self.output, self.source_column, self.target_column)
+        if self.n_best is not None and self.output is not None and is_parquet(self.output):
+            raise ValueError(f"n_best={self.n_best} with {self.output}: expected a text file")
         if self.target_prefix_file is not None:
             if self.source is None:
                 raise ValueError(
                     f"target_prefix_file={self.target_prefix_file!r}: expected --source as well"
                 )
-            expect_parallel(self.source, self.target_prefix_file)
+            expect_parallel(self.source, self.target_prefix_file, self.source_column)
 
     @property
     def reranks(self) -> bool:
@@ -172,7 +200,7 @@ class TranslateArguments:
 
 GROUPS = {
     "files and models": [
-        "model", "source", "output", "batch_size", "max_tokens",
+        "model", "source", "output", "source_column", "target_column", "batch_size", "max_tokens",
         *(option.name for option in fields(LoadingArguments)), "compile",
     ],
     "search (all options of generate() work: see --help_all)": [
@@ -182,15 +210,16 @@ GROUPS = {
         "n_best", "token_scores", "alignments", "alignment_layer", "replace_unknown",
     ],
     "reranking": ["mbr", "candidates", "reverse_model", "reverse_weight", "length_weight"],
+    "several machines": [option.name for option in fields(RayWorkerArguments)],
 }  # fmt: skip
 
 
 def make_parser() -> GroupedParser:
-    """The parser. It returns `TranslateArguments`, `LoadingArguments` and the namespace of the
-    options of `generate()`."""
+    """The parser. It returns `TranslateArguments`, `LoadingArguments`, `RayWorkerArguments` and the
+    namespace of the options of `generate()`."""
     more = [name for name in generation_option_names() if name not in HELP]
     parser = GroupedParser(
-        (TranslateArguments, LoadingArguments),
+        (TranslateArguments, LoadingArguments, RayWorkerArguments),
         description=__doc__,
         usage="%(prog)s --model FOLDER [options]",
         groups=GROUPS,
@@ -201,8 +230,12 @@ def make_parser() -> GroupedParser:
 
 
 def main() -> None:
-    arguments, loading, namespace = make_parser().parse_args_into_dataclasses()
+    arguments, loading, workers, namespace = make_parser().parse_args_into_dataclasses()
     state = PartialState(cpu=loading.device == "cpu")
+    if workers.ray:
+        expect_ray_options(arguments, loading, workers, state.num_processes)
+        translate_with_ray(arguments, loading, given_options(namespace), workers)
+        return
     job = TranslationJob(arguments, loading, given_options(namespace))
     job.check()  # refuses bad options before it touches the output
     if arguments.source is not None and arguments.output is not None:
@@ -211,6 +244,8 @@ def main() -> None:
             arguments.source,
             arguments.output,
             settings=job.settings(),
+            source_column=arguments.source_column,
+            target_column=arguments.target_column,
             process_index=state.process_index,
             num_processes=state.num_processes,
             wait_for_everyone=state.wait_for_everyone,
@@ -225,6 +260,99 @@ def main() -> None:
         raise ValueError(f"{state.num_processes} processes: expected both --source and --output")
     translate_stream(job)
     report_limit(*job.counts)
+
+
+def expect_ray_options(
+    arguments: TranslateArguments,
+    loading: LoadingArguments,
+    workers: RayWorkerArguments,
+    num_processes: int,
+) -> None:
+    """Raise a ValueError about the first option that contradicts --ray."""
+    for name in ("source", "output"):
+        if getattr(arguments, name) is None:
+            raise ValueError(f"ray=True without {name}: expected both --source and --output")
+    if num_processes > 1:
+        raise ValueError(f"ray=True in {num_processes} processes: expected one, without a launcher")
+    default = LoadingArguments().device
+    if loading.device != default and (loading.device != "cpu" or workers.num_gpus > 0):
+        raise ValueError(f"device={loading.device!r} with ray=True: expected --num_gpus instead")
+
+
+def translate_with_ray(
+    arguments: TranslateArguments,
+    loading: LoadingArguments,
+    options: dict[str, Any],
+    cluster: RayWorkerArguments,
+) -> None:
+    """Translate from file to file with the workers of a Ray cluster. This process reads and writes
+    the files. The workers need the models under the same paths, and the target prefixes."""
+    arguments.model = [absolute(name) for name in arguments.model]
+    for name in ("source", "reverse_model", "target_prefix_file", "custom_generate"):
+        if (path := getattr(arguments, name)) is not None:
+            setattr(arguments, name, absolute(path))
+    loading.device = None if cluster.num_gpus > 0 else "cpu"
+    call, counts = pickle.dumps((arguments, loading, options)), [0, 0]
+    workers = RayWorkers(cluster)
+    with workers.connected():
+        settings = workers.call(partial(check_call, call))
+
+        def translate(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+            work = partial(translate_chunk, call, settings)
+            for first, (lines, counts_of_chunk) in workers.map(work, chunks):
+                counts[:] = map(sum, zip(counts, counts_of_chunk, strict=True))
+                yield first, lines
+
+        transform_chunks(
+            translate,
+            str(arguments.source),
+            str(arguments.output),
+            settings,
+            source_column=arguments.source_column,
+            target_column=arguments.target_column,
+            show_progress=sys.stderr.isatty(),
+        )
+    report_limit(*counts)
+
+
+def absolute(name: str) -> str:
+    """The path of a file or folder that exists here, for a process with another working directory;
+    otherwise the name, of a model on the Hub or on other machines."""
+    return str(Path(name).resolve()) if not is_url(name) and Path(name).exists() else name
+
+
+@cache
+def load_job(call: bytes) -> tuple["TranslationJob", dict[str, Any]]:
+    """The job of a pickled call and its settings, which a worker keeps for its next chunks."""
+    arguments, loading, options = pickle.loads(call)
+    job = TranslationJob(arguments, replace(loading), options)  # finds the device of this machine
+    return job, job.settings()
+
+
+def check_call(call: bytes) -> dict[str, Any]:
+    """The settings of a call whose options can work."""
+    job, settings = load_job(call)
+    job.check()
+    return settings
+
+
+def translate_chunk(
+    call: bytes, settings: dict[str, Any], lines: list[str], first: int
+) -> tuple[list[str], list[int]]:
+    """The output for the lines of a chunk, and the job's counts of it.
+
+    Raises:
+        ValueError: The models or the libraries on this machine are not those of the settings.
+    """
+    job, found = load_job(call)
+    for name, value in found.items():
+        if value != settings[name]:
+            raise ValueError(
+                f"{name}={value!r} on {gethostname()}: expected {settings[name]!r}, as on the "
+                "machine that started first"
+            )
+    job.counts = [0, 0]
+    return list(job.translate(lines, first)), job.counts
 
 
 def translate_stream(job: "TranslationJob") -> None:

@@ -15,6 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
+from .parquet_files import is_parquet, read_column
+from .paths import as_path
+
 READ_SIZE = 2**20  # bytes
 
 
@@ -38,9 +41,17 @@ def read_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
         yield line[:-2] if line.endswith("\r\n") else line.removesuffix("\n")
 
 
-def read_file(path: str | Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, without line endings."""
-    with Path(path).open("rb") as file:
+def read_file(path: str | Path, column: str | None = None) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, without line endings, or the texts of a parquet file.
+
+    Args:
+        path: A local path, or a URL.
+        column: The column of a parquet file. Default: the only one with text.
+    """
+    if is_parquet(path):
+        yield from read_column(path, column)
+        return
+    with as_path(path).open("rb") as file:
         yield from read_lines(file, str(path))
 
 
@@ -90,8 +101,9 @@ def expect_unicode(text: str, name: str) -> None:
         ) from None
 
 
-def expect_parallel(source: str | Path, target: str | Path) -> None:
-    """Raise a ValueError if two files have different numbers of lines."""
-    lines = [sum(1 for _ in read_file(path)) for path in (source, target)]
+def expect_parallel(source: str | Path, target: str | Path, column: str | None = None) -> None:
+    """Raise a ValueError if two files have different numbers of lines. The source may be a `column`
+    of a parquet file."""
+    lines = [sum(1 for _ in file) for file in (read_file(source, column), read_file(target))]
     if lines[0] != lines[1]:
         raise ValueError(f"{source} has {lines[0]} lines and {target} {lines[1]}: expected as many")

@@ -2,6 +2,8 @@
 
 Each process works on every n-th chunk of lines. The result of a chunk is a file in a folder beside
 the output; it only gets its name once it is complete. At the end, they are merged into the output.
+
+Sources and outputs are text or parquet files, by a local path or a URL.
 """
 
 import json
@@ -10,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from itertools import chain, count, islice
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -20,7 +22,11 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..data.parquet_files import add_column, find_text_column, is_parquet
+from ..data.paths import as_path, is_url
 from ..data.text_files import read_file
+
+Chunk = tuple[int, list[str]]  # the index of the first line, and lines
 
 LINES_PER_CHUNK = 2048
 JOB_FILE = "job.json"
@@ -95,7 +101,26 @@ def transform_file(
     source: str | Path,
     output: str | Path,
     settings: dict[str, Any],
+    **options: Any,
+) -> None:
+    """`transform_chunks` by a function that takes the lines of a chunk and the index of its first
+    line, and returns lines."""
+
+    def one_by_one(chunks: Iterator[Chunk]) -> Iterator[tuple[int, Iterable[str]]]:
+        for first, lines in chunks:
+            yield first, transform(lines, first)
+
+    transform_chunks(one_by_one, source, output, settings, **options)
+
+
+def transform_chunks(
+    transform: Callable[[Iterator[Chunk]], Iterable[tuple[int, Iterable[str]]]],
+    source: str | Path,
+    output: str | Path,
+    settings: dict[str, Any],
     *,
+    source_column: str | None = None,
+    target_column: str = "translation",
     process_index: int = 0,
     num_processes: int = 1,
     wait_for_everyone: Callable[[], None] = lambda: None,
@@ -107,10 +132,14 @@ def transform_file(
     Chunks that an interrupted call has finished are kept. All processes must share a file system.
 
     Args:
-        transform: Takes the lines of a chunk and the index of its first line, and returns lines.
-        source: A UTF-8 text file.
-        output: The output file, which is replaced once everything is done.
+        transform: Takes chunks, each with the index of its first line, and yields their lines with
+            the same index, in any order.
+        source: A UTF-8 text file, or a parquet file.
+        output: The output file, which is replaced once everything is done. A parquet file has the
+            columns of the source and a new one.
         settings: Everything else that the result depends on, as JSON values.
+        source_column: The column of a parquet source. Default: the only one with text.
+        target_column: The new column of a parquet output.
         process_index: The index of this process.
         num_processes: The number of processes.
         wait_for_everyone: A barrier: returns once all processes have called it.
@@ -118,13 +147,15 @@ def transform_file(
         show_progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: An unfinished call had a different source or settings; the source is not UTF-8.
+        ValueError: An unfinished call had a different source or settings; the source is not UTF-8;
+            or as in `expect_files`.
     """
-    parts = Path(f"{output}.parts")
-    stat = Path(source).stat()
+    expect_files(source, output, source_column, target_column)
+    parts, source_path = as_path(f"{output}.parts"), as_path(source)
+    stat = source_path.stat()
     job = {
         **settings,
-        "source": str(Path(source).resolve()),
+        "source": str(source_path.resolve()),
         "bytes": stat.st_size,
         "modified": stat.st_mtime_ns,
         "lines_per_chunk": lines_per_chunk,
@@ -135,21 +166,49 @@ def transform_file(
         _write(parts / JOB_FILE, [json.dumps(job)])
     wait_for_everyone()
     _check_same_job(parts, job)
-    chunks = 0
+    finished = {path.name for path in parts.iterdir()}
+    sizes = []  # of the chunks so far
     with tqdm(desc="Lines", unit="line", disable=not show_progress) as progress:
-        for number, lines in zip(count(), _chunks(source, lines_per_chunk)):
-            part = parts / str(number)
-            if number % num_processes == process_index and not part.exists():
-                _write(part, transform(lines, number * lines_per_chunk))
-            progress.update(len(lines))
-            chunks += 1
+
+        def unfinished() -> Iterator[Chunk]:
+            for number, lines in enumerate(_chunks(source, source_column, lines_per_chunk)):
+                sizes.append(len(lines))
+                if number % num_processes == process_index and str(number) not in finished:
+                    yield number * lines_per_chunk, lines
+                else:
+                    progress.update(len(lines))
+
+        for first, results in transform(unfinished()):
+            number = first // lines_per_chunk
+            _write(parts / str(number), results)
+            progress.update(sizes[number])
     wait_for_everyone()
     if process_index == 0:
-        _merge([parts / str(number) for number in range(chunks)], Path(output))
+        names = map(str, range(len(sizes)))
+        _merge([parts / name for name in names], source, output, target_column)
         _clear(parts)
         with suppress(OSError):  # there are other files in the folder
             parts.rmdir()
     wait_for_everyone()
+
+
+def expect_files(
+    source: str | Path | None,
+    output: str | Path | None,
+    source_column: str | None = None,
+    target_column: str = "translation",
+) -> None:
+    """Raise a ValueError unless these files can be a source and an output. `None` is a stream."""
+    for name, path, other in (("source", source, output), ("output", output, source)):
+        if path is not None and other is None and (is_parquet(path) or is_url(path)):
+            expected = "output" if name == "source" else "source"
+            raise ValueError(f"{name}={str(path)!r}: expected --{expected} as well")
+    if source is not None and is_parquet(source):
+        find_text_column(source, source_column, target_column if is_parquet(str(output)) else None)
+    elif source_column is not None:
+        raise ValueError(f"source_column={source_column!r}: expected a parquet file as the source")
+    elif output is not None and is_parquet(output):
+        raise ValueError(f"output={str(output)!r}: expected a text file, as for source")
 
 
 def _clear(parts: Path) -> None:
@@ -158,8 +217,8 @@ def _clear(parts: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _chunks(source: str | Path, size: int) -> Iterator[list[str]]:
-    lines = read_file(source)
+def _chunks(source: str | Path, column: str | None, size: int) -> Iterator[list[str]]:
+    lines = read_file(source, column)
     while chunk := list(islice(lines, size)):
         yield chunk
 
@@ -179,8 +238,11 @@ def _write(path: Path, lines: Iterable[str]) -> None:
         file.writelines(f"{line}\n".encode() for line in lines)
 
 
-def _merge(parts: list[Path], output: Path) -> None:
-    with _atomic_file(output) as file:
+def _merge(parts: list[Path], source: str | Path, output: str | Path, target_column: str) -> None:
+    with _atomic_file(as_path(output)) as file:
+        if is_parquet(output):
+            add_column(source, target_column, chain.from_iterable(map(read_file, parts)), file)
+            return
         for part in parts:
             with part.open("rb") as content:
                 shutil.copyfileobj(content, file)
@@ -193,5 +255,6 @@ def _atomic_file(path: Path) -> Iterator[BinaryIO]:
     with incomplete.open("wb") as file:
         yield file
         file.flush()
-        os.fsync(file.fileno())
+        if isinstance(path, Path):  # and not an object for a URL
+            os.fsync(file.fileno())
     incomplete.rename(path)

@@ -1,10 +1,12 @@
 """The options of a translation server."""
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from ..inference.ray_workers import RayWorkerArguments
 
 KEYS_VARIABLE = "VANILLA_TRANSFORMER_API_KEYS"
 
@@ -90,25 +92,20 @@ class ServingArguments:
 
 
 @dataclass
-class RayArguments:
+class RayArguments(RayWorkerArguments):
     """How to spread a server over a Ray cluster.
 
     Raises:
         ValueError: A number is out of range, or an option needs `ray`.
     """
 
-    ray: bool = field(default=False, metadata={"help": "Serve with Ray Serve."})
-    ray_address: str | None = field(
-        default=None, metadata={"help": "A running Ray cluster, or auto. Default: a new one here."}
-    )
     num_replicas: int = field(default=1, metadata={"help": "Replicas of each model, at least."})
     max_replicas: int | None = field(
         default=None, metadata={"help": "Replicas of each model under load. Default: no more."}
     )
-    num_cpus: float = field(default=1.0, metadata={"help": "CPUs of a replica."})
-    num_gpus: float = field(default=0.0, metadata={"help": "GPUs of a replica, such as 0.5."})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_replicas < 1:
             raise ValueError(f"num_replicas={self.num_replicas}: expected at least 1")
         if self.max_replicas is not None and self.max_replicas < self.num_replicas:
@@ -116,13 +113,6 @@ class RayArguments:
                 f"max_replicas={self.max_replicas}: expected at least num_replicas, "
                 f"{self.num_replicas}"
             )
-        if min(self.num_cpus, self.num_gpus) < 0:
-            raise ValueError(
-                f"num_cpus={self.num_cpus}, num_gpus={self.num_gpus}: expected at least 0"
-            )
-        for option in fields(self):
-            if not self.ray and getattr(self, option.name) != option.default:
-                raise ValueError(f"{option.name}={getattr(self, option.name)!r}: expected --ray")
 
     def deployment_options(self, arguments: ServingArguments) -> dict[str, Any]:
         """Options of the deployment of a model."""

@@ -1,0 +1,27 @@
+"""Paths on this machine and in any file system that fsspec knows."""
+
+from pathlib import Path
+from typing import cast
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether a path is a URL, such as s3://bucket/in.txt."""
+    return "://" in str(path)
+
+
+def as_path(path: str | Path) -> Path:
+    """A path for the name of a local file, or an object with the same methods for a URL.
+
+    Raises:
+        ImportError: It is a URL, and universal-pathlib or the package for its file system is not
+            installed.
+    """
+    if not is_url(path):
+        return Path(path)
+    try:
+        from upath import UPath
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"{path} needs the package universal-pathlib: pip install 'vanilla-transformer[ray]'"
+        ) from error
+    return cast(Path, UPath(path))

@@ -1,0 +1,117 @@
+"""A function of the chunks of a file, on any number of machines, by Ray.
+
+Each chunk is a task of Ray. The tasks of a machine that is lost run again on the others, and
+machines that join get tasks as well. A worker process stays for many tasks, so a function can keep
+a model between its calls.
+
+Actors, and with them `ray.util.ActorPool`, `ray.util.multiprocessing` and Ray Data's `map_batches`,
+also keep a model. But an actor that dies waits for room to start again, and its chunk waits with
+it: without a new machine, for ever. Ray Data also drops empty lines unless told otherwise, does not
+promise an order, writes a file for each block, and resumes only rows that have a unique id.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+CHUNKS_UNDER_WAY = 512  # with the workers, or waiting for one: about 100 MB of text
+
+
+@dataclass
+class RayWorkerArguments:
+    """What runs on a Ray cluster, and what each worker needs.
+
+    Raises:
+        ValueError: A number is negative, or an option needs `ray`.
+    """
+
+    ray: bool = field(default=False, metadata={"help": "Run on a Ray cluster."})
+    ray_address: str | None = field(
+        default=None, metadata={"help": "A running Ray cluster, or auto. Default: a new one here."}
+    )
+    num_cpus: float = field(default=1.0, metadata={"help": "CPUs of a worker."})
+    num_gpus: float = field(default=0.0, metadata={"help": "GPUs of a worker, such as 0.5."})
+
+    def __post_init__(self) -> None:
+        if min(self.num_cpus, self.num_gpus) < 0:
+            raise ValueError(
+                f"num_cpus={self.num_cpus}, num_gpus={self.num_gpus}: expected at least 0"
+            )
+        for option in fields(self):
+            if not self.ray and getattr(self, option.name) != option.default:
+                raise ValueError(f"{option.name}={getattr(self, option.name)!r}: expected --ray")
+
+
+class RayWorkers:
+    """As many workers as a Ray cluster has room for.
+
+    Args:
+        arguments: What a worker needs.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+
+    def __init__(self, arguments: RayWorkerArguments):
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "ray=True needs the package ray: pip install 'vanilla-transformer[ray]'"
+            ) from error
+        self.ray: Any = ray
+        self.arguments = arguments
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Connects to the cluster, or starts and stops one on this machine."""
+        self.ray.init(self.arguments.ray_address)
+        try:
+            yield
+        finally:
+            self.ray.shutdown()
+
+    def _task(self, function: Callable[..., Any]) -> Any:
+        def work(*arguments: Any) -> Any:  # Ray's logs have this name
+            return function(*arguments)
+
+        # By default, a process with a GPU ends after each task, and would load the model again.
+        needs = self.arguments
+        options = {"num_cpus": needs.num_cpus, "num_gpus": needs.num_gpus, "max_calls": 0}
+        return self.ray.remote(**options)(work)
+
+    def _result(self, task: Any) -> Any:
+        """The result of a task. What it raises is raised without Ray's own wrapping."""
+        try:
+            return self.ray.get(task)
+        except self.ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """The result of a function that a worker calls."""
+        return self._result(self._task(function).remote())
+
+    def map(
+        self, function: Callable[[list[str], int], Any], chunks: Iterable[tuple[int, list[str]]]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield a function's results, each with the index of the chunk's first line, as soon as
+        they are there.
+
+        Args:
+            function: Takes the lines of a chunk and the index of its first line. Workers call it,
+                and call it again for a chunk that was lost with a machine.
+            chunks: The chunks, each with the index of its first line. At most `CHUNKS_UNDER_WAY`
+                are read in advance.
+        """
+
+        task = self._task(lambda first, lines: (first, function(lines, first)))
+        under_way: list[Any] = []
+        for chunk in chunks:
+            if len(under_way) == CHUNKS_UNDER_WAY:
+                (done,), under_way = self.ray.wait(under_way)
+                yield self._result(done)
+            under_way.append(task.remote(*chunk))
+        while under_way:
+            (done,), under_way = self.ray.wait(under_way)
+            yield self._result(done)
