@@ -11,8 +11,6 @@ from conftest import REPOSITORY, run_command
 
 from vanilla_transformer.inference.parallel_translation import LINES_PER_CHUNK
 
-pytest.importorskip("ray", reason="needs vanilla-transformer[ray]")
-
 CHUNKS = 12
 OPTIONS = ["--source", "in.txt", "--max_new_tokens", "4", "--num_beams", "2", "--n_best", "1"]
 
@@ -25,13 +23,18 @@ def cluster(ray_environment, monkeypatch):
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    from ray.cluster_utils import Cluster
-
+    cluster_utils = pytest.importorskip(
+        "ray.cluster_utils", reason="needs vanilla-transformer[ray]"
+    )
     node = {"num_cpus": 1, "object_store_memory": 100_000_000}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    cluster.add_node(**node)
-    yield cluster
-    cluster.shutdown()
+    cluster = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={**node, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(**node)
+        yield cluster
+    finally:
+        cluster.shutdown()
 
 
 def wait_until(condition, process):
