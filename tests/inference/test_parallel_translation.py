@@ -173,6 +173,7 @@ def test_a_column_of_a_parquet_file_becomes_a_text_file(table):
          "source_column='id': expected a column of text in in.parquet, one of text"),
         ("in.parquet", "out.parquet", {"target_column": "text"}, "target_column='text': expected"),
         ("in.txt", "out.txt", {"source_column": "text"}, "source_column='text': expected"),
+        ("in.parquet", "out.txt", {"target_column": "de"}, "target_column='de': expected"),
         ("in.txt", "out.parquet", {}, "output='out.parquet': expected a text file"),
         ("not.parquet", "out.txt", {}, "not.parquet: expected a parquet file"),
     ],

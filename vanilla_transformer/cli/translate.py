@@ -42,6 +42,7 @@ from ..inference.alignment import UNITS, add_alignments, add_token_scores
 from ..inference.loading import LoadingArguments
 from ..inference.parallel_translation import (
     LINES_PER_CHUNK,
+    TARGET_COLUMN,
     Chunk,
     digest,
     expect_files,
@@ -100,7 +101,7 @@ class TranslateArguments:
         metadata={"help": "Column of a parquet source. Default: the only one with text."},
     )
     target_column: str = field(
-        default="translation", metadata={"help": "New column of a parquet output."}
+        default=TARGET_COLUMN, metadata={"help": "New column of a parquet output."}
     )
     batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
     max_tokens: int | None = field(

@@ -7,6 +7,8 @@ from typing import BinaryIO
 
 from .paths import as_path
 
+TEXT_TYPES = ("string", "large_string", "string_view")
+
 
 def is_parquet(path: str | Path) -> bool:
     """Whether a file is named as a parquet file."""
@@ -32,11 +34,7 @@ def find_text_column(path: str | Path, column: str | None, new_column: str | Non
             schema = read_schema(file)
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"{path}: expected a parquet file ({error})") from error
-    texts = [
-        field.name
-        for field in schema
-        if pyarrow.types.is_string(field.type) or pyarrow.types.is_large_string(field.type)
-    ]
+    texts = [field.name for field in schema if str(field.type) in TEXT_TYPES]
     if column is None and len(texts) == 1:
         column = texts[0]
     if column is None or column not in texts:

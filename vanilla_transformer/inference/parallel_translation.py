@@ -30,6 +30,7 @@ Chunk = tuple[int, list[str]]  # the index of the first line, and lines
 
 LINES_PER_CHUNK = 2048
 JOB_FILE = "job.json"
+TARGET_COLUMN = "translation"
 
 # Fields of a configuration that say where it comes from, and do not affect the model.
 ORIGIN_FIELDS = {
@@ -120,7 +121,7 @@ def transform_chunks(
     settings: dict[str, Any],
     *,
     source_column: str | None = None,
-    target_column: str = "translation",
+    target_column: str = TARGET_COLUMN,
     process_index: int = 0,
     num_processes: int = 1,
     wait_for_everyone: Callable[[], None] = lambda: None,
@@ -151,15 +152,8 @@ def transform_chunks(
             or as in `expect_files`.
     """
     expect_files(source, output, source_column, target_column)
-    parts, source_path = as_path(f"{output}.parts"), as_path(source)
-    stat = source_path.stat()
-    job = {
-        **settings,
-        "source": str(source_path.resolve()),
-        "bytes": stat.st_size,
-        "modified": stat.st_mtime_ns,
-        "lines_per_chunk": lines_per_chunk,
-    }
+    parts = as_path(f"{output}.parts")
+    job = {**settings, **_origin(as_path(source)), "lines_per_chunk": lines_per_chunk}
     if process_index == 0 and not (parts / JOB_FILE).exists():
         _clear(parts)  # parts of a job that was killed while it was being removed
         parts.mkdir(exist_ok=True)
@@ -196,19 +190,27 @@ def expect_files(
     source: str | Path | None,
     output: str | Path | None,
     source_column: str | None = None,
-    target_column: str = "translation",
+    target_column: str = TARGET_COLUMN,
 ) -> None:
     """Raise a ValueError unless these files can be a source and an output. `None` is a stream."""
     for name, path, other in (("source", source, output), ("output", output, source)):
         if path is not None and other is None and (is_parquet(path) or is_url(path)):
             expected = "output" if name == "source" else "source"
             raise ValueError(f"{name}={str(path)!r}: expected --{expected} as well")
+    adds_column = output is not None and is_parquet(output)
+    if target_column != TARGET_COLUMN and not adds_column:
+        raise ValueError(f"target_column={target_column!r}: expected a parquet file as the output")
     if source is not None and is_parquet(source):
-        find_text_column(source, source_column, target_column if is_parquet(str(output)) else None)
+        find_text_column(source, source_column, target_column if adds_column else None)
     elif source_column is not None:
         raise ValueError(f"source_column={source_column!r}: expected a parquet file as the source")
-    elif output is not None and is_parquet(output):
+    elif adds_column:
         raise ValueError(f"output={str(output)!r}: expected a text file, as for source")
+
+
+def _origin(source: Path) -> dict[str, Any]:
+    stat = source.stat()
+    return {"source": str(source.resolve()), "bytes": stat.st_size, "modified": stat.st_mtime_ns}
 
 
 def _clear(parts: Path) -> None:

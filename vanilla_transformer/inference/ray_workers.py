@@ -4,10 +4,10 @@ Each chunk is a task of Ray. The tasks of a machine that is lost run again on th
 machines that join get tasks as well. A worker process stays for many tasks, so a function can keep
 a model between its calls.
 
-Actors, and with them `ray.util.ActorPool`, `ray.util.multiprocessing` and Ray Data's `map_batches`,
-also keep a model. But an actor that dies waits for room to start again, and its chunk waits with
-it: without a new machine, for ever. Ray Data also drops empty lines unless told otherwise, does not
-promise an order, writes a file for each block, and resumes only rows that have a unique id.
+Actors, as in `ray.util.ActorPool`, also keep a model. But an actor that dies waits for room to
+start again, and its chunk waits with it: without a new machine, for ever. Ray Data's `map_batches`,
+which has actors too, drops empty lines unless told otherwise, does not promise an order, writes a
+file for each block, and resumes only rows that have a unique id.
 """
 
 from collections.abc import Callable, Iterable, Iterator
