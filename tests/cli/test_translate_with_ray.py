@@ -9,6 +9,7 @@ import psutil
 import pytest
 from conftest import REPOSITORY, run_command
 
+from vanilla_transformer.inference import ray_workers
 from vanilla_transformer.inference.parallel_translation import LINES_PER_CHUNK
 
 CHUNKS = 12
@@ -84,3 +85,26 @@ def test_a_lost_machine_and_a_lost_command_lose_nothing(cluster, checkpoint, tmp
     run_command("translate", *flags, "--output", "plain.txt", "--device", "cpu", cwd=tmp_path)
     assert (tmp_path / "ray.txt").read_bytes() == (tmp_path / "plain.txt").read_bytes()
     assert not parts.exists()
+
+
+@pytest.mark.slow
+def test_chunks_are_read_as_workers_need_them_and_errors_are_raised(cluster, monkeypatch):
+    monkeypatch.setattr(ray_workers, "CHUNKS_UNDER_WAY", 3)
+    arguments = ray_workers.RayWorkerArguments(ray=True, ray_address=cluster.address)
+    workers, read, found = ray_workers.RayWorkers(arguments), [], {}
+
+    def chunks():
+        for first in range(12):
+            read.append(first)
+            yield first, [f"line {first}"]
+
+    def fail(lines, first):
+        raise ValueError(f"{lines} at {first}")
+
+    with workers.connected():
+        for first, lines in workers.map(lambda lines, first: lines * 2, chunks()):
+            found[first] = lines
+            assert len(read) <= len(found) + 3
+        with pytest.raises(ValueError, match=r"^\['line 0'\] at 0$"):
+            next(workers.map(fail, chunks()))
+    assert found == {first: [f"line {first}"] * 2 for first in range(12)}
