@@ -185,7 +185,9 @@ class TranslateArguments:
             )
         expect_files(self.source, self.output, self.source_column, self.target_column)
         if self.n_best is not None and self.output is not None and is_parquet(self.output):
-            raise ValueError(f"n_best={self.n_best} with {self.output}: expected a text file")
+            raise ValueError(
+                f"n_best={self.n_best} with output={self.output!r}: expected a text file"
+            )
         if self.target_prefix_file is not None:
             if self.source is None:
                 raise ValueError(
@@ -275,6 +277,8 @@ def expect_ray_options(
             raise ValueError(f"ray=True without {name}: expected both --source and --output")
     if num_processes > 1:
         raise ValueError(f"ray=True in {num_processes} processes: expected one, without a launcher")
+    if not workers.num_cpus and not workers.num_gpus:
+        raise ValueError("num_cpus=0.0, num_gpus=0.0: expected a positive number")
     default = LoadingArguments().device
     if loading.device != default and (loading.device != "cpu" or workers.num_gpus > 0):
         raise ValueError(f"device={loading.device!r} with ray=True: expected --num_gpus instead")

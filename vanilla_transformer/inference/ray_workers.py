@@ -104,7 +104,6 @@ class RayWorkers:
             chunks: The chunks, each with the index of its first line. At most `CHUNKS_UNDER_WAY`
                 are read in advance.
         """
-
         task = self._task(lambda first, lines: (first, function(lines, first)))
         under_way: list[Any] = []
         for chunk in chunks:
