@@ -45,12 +45,30 @@ def test_requests_that_wait_together_share_a_batch():
     assert translator.batches == [["a", "b", "c"]]
 
 
-def test_a_batch_holds_the_longest_waiting_and_its_likes():
+def test_batches_have_similar_lengths_and_the_longest_wait_is_first():
     """Up to 6 tokens with padding: two sentences of 3, or one of 2 words with two of 1."""
     translator = Recording(max_batch_tokens=6)
     results = together(translator, (["a a a", "b", "c c", "d d d", "e e e", "f"],))
     assert [best[0] for best in results[0]] == ["A A A", "B", "C C", "D D D", "E E E", "F"]
     assert translator.batches == [["a a a", "d d d"], ["b", "f", "c c"], ["e e e"]]
+
+
+def test_later_requests_do_not_overtake_a_sentence_of_another_length():
+    """"c", "d" and "e" fit "a" better than "b b" does, but arrive while "x x x x" is translated."""
+
+    class Busy(Recording):
+        async def _finish(self, batch):
+            if batch[0].sentence == "x x x x":
+                self.later = asyncio.create_task(self.translate(["c", "d", "e"]))
+            await super()._finish(batch)
+
+    translator = Busy(max_batch_tokens=4)
+
+    async def run():
+        return [*await translator.translate(["x x x x", "a", "b b"]), *await translator.later]
+
+    assert asyncio.run(run()) == [["X X X X"], ["A"], ["B B"], ["C"], ["D"], ["E"]]
+    assert translator.batches == [["x x x x"], ["a", "b b"], ["c", "d", "e"]]
 
 
 def test_a_sentence_above_the_limit_has_a_batch_of_its_own():
@@ -86,3 +104,20 @@ def test_dropped_requests_are_not_translated():
 
     assert asyncio.run(run()) == [["B"]]
     assert translator.batches == [["b"]]
+
+
+def test_requests_dropped_during_a_round_are_not_translated():
+    class Dropping(Recording):
+        async def _finish(self, batch):
+            self.dropped.cancel()
+            await super()._finish(batch)
+
+    translator = Dropping(max_batch_tokens=1)
+
+    async def run():
+        kept = asyncio.create_task(translator.translate(["a"]))
+        translator.dropped = asyncio.create_task(translator.translate(["b"]))
+        return await kept, await translator.translate(["c"])
+
+    assert asyncio.run(run()) == ([["A"]], [["C"]])
+    assert translator.batches == [["a"], ["c"]]

@@ -36,8 +36,9 @@ class _Waiting:
 class BatchingTranslator:
     """A `Translator` with one model, in one thread.
 
-    While a batch is in the model, other requests arrive. The next batch has the sentence that has
-    waited longest and those that are closest to it in length, up to `max_batch_tokens`.
+    All sentences that wait make a round: they are sorted by length and cut into batches of up to
+    `max_batch_tokens`. What arrives in the meantime waits for the next round. So nothing waits
+    longer than two rounds, whatever its length.
 
     Args:
         model: Any sequence-to-sequence model of transformers.
@@ -78,26 +79,24 @@ class BatchingTranslator:
 
     async def _work(self) -> None:
         await asyncio.sleep(self.arguments.batch_wait)
-        while batch := self._next_batch():
-            await self._finish(batch)
+        while self.waiting:
+            waiting, self.waiting = self.waiting, []
+            for batch in self._round(waiting):
+                # without those of dropped requests
+                if batch := [one for one in batch if not one.result.done()]:
+                    await self._finish(batch)
 
-    def _next_batch(self) -> list[_Waiting]:
-        self.waiting = [one for one in self.waiting if not one.result.done()]  # of dropped requests
-        if not self.waiting:
-            return []
-        first = self.waiting[0]
-        alike = [one for one in self.waiting if one.n_best == first.n_best]
-        alike.sort(key=lambda one: abs(one.tokens - first.tokens))
-        batch: list[_Waiting] = []
-        longest = 0
-        for one in alike:
-            longest = max(longest, one.tokens)
-            if batch and longest * (len(batch) + 1) > self.arguments.max_batch_tokens:
-                break
-            batch.append(one)
-        chosen = set(batch)
-        self.waiting = [one for one in self.waiting if one not in chosen]
-        return batch
+    def _round(self, waiting: Sequence[_Waiting]) -> list[list[_Waiting]]:
+        """Batches of similar length. The batch with the longest wait is first."""
+        batches: list[list[_Waiting]] = []
+        for one in sorted(waiting, key=lambda one: (one.n_best, one.tokens)):
+            last = batches[-1] if batches else []
+            padded = one.tokens * (len(last) + 1)
+            if not last or one.n_best != last[0].n_best or padded > self.arguments.max_batch_tokens:
+                batches.append([])
+            batches[-1].append(one)
+        place = {one: number for number, one in enumerate(waiting)}
+        return sorted(batches, key=lambda batch: min(place[one] for one in batch))
 
     async def _finish(self, batch: list[_Waiting]) -> None:
         loop = asyncio.get_running_loop()
