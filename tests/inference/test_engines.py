@@ -10,9 +10,11 @@ from transformers import AutoTokenizer, GenerationConfig, pipeline
 
 from vanilla_transformer import TranslationPipeline
 from vanilla_transformer.export import export
+from vanilla_transformer.inference.alignment import add_token_scores
 from vanilla_transformer.inference.engines import find_engine, load
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.parallel_translation import fingerprint
+from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import translate, translate_n_best
 
 pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
@@ -58,6 +60,7 @@ def without_end(ids):
 GREEDY = {"num_beams": 1, "max_new_tokens": 12}
 BEAMS = {"num_beams": 4, "max_new_tokens": 12, "early_stopping": True}
 AGAIN = {**BEAMS, "renormalize_logits": True}
+PROMPT = torch.tensor([[1, 50, 17], [1, 60, 61], [1, 51, 2]])
 OPTIONS = {
     "the model's own": {},
     "greedy, source + 50": {"num_beams": 1},
@@ -82,7 +85,19 @@ OPTIONS = {
     "bad words": {**GREEDY, "bad_words_ids": [[51], [60, 61]]},
     "suppressed": {**GREEDY, "suppress_tokens": [51, 17]},
     "sampling of one": {**GREEDY, "do_sample": True, "top_k": 1},
-}
+    "prompt, source + 50": {"num_beams": 1, "decoder_input_ids": PROMPT},
+    "prompt, gnmt": {
+        **BEAMS, "length_penalty": 0.6, "length_penalty_type": "gnmt", "decoder_input_ids": PROMPT,
+    },
+    "prompt without a start": {**BEAMS, "decoder_input_ids": PROMPT[:, 1:]},
+    "prompt of a start": {**BEAMS, "decoder_input_ids": PROMPT[:, :1]},
+    "prompt, max_length": {"num_beams": 1, "max_length": 6, "decoder_input_ids": PROMPT},
+    "prompt, min_length": {**AGAIN, "min_length": 11, "decoder_input_ids": PROMPT},
+    "prompt, min_new_tokens": {**GREEDY, "min_new_tokens": 12, "decoder_input_ids": PROMPT},
+    "prompt, no repetition": {
+        **AGAIN, "no_repeat_ngram_size": 2, "decoder_input_ids": PROMPT.repeat(1, 2),
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -94,7 +109,8 @@ def test_an_option_means_the_same(model, engine, options):
 def test_scores_are_the_same(model, engine):
     options = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 4}
     penalty = {"length_penalty": 0.6, "length_penalty_type": "gnmt"}
-    expected, found = both(model, engine, 6, 3, **BEAMS, **options, **penalty)
+    prompt = {"decoder_input_ids": PROMPT[:2]}
+    expected, found = both(model, engine, 6, 3, **BEAMS, **options, **penalty, **prompt)
     scores = found.sequences_scores, expected.sequences_scores
     torch.testing.assert_close(*scores, rtol=0, atol=2e-5)
 
@@ -129,7 +145,10 @@ def test_samples_come_from_the_best_tokens(model, engine):
         {"output_attentions": True},
         {"logits_processor": [print]},
         {"forced_eos_token_id": 2},
-        {"decoder_input_ids": torch.tensor([[1, 5]])},
+        {"decoder_attention_mask": torch.tensor([[1, 1]])},
+        {"decoder_input_ids": [[1, 5]]},
+        {"decoder_input_ids": torch.tensor([[1, 5], [1, 6]])},
+        {"max_length": 4, "decoder_input_ids": torch.tensor([[1, 5, 6, 7]])},
         {"num_beams": 2, "do_sample": True},
         {"num_beams": 2, "repetition_penalty": 1.3},
         {"num_beams": 2, "no_repeat_ngram_size": 2},
@@ -147,6 +166,14 @@ def test_what_the_engine_lacks_is_refused_by_name(engine, options):
     ids, mask = ragged(4)
     with pytest.raises(ValueError, match=list(options)[-1]):
         engine.generate(input_ids=ids, attention_mask=mask, **options)
+
+
+def test_prompts_outside_the_model_are_refused(engine):
+    ids, mask = ragged(4, 4)
+    with pytest.raises(IndexError, match="decoder_input_ids: expected ids from 0"):
+        engine.generate(ids, attention_mask=mask, decoder_input_ids=torch.full((2, 1), 10_000))
+    with pytest.raises(ValueError, match="all rows, or none, to begin with 1"):
+        engine.generate(ids, attention_mask=mask, decoder_input_ids=torch.tensor([[1], [5]]))
 
 
 def test_sources_outside_the_model_are_refused(engine):
@@ -180,6 +207,55 @@ def test_translation_takes_an_engine(model, engine, tokenizer):
     for one, other in zip(*ranked, strict=True):
         assert [each.text for each in one] == [each.text for each in other]
         assert [each.score for each in one] == pytest.approx([each.score for each in other], 1e-4)
+
+
+def test_translations_begin_with_their_prefixes(model, engine, tokenizer):
+    prefixes = ["ein Haus", "", "", "der See"]
+    expected, found = (
+        list(translate(LINES, each, tokenizer, prefixes=prefixes, **BEAMS))
+        for each in (model, engine)
+    )
+    assert found == expected
+    assert found[0].startswith("ein Haus")
+
+
+PAIRS = [
+    ("a house by the lake", "ein Haus am See"),
+    ("the lake", "der See ist tief und tief und tief"),
+    ("", "tief"),
+    ("the lake is deep", ""),
+]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2048])
+def test_scores_of_given_pairs_are_the_same(model, engine, tokenizer, max_tokens):
+    expected, found = (
+        list(score_pairs(PAIRS, each, tokenizer, max_tokens=max_tokens)) for each in (model, engine)
+    )
+    for one, other in zip(expected, found, strict=True):
+        assert other.log_probability == pytest.approx(one.log_probability, abs=1e-4)
+        assert other.tokens == one.tokens
+
+
+def test_tokens_of_cut_translations_have_scores(model, engine, tokenizer):
+    """Their last token is no </s>."""
+    lines = LINES[2:]
+    found = list(translate_n_best(lines, model, tokenizer, None, num_beams=1, max_new_tokens=3))
+    assert not any(row[0].is_complete for row in found)
+    expected, rows = (
+        list(add_token_scores(lines, found, each, tokenizer)) for each in (model, engine)
+    )
+    for one, other in zip(expected, rows, strict=True):
+        assert len(other[0].token_scores) == 3
+        assert other[0].token_scores == pytest.approx(one[0].token_scores, abs=1e-4)
+
+
+def test_pairs_outside_the_model_are_refused(engine, tokenizer):
+    with pytest.raises(ValueError, match="labels of 2402 tokens: expected at most 2048"):
+        list(score_pairs([("a", "z " * 1200)], engine, tokenizer))
+    ids, mask = ragged(2)
+    with pytest.raises(IndexError, match="labels: expected ids from 0"):
+        engine.token_scores(input_ids=ids, attention_mask=mask, labels=torch.tensor([[10_000]]))
 
 
 def test_the_pipeline_takes_an_engine(model, folders):
@@ -220,9 +296,9 @@ def test_unknown_engines_are_refused():
         LoadingArguments(engine="abacus")
 
 
-def test_scoring_needs_torch(folders):
+def test_an_ensemble_needs_torch(folders):
     with pytest.raises(ValueError, match="expected a model that torch runs"):
-        LoadingArguments(device="cpu").load_model(folders[1])
+        LoadingArguments(device="cpu").load(folders)
 
 
 def test_an_unfinished_job_resumes_with_the_same_engine_alone(folders, model, engine, tokenizer):
@@ -246,3 +322,19 @@ def test_the_command_translates_with_an_engine(folders, tmp_path):
     run_command("translate", "--model", folders[1], *flags, cwd=tmp_path)
     expected = run_command("translate", "--model", folders[0], cwd=tmp_path, stdin=text).stdout
     assert (tmp_path / "found").read_text() == expected
+
+
+def test_the_command_scores_with_an_engine(folders, tmp_path):
+    for place, name in enumerate(("source", "target")):
+        (tmp_path / name).write_text("".join(pair[place] + "\n" for pair in PAIRS))
+    flags = ["--source", "source", "--target", "target"]
+    rows = [
+        [line.split() for line in output.splitlines()]
+        for output in (
+            run_command("score", "--model", folder, *flags, cwd=tmp_path).stdout
+            for folder in folders
+        )
+    ]
+    for one, other in zip(*rows, strict=True):
+        assert float(other[0]) == pytest.approx(float(one[0]), abs=1e-4)
+        assert other[1] == one[1]

@@ -54,7 +54,7 @@ def test_batches_have_similar_lengths_and_the_longest_wait_is_first():
 
 
 def test_later_requests_do_not_overtake_a_sentence_of_another_length():
-    """"c", "d" and "e" fit "a" better than "b b" does, but arrive while "x x x x" is translated."""
+    """c, d and e fit a better than b b does, but arrive while x x x x is translated."""
 
     class Busy(Recording):
         async def _finish(self, batch):

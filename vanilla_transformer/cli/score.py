@@ -18,7 +18,8 @@ from .parser import CommandParser
 class ScoreArguments:
     model: list[str] = field(
         metadata={
-            "help": "Folder or Hub name of a sequence-to-sequence model; several: an ensemble."
+            "help": "Folder or Hub name of a sequence-to-sequence model, or a folder that was "
+            "exported for an engine; several models: an ensemble."
         }
     )
     source: str = field(metadata={"help": "File of source sentences."})
@@ -41,7 +42,7 @@ def main() -> None:
     arguments, loading = parser.parse_args_into_dataclasses()
     scores = score_pairs(
         zip(read_file(arguments.source), read_file(arguments.target), strict=True),
-        *loading.load_model(arguments.model),
+        *loading.load(arguments.model),
         max_tokens=arguments.max_tokens,
         show_progress=sys.stderr.isatty(),
     )

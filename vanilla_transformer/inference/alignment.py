@@ -38,11 +38,7 @@ def add_token_scores(
         model: The model.
         tokenizer: Its tokenizer.
         max_tokens: The maximum number of source tokens, and of target tokens, in a batch.
-
-    Raises:
-        TypeError: The model is not a PyTorch model.
     """
-    expect_forward(model, "token_scores")
 
     def score(sources: list[str], hypotheses: list[Hypothesis]) -> Iterator[Hypothesis]:
         scores = map_pairs(
@@ -118,12 +114,6 @@ def map_hypotheses(
             yield [next(changed) if h.token_ids else h for h in hypotheses]
 
 
-def expect_forward(model: Any, option: str) -> None:
-    """Raise a TypeError unless the model is a PyTorch model, whose layers can be looked at."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"{option} with a {type(model).__name__}: expected a PyTorch model")
-
-
 def expect_alignable(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -132,7 +122,8 @@ def expect_alignable(
     replace_unknown: bool,
 ) -> None:
     """Raise an error as `add_alignments`."""
-    expect_forward(model, "alignments")
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"alignments with a {type(model).__name__}: expected a PyTorch model")
     if unit not in UNITS:
         raise ValueError(f"alignments={unit!r}: expected one of {', '.join(UNITS)}")
     for member in _members(model):

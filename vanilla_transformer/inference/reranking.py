@@ -82,9 +82,6 @@ def rerank_by_reverse_model(
         reverse_weight: The weight of the reverse model.
         length_weight: The reward of each token.
         max_tokens: The maximum number of source tokens, and of target tokens, in a batch.
-
-    Raises:
-        TypeError: A model is not a PyTorch model.
     """
 
     def score(sources: list[str], hypotheses: list[Hypothesis]) -> Iterator[Hypothesis]:

@@ -36,7 +36,7 @@ def score_pairs(
 
     Args:
         pairs: Sources and targets, read lazily.
-        model: Any sequence-to-sequence model of transformers.
+        model: Any sequence-to-sequence model of transformers, or an engine.
         tokenizer: Its tokenizer.
         max_tokens: The maximum number of source tokens, and of target tokens, in a batch, including
             padding.
@@ -108,6 +108,8 @@ def pair_batches(
 
 def token_scores(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The natural log-probability of each label, 0 for padding, (pairs, target_length)."""
+    if hasattr(model, "token_scores"):  # an engine that returns no logits
+        return model.token_scores(**inputs)
     inputs = dict(inputs)
     labels = inputs.pop("labels")
     logits = model(**inputs, use_cache=False).logits.float()

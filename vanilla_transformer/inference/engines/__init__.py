@@ -6,8 +6,8 @@ An engine is a module with
 - `recognizes(folder)`: whether the folder was exported for it;
 - `load(folder, *, device, dtype)`: an object with `generate()`, `config`, `generation_config`,
   `device`, `dtype`, `eval()` and `to()`, which `translate`, `translate_n_best` and
-  `TranslationPipeline` take in place of a model, and for `fingerprint`, `version`, a string, and
-  `weight_files`, paths.
+  `TranslationPipeline` take in place of a model; `token_scores()` for `score_pairs`, or the
+  `forward` of a model; and for `fingerprint`, `version`, a string, and `weight_files`, paths.
 
 A module is imported with its engine's package only when it loads something.
 """

@@ -101,6 +101,7 @@ class CTranslate2Engine:
         self.weight_files = [folder / WEIGHTS]
         self.sources, self.targets = _read_vocabularies(folder)
         self.target_ids = {token: number for number, token in enumerate(self.targets)}
+        self.start_id = self.target_ids[self.config.decoder_start_token]
         self.to(device)
 
     def to(self, device: str | torch.device) -> "CTranslate2Engine":
@@ -160,7 +161,8 @@ class CTranslate2Engine:
         Args:
             inputs: Source ids (batch, length), also as `input_ids`.
             generation_config: Options in place of the model's own.
-            kwargs: `attention_mask` (batch, length), and options.
+            kwargs: `attention_mask` (batch, length), `decoder_input_ids` (batch, prompt_length),
+                what each target begins with, and options.
 
         Returns:
             Ids (batch * num_return_sequences, target length), from the start token on and padded on
@@ -169,16 +171,52 @@ class CTranslate2Engine:
 
         Raises:
             ValueError: The engine lacks an option, or an option has no such value.
-            IndexError: A source id is outside the vocabulary.
+            IndexError: A token id is outside the vocabulary.
         """
         ids = first_given(inputs, kwargs.pop("input_ids", None))
-        mask = kwargs.pop("attention_mask", None)
+        mask, prompt = (kwargs.pop(name, None) for name in ("attention_mask", "decoder_input_ids"))
         rows = self._rows(ids, mask)
+        prefixes = self._prefixes(prompt, len(rows))
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
-        self._expect_supported(options)
+        self._expect_supported(options, prefixes)
         options.use_length_penalty_type()
-        limits = self._limits(ids, mask, options)
-        return self._output(Search(self, options, self._ends(options)).run(rows, limits), options)
+        limits = self._limits(ids, mask, options, 1 + prefixes.shape[1])
+        search = Search(self, options, self._ends(options), prefixes.shape[1])
+        return self._output(search.run(rows, prefixes.tolist(), limits), prefixes, options)
+
+    def token_scores(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        """The natural log-probability of each label given its source, 0 for padding, as
+        `inference.scoring.token_scores` has it of a model's logits.
+
+        Args:
+            input_ids: Source ids (pairs, source_length).
+            attention_mask: (pairs, source_length).
+            labels: Target ids without the start token (pairs, target_length), padded with -100.
+
+        Raises:
+            IndexError: A token id is outside the vocabulary.
+            ValueError: A source or target is longer than the table of positions.
+        """
+        sources = self._rows(input_ids, attention_mask)
+        longest = self.config.max_position_embeddings
+        if labels.shape[1] > longest:
+            raise ValueError(f"labels of {labels.shape[1]} tokens: expected at most {longest}")
+        targets = [row[row != -100] for row in labels]
+        expect_ids(torch.cat(targets), "labels", len(self.targets))
+        # The engine adds an end to each target.
+        open_ends = [row[:-1] if row[-1:] == self.config.eos_token_id else row for row in targets]
+        results = self.translator.score_batch(
+            [[self.sources[id_] for id_ in row] for row in sources],
+            [[self.targets[id_] for id_ in row.tolist()] for row in open_ends],
+            max_input_length=0,
+        )
+        scores = torch.zeros(labels.shape, dtype=torch.float64, device=self.device)
+        for found, result, label in zip(scores, results, labels, strict=True):
+            known = label != -100
+            found[known] = found.new_tensor(result.log_probs[: int(known.sum())])
+        return scores
 
     def _rows(self, ids: Any, mask: torch.Tensor | None) -> list[list[int]]:
         """The source ids of each row, without padding."""
@@ -190,9 +228,8 @@ class CTranslate2Engine:
                 f"attention_mask: expected {tuple(ids.shape)} like input_ids, with a token in each "
                 "row"
             )
-        size, longest = len(self.sources), int(mask.count_nonzero(1).max())
-        if ids.min() < 0 or ids.max() >= size:
-            raise IndexError(f"input_ids: expected ids from 0 to {size - 1}")
+        expect_ids(ids, "input_ids", len(self.sources))
+        longest = int(mask.count_nonzero(1).max())
         if longest > self.config.max_position_embeddings:
             raise ValueError(
                 f"input_ids of {longest} tokens: expected at most "
@@ -200,7 +237,21 @@ class CTranslate2Engine:
             )
         return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
 
-    def _expect_supported(self, options: GenerationOptions) -> None:
+    def _prefixes(self, prompt: torch.Tensor | None, rows: int) -> torch.Tensor:
+        """The ids (rows, prefix_length) after the start token, which a prompt may lack."""
+        if prompt is None:
+            return torch.empty(rows, 0, dtype=torch.long)
+        if not isinstance(prompt, torch.Tensor) or prompt.ndim != 2 or len(prompt) != rows:
+            raise ValueError(f"decoder_input_ids={prompt!r}: expected a tensor ({rows}, length)")
+        expect_ids(prompt, "decoder_input_ids", len(self.targets))
+        starts = prompt[:, :1] == self.start_id
+        if starts.any() and not starts.all():
+            raise ValueError(
+                f"decoder_input_ids: expected all rows, or none, to begin with {self.start_id}"
+            )
+        return prompt[:, int(starts.any()) :].cpu()
+
+    def _expect_supported(self, options: GenerationOptions, prefixes: torch.Tensor) -> None:
         """Raises ValueError for an option that the engine lacks."""
         expect_generation_options(options.all(), len(self.targets))
         lacking = _unsupported(options, self.generation_config)
@@ -216,7 +267,7 @@ class CTranslate2Engine:
             lacking += [f"{name} with beams but without renormalize_logits" for name in masks]
         if stopping not in (None, *PATIENCE):
             lacking.append(f"early_stopping={stopping!r}")
-        start = self.target_ids[self.config.decoder_start_token]
+        start = self.start_id
         wanted = first_given(options["decoder_start_token_id"], options["bos_token_id"], start)
         if wanted != start:
             lacking.append(f"decoder_start_token_id={wanted} where the model has {start}")
@@ -232,26 +283,39 @@ class CTranslate2Engine:
         return [self.targets[id_] for id_ in ids if id_ is not None and id_ >= 0]
 
     def _limits(
-        self, ids: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: GenerationOptions,
+        prompt_length: int,
     ) -> list[int]:
         """The largest number of new tokens for each row, by the rules of our models."""
         options.kwargs["attention_mask"] = mask
         limit_by_source: Any = VanillaTransformerGenerationMixin._limit_by_source
-        limit_by_source(self, ids, 1, options)
+        limit_by_source(self, ids, prompt_length, options)
         most = options["max_new_tokens"]
-        most = options["max_length"] - 1 if most is None else most
+        most = options["max_length"] - prompt_length if most is None else most
         limits = [most] * len(ids)
         for criteria in options.kwargs.get("stopping_criteria", []):
-            limits = (criteria.max_lengths - 1).tolist()
+            limits = (criteria.max_lengths - prompt_length).tolist()
         # The table of positions ends here.
-        return [min(limit, self.config.max_position_embeddings) for limit in limits]
+        room = self.config.max_position_embeddings + 1 - prompt_length
+        if min(room, *limits) < 1:
+            raise ValueError(
+                f"decoder_input_ids of {prompt_length} tokens: expected room for another below the "
+                "length limit"
+            )
+        return [min(limit, room) for limit in limits]
 
     def _output(
-        self, found: list[list[Found]], options: GenerationOptions
+        self, found: list[list[Found]], prefixes: torch.Tensor, options: GenerationOptions
     ) -> torch.Tensor | ModelOutput:
-        start = self.target_ids[self.config.decoder_start_token]
         pad = first_given(options["pad_token_id"], self.config.pad_token_id, 0)
-        sequences = [torch.tensor([start, *each.ids]) for row in found for each in row]
+        sequences = [
+            torch.tensor([self.start_id, *prefix, *each.ids])
+            for prefix, row in zip(prefixes.tolist(), found, strict=True)
+            for each in row
+        ]
         ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad)
         ids = ids.to(self.device)
         if not options["return_dict_in_generate"]:
@@ -271,10 +335,18 @@ class Search:
         engine: The engine.
         options: The options of the call, all of which the engine has.
         ends: The tokens that end a sequence.
+        prefix_length: The number of tokens that the caller gives of each target.
     """
 
-    def __init__(self, engine: CTranslate2Engine, options: GenerationOptions, ends: list[str]):
+    def __init__(
+        self,
+        engine: CTranslate2Engine,
+        options: GenerationOptions,
+        ends: list[str],
+        prefix_length: int,
+    ):
         self.engine, self.options, self.ends = engine, options, ends
+        self.prefix_length = prefix_length
         self.num_beams = options["num_beams"] or 1
         self.returned = options["num_return_sequences"] or 1
         self.penalty = _penalty(options)
@@ -285,14 +357,16 @@ class Search:
             )
         self.kwargs = self._translator_options()
 
-    def run(self, rows: list[list[int]], limits: list[int]) -> list[list[Found]]:
-        """The sequences for each source, best first, of at most so many tokens for each.
+    def run(
+        self, rows: list[list[int]], prefixes: list[list[int]], limits: list[int]
+    ) -> list[list[Found]]:
+        """The sequences for each source, best first, of at most so many new tokens for each.
 
         The engine takes one limit for all. So all rows get the largest. A greedy sequence that is
         longer than its row's limit is cut, and a search in which one was is made once more, with
         the rows of the same limit.
         """
-        found = self._search(rows, max(limits))
+        found = self._search(rows, prefixes, max(limits))
         if self.num_beams == 1:
             pairs = zip(found, limits, strict=True)
             return [[one._replace(ids=one.ids[:limit]) for one in row] for row, limit in pairs]
@@ -301,23 +375,31 @@ class Search:
             if max(len(each.ids) for each in results) > limit:
                 beyond.setdefault(limit, []).append(number)
         for limit, numbers in beyond.items():
-            again = self._search([rows[number] for number in numbers], limit)
+            chosen, begun = ([side[number] for number in numbers] for side in (rows, prefixes))
+            again = self._search(chosen, begun, limit)
             for number, results in zip(numbers, again, strict=True):
                 found[number] = results
         ranked = (sorted(row, key=lambda each: -each.score(self.penalty)) for row in found)
         return [row[: self.returned] for row in ranked]
 
-    def _search(self, rows: list[list[int]], limit: int) -> list[list[Found]]:
-        engine = self.engine
+    def _search(
+        self, rows: list[list[int]], prefixes: list[list[int]], limit: int
+    ) -> list[list[Found]]:
+        # In the engine, lengths include the prefix, and scores do not.
+        engine, known = self.engine, self.prefix_length
         results = engine.translator.translate_batch(
             [[engine.sources[number] for number in row] for row in rows],
-            max_decoding_length=limit,
+            target_prefix=[[engine.targets[number] for number in row] for row in prefixes],
+            max_decoding_length=known + limit,
             **self.kwargs,
         )
         undone = self.kwargs["length_penalty"]
         return [
             [
-                Found([engine.target_ids[token] for token in tokens], score * len(tokens) ** undone)
+                Found(
+                    [engine.target_ids[token] for token in tokens[known:]],
+                    score * len(tokens) ** undone,
+                )
                 for tokens, score in zip(result.hypotheses, result.scores, strict=True)
             ]
             for result in results
@@ -327,7 +409,9 @@ class Search:
         options, targets = self.options, self.engine.targets
         samples = bool(options["do_sample"])
         patience = 1 if self.num_beams == 1 else PATIENCE[options["early_stopping"] or False]
-        shortest = (options["min_length"] or 1) - 1  # which counts the start token
+        # "min_length" counts the start token and the prefix, "min_new_tokens" neither.
+        shortest = (options["min_length"] or 1) - 1
+        shortest = max(shortest, self.prefix_length + (options["min_new_tokens"] or 0))
         unwanted = [*(options["bad_words_ids"] or [])]
         unwanted += [[id_] for id_ in options["suppress_tokens"] or []]
         return {
@@ -342,11 +426,17 @@ class Search:
             "return_end_token": True,
             "return_scores": True,
             "max_input_length": 0,
-            "min_decoding_length": max(shortest, options["min_new_tokens"] or 0),
+            "min_decoding_length": shortest,
             "sampling_topk": first_given(options["top_k"], 50) if samples else 1,
             "sampling_topp": first_given(options["top_p"], 1.0) if samples else 1.0,
             "sampling_temperature": first_given(options["temperature"], 1.0) if samples else 1.0,
         }
+
+
+def expect_ids(ids: torch.Tensor, name: str, size: int) -> None:
+    """Raises IndexError unless all ids are in a vocabulary of this size."""
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        raise IndexError(f"{name}: expected ids from 0 to {size - 1}")
 
 
 def _penalty(options: GenerationOptions) -> float:
