@@ -4,6 +4,8 @@ import json
 import signal
 import socket
 import threading
+import time
+from http.client import HTTPConnection
 from urllib import request
 
 import pytest
@@ -90,6 +92,17 @@ def test_a_client_translates_and_a_stopped_server_answers_first(checkpoint, star
         asking.join()
         assert answers == [{"translatedText": [expected] * 50}]
         assert process.wait(30) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_a_connection_may_be_idle_for_longer_than_httpx_keeps_it(checkpoint, start_server):
+    with start_server(f"en-de={checkpoint}") as (_, url):
+        connection = HTTPConnection(url.removeprefix("http://"))
+        for pause in (0, 6):
+            time.sleep(pause)
+            connection.request("GET", "/health")
+            assert connection.getresponse().read() == b'{"status":"ok"}'
+            assert connection.sock is not None  # http.client would open another
 
 
 def wait_until(condition):

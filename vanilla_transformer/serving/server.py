@@ -13,6 +13,10 @@ from .languages import find_pairs
 
 logger = logging.getLogger(__name__)
 
+# Seconds. Clients and proxies drop idle connections after 5 to 60. If the server is first, it may
+# close a connection while a request arrives.
+KEEP_ALIVE = 75
+
 
 def serve(models: list[str], arguments: ServingArguments, loading: LoadingArguments) -> None:
     """Serve the models until SIGTERM or Ctrl-C. The requests under way are finished first.
@@ -36,6 +40,7 @@ def serve(models: list[str], arguments: ServingArguments, loading: LoadingArgume
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=int(arguments.timeout) + 1,
         )
         host, port = listener.getsockname()[:2]
