@@ -30,7 +30,9 @@ from vanilla_transformer import (
 )
 from vanilla_transformer.data.parallel_text import DataArguments
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
+from vanilla_transformer.training.languages import set_languages
 from vanilla_transformer.training.preparation import prepare
 
 SOURCES, TARGETS = ["the lake is deep", "a lake"] * 4, ["le lac est profond", "un lac"] * 4
@@ -181,6 +183,27 @@ def test_marian_reads_each_side_with_its_model_and_starts_with_padding(tmp_path)
     assert batch["input_ids"][-1] == batch["labels"][-1] == "</s>"
     assert batch["decoder_input_ids"] == ["<pad>", *batch["labels"][:-1]]
     assert "<unk>" not in batch["input_ids"] + batch["labels"]
+
+
+@pytest.mark.parametrize(
+    ("make", "languages"),
+    [
+        (mbart, ("en_XX", "fr_XX")),
+        (mbart50, ("en_XX", "fr_XX")),
+        (nllb, ("eng_Latn", "fra_Latn")),
+        (t5, (None, None)),
+        (marian, (None, None)),
+    ],
+)
+def test_a_stock_model_scores_its_targets(make, languages, tmp_path):
+    model = AutoModelForSeq2SeqLM.from_pretrained(make(tmp_path / "model")).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    set_languages(tokenizer, *languages)
+    inputs = tokenizer(SOURCES[0], text_target=TARGETS[0], return_tensors="pt")
+    tokens = inputs["labels"].numel()
+    (score,) = score_pairs([(SOURCES[0], TARGETS[0])], model, tokenizer)
+    assert score.tokens == tokens
+    assert score.log_probability == pytest.approx(-tokens * model(**inputs).loss.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .scoring import map_pairs, token_scores
+from .scoring import map_pairs, reading_inputs, token_scores
 from .translation import Hypothesis
 
 UNITS = ("words", "pieces")
@@ -144,7 +144,7 @@ def _aligned_places(
 ) -> list[list[int]]:
     """The source token that each target token attends to most, (pairs, target_length). Special
     tokens, on which attention rests where nothing is to be found, are left out."""
-    inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    inputs = reading_inputs(inputs)
     weights = torch.zeros(())
     for member in _members(model):
         with _eager_attention(member):

@@ -110,7 +110,13 @@ def token_scores(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tor
     """The natural log-probability of each label, 0 for padding, (pairs, target_length)."""
     if hasattr(model, "token_scores"):  # an engine that returns no logits
         return model.token_scores(**inputs)
-    inputs = dict(inputs)
-    labels = inputs.pop("labels")
-    logits = model(**inputs, use_cache=False).logits.float()
+    labels = inputs["labels"]
+    logits = model(**reading_inputs(inputs), use_cache=False).logits.float()
     return -F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").double()
+
+
+def reading_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch without labels, unless only the model can make the decoder's inputs from them, as
+    M2M-100 and NLLB do."""
+    has_decoder_inputs = "decoder_input_ids" in inputs
+    return {k: v for k, v in inputs.items() if k != "labels" or not has_decoder_inputs}
