@@ -104,8 +104,8 @@ def find_recipe(name: str, trust_remote_code: bool) -> str:
 
 def expect_recipe(options: dict[str, Any]) -> None:
     """Raise a ValueError if an option needs a recipe and there is none."""
-    for name in MOVED.keys() & options.keys():
-        if "custom_generate" not in options:
+    for name in options:
+        if name in MOVED and "custom_generate" not in options:
             raise ValueError(
                 f"{name}={options[name]!r}: expected --custom_generate {MOVED[name]} as well, or "
                 "another recipe that has this option"

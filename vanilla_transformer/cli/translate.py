@@ -116,11 +116,11 @@ class TranslateArguments:
     )
     custom_generate: str | None = field(
         default=None,
-        metadata={"help": "Search by the recipe of this folder or Hub name. It is code that runs."},
+        metadata={"help": "Folder or Hub name of a recipe to search by. Its code runs here."},
     )
     force_words: list[str] | None = field(
         default=None,
-        metadata={"help": "Words or phrases of each translation, for such a --custom_generate."},
+        metadata={"help": "What each translation must contain. It needs a --custom_generate."},
     )
     n_best: int | None = field(
         default=None, metadata={"help": "Write this many hypotheses of a line, with scores."}
