@@ -1,6 +1,7 @@
 """CTranslate2, a compiled engine for CPUs and NVIDIA GPUs, behind `generate()`."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,7 +179,7 @@ class CTranslate2Engine:
         rows = self._rows(ids, mask)
         prefixes = self._prefixes(prompt, len(rows))
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
-        self._expect_supported(options, prefixes)
+        self._expect_supported(options)
         options.use_length_penalty_type()
         limits = self._limits(ids, mask, options, 1 + prefixes.shape[1])
         search = Search(self, options, self._ends(options), prefixes.shape[1])
@@ -203,19 +204,21 @@ class CTranslate2Engine:
         longest = self.config.max_position_embeddings
         if labels.shape[1] > longest:
             raise ValueError(f"labels of {labels.shape[1]} tokens: expected at most {longest}")
-        targets = [row[row != -100] for row in labels]
-        expect_ids(torch.cat(targets), "labels", len(self.targets))
-        # The engine adds an end to each target.
-        open_ends = [row[:-1] if row[-1:] == self.config.eos_token_id else row for row in targets]
+        kept = labels != -100
+        expect_ids(labels[kept], "labels", len(self.targets))
+        targets = [label[known].tolist() for label, known in zip(labels, kept, strict=True)]
+        end = [self.config.eos_token_id]  # the engine adds one to each target
         results = self.translator.score_batch(
             [[self.sources[id_] for id_ in row] for row in sources],
-            [[self.targets[id_] for id_ in row.tolist()] for row in open_ends],
+            [
+                [self.targets[id_] for id_ in (row[:-1] if row[-1:] == end else row)]
+                for row in targets
+            ],
             max_input_length=0,
         )
-        scores = torch.zeros(labels.shape, dtype=torch.float64, device=self.device)
-        for found, result, label in zip(scores, results, labels, strict=True):
-            known = label != -100
-            found[known] = found.new_tensor(result.log_probs[: int(known.sum())])
+        found = (result.log_probs[: len(row)] for result, row in zip(results, targets, strict=True))
+        scores = torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
+        scores[kept] = scores.new_tensor(list(chain.from_iterable(found)))
         return scores
 
     def _rows(self, ids: Any, mask: torch.Tensor | None) -> list[list[int]]:
@@ -251,7 +254,7 @@ class CTranslate2Engine:
             )
         return prompt[:, int(starts.any()) :].cpu()
 
-    def _expect_supported(self, options: GenerationOptions, prefixes: torch.Tensor) -> None:
+    def _expect_supported(self, options: GenerationOptions) -> None:
         """Raises ValueError for an option that the engine lacks."""
         expect_generation_options(options.all(), len(self.targets))
         lacking = _unsupported(options, self.generation_config)
