@@ -659,7 +659,7 @@ def annotated_transformer() -> SimpleNamespace:
 
 class AnnotatedModel(TorchModel):
     """The classes and functions of The Annotated Transformer. Its greedy search takes one line at
-    a time and does not stop at an end."""
+    a time."""
 
     layout = ANNOTATED
 
@@ -694,11 +694,15 @@ class AnnotatedModel(TorchModel):
         found = []
         for source in self.known(sources):
             batch = self.code.Batch(torch.tensor([source]), pad=self.pad)
-            ids = self.code.greedy_decode(
-                self.module, batch.src, batch.src_mask, longest + 1, self.start
-            )
-            row = ids[0, 1:].tolist()
-            found.append(row[: row.index(self.eos) + 1] if self.eos in row else row)
+            for limit in (min(longest, 2 * len(source)), longest):  # it does not stop at an end
+                ids = self.code.greedy_decode(
+                    self.module, batch.src, batch.src_mask, limit + 1, self.start
+                )
+                row = ids[0, 1:].tolist()
+                if self.eos in row:
+                    row = row[: row.index(self.eos) + 1]
+                    break
+            found.append(row)
         return found
 
     def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
