@@ -24,13 +24,12 @@ from vanilla_transformer.cli.generation_options import (
     generation_option_names,
     parse_value,
 )
-from vanilla_transformer.cli.translate import (
-    TranslateArguments,
-    TranslationJob,
+from vanilla_transformer.cli.ray_translation import (
     check_call,
     expect_ray_options,
     translate_chunk,
 )
+from vanilla_transformer.cli.translation_job import TranslateArguments, TranslationJob
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.ray_workers import RayWorkerArguments, RayWorkers
 

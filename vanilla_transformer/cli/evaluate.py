@@ -30,7 +30,7 @@ from ..inference.metrics import (
 from ..inference.translation import translate_n_best
 from .parser import CommandParser
 from .table import table
-from .translate import report_limit
+from .translation_job import report_limit
 
 
 @dataclass

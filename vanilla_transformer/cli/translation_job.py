@@ -1,0 +1,329 @@
+"""What a call of `translate` does: its options, its models, and the lines that it writes."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data.parquet_files import is_parquet
+from ..data.text_files import expect_parallel, read_file
+from ..inference.alignment import UNITS, add_alignments, add_token_scores
+from ..inference.loading import LoadingArguments
+from ..inference.parallel_translation import (
+    LINES_PER_CHUNK,
+    TARGET_COLUMN,
+    digest,
+    expect_files,
+    fingerprint,
+)
+from ..inference.reranking import (
+    UTILITIES,
+    get_utility,
+    rank_by_log_probability,
+    rerank_by_reverse_model,
+    rerank_by_utility,
+)
+from ..inference.translation import (
+    Hypothesis,
+    encode_prefixes,
+    expect_hypotheses,
+    samples,
+    translate_n_best,
+)
+from .generation_options import (
+    MOVED,
+    RECIPE_FILE,
+    encode_forced_words,
+    expect_recipe,
+    expect_valid_options,
+    find_recipe,
+)
+
+SAMPLES = 32  # candidates where nothing says how many
+
+
+@dataclass
+class TranslateArguments:
+    model: list[str] = field(
+        metadata={
+            "help": "Folder or Hub name of a sequence-to-sequence model; several: an ensemble."
+        }
+    )
+    source: str | None = field(
+        default=None,
+        metadata={"help": "Text or parquet file to translate. Default: standard input."},
+    )
+    output: str | None = field(
+        default=None, metadata={"help": "File for the translations. Default: standard output."}
+    )
+    source_column: str | None = field(
+        default=None,
+        metadata={"help": "Column of a parquet source. Default: the only one with text."},
+    )
+    target_column: str = field(
+        default=TARGET_COLUMN, metadata={"help": "New column of a parquet output."}
+    )
+    batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
+    max_tokens: int | None = field(
+        default=None, metadata={"help": "Source tokens decoded together, instead of lines."}
+    )
+    compile: bool = field(
+        default=False, metadata={"help": "Compile the model, for a static cache."}
+    )
+    seed: int = field(default=42, metadata={"help": "Seed of --do_sample."})
+    target_prefix_file: str | None = field(
+        default=None, metadata={"help": "File with the beginning of each translation, or a blank."}
+    )
+    custom_generate: str | None = field(
+        default=None,
+        metadata={"help": "Folder or Hub name of a recipe to search by. Its code runs here."},
+    )
+    force_words: list[str] | None = field(
+        default=None,
+        metadata={"help": "What each translation must contain. It needs a --custom_generate."},
+    )
+    n_best: int | None = field(
+        default=None, metadata={"help": "Write this many hypotheses of a line, with scores."}
+    )
+    token_scores: bool = field(
+        default=False, metadata={"help": "Write the log-probability of each token."}
+    )
+    alignments: str | None = field(
+        default=None,
+        metadata={"help": f"Write pairs source-target of aligned {' or '.join(UNITS)}, from 0."},
+    )
+    alignment_layer: int | None = field(
+        default=None,
+        metadata={"help": "Decoder layer that aligns, from 0. Default: the penultimate."},
+    )
+    replace_unknown: bool = field(
+        default=False, metadata={"help": "Replace unknown words by the aligned source words."}
+    )
+    mbr: str | None = field(
+        default=None,
+        metadata={"help": f"Minimum Bayes risk by one of {', '.join(UTILITIES)}."},
+    )
+    reverse_model: str | None = field(
+        default=None, metadata={"help": "Rerank by a model from the target to the source."}
+    )
+    reverse_weight: float = field(
+        default=1.0, metadata={"help": "Weight of log p(source | translation)."}
+    )
+    length_weight: float = field(
+        default=0.0, metadata={"help": "Reward of each token in --reverse_model's ranking."}
+    )
+    candidates: int | None = field(
+        default=None,
+        metadata={
+            "help": "Hypotheses that --mbr or --reverse_model choose from. "
+            f"Default: all beams, or {SAMPLES} samples."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("n_best", "batch_size", "max_tokens", "candidates"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: expected a positive integer")
+        if self.mbr is not None and self.reverse_model is not None:
+            raise ValueError(
+                f"mbr={self.mbr!r} and reverse_model={self.reverse_model!r}: expected one of them"
+            )
+        if self.candidates is not None and not self.reranks:
+            raise ValueError(
+                f"candidates={self.candidates}: expected --mbr or --reverse_model as well"
+            )
+        for name in ("compile", "custom_generate"):
+            if (value := getattr(self, name)) and len(self.model) > 1:
+                raise ValueError(
+                    f"{name}={value} with {len(self.model)} models: expected one model"
+                )
+        if self.force_words is not None and self.custom_generate is None:
+            raise ValueError(
+                f"force_words={self.force_words}: expected --custom_generate "
+                f"{MOVED['force_words_ids']} as well, or another recipe that has force_words_ids"
+            )
+        expect_files(self.source, self.output, self.source_column, self.target_column)
+        if self.n_best is not None and self.output is not None and is_parquet(self.output):
+            raise ValueError(
+                f"n_best={self.n_best} with output={self.output!r}: expected a text file"
+            )
+        if self.target_prefix_file is not None:
+            if self.source is None:
+                raise ValueError(
+                    f"target_prefix_file={self.target_prefix_file!r}: expected --source as well"
+                )
+            expect_parallel(self.source, self.target_prefix_file, self.source_column)
+
+    @property
+    def reranks(self) -> bool:
+        """Whether hypotheses are reranked."""
+        return self.mbr is not None or self.reverse_model is not None
+
+
+class TranslationJob:
+    """The models and options of a call of the command.
+
+    Attributes:
+        counts: The number of translations so far, and of those that reached their length limit.
+    """
+
+    def __init__(
+        self, arguments: TranslateArguments, loading: LoadingArguments, options: dict[str, Any]
+    ):
+        self.arguments, self.options = arguments, options
+        if arguments.custom_generate is not None:
+            trusted = loading.trust_remote_code
+            options["custom_generate"] = find_recipe(arguments.custom_generate, trusted)
+            options["trust_remote_code"] = trusted
+        expect_recipe(options)
+        self.model, self.tokenizer = loading.load(arguments.model)
+        self.reverse: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+        if arguments.reverse_model is not None:
+            self.reverse = loading.load(arguments.reverse_model)
+        self.prefixes: list[str] | None = None
+        if arguments.target_prefix_file is not None:
+            self.prefixes = list(read_file(arguments.target_prefix_file))
+        if arguments.force_words is not None:
+            options["force_words_ids"] = encode_forced_words(arguments.force_words, self.tokenizer)
+        if arguments.compile:
+            options.setdefault("cache_implementation", "static")
+            if self.model.device.type == "cpu":  # elsewhere, transformers compiles by itself
+                self.model.forward = torch.compile(self.model.forward)
+        self.counts = [0, 0]
+
+    @property
+    def samples(self) -> bool:
+        """Whether hypotheses are drawn at random."""
+        return samples(self.model, self.options)
+
+    @property
+    def number(self) -> int | None:
+        """The number of hypotheses of each line, or None for the best without a score."""
+        if not self.arguments.reranks:
+            return self.arguments.n_best
+        beams = self.options.get("num_beams") or self.model.generation_config.num_beams or 1
+        return self.arguments.candidates or (SAMPLES if self.samples else beams)
+
+    def check(self) -> None:
+        """Raise an error about the first option that can't work with these models."""
+        arguments, number = self.arguments, self.number
+        expect_valid_options(self.model, self.options)
+        if arguments.custom_generate is not None and not hasattr(
+            self.model, "load_custom_generate"
+        ):
+            raise ValueError(
+                f"custom_generate={arguments.custom_generate!r} with {type(self.model).__name__}: "
+                "expected a model that searches as transformers does"
+            )
+        if number is not None and arguments.reranks and not max(2, arguments.n_best or 1) <= number:
+            raise ValueError(
+                f"candidates={number}: expected at least 2, and as many as n_best; "
+                "--num_beams or --do_sample makes them"
+            )
+        if number is not None:
+            expect_hypotheses(number, self.model, self.options)
+        if arguments.mbr is not None:
+            get_utility(arguments.mbr)
+        list(self.translate([]))
+        if self.prefixes is not None:
+            self._check_prefixes(str(arguments.source), self.prefixes)
+
+    def _check_prefixes(self, source: str, prefixes: list[str]) -> None:
+        rows = zip(read_file(source), prefixes, strict=True)
+        for first in count(0, LINES_PER_CHUNK):
+            if not (window := list(islice(rows, LINES_PER_CHUNK))):
+                return
+            lines, beginnings = zip(*window, strict=True)
+            lengths = map(len, self.tokenizer(list(lines))["input_ids"])
+            encode_prefixes(beginnings, lengths, self.model, self.tokenizer, self.options, first)
+
+    def settings(self) -> dict[str, Any]:
+        """All that the translations depend on, besides the source; see `transform_file`."""
+        ignored = ("model", "source", "output", "target_prefix_file", "reverse_model")
+        settings = {**vars(self.arguments), **self.options}
+        settings = {k: v for k, v in settings.items() if k not in ignored}
+        settings |= fingerprint(self.model, self.tokenizer)
+        if (recipe := settings["custom_generate"]) is not None:
+            code = sorted(Path(recipe, RECIPE_FILE).parent.glob("*.py"))
+            settings["custom_generate"] = digest(*(path.read_bytes() for path in code))
+        if self.reverse is not None:
+            settings["reverse_model"] = fingerprint(*self.reverse)
+        if self.prefixes is not None:
+            settings["target_prefix_file"] = digest("\n".join(self.prefixes).encode())
+        return settings
+
+    def translate(self, lines: list[str], first: int = 0) -> Iterator[str]:
+        """Yield the output for lines, the first of which has this number."""
+        for number, hypotheses in enumerate(self.hypotheses(lines, first), first):
+            self.counts[0] += 1
+            self.counts[1] += not hypotheses[0].is_complete
+            for hypothesis in hypotheses:
+                yield self.format(hypothesis, number)
+
+    def hypotheses(self, lines: list[str], first: int) -> Iterator[list[Hypothesis]]:
+        """Yield the hypotheses of each line that are to be written."""
+        arguments, models = self.arguments, (self.model, self.tokenizer)
+        if self.samples:  # the same samples, whatever was translated before
+            torch.manual_seed(arguments.seed + first)
+        prefixes = None
+        if self.prefixes is not None:
+            prefixes = self.prefixes[first : first + len(lines)]
+        found: Iterable[list[Hypothesis]] = translate_n_best(
+            lines,
+            *models,
+            self.number,
+            prefixes=prefixes,
+            batch_size=arguments.batch_size,
+            max_tokens=arguments.max_tokens,
+            **self.options,
+        )
+        if arguments.mbr is not None:
+            found = rerank_by_utility(lines, found, arguments.mbr)
+        elif self.reverse is not None:
+            weights = {
+                name: getattr(arguments, name) for name in ("reverse_weight", "length_weight")
+            }
+            found = rerank_by_reverse_model(lines, found, *models, *self.reverse, **weights)
+        elif self.samples and self.number is not None:
+            found = rank_by_log_probability(add_token_scores(lines, found, *models))
+        found = (hypotheses[: arguments.n_best or 1] for hypotheses in found)
+        if arguments.token_scores:
+            found = add_token_scores(lines, found, *models)
+        if arguments.alignments is not None or arguments.replace_unknown:
+            found = add_alignments(
+                lines, found, *models, unit=arguments.alignments or "words",
+                layer=arguments.alignment_layer, replace_unknown=arguments.replace_unknown,
+            )  # fmt: skip
+        yield from found
+
+    def format(self, hypothesis: Hypothesis, number: int) -> str:
+        """A line of the output."""
+        fields = [one_line(hypothesis.text)]
+        if self.arguments.n_best is not None:
+            fields = [str(number), *fields, f"{hypothesis.score:.6f}"]
+        if self.arguments.token_scores:
+            fields.append(" ".join(f"{score:.4f}" for score in hypothesis.token_scores))
+        if self.arguments.alignments is not None:
+            fields.append(" ".join(f"{source}-{target}" for source, target in hypothesis.alignment))
+        return " ||| ".join(fields)
+
+
+def one_line(text: str) -> str:
+    """A line break inside a translation would shift all later lines."""
+    return " ".join(text.splitlines())
+
+
+def report_limit(translated: int, cut: int) -> None:
+    """Say on standard error how many translations reached their length limit, if any did."""
+    if cut:
+        print(
+            f"{cut:,} of {translated:,} translations reached their length limit and are cut; "
+            "`translate` raises it by --max_new_tokens or --extra_output_tokens",
+            file=sys.stderr,
+        )
