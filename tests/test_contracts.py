@@ -93,6 +93,10 @@ OVERRIDES = [
         "model/pretrained.py: two vocabularies, or matrices that are not shared",
     ),
     Override(
+        PreTrainedTokenizerBase, "_encode_plus", "__call__", ("text", "is_split_into_words"),
+        "model/tokenization_vanilla_transformer.py: where Moses splits a text",
+    ),
+    Override(
         PreTrainedTokenizerBase, "_save_pretrained", "save_pretrained",
         ("save_directory", "file_names", "legacy_format", "filename_prefix"),
         "model/tokenization_vanilla_transformer.py: the target's file is saved too",

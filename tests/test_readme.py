@@ -103,9 +103,11 @@ def test_commands_and_their_options_exist(name):
             target = target.replace("-", "_")
             own = f"vanilla_transformer/cli/{target}.py"
             assert find_spec(f"vanilla_transformer.cli.{target}"), target
-            shared = {"train": ("/data/", "/training/"), "serve": ("/serving/", "/loading.py")}.get(
-                target, ("/inference/loading.py",)
-            )
+            shared = {
+                "train": ("/data/", "/training/"),
+                "serve": ("/serving/", "/loading.py"),
+                "translate": ("/cli/translation_job.py", "/loading.py", "/ray_workers.py"),
+            }.get(target, ("/inference/loading.py",))
             texts = [text for path, text in package.items() if any(map(path.count, (own, *shared)))]
             more = {"train": inherited, "translate": set(generation_option_names())}
             known = {"help", "help_all"} | more.get(target, set())
