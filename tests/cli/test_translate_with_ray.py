@@ -39,7 +39,7 @@ def cluster(ray_environment, monkeypatch):
 
 
 def wait_until(condition, process):
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     while not condition():
         assert process.poll() is None, "it ended before"
         assert time.monotonic() < end
