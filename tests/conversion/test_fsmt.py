@@ -14,6 +14,9 @@ from transformers import (
 )
 
 from vanilla_transformer.conversion import convert, convert_back, find_format, read
+from vanilla_transformer.conversion.check import Converted, largest_difference
+from vanilla_transformer.conversion.core import ConversionOptions
+from vanilla_transformer.conversion.fsmt import load_toolkit
 
 pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
 
@@ -60,6 +63,12 @@ def saved(tmp_path):
         return folder, model
 
     return save
+
+
+def folder_with_languages(folder):
+    """FSMT's own tokenizer must know them."""
+    FSMTTokenizer.from_pretrained(folder, langs=["en", "de"]).save_pretrained(folder)
+    return folder
 
 
 def untie(model):
@@ -135,8 +144,7 @@ def test_plain_text_goes_in_and_comes_out_as_with_its_own_tokenizer(saved, tmp_p
     for name in ("vocab-src.json", "vocab-tgt.json"):
         (folder / name).write_text(json.dumps(vocab))
     (folder / "merges.txt").write_text("")
-    theirs = FSMTTokenizer.from_pretrained(folder, langs=["en", "de"])
-    theirs.save_pretrained(folder)
+    theirs = FSMTTokenizer.from_pretrained(folder_with_languages(folder))
     convert(folder, tmp_path / "converted")
     ours = AutoTokenizer.from_pretrained(tmp_path / "converted")
     for text in TEXTS:
@@ -149,6 +157,15 @@ def test_plain_text_goes_in_and_comes_out_as_with_its_own_tokenizer(saved, tmp_p
     assert ours.batch_decode(ids, skip_special_tokens=True) == [
         theirs.decode(one, skip_special_tokens=True) for one in ids
     ]
+
+
+def test_a_check_reads_tokens_that_only_the_converted_model_has_as_unknown(saved, tmp_path):
+    folder, theirs = saved()
+    ours = Converted(convert(folder, tmp_path / "converted"))
+    toolkit = load_toolkit(folder_with_languages(folder), ConversionOptions())
+    sources = ours.tokenizer(["low ew"])["input_ids"]
+    assert max(sources[0]) >= theirs.config.src_vocab_size
+    assert largest_difference(toolkit, ours, sources, [[4, 5, 2]]) < 1e-5
 
 
 def test_it_generates_as_theirs(saved, tmp_path):

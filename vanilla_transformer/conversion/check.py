@@ -214,7 +214,8 @@ def largest_difference(
     toolkit: Toolkit, ours: Converted, sources: list[list[int]], targets: list[list[int]]
 ) -> float:
     """Of the log-probabilities of any token that the toolkit reports, at any position."""
-    theirs, found = toolkit.log_probs(sources, targets), ours.log_probs(sources, targets)
+    theirs = toolkit.log_probs(toolkit.known(sources), targets)
+    found = ours.log_probs(sources, targets)
     if theirs[0].shape[1] == 1:
         found = of_targets(found, targets)
     return max(
