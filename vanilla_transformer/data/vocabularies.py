@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as splits
@@ -46,10 +47,10 @@ class Specials:
 
     Attributes:
         pad, bos, eos: Tokens that never come from a text, and that decoding leaves out.
-        unk: What the toolkit makes of unknown tokens. It is an ordinary token: decoding prints it,
-            unless the toolkit leaves it out.
+        unk: What the toolkit makes of unknown tokens.
         template: What surrounds a text, `$A`: "$A </s>", "<s> $A </s>", "$A".
-        prints_unk: Whether decoding prints `unk`. transformers' own tokenizers leave it out.
+        prints_unk: Whether `unk` is an ordinary token, which decoding prints. transformers' own
+            tokenizers leave it out.
     """
 
     pad: str | None = "<pad>"
@@ -786,15 +787,12 @@ def pair(
     same = source.backend_tokenizer.to_str() == target.backend_tokenizer.to_str()
     if same and source.special_tokens_map == target.special_tokens_map and not has_clones:
         return source
-    return VanillaTransformerTokenizer(
-        tokenizer_object=source.backend_tokenizer,
-        target_tokenizer_object=target.backend_tokenizer,
+    return _two_sided(
+        source.backend_tokenizer,
+        target.backend_tokenizer,
         target_size=size if has_clones else None,
         target_unk_id=unk_id if has_clones else None,
         **target.special_tokens_map,
-        padding_side="right",
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=True,
     )
 
 
@@ -814,14 +812,23 @@ def with_moses(
         ImportError: sacremoses is not installed.
     """
     target = getattr(tokenizer, "target_tokenizer", tokenizer.backend_tokenizer)
-    return VanillaTransformerTokenizer(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        target_tokenizer_object=target,
+    return _two_sided(
+        tokenizer.backend_tokenizer,
+        target,
         target_size=getattr(tokenizer, "target_size", None),
         target_unk_id=getattr(tokenizer, "target_unk_id", None),
         moses={"source_lang": source_lang, "target_lang": target_lang, **options},
         **tokenizer.special_tokens_map,
+    )
+
+
+def _two_sided(source: Tokenizer, target: Tokenizer, **options: Any) -> VanillaTransformerTokenizer:
+    """The tokenizer with a side each, none of whose special tokens a text can spell."""
+    return VanillaTransformerTokenizer(
+        tokenizer_object=source,
+        target_tokenizer_object=target,
         padding_side="right",
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
+        **options,
     )

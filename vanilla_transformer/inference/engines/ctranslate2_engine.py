@@ -363,7 +363,7 @@ class Search:
     def run(
         self, rows: list[list[int]], prefixes: list[list[int]], limits: list[int]
     ) -> list[list[Found]]:
-        """The sequences for each source, best first, of at most so many new tokens for each.
+        """The sequences for each source, best first, with at most `limits` new tokens.
 
         The engine takes one limit for all. So all rows get the largest. A greedy sequence that is
         longer than its row's limit is cut, and a search in which one was is made once more, with
