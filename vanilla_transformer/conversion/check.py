@@ -73,7 +73,8 @@ class Toolkit(ABC):
     def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
         """Of every token, after each prefix of a target: a tensor (length, vocabulary) for each.
         A toolkit that reports no others gives those of the target's own tokens, (length, 1)."""
-        rows = self.logits(self.padded(sources), self.inputs(self.padded(targets))).log_softmax(-1)
+        sources = self.padded(self.known(sources))
+        rows = self.logits(sources, self.inputs(self.padded(targets))).log_softmax(-1)
         return [row[: len(target)] for row, target in zip(rows, targets, strict=True)]
 
     def padded(self, rows: list[list[int]]) -> Tensor:
@@ -214,7 +215,7 @@ def largest_difference(
     toolkit: Toolkit, ours: Converted, sources: list[list[int]], targets: list[list[int]]
 ) -> float:
     """Of the log-probabilities of any token that the toolkit reports, at any position."""
-    theirs = toolkit.log_probs(toolkit.known(sources), targets)
+    theirs = toolkit.log_probs(sources, targets)
     found = ours.log_probs(sources, targets)
     if theirs[0].shape[1] == 1:
         found = of_targets(found, targets)
