@@ -4,13 +4,14 @@ what training read."""
 import json
 import logging
 import random
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
 from conftest import run_command
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, pipeline
 
 from vanilla_transformer.cli import back_translate
 from vanilla_transformer.data.noise import MASK_TOKEN, add_noise
@@ -138,6 +139,17 @@ def test_back_translation_has_a_line_for_each_line(tmp_path, checkpoint):
     assert once == again != other
     greedy = back_translated(tmp_path, checkpoint, "greedy", "--method", "greedy")
     assert greedy not in (once, other)
+
+
+def test_back_translations_that_are_cut_are_counted(tmp_path, checkpoint):
+    written(tmp_path, mono=["der See", "", "ein Haus am See"])
+    shutil.copytree(checkpoint, tmp_path / "model")
+    GenerationConfig.from_pretrained(checkpoint, max_new_tokens=1).save_pretrained(
+        tmp_path / "model"
+    )
+    options = ["--model", "model", "--source", "mono", "--output", "synthetic"]
+    process = run_command("back-translate", *options, "--method", "greedy", cwd=tmp_path)
+    assert "2 of 3 translations reached their length limit and are cut" in process.stderr
 
 
 @pytest.mark.slow

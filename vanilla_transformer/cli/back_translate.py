@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 
 from ..data.noise import DROP, MASK, MASK_TOKEN, REACH, add_noise
 from ..inference.loading import LoadingArguments
 from ..inference.parallel_translation import LINES_PER_CHUNK, fingerprint, transform_file
-from ..inference.translation import translate
+from ..inference.translation import translate_n_best
 from .parser import CommandParser
+from .translation_job import one_line, report_limit
 
 METHODS = ("sampling", "top_k", "beam", "greedy")
 
@@ -90,10 +92,15 @@ def main() -> None:
     model, tokenizer = loading.load(arguments.model)
     options = {**arguments.generate_options(), "batch_size": arguments.batch_size}
 
+    counts = [0, 0]
+
     def work(lines: list[str], first: int = 0) -> Iterator[str]:
         torch.manual_seed(arguments.seed + first)  # whichever process has the chunk
-        for number, text in enumerate(translate(lines, model, tokenizer, **options), first):
-            line = " ".join(text.splitlines())
+        found = translate_n_best(lines, model, tokenizer, None, **options)
+        for number, (hypothesis,) in enumerate(found, first):
+            counts[0] += 1
+            counts[1] += not hypothesis.is_complete
+            line = one_line(hypothesis.text)
             if arguments.noise:
                 line = add_noise(line, random.Random(f"{arguments.seed} {number}"))
             yield line
@@ -110,6 +117,9 @@ def main() -> None:
         lines_per_chunk=arguments.lines_per_chunk,
         show_progress=state.is_main_process and sys.stderr.isatty(),
     )
+    totals = [sum(column) for column in zip(*gather_object([counts]), strict=True)]
+    if state.is_main_process:
+        report_limit(*totals)
     state.destroy_process_group()
 
 

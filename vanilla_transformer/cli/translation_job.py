@@ -324,6 +324,7 @@ def report_limit(translated: int, cut: int) -> None:
     if cut:
         print(
             f"{cut:,} of {translated:,} translations reached their length limit and are cut; "
-            "`translate` raises it by --max_new_tokens or --extra_output_tokens",
+            "max_new_tokens or extra_output_tokens raises it, as an option of `translate` or in "
+            "the model's generation config",
             file=sys.stderr,
         )

@@ -1,0 +1,203 @@
+"""Install each extra alone, in a fresh environment, and use the commands that it brings.
+
+python -m scripts.checks.extras
+python -m scripts.checks.extras --extras serve export
+
+Every environment gets torch and then what the README says: `pip install ".[EXTRA]"`, with the
+versions of constraints.txt. `--newest` installs the newest versions that the package allows.
+"none" stands for the package without extras, and "train" makes the model of the others.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from transformers import HfArgumentParser
+
+REPOSITORY = Path(__file__).parents[2]
+TEXT = "three hundred\nfour minutes past nine\n"
+
+
+@dataclass
+class ExtrasArguments:
+    extras: list[str] = field(
+        default_factory=lambda: ["none", "export", "serve", "demo", "ray", "moses", "analysis"],
+        metadata={"help": "Extras to check, beside train."},
+    )
+    output_dir: str = field(
+        default="build/extras", metadata={"help": "Folder for environments and results."}
+    )
+    newest: bool = field(
+        default=False, metadata={"help": "Ignore constraints.txt, except for torch."}
+    )
+
+
+@dataclass
+class Environment:
+    """The programs of a fresh environment, and where they run."""
+
+    programs: Path
+    folder: Path
+
+    def run(self, *command: object, stdin: str | None = None) -> str:
+        """What a command of the package prints.
+
+        Raises:
+            RuntimeError: It fails.
+        """
+        return run(*self.command(*command), cwd=self.folder, stdin=stdin)
+
+    def command(self, *command: object) -> tuple[object, ...]:
+        return self.programs / "vanilla-transformer", *command
+
+    @contextmanager
+    def server(self, *command: object, path: str) -> Iterator[str]:
+        """The address of a server that answers at `path`."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        line = [str(word) for word in self.command(*command, "--port", port)]
+        process = subprocess.Popen(line, cwd=self.folder, env=environment())
+        try:
+            wait_for(f"http://127.0.0.1:{port}{path}", process)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def environment() -> dict[str, str]:
+    """Without what the current environment has on its paths."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return kept | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
+def run(*command: object, cwd: Path, stdin: str | None = None) -> str:
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=cwd, env=environment(), input=stdin, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{(done.stdout + done.stderr)[-4000:]}")
+    return done.stdout
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], seconds: int = 120) -> None:
+    for _ in range(seconds):
+        try:
+            with urlopen(url, timeout=5):
+                return
+        except (URLError, ConnectionError, TimeoutError):
+            if process.poll() is not None:
+                break
+            time.sleep(1)
+    raise RuntimeError(f"{url} does not answer")
+
+
+# ---------------------------------------------------------------- what each extra brings
+
+
+def train(env: Environment) -> None:
+    env.run(
+        "train", "--config", "phrases", "--output_dir", "model", "--use_cpu", "--max_steps", 20,
+        "--phrases_train_size", 2000, "--phrases_validation_size", 20, "--phrases_test_size", 20,
+        "--preset", "tiny",
+    )  # fmt: skip
+
+
+def none(env: Environment) -> None:
+    found = env.run("translate", "--model", "model", stdin=TEXT)
+    assert found.count("\n") == TEXT.count("\n"), found
+    env.run("info", "model")
+
+
+def export(env: Environment) -> None:
+    (env.folder / "lines").write_text(TEXT)
+    for target in ("ctranslate2", "marian", "onnx", "transformers.js"):
+        output = f"{target}_export"
+        env.run(
+            "export", "model", "--to", target, "--output_dir", output,
+            *(["--check", "lines"] if target != "marian" else []),
+        )  # fmt: skip
+        if target in ("ctranslate2", "onnx"):
+            env.run("translate", "--model", output, stdin=TEXT)
+
+
+def serve(env: Environment, *options: object) -> None:
+    with env.server("serve", "en-de=model", *options, path="/health") as url:
+        body = json.dumps({"q": ["four", "five"], "source": "en", "target": "de"}).encode()
+        request = Request(f"{url}/translate", body, {"content-type": "application/json"})
+        with urlopen(request, timeout=60) as answer:
+            assert len(json.load(answer)["translatedText"]) == 2
+
+
+def demo(env: Environment) -> None:
+    env.run("demo", "model", "--space", "space")
+    with env.server("demo", "model", path="/config"):
+        pass
+
+
+def ray(env: Environment) -> None:
+    (env.folder / "lines").write_text(TEXT)
+    env.run("translate", "--model", "model", "--ray", "--source", "lines", "--target", "translated")
+    serve(env, "--ray")
+
+
+def moses(env: Environment) -> None:
+    words = "Moses('en', None).split('a, b', 'source')"
+    code = f"from vanilla_transformer.model.moses import Moses; print({words})"
+    assert run(env.programs / "python", "-c", code, cwd=env.folder) == "a , b\n"
+
+
+def analysis(env: Environment) -> None:
+    env.run("analyze", "attention", "--model", "model", "--text", TEXT, "--output", "view.html")
+
+
+EXTRAS: dict[str, Callable[[Environment], None]] = {
+    one.__name__: one for one in (none, train, export, serve, demo, ray, moses, analysis)
+}
+
+
+# ---------------------------------------------------------------- environments
+
+
+def install(extra: str, folder: Path, newest: bool) -> Path:
+    """The folder of the programs of a fresh environment with one extra."""
+    run(sys.executable, "-m", "venv", "--clear", folder, cwd=REPOSITORY)
+    pip = [folder / "bin/python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    torch = f"torch=={version('torch').split('+')[0]}"
+    # torch comes first and alone: asked for by another package, pip may choose a larger build.
+    run(*pip, "install", torch, cwd=REPOSITORY)
+    constraints = [] if newest else ["--constraint", "constraints.txt"]
+    package = "." if extra == "none" else f".[{extra}]"
+    run(*pip, "install", *constraints, package, torch, cwd=REPOSITORY)
+    run(*pip, "check", cwd=REPOSITORY)
+    return folder / "bin"
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(ExtrasArguments).parse_args_into_dataclasses()
+    for extra in arguments.extras:
+        if extra not in EXTRAS:
+            raise ValueError(f"extras has {extra!r}: expected of {', '.join(EXTRAS)}")
+    folder = Path(arguments.output_dir).resolve()
+    work = folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    extras = [one for one in arguments.extras if one != "train"]
+    for extra in extras if (work / "model/model.safetensors").exists() else ["train", *extras]:
+        EXTRAS[extra](Environment(install(extra, folder / extra, arguments.newest), work))
+        print(f"{extra}: installed and used", flush=True)
+
+
+if __name__ == "__main__":
+    main()
