@@ -72,6 +72,11 @@ def small_config(**overrides):
     return VanillaTransformerConfig(**{**SMALL, **overrides})
 
 
+def slow(*values):
+    """These parameters make slow tests."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def random_ids(rows, length, vocab_size=SMALL["vocab_size"], seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(4, vocab_size, (rows, length), generator=generator)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import yaml
@@ -43,6 +44,28 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)  # as where it is not installed
     with pytest.raises(SystemExit, match=r"evaluate: needs the package .*\[train\]"):
         main.main()
+
+
+def test_commands_that_run_models_need_no_extra(tmp_path):
+    extras = (
+        "accelerate",
+        "babel",
+        "datasets",
+        "matplotlib",
+        "num2words",
+        "rapidfuzz",
+        "sacrebleu",
+    )
+    commands = ("translate", "back_translate", "score", "convert", "info", "recipes")
+    code = f"""
+        import importlib, sys
+        sys.modules |= dict.fromkeys({extras})  # as where they are not installed
+        for command in {commands}:
+            importlib.import_module(f"vanilla_transformer.cli.{{command}}")
+    """
+    process = subprocess.run([sys.executable, "-c", dedent(code)], cwd=tmp_path, check=False,
+                             capture_output=True, text=True)  # fmt: skip
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("words", [["trian"], []])

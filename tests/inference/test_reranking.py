@@ -88,13 +88,23 @@ def test_comet_compares_each_hypothesis_with_each_reference(monkeypatch):
     assert ranked[1].score == pytest.approx(100 * (1 / 3 + 1 / 5) / 2)
 
 
-def test_a_utility_that_is_not_there_is_named(monkeypatch):
+def test_a_utility_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="mbr='ter': expected one of chrf, bleu, exact_match"):
         reranking.get_utility("ter")
-    monkeypatch.setitem(sys.modules, "comet", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "install"),
+    [("comet", "comet", "unbabel-comet"),
+     ("chrf", "sacrebleu.metrics", "'vanilla-transformer.train.'"),
+     ("bleu", "sacrebleu.metrics", "'vanilla-transformer.train.'")],
+)  # fmt: skip
+def test_a_missing_package_is_named(name, package, install, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
     reranking._comet.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match=r"needs the package comet: pip install unbabel"):
-        reranking.get_utility("comet")
+    message = f"mbr='{name}' needs the package {package}: pip install {install}"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        reranking.get_utility(name)
 
 
 def test_a_reverse_model_and_the_length_take_part(model, tokenizer):

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import SMALL, needs_transformers, random_ids, small_config
+from conftest import SMALL, needs_transformers, random_ids, slow, small_config
 from safetensors.torch import load_file
 from test_modeling import assert_close
 from torch import nn
@@ -620,8 +620,11 @@ def test_half_precision_generates(cls, dtype):
 # Each class and each attention: all of their pairs are among the slow tests.
 every_stack_and_attention = pytest.mark.parametrize(
     ("cls", "attention"),
-    [(SEQ2SEQ, "sdpa"), (CAUSAL, "eager"), (ENCODER, "eager")],
-    ids=["seq2seq-sdpa", "causal-eager", "encoder-eager"],
+    [
+        pytest.param(SEQ2SEQ, "sdpa", id="seq2seq-sdpa"),
+        pytest.param(CAUSAL, "eager", id="causal-eager", marks=pytest.mark.slow),
+        pytest.param(ENCODER, "eager", id="encoder-eager", marks=pytest.mark.slow),
+    ],
 )
 
 
@@ -652,7 +655,7 @@ def test_a_model_compiled_to_machine_code_learns_the_same(cls, attention):
     assert_compiles(cls, attention, "inductor")
 
 
-@every_class
+@pytest.mark.parametrize("cls", [SEQ2SEQ, *slow(CAUSAL, ENCODER)])
 @pytest.mark.usefixtures("compiler")
 def test_one_graph_serves_every_batch_and_length(cls):
     model = build(cls, **LOW)

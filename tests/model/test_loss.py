@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import random_ids, seq2seq, small_config
+from conftest import random_ids, seq2seq, slow, small_config
 from torch import nn
 from torch.nn import functional as F
 
@@ -227,7 +227,7 @@ def compiled(model):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("way", [plainly, under_autocast, by_accelerate, compiled])
+@pytest.mark.parametrize("way", [plainly, under_autocast, by_accelerate, *slow(compiled)])
 def test_a_training_step_returns_the_same_everywhere(cls, way):
     # Logits came when asked for, but under a wrapper of accelerate's, which copies outputs, never.
     torch.manual_seed(0)

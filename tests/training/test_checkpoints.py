@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_trainer
+from conftest import slow, small_trainer
 from safetensors.torch import load_file
 from transformers import TrainerState
 
@@ -66,7 +66,7 @@ def test_what_is_being_written_has_no_name_yet(tokenizer, tmp_path, monkeypatch,
     assert (tmp_path / STAGING_DIR / "checkpoint-6").is_dir()
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", *slow("optimizer.pt", "trainer_state.json")])
 @pytest.mark.parametrize("leave_folder", [False, True])
 def test_a_folder_removed_while_it_is_written_is_written_again(
     tokenizer, tmp_path, monkeypatch, caplog, file, leave_folder

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import small_trainer
+from conftest import slow, small_trainer
 from transformers import TrainerCallback
 
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
@@ -53,7 +53,7 @@ def test_training_ends_before_the_weights_are_touched(tokenizer, tmp_path, value
 
 @POISONS
 @CLIPPING
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, *slow(3)])
 def test_a_step_may_be_left_out(tokenizer, tmp_path, caplog, value, max_grad_norm, accumulation):
     """With all that the optimizer would have remembered of it: no moment moves a weight."""
     record = Record()

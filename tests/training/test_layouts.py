@@ -11,7 +11,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from conftest import REPOSITORY, Payload
+from conftest import REPOSITORY, Payload, slow
 from safetensors.torch import load_file
 from transformers import Seq2SeqTrainingArguments
 from transformers.integrations import deepspeed
@@ -24,9 +24,7 @@ from vanilla_transformer.training.recipes import find_recipe, recipe_path
 from vanilla_transformer.training.trainer import find_checkpoint
 
 CONFIGS = sorted((REPOSITORY / "vanilla_transformer/recipes/accelerate").glob("*.yaml"))
-fsdp = pytest.mark.parametrize(
-    "layout", ["2, FSDP2", pytest.param("2, FSDP2, full state", marks=pytest.mark.slow)]
-)
+fsdp = pytest.mark.parametrize("layout", ["2, FSDP2", *slow("2, FSDP2, full state")])
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY, as_typed, small_config, small_trainer
+from conftest import REPOSITORY, as_typed, slow, small_config, small_trainer
 from datasets import Dataset
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -358,7 +358,9 @@ def test_trainers_own_label_smoothing_equals_ours(tokenizer, splits, tmp_path):
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"r_drop_alpha": 1.0}, {"label_smoothing_factor": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{"r_drop_alpha": 1.0}, *slow({}, {"label_smoothing_factor": 0.1})]
+)
 def test_a_run_in_bfloat16_learns_evaluates_resumes_and_loads(tokenizer, splits, tmp_path, options):
     def trainer_in(folder, **more):
         arguments = training_arguments(

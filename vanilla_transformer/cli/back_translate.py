@@ -21,14 +21,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 
 from ..data.noise import DROP, MASK, MASK_TOKEN, REACH, add_noise
 from ..inference.loading import LoadingArguments
 from ..inference.parallel_translation import LINES_PER_CHUNK, fingerprint, transform_file
 from ..inference.translation import translate_n_best
 from .parser import CommandParser
+from .processes import join_processes, sum_over_processes
 from .translation_job import one_line, report_limit
 
 METHODS = ("sampling", "top_k", "beam", "greedy")
@@ -88,7 +87,7 @@ class BackTranslateArguments:
 def main() -> None:
     parser = CommandParser((BackTranslateArguments, LoadingArguments), description=__doc__)
     arguments, loading = parser.parse_args_into_dataclasses()
-    state = PartialState(cpu=loading.device == "cpu")
+    state = join_processes(use_cpu=loading.device == "cpu")
     model, tokenizer = loading.load(arguments.model)
     options = {**arguments.generate_options(), "batch_size": arguments.batch_size}
 
@@ -117,7 +116,7 @@ def main() -> None:
         lines_per_chunk=arguments.lines_per_chunk,
         show_progress=state.is_main_process and sys.stderr.isatty(),
     )
-    totals = [sum(column) for column in zip(*gather_object([counts]), strict=True)]
+    totals = sum_over_processes(counts, state)
     if state.is_main_process:
         report_limit(*totals)
     state.destroy_process_group()

@@ -25,9 +25,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from accelerate.utils import gather_object
-
 from ..data.text_files import open_output, read_arrived
 from ..inference.loading import LoadingArguments
 from ..inference.parallel_translation import (
@@ -41,6 +38,7 @@ from .generation_options import (
     given_options,
 )
 from .parser import GroupedParser
+from .processes import join_processes, sum_over_processes
 from .ray_translation import expect_ray_options, translate_with_ray
 from .translation_job import TranslateArguments, TranslationJob, report_limit
 
@@ -77,7 +75,7 @@ def make_parser() -> GroupedParser:
 
 def main() -> None:
     arguments, loading, workers, namespace = make_parser().parse_args_into_dataclasses()
-    state = PartialState(cpu=loading.device == "cpu")
+    state = join_processes(use_cpu=loading.device == "cpu")
     if workers.ray:
         expect_ray_options(arguments, loading, workers, state.num_processes)
         translate_with_ray(arguments, loading, given_options(namespace), workers)
@@ -97,7 +95,7 @@ def main() -> None:
             wait_for_everyone=state.wait_for_everyone,
             show_progress=state.is_main_process and sys.stderr.isatty(),
         )
-        counts = [sum(column) for column in zip(*gather_object([job.counts]), strict=True)]
+        counts = sum_over_processes(job.counts, state)
         if state.is_main_process:
             report_limit(*counts)
         state.destroy_process_group()

@@ -7,13 +7,11 @@ et al., 2019, https://arxiv.org/abs/1908.05731) also asks a model of the reverse
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import tee
 from typing import Any
 
 import numpy as np
-from sacrebleu.metrics import BLEU, CHRF
-from sacrebleu.metrics.helpers import extract_all_char_ngrams, extract_word_ngrams
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .alignment import add_token_scores, map_hypotheses
@@ -118,6 +116,9 @@ def chrf_utility(
     hypotheses: Sequence[str], references: Sequence[str], source: str = ""
 ) -> np.ndarray:
     """sacreBLEU's sentence-level chrF of each hypothesis against each reference."""
+    from sacrebleu.metrics import CHRF
+    from sacrebleu.metrics.helpers import extract_all_char_ngrams
+
     metric = CHRF()
     factor = metric.beta**2
     sides = [
@@ -140,6 +141,9 @@ def bleu_utility(
     hypotheses: Sequence[str], references: Sequence[str], source: str = ""
 ) -> np.ndarray:
     """sacreBLEU's sentence-level BLEU of each hypothesis against each reference."""
+    from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics.helpers import extract_word_ngrams
+
     metric = BLEU(effective_order=True)
     orders = range(1, metric.max_ngram_order + 1)
     sides = [
@@ -190,7 +194,7 @@ UTILITIES: dict[str, Utility] = {
 
 
 def get_utility(name: str) -> Utility:
-    """A utility by its name; COMET is loaded, so that an error comes before work starts.
+    """A utility by its name. What it needs is loaded, so that an error comes before work starts.
 
     Raises:
         ValueError: There is none of this name.
@@ -198,14 +202,13 @@ def get_utility(name: str) -> Utility:
     """
     if name not in UTILITIES:
         raise ValueError(f"mbr={name!r}: expected one of {', '.join(UTILITIES)}")
-    if name == "comet":
-        try:
-            _comet()
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"mbr='comet' needs the package {error.name}: pip install unbabel-comet",
-                name=error.name,
-            ) from error
+    load = _comet if name == "comet" else partial(UTILITIES[name], [], [], "")
+    try:
+        load()
+    except ModuleNotFoundError as error:
+        package = "unbabel-comet" if name == "comet" else "'vanilla-transformer[train]'"
+        message = f"mbr={name!r} needs the package {error.name}: pip install {package}"
+        raise ModuleNotFoundError(message, name=error.name) from error
     return UTILITIES[name]
 
 

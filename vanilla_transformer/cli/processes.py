@@ -1,0 +1,57 @@
+"""The processes that share the work of a command.
+
+accelerate knows them. Where it is not installed, there is one.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Processes(Protocol):
+    """What `accelerate.PartialState` knows of them."""
+
+    process_index: int
+    num_processes: int
+    is_main_process: bool
+
+    def wait_for_everyone(self) -> None: ...
+
+    def destroy_process_group(self) -> None: ...
+
+
+class OneProcess:
+    """The only process."""
+
+    process_index, num_processes, is_main_process = 0, 1, True
+
+    def wait_for_everyone(self) -> None:
+        """There is nobody else."""
+
+    def destroy_process_group(self) -> None:
+        """There is none."""
+
+
+def join_processes(use_cpu: bool) -> Processes:
+    """Join the processes that, for example, torchrun started.
+
+    Raises:
+        ModuleNotFoundError: There are several, and accelerate is not installed.
+    """
+    try:
+        from accelerate import PartialState
+    except ModuleNotFoundError:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise
+        return OneProcess()
+    state: Processes = PartialState(cpu=use_cpu)
+    return state
+
+
+def sum_over_processes(counts: Sequence[int], processes: Processes) -> list[int]:
+    """Each count, summed over all processes."""
+    if processes.num_processes == 1:
+        return list(counts)
+    from accelerate.utils import gather_object
+
+    return [sum(column) for column in zip(*gather_object([list(counts)]), strict=True)]
