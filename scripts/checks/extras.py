@@ -118,7 +118,7 @@ def train(env: Environment) -> None:
 def none(env: Environment) -> None:
     found = env.run("translate", "--model", "model", stdin=TEXT)
     assert found.count("\n") == TEXT.count("\n"), found
-    env.run("info", "model")
+    env.run("info")
 
 
 def export(env: Environment) -> None:

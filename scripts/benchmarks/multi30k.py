@@ -1,0 +1,150 @@
+"""Train on Multi30k, and draw the score on its test set over time.
+
+python -m scripts.benchmarks.multi30k --data FOLDER --output_dir outputs/multi30k
+python -m scripts.benchmarks.multi30k --data FOLDER --output_dir outputs/raw --tokenize 13a
+
+FOLDER holds train, val and test_2016_flickr in English (.en) and German (.de). Every run is the
+command `vanilla-transformer train --config multi30k_tiny` with a seed; its folder has the seed's
+name. It stops at each of `--updates`, and the mean of its last checkpoints, which `train` leaves,
+translates the test set. `--options` adds to the command. Finished stages are kept in results.json,
+so that an interrupted command can be repeated. The table is written to multi30k.md, the picture to
+multi30k.png and multi30k.svg. Hours are CPU time: what one process takes on a free core.
+"""
+
+import math
+import resource
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from sacrebleu.metrics import BLEU, CHRF
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
+
+from scripts.reports import Results, markdown, spread
+from vanilla_transformer.data.text_files import read_file
+from vanilla_transformer.inference.translation import translate
+from vanilla_transformer.plotting import save
+
+TEST = "test_2016_flickr"
+SPLITS = {"train": "train", "validation": "val"}
+LITERATURE = 41.02  # Wu et al. (2021), https://aclanthology.org/2021.acl-long.480, table 2
+
+
+@dataclass
+class Multi30kArguments:
+    data: str = field(metadata={"help": "Folder with Multi30k, a file for each side of a split."})
+    output_dir: str = field(metadata={"help": "Folder for models, results, table and picture."})
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds."})
+    updates: list[int] = field(
+        default_factory=lambda: [2000, 4000, 6000, 8000, 12_000, 16_000],
+        metadata={"help": "When to stop and translate."},
+    )
+    tokenize: str = field(default="none", metadata={"help": "sacreBLEU's tokenizer."})
+    config: str = field(default="multi30k_tiny", metadata={"help": "Recipe of `train`."})
+    options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
+
+    def __post_init__(self) -> None:
+        if self.updates != sorted(set(self.updates)) or self.updates[0] < 1:
+            raise ValueError(f"updates={self.updates}: expected positive numbers that rise")
+        for split in (*SPLITS.values(), TEST):
+            for side in ("en", "de"):
+                if not (path := Path(self.data, f"{split}.{side}")).exists():
+                    raise FileNotFoundError(f"data={self.data}: expected a folder with {path.name}")
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(Multi30kArguments).parse_args_into_dataclasses()
+    folder = Path(arguments.output_dir).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {name: getattr(arguments, name) for name in ("config", "options", "tokenize")}
+    results = Results(folder / "results.json", settings)
+    for seed in arguments.seeds:
+        for updates in arguments.updates:
+            if not results.of(str(updates), [seed]):
+                results.add(str(updates), seed, run(folder / str(seed), seed, updates, arguments))
+            stages = {n: results.of(str(n), arguments.seeds) for n in arguments.updates}
+            stages = {n: runs for n, runs in stages.items() if runs}
+            (folder / "multi30k.md").write_text(to_markdown(stages) + "\n", encoding="utf-8")
+            save(draw(stages, arguments.tokenize), folder / "multi30k")
+    print((folder / "multi30k.md").read_text(encoding="utf-8"))
+
+
+def run(folder: Path, seed: int, updates: int, arguments: Multi30kArguments) -> dict[str, float]:
+    """Train up to this number of updates, in a process of its own, as users do, and translate."""
+    files = [
+        f"--{name}_{place}={Path(arguments.data, f'{split}.{side}').resolve()}"
+        for name, split in SPLITS.items()
+        for place, side in (("source", "en"), ("target", "de"))
+    ]
+    command = [
+        sys.executable, "-m", "vanilla_transformer", "train", f"--config={arguments.config}",
+        *files, f"--output_dir={folder}", f"--seed={seed}", f"--max_steps={updates}",
+        "--resume_from_checkpoint=auto", "--report_to=none", *arguments.options.split(),
+    ]  # fmt: skip
+    before = cpu_seconds()
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(process.stderr[-4000:])
+    return {**score(folder, arguments), "hours": (cpu_seconds() - before) / 3600}
+
+
+def cpu_seconds() -> float:
+    """Of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def score(folder: Path, arguments: Multi30kArguments) -> dict[str, float]:
+    """BLEU and chrF of the model in the folder, with the search of its generation config."""
+    lines, references = (
+        list(read_file(Path(arguments.data, f"{TEST}.{side}"))) for side in ("en", "de")
+    )
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    found = list(translate(lines, model, AutoTokenizer.from_pretrained(folder), batch_size=64))
+    (folder / "test.output").write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
+    bleu = BLEU(tokenize=arguments.tokenize).corpus_score(found, [references])
+    return {"bleu": bleu.score, "chrf": CHRF().corpus_score(found, [references]).score}
+
+
+# ---------------------------------------------------------------- table and picture
+
+Stages = dict[int, list[dict[str, float]]]
+
+
+def to_markdown(stages: Stages) -> str:
+    """A row for each number of updates."""
+    rows = [
+        [f"{updates:,}", len(runs), f"{hours:.1f}"]
+        + [spread([run[name] for run in runs], 1) for name in ("bleu", "chrf")]
+        for (updates, runs), hours in zip(stages.items(), hours_so_far(stages), strict=True)
+    ]
+    return markdown(["updates", "seeds", "CPU hours", "BLEU", "chrF"], rows)
+
+
+def hours_so_far(stages: Stages) -> list[float]:
+    """The mean over the seeds, from the start up to each stage."""
+    means = [statistics.mean(run["hours"] for run in runs) for runs in stages.values()]
+    return [math.fsum(means[: stage + 1]) for stage in range(len(means))]
+
+
+def draw(stages: Stages, tokenize: str) -> Figure:
+    """BLEU over hours: the mean of the seeds, and from the lowest to the highest. The literature's
+    score is of text that is already tokenised."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    hours = hours_so_far(stages)
+    scores = [[run["bleu"] for run in runs] for runs in stages.values()]
+    axes.plot(hours, [statistics.mean(each) for each in scores], marker="o", label="mean of seeds")
+    axes.fill_between(hours, list(map(min, scores)), list(map(max, scores)), alpha=0.25)
+    if tokenize == "none":
+        axes.axhline(LITERATURE, color="gray", linestyle="--", label="Wu et al. (2021)")
+    axes.set(xlabel="CPU hours", ylabel="BLEU, test 2016")
+    axes.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The Multi30k benchmark: stages of a run, its table and its picture."""
+
+import json
+
+import pytest
+from conftest import run_module
+
+from scripts.benchmarks.multi30k import Multi30kArguments, draw, to_markdown
+
+SHAPE = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_ffn_dim=16,decoder_ffn_dim=16"
+QUICK = f"--use_cpu --vocab_size=300 --eval_strategy=no --config_overrides={SHAPE}"
+STAGES = {
+    1000: [{"bleu": 30.0, "chrf": 50.0, "hours": 1.0}, {"bleu": 32.0, "chrf": 54.0, "hours": 2.0}],
+    2000: [{"bleu": 40.0, "chrf": 60.0, "hours": 2.5}],
+}
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "val", "test_2016_flickr"):
+        (folder / f"{split}.en").write_text("a house by the lake\nthe lake\n" * 8)
+        (folder / f"{split}.de").write_text("ein haus am see\nder see\n" * 8)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_stops_at_each_stage_and_is_kept(data, tmp_path):
+    flags = ["--data", data, "--output_dir", "out", "--seeds", 1, "--options", QUICK]
+    module = "scripts.benchmarks.multi30k"
+    run_module(module, *flags, "--updates", 2, cwd=tmp_path)
+    table = run_module(module, *flags, "--updates", 2, 4, cwd=tmp_path).stdout
+    assert [line.split(" | ")[0] for line in table.splitlines()[2:4]] == ["| 2", "| 4"]
+    runs = json.loads((tmp_path / "out/results.json").read_text())["runs"]
+    assert [run["row"] for run in runs] == ["2", "4"]
+    assert all(run["hours"] > 0 for run in runs)
+    assert (tmp_path / "out/multi30k.svg").exists()
+    assert len((tmp_path / "out/1/test.output").read_text().splitlines()) == 16
+
+
+def test_the_table_has_the_hours_so_far_and_the_spread_of_the_seeds():
+    rows = to_markdown(STAGES).splitlines()
+    assert rows[2] == "| 1,000 | 2 | 1.5 | 31.0 ± 1.4 | 52.0 ± 2.8 |"
+    assert rows[3] == "| 2,000 | 1 | 4.0 | 40.0 | 60.0 |"
+
+
+@pytest.mark.parametrize(("tokenize", "lines"), [("none", 2), ("13a", 1)])
+def test_the_picture_has_the_literatures_score_where_the_text_is_its_own(tokenize, lines):
+    (axes,) = draw(STAGES, tokenize).axes
+    assert len(axes.get_lines()) == lines
+    assert axes.get_lines()[0].get_xydata().tolist() == [[1.5, 31.0], [4.0, 40.0]]
+
+
+def test_bad_options_are_named(data):
+    with pytest.raises(ValueError, match=r"updates=\[4, 2\]: expected positive numbers that rise"):
+        Multi30kArguments(str(data), "out", updates=[4, 2])
+    (data / "val.de").unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected a folder with val\.de"):
+        Multi30kArguments(str(data), "out")
