@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import fields
 from importlib.util import find_spec
+from itertools import pairwise
 
 import pytest
 from conftest import REPOSITORY
@@ -15,7 +16,7 @@ from vanilla_transformer.cli.generation_options import generation_option_names
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = {
     os.path.relpath(path, REPOSITORY): path.read_text(encoding="utf-8")
-    for pattern in ("README.md", "model_card.md", "docs/*.md")
+    for pattern in ("[!C]*.md", "CONTRIBUTING.md", "docs/**/*.md", "scripts/*/README.md")
     for path in sorted(REPOSITORY.glob(pattern))
 }
 BLOCKS = [
@@ -79,6 +80,13 @@ def test_links_lead_somewhere(name):
 
 
 @every_document
+def test_tables_have_a_header(name):
+    for before, line in pairwise(DOCUMENTS[name].splitlines()):
+        if re.fullmatch(r"\|( ?-+ ?\|)+", line):
+            assert before.count("|") == line.count("|"), line
+
+
+@every_document
 def test_named_files_exist(name):
     for path in re.findall(r"`((?:tests|scripts|vanilla_transformer)/[\w./-]+)`", DOCUMENTS[name]):
         assert (REPOSITORY / path).exists(), path
@@ -105,6 +113,7 @@ def test_commands_and_their_options_exist(name):
             assert find_spec(f"vanilla_transformer.cli.{target}"), target
             shared = {
                 "train": ("/data/", "/training/"),
+                "convert": ("/conversion/core.py",),
                 "serve": ("/serving/", "/loading.py"),
                 "translate": ("/cli/translation_job.py", "/loading.py", "/ray_workers.py"),
             }.get(target, ("/inference/loading.py",))
@@ -119,7 +128,7 @@ def test_commands_and_their_options_exist(name):
 @every_document
 def test_recipes_exist(name):
     recipes = {path.stem for path in (REPOSITORY / "vanilla_transformer/recipes").glob("*.yaml")}
-    for recipe in re.findall(r"--config (\S+)", DOCUMENTS[name]):
+    for recipe in re.findall(r"--config ([\w./]+)", DOCUMENTS[name]):
         assert recipe in recipes or recipe.endswith(".yaml"), recipe
 
 
