@@ -114,6 +114,13 @@ def titles(text):
     return re.findall(r"^(\S.*):$", text, re.MULTILINE)
 
 
+def test_a_plan_shows_its_own_options_before_those_of_training(tmp_path):
+    text = run_command("plan", "--help", cwd=tmp_path).stdout
+    assert titles(text)[:3] == ["help", "measurement", "data"]
+    assert {"--measured_steps", "--speeds", "--preset"} <= {*re.findall(r"--\w+", text)}
+    assert "[]" not in text
+
+
 def test_training_shows_its_own_options_in_groups(tmp_path):
     short = run_command("train", "--help", cwd=tmp_path).stdout
     own = ["help", "data", "tokenizer", "model", "training", "decoding"]

@@ -1,1 +1,1 @@
-"""The commands of `vanilla-transformer`, a file each."""
+"""The commands of `vanilla-transformer`, one file each."""

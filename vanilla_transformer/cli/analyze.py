@@ -11,11 +11,14 @@ r"""Look inside a model.
     vanilla-transformer analyze positions --model outputs/mine --output positions.png
     vanilla-transformer analyze embeddings --model outputs/mine --tokens dog house
 
-heads: how important each head is, and a smaller model without the least important ones.
-attention: a page to look at the attention of a sentence. alignments: how well attention aligns
-words, against links made by hand. positions: how alike positions are, and how far attention looks.
-embeddings: norms, neighbours, and how much of a stack's input is position. Those that measure print
-a table, and --output adds a picture.
+heads       how important each head is; a smaller model without the least important ones
+attention   a web page that shows the attention of a sentence
+alignments  how well attention aligns words, compared with links made by hand
+positions   how similar positions are, and how far attention looks
+embeddings  norms, neighbours, and how much of a stack's input is position
+
+All but attention print a table. For heads, positions and embeddings, --output adds a picture. See
+docs/analysis.md.
 """
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -80,32 +83,44 @@ def make_parser() -> ArgumentParser:
     def add_text(part: ArgumentParser, required: bool) -> None:
         part.add_argument("--source", required=required, help="File of sentences.")
         part.add_argument("--target", required=required, help="File of their translations.")
-        part.add_argument("--max_tokens", type=int, default=2048, help="Of a batch. Default: 2048.")
+        part.add_argument(
+            "--max_tokens",
+            type=int,
+            default=2048,
+            help="Most tokens in a batch, on either side. Default: 2048.",
+        )
 
     heads = add("heads", show_heads, "How important each head is.")
     add_text(heads, required=True)
     heads.add_argument("--prune", type=float, help="Remove this share of each layer's heads.")
-    heads.add_argument("--prune_output", help="Folder for the smaller model.")
+    heads.add_argument("--prune_output", help="Folder for the pruned model.")
 
-    attention = add("attention", write_page, "A page to look at attention.", picture=False)
+    attention = add("attention", write_page, "A page that shows attention.", picture=False)
     attention.set_defaults(check=check_page)
     attention.add_argument("--text", required=True, help="A sentence.")
     attention.add_argument("--translation", help="Default: the model's own translation.")
-    attention.add_argument("--view", choices=VIEWS, default="head", help="Of bertviz.")
-    attention.add_argument("--output", required=True, help="The page: a name in .html.")
+    attention.add_argument(
+        "--view", choices=VIEWS, default="head", help="View of bertviz. Default: head."
+    )
+    attention.add_argument("--output", required=True, help="File for the page, .html.")
 
     alignments = add("alignments", show_alignments, "How well attention aligns words.", False)
     alignments.set_defaults(output=None)
     add_text(alignments, required=True)
     alignments.add_argument("--links", required=True, help="File of links: 0-0 sure, 1p2 possible.")
 
-    positions = add("positions", show_positions, "How alike positions are.")
+    positions = add("positions", show_positions, "How similar positions are.")
     add_text(positions, required=False)
     embeddings = add("embeddings", show_embeddings, "Norms and neighbours of embeddings.")
-    embeddings.add_argument("--tokens", nargs="+", default=[], help="Show their neighbours.")
+    embeddings.add_argument(
+        "--tokens", nargs="+", default=[], help="Show the nearest tokens of these."
+    )
     for part in (positions, embeddings):
-        part.add_argument("--stack", choices=("encoder", "decoder"), default="encoder")
-        part.add_argument("--length", type=int, default=100, help="Positions. Default: 100.")
+        stacks = ("encoder", "decoder")
+        part.add_argument("--stack", choices=stacks, default="encoder", help="Default: encoder.")
+        part.add_argument(
+            "--length", type=int, default=100, help="Number of positions. Default: 100."
+        )
     return parser
 
 
@@ -113,7 +128,7 @@ def make_parser() -> ArgumentParser:
 
 
 def check(arguments: Namespace) -> None:
-    """Raises ValueError or FileExistsError for what can't be done."""
+    """Raise a ValueError or FileExistsError for what can't be done."""
     if arguments.output is not None:
         picture_paths(arguments.output)
     given = vars(arguments)
@@ -136,7 +151,7 @@ def check(arguments: Namespace) -> None:
 
 
 def check_page(arguments: Namespace) -> None:
-    """Raises ValueError or ModuleNotFoundError for what can't be shown."""
+    """Raise a ValueError or ModuleNotFoundError for what can't be shown."""
     expect_sentences(text=arguments.text, translation=arguments.translation)
     if Path(arguments.output).suffix != ".html":
         raise ValueError(f"--output {arguments.output}: expected a name that ends in .html")
@@ -145,7 +160,7 @@ def check_page(arguments: Namespace) -> None:
 
 
 def load(arguments: Namespace) -> Any:
-    """The model, with the attention that gives its weights, and its tokenizer."""
+    """The model, with eager attention, which returns its weights, and its tokenizer."""
     loading = LoadingArguments(device=arguments.device, attn_implementation="eager")
     return loading.load(arguments.model)
 
@@ -156,7 +171,7 @@ def read_pairs(arguments: Namespace) -> list[tuple[str, str]]:
 
 
 def draw(figure: Figure, output: str | None, part: str = "") -> None:
-    """Save a picture, if one is asked for; `part` goes before the suffix of its name."""
+    """Save a picture, if there is an `output`; `part` goes before the suffix of its name."""
     if output is None:
         return
     path = Path(output)
@@ -165,7 +180,7 @@ def draw(figure: Figure, output: str | None, part: str = "") -> None:
 
 
 def print_heads(columns: Mapping[str, ByHead]) -> None:
-    """A row for each head, with these numbers of it."""
+    """Print a row for each head, with its number in each column."""
     first = next(iter(columns.values()))
     rows = [
         [kind, str(layer + 1), str(head + 1)]

@@ -5,7 +5,7 @@ r"""Average the weights of checkpoints, as the paper does with its last 5 (base)
         --output_dir averaged
     vanilla-transformer average --models one/model another/model --output_dir averaged
 
-Writes a model folder with the configuration and the tokenizer of the last checkpoint.
+The output folder is a model, with the configuration and the tokenizer of the last checkpoint.
 """
 
 from dataclasses import dataclass, field
@@ -21,12 +21,14 @@ class AveragingArguments:
     checkpoints_of: str | None = field(
         default=None, metadata={"help": "The output_dir of a training run."}
     )
-    last: int | None = field(default=None, metadata={"help": "Number of its last checkpoints."})
+    last: int | None = field(
+        default=None, metadata={"help": "Average this number of its last checkpoints."}
+    )
     steps: list[int] | None = field(
-        default=None, metadata={"help": "Or its checkpoints of these steps."}
+        default=None, metadata={"help": "Average its checkpoints at these steps."}
     )
     models: list[str] | None = field(
-        default=None, metadata={"help": "Or the folders of these models."}
+        default=None, metadata={"help": "Average the models in these folders."}
     )
 
     def __post_init__(self) -> None:

@@ -4,14 +4,15 @@ r"""Translate monolingual text with a reverse model, as sources for training.
     torchrun --nproc_per_node 8 -m vanilla_transformer back-translate --model outputs/de_en \
         --source mono.de --output synthetic.en
 
-The output has a line for each line of the source: the two are a corpus that `train` mixes with
-others (`--train_source train.en synthetic.en --train_target train.de mono.de`). By default
-translations are sampled, which teaches more than a beam's in all but small settings (Edunov et al.,
-2018, https://arxiv.org/abs/1808.09381). `--method beam --noise` is that paper's noised beam. A tag
-tells a model which sources are synthetic (Caswell et al., 2019, https://arxiv.org/abs/1906.06442):
+The output has a line for each line of the source. Together they are a corpus, which `train` mixes
+with others (`--train_source train.en synthetic.en --train_target train.de mono.de`). By default,
+translations are sampled, which works better than beam search except on small corpora (Edunov et
+al., 2018, https://arxiv.org/abs/1808.09381). `--method beam --noise` is that paper's noised beam. A
+tag tells a model which sources are synthetic (Caswell et al., 2019,
+https://arxiv.org/abs/1906.06442):
 `train --corpus_tags "" "<BT>"` adds it.
 
-Any number of processes share the work. Run the same command again to resume.
+Any number of processes share the work. Run the same command again to resume. See docs/data.md.
 """
 
 import random
@@ -48,21 +49,23 @@ class BackTranslateArguments:
     output: str = field(metadata={"help": "File for the synthetic sources."})
     method: str = field(default="sampling", metadata={"help": f"One of {', '.join(METHODS)}."})
     num_beams: int = field(default=5, metadata={"help": "Beam size of the method beam."})
-    top_k: int = field(default=10, metadata={"help": "Tokens to choose from with top_k."})
+    top_k: int = field(
+        default=10, metadata={"help": "Tokens to choose from with the method top_k."}
+    )
     temperature: float = field(
-        default=1.0, metadata={"help": "Temperature of sampling and top_k: below 1 is safer."}
+        default=1.0, metadata={"help": "Temperature of sampling and top_k; below 1 is safer."}
     )
     noise: bool = field(
         default=False,
         metadata={
-            "help": f"Drop words with probability {DROP}, replace words by {MASK_TOKEN} with "
+            "help": f"Drop words with probability {DROP}, replace words with {MASK_TOKEN} with "
             f"probability {MASK}, and shuffle them by at most {REACH} places. `train` then needs "
             f"--user_tokens '{MASK_TOKEN}'."
         },
     )
     batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
     lines_per_chunk: int = field(
-        default=LINES_PER_CHUNK, metadata={"help": "Lines that an interruption loses at most."}
+        default=LINES_PER_CHUNK, metadata={"help": "Most lines that an interruption loses."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of sampling and noise."})
 
@@ -123,6 +126,6 @@ def main() -> None:
 
 
 def _settings(arguments: BackTranslateArguments) -> dict[str, Any]:
-    """What the output depends on, beside the model."""
+    """What the output depends on besides the model."""
     without = ("model", "source", "output", "lines_per_chunk")
     return {name: value for name, value in asdict(arguments).items() if name not in without}

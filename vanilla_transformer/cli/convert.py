@@ -4,7 +4,8 @@ r"""Convert a checkpoint of another toolkit to a model folder, or back.
     vanilla-transformer convert opus-mt-folder --output_dir outputs/marian --check sample.en
     vanilla-transformer convert outputs/converted --to fairseq --output_dir outputs/fairseq
 
-The format is recognised. Nothing in a checkpoint is executed. See docs/conversion.
+Recognises the format, and executes nothing in a checkpoint. The vocabularies have to lie beside the
+checkpoint, or are options. See docs/conversion/README.md.
 """
 
 from dataclasses import dataclass, field
@@ -21,13 +22,13 @@ class ConvertArguments:
     output_dir: str = field(metadata={"help": "A new or empty folder."})
     to: str | None = field(
         default=None,
-        metadata={"help": "Back to this format, which a converted model came from."},
+        metadata={"help": "Convert a converted model back to this format, which it came from."},
     )
     check: str | None = field(
         default=None,
         metadata={
-            "help": "A file of source lines that toolkit and result then translate and score, if "
-            "the toolkit is installed."
+            "help": "Translate and score the lines of this file with the toolkit, if it is "
+            "installed, and with the converted model."
         },
     )
     max_shard_size: str = field(

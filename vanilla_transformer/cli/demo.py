@@ -3,8 +3,8 @@ r"""Try a model in the browser: translations, scores, search and attention.
     vanilla-transformer demo outputs/phrases --examples test.en
     vanilla-transformer demo outputs/phrases --examples test.en --space space
 
-The page is served on this machine and loads nothing from elsewhere. With --space, the command
-writes a folder to upload as a Hugging Face Space instead. See docs/demo.md.
+The page is served on this machine and loads nothing from the web. With --space, the command instead
+writes a folder to upload as a Hugging Face Space. See docs/demo.md.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from .parser import CommandParser
 @dataclass
 class DemoArguments:
     examples: str | None = field(
-        default=None, metadata={"help": "A text file with a source to try on each line."}
+        default=None, metadata={"help": "Text file with an example source on each line."}
     )
     host: str = field(
         default="127.0.0.1", metadata={"help": "Address to listen on; 0.0.0.0 for all."}
@@ -28,7 +28,7 @@ class DemoArguments:
         default=None, metadata={"help": "Port to listen on. Default: the first free one from 7860."}
     )
     space: str | None = field(
-        default=None, metadata={"help": "Write a Space into this new folder instead."}
+        default=None, metadata={"help": "Write a Space into this new folder, and serve nothing."}
     )
 
     def __post_init__(self) -> None:

@@ -5,7 +5,8 @@ r"""Score a model, or existing translations, against references.
     vanilla-transformer evaluate --predictions a.de b.de --target test.de --paired bootstrap \
         --format table
 
-Prints one line of JSON, or a table. Of several systems, JSON has one object each, by file name.
+Prints one line of JSON, or a table. For several systems, the JSON has one object for each, by the
+name of its file. See docs/evaluation.md.
 """
 
 import json
@@ -36,10 +37,11 @@ from .translation_job import report_limit
 @dataclass
 class EvaluateArguments:
     target: list[str] = field(
-        metadata={"help": "File of reference translations. Several files: several references."}
+        metadata={"help": "File of references. Several files are several references for each line."}
     )
     model: list[str] | None = field(
-        default=None, metadata={"help": "Model that translates --source; several: an ensemble."}
+        default=None,
+        metadata={"help": "Model that translates --source. Several models are an ensemble."},
     )
     source: str | None = field(
         default=None,
@@ -62,7 +64,7 @@ class EvaluateArguments:
     format: str = field(default="json", metadata={"help": "json or table."})
     plot_by_length: str | None = field(
         default=None,
-        metadata={"help": "Picture of the scores by source length: .png, .svg or .pdf."},
+        metadata={"help": "Draw the scores by source length: .png, .svg or .pdf."},
     )
     num_beams: int | None = field(
         default=None, metadata={"help": "Beam size. Default: the model's own."}
@@ -146,7 +148,7 @@ def main() -> None:
 def read(
     arguments: EvaluateArguments,
 ) -> tuple[list[str] | None, list[list[str]], dict[str, list[str]]]:
-    """The sources, if any, the references, and the existing translations by their file's name.
+    """The sources, if any, the references, and the existing translations by the name of their file.
 
     Raises:
         ValueError: Two files have different numbers of lines.
@@ -167,7 +169,7 @@ def read(
 
 
 def score_table(scores: Mapping[str, Mapping[str, Any]], metrics: list[str]) -> str:
-    """A row for each system, a column for each metric; below it the signatures."""
+    """A table with a row for each system and a column for each metric, then the signatures."""
 
     def cell(of_system: Mapping[str, Any], name: str) -> str:
         notes = []

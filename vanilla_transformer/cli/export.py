@@ -4,15 +4,15 @@ r"""Export a model for another engine, or for a class of transformers.
         --quantization int8 --check test.en
     vanilla-transformer export outputs/m30k --to transformers.js --output_dir outputs/page
 
-translate, evaluate and serve take a folder for ctranslate2 or onnx in place of a model. The
-targets:
+translate, evaluate, score, serve and demo take a folder for ctranslate2 or onnx in place of a
+model. The targets:
     ctranslate2      a compiled engine for CPUs and NVIDIA GPUs
     marian           MarianMTModel of transformers, for post-norm models
     pegasus          PegasusForConditionalGeneration of transformers, for pre-norm models
     onnx             graphs for ONNX Runtime
     transformers.js  a page that translates in the browser
 
-What a target can't express is refused by name. See docs/export.md.
+If a target can't express a model, the error names the field. See docs/export.md.
 """
 
 from dataclasses import dataclass, field
@@ -29,13 +29,13 @@ class ExportArguments:
     output_dir: str = field(metadata={"help": "A new or empty folder."})
     quantization: str | None = field(
         default=None,
-        metadata={"help": "Smaller weights, such as int8. Default: single precision."},
+        metadata={"help": "Type of the weights, such as int8. Default: float32."},
     )
     check: str | None = field(
         default=None,
         metadata={
-            "help": "A file of source lines that the model and the export then translate: prints "
-            "how many are equal, the difference of scores, speed and size."
+            "help": "Translate the lines of this file with the model and the export, and print how "
+            "many translations are equal, the difference of scores, speed and size."
         },
     )
 
@@ -50,7 +50,9 @@ def main() -> None:
         description=__doc__,
         usage="%(prog)s MODEL --to TARGET --output_dir DIR [options]",
     )
-    parser.add_argument("model", metavar="MODEL", help="A model folder, as training leaves it.")
+    parser.add_argument(
+        "model", metavar="MODEL", help="A model folder, from train, average or convert."
+    )
     arguments, rest = parser.parse_args_into_dataclasses()
     output = export(rest.model, arguments.output_dir, arguments.to, arguments.quantization)
     print(f"The exported model is in {output}")

@@ -1,4 +1,4 @@
-"""The options of `generate()` as options of a command, by their names in transformers."""
+"""Adds the options of `generate()` to a command, under their names in transformers."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -33,21 +33,22 @@ MOVED = {
 
 HELP = {
     "num_beams": "Beam size. Default: the model's own.",
-    "max_new_tokens": "Longest translation, in tokens. Default: the source's length plus 50.",
-    "length_penalty": "Exponent of the length by which scores are divided.",
+    "max_new_tokens": "Longest translation, in tokens. Default: as saved with the model, or the "
+    "source's length plus 50.",
+    "length_penalty": "Exponent of the length, which divides the scores of hypotheses.",
     "length_penalty_type": "power, gnmt (the paper's), avg or wu.",
-    "early_stopping": "true, false, or never: search on until no hypothesis can become better.",
-    "do_sample": "Draw translations at random.",
+    "early_stopping": "true, false, or never: search until no hypothesis can become better.",
+    "do_sample": "Sample instead of searching for the most probable translation.",
     "temperature": "Divides the logits before sampling.",
-    "top_k": "Sample among this many of the most probable tokens. 0: all.",
-    "top_p": "Sample among the most probable tokens that reach this probability together.",
-    "epsilon_cutoff": "Sample among tokens that are at least this probable.",
+    "top_k": "Sample from this many of the most probable tokens. 0: all.",
+    "top_p": "Sample from the most probable tokens that together reach this probability.",
+    "epsilon_cutoff": "Sample from tokens that are at least this probable.",
     "no_repeat_ngram_size": "Length of the n-grams that a translation may contain only once.",
 }
 
 
 def generation_option_names() -> list[str]:
-    """All options: those with help first, then the others in alphabetical order."""
+    """All options: first those with a help text, then the others in alphabetical order."""
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     return [*HELP, *sorted((known | {*OWN_OPTIONS}) - NOT_OFFERED - HELP.keys())]
 
@@ -103,7 +104,7 @@ def find_recipe(name: str, trust_remote_code: bool) -> str:
 
 
 def expect_recipe(options: dict[str, Any]) -> None:
-    """Raise a ValueError if an option needs a recipe and there is none."""
+    """Raise a ValueError if an option needs a recipe that is not given."""
     for name in options:
         if name in MOVED and "custom_generate" not in options:
             raise ValueError(
@@ -130,8 +131,8 @@ def encode_forced_words(
 
 
 def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Raise a ValueError unless the model can generate with these options, and what its generation
-    config sets beside."""
+    """Raise a ValueError unless the model can generate with these options and its generation
+    config."""
     config = {**model.generation_config.to_dict(), **options}
     expect_generation_options(config, getattr(model.config, "target_vocab_size", 2**31))
     GenerationOptions(model.generation_config, None, options).use_length_penalty_type()

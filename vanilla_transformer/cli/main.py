@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""`vanilla-transformer COMMAND ...`."""
+"""The program `vanilla-transformer`, which runs the command that its first argument names."""
 
 import importlib
 import sys
@@ -7,15 +7,15 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 COMMANDS = {
     "train": "Train a model from scratch, or fine-tune one.",
-    "plan": "Say how long a training takes, and how much memory.",
+    "plan": "Estimate the time and memory of a training.",
     "translate": "Translate a file or standard input.",
-    "back-translate": "Translate monolingual text, as sources for training.",
-    "evaluate": "Score translations by many metrics; compare systems.",
+    "back-translate": "Translate monolingual text into sources for training.",
+    "evaluate": "Score translations, and compare systems.",
     "score": "Print the log-probability of given translations.",
     "average": "Average the weights of checkpoints.",
     "convert": "Convert a checkpoint of another toolkit, or back.",
     "export": "Export a model for another engine.",
-    "serve": "Serve models over HTTP, like LibreTranslate.",
+    "serve": "Serve models over HTTP, as LibreTranslate does.",
     "demo": "Try a model in the browser, or write a Space.",
     "push": "Upload a model to the Hugging Face Hub.",
     "plot": "Plot training curves, learning rates and attention.",
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def make_parser() -> ArgumentParser:
-    """The parser of the first argument. The command itself parses the others."""
+    """The parser of the first argument. Each command parses the others itself."""
     from .. import __version__
 
     parser = ArgumentParser(
@@ -74,7 +74,7 @@ def make_parser() -> ArgumentParser:
 
 
 def complete_words(parser: ArgumentParser) -> None:
-    """Answer a shell that completes words with the package argcomplete, which users install."""
+    """Complete words in a shell, if the package argcomplete is installed."""
     try:
         import argcomplete
     except ImportError:

@@ -1,4 +1,4 @@
-"""The help of the commands: what a command does, how it is called, then its options in groups."""
+"""Argument parsers with readable help, in groups of options."""
 
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ class CommandHelpFormatter(RawDescriptionHelpFormatter):
     def _get_help_string(self, action: Action) -> str | None:
         """As argparse's own `ArgumentDefaultsHelpFormatter` overrides it, in every version."""
         text = action.help or ""
-        is_switch = action.default is None or action.default is False
-        if is_switch or action.default == SUPPRESS or "default" in text.lower():
+        says_nothing = action.default is None or action.default is False or action.default == []
+        if says_nothing or action.default == SUPPRESS or "default" in text.lower():
             return text
         return f"{text} Default: %(default)s."
 
@@ -22,7 +22,7 @@ class CommandHelpFormatter(RawDescriptionHelpFormatter):
 class CommandParser(HfArgumentParser):
     """`HfArgumentParser` with readable help.
 
-    It shows an option under one name, though `--max-steps` still means `--max_steps`.
+    The help shows each option under one name; `--max-steps` still means `--max_steps`.
 
     Args:
         dataclass_types: As for `HfArgumentParser`.
@@ -40,7 +40,7 @@ class CommandParser(HfArgumentParser):
     def parse_args_into_dataclasses(
         self, args: Any = None, return_remaining_strings: bool = False, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """As `HfArgumentParser`, but an unknown option is an error in argparse's form."""
+        """Same as `HfArgumentParser`, but reports an unknown option as argparse does."""
         found = super().parse_args_into_dataclasses(args, return_remaining_strings=True, **kwargs)
         if found[-1] and not return_remaining_strings:
             self.error(f"unrecognized arguments: {' '.join(found[-1])}")
@@ -50,12 +50,12 @@ class CommandParser(HfArgumentParser):
 class GroupedParser(CommandParser):
     """`CommandParser` for more options than fit on a screen.
 
-    `--help` shows the first groups, `--help_all` shows them all.
+    `--help` shows the main groups, and `--help_all` shows all of them.
 
     Args:
         dataclass_types: As for `HfArgumentParser`.
-        groups: Titles, each with the names of its options.
-        more_groups: The same, for `--help_all`. An option in no group appears in neither help.
+        groups: The names of the options in each group, by the title of the group.
+        more_groups: The same, for `--help_all`. Neither help shows an option that is in no group.
         kwargs: As for `ArgumentParser`.
     """
 
@@ -74,8 +74,8 @@ class GroupedParser(CommandParser):
         )
 
     def format_help(self) -> str:
-        """The help, from the groups. argparse's own groups remain as `HfArgumentParser` fills
-        them: it offers one for each dataclass."""
+        """The help, from the groups. argparse's own groups stay unused: `HfArgumentParser` makes
+        one for each dataclass."""
         formatter = self.formatter_class(prog=self.prog)
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)

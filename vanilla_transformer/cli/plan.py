@@ -1,11 +1,11 @@
-r"""Say how long a training takes here, how much memory it needs, and which options it chooses.
+r"""Estimate the time and memory of a training on this machine, and print the options it chooses.
 
     vanilla-transformer plan --preset base --train_source train.en --train_target train.de
     vanilla-transformer plan --config multi30k_tiny --speeds outputs/speeds.json
 
-The options are those of `train`. The command trains for some updates, which it throws away, and
-extrapolates. With `--speeds`, it keeps the measurement in a file, and measures a model, batch and
-device only once. Evaluation and checkpoints come on top.
+Takes the options of `train`, and its own. The command trains for a few updates, discards them, and
+extrapolates. Evaluation and checkpoints are not included. With --speeds, it keeps the measurement
+in a file, and measures each model, batch and device only once.
 """
 
 import copy
@@ -37,7 +37,7 @@ from ..training.arguments import ModelArguments, TranslationTrainingArguments, p
 from ..training.defaults import updates_per_epoch
 from ..training.preparation import Preparation, prepare
 from ..training.trainer import CurvesCallback, make_trainer
-from .train_options import make_parser
+from .train_options import make_parser, names
 
 # The pairs of the text that a recipe is for.
 RECIPES = {"multi30k_tiny": 29_000, "iwslt14_de_en": 160_000, "wmt14_en_de_base": 4_500_000}
@@ -55,7 +55,7 @@ class PlanArguments:
     measured_steps: int = field(default=20, metadata={"help": "Updates to measure."})
     speeds: str | None = field(
         default=None,
-        metadata={"help": "JSON file of measurements: read if it has this one, else extended."},
+        metadata={"help": "JSON file that keeps measurements. Default: measure each time."},
     )
 
     def __post_init__(self) -> None:
@@ -93,7 +93,12 @@ class Stopwatch(TrainerCallback):
 def main() -> None:
     plan_args, model_args, data_args, training_args = parse_arguments(
         (PlanArguments, ModelArguments, DataArguments, TranslationTrainingArguments),
-        make_parser=partial(make_parser, description=__doc__),
+        make_parser=partial(
+            make_parser,
+            description=__doc__,
+            usage="%(prog)s [--config RECIPE] [options]",
+            own_groups={"measurement": names(PlanArguments)},
+        ),
     )
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("vanilla_transformer.training.defaults").setLevel(logging.INFO)
@@ -134,8 +139,11 @@ def device_name(device: torch.device) -> str:
 def measure(
     prepared: Preparation, args: TranslationTrainingArguments, steps: int
 ) -> dict[str, float]:
-    """Train for some updates in a folder that is deleted: target tokens per second, memory. It sets
-    some of the arguments."""
+    """Train for a few updates in a temporary folder. This changes some of the arguments.
+
+    Returns:
+        `target_tokens_per_second` of a device, and `gib`, the peak memory in GiB.
+    """
     stopwatch = Stopwatch()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -7,10 +7,12 @@ r"""Plot training and what a model does, as PNG and SVG.
     vanilla-transformer plot attention --model outputs/a --source "A dog runs." --layer all \
         --output pictures/attention.svg
 
-curves: loss and BLEU of finished or running trainings. schedule: the paper's learning rate.
-positions: the sinusoids, or the positions of `--model`. attention: the weights of each head for a
-sentence and its `--target`, or the model's own translation. If `--output` ends in .png, .svg or
-.pdf, only that file is written.
+curves      loss and scores of finished or running trainings
+schedule    the paper's learning rate
+positions   the sinusoids, or the positions of --model
+attention   the weights of each head, for a sentence and its --target or the model's own translation
+
+If --output ends in .png, .svg or .pdf, only that file is written. See docs/pictures.md.
 """
 
 from argparse import (
@@ -64,8 +66,8 @@ def make_parser() -> ArgumentParser:
         picture.add_argument("--output", required=True, help=formats)
         return picture
 
-    curves = add("curves", draw_curves, "Loss and BLEU of trainings over steps.")
-    curves.add_argument("runs", nargs="+", help="Output folders.")
+    curves = add("curves", draw_curves, "Loss and scores of trainings over steps.")
+    curves.add_argument("runs", nargs="+", help="Output folders of trainings.")
 
     schedule = add("schedule", draw_schedule, "The paper's learning rate over steps.")
     usual = "512/4000 512/8000 256/4000"
@@ -76,32 +78,46 @@ def make_parser() -> ArgumentParser:
         default=[setting(text) for text in usual.split()],
         help=f"d_model/warmup steps of each line. Default: {usual}.",
     )
-    schedule.add_argument("--steps", type=int, default=20_000, help="Default: 20000.")
+    schedule.add_argument(
+        "--steps", type=int, default=20_000, help="Number of steps. Default: 20000."
+    )
 
     positions = add("positions", draw_positions, "Positional encodings.")
     whose = positions.add_mutually_exclusive_group()
-    whose.add_argument("--d_model", type=int, default=128, help="Of sinusoids. Default: 128.")
-    whose.add_argument("--model", help="Or a model's folder, whose positions may be learned.")
-    positions.add_argument(
-        "--stack", choices=("encoder", "decoder"), default="encoder", help="Of the model."
+    whose.add_argument(
+        "--d_model", type=int, default=128, help="Width of the sinusoids. Default: 128."
     )
-    positions.add_argument("--length", type=int, default=100, help="Positions. Default: 100.")
-    positions.add_argument("--dimensions", nargs="+", type=int, help="Those drawn as lines.")
+    whose.add_argument("--model", help="Draw the positions of this model, which may be learned.")
+    positions.add_argument(
+        "--stack",
+        choices=("encoder", "decoder"),
+        default="encoder",
+        help="Stack of --model. Default: encoder.",
+    )
+    positions.add_argument(
+        "--length", type=int, default=100, help="Number of positions. Default: 100."
+    )
+    positions.add_argument(
+        "--dimensions", nargs="+", type=int, help="Dimensions to draw as curves."
+    )
 
     attention = add("attention", draw_attention, "Attention weights of each head.")
     attention.add_argument("--model", required=True, help="Folder or Hub name.")
-    attention.add_argument("--source", required=True, help="A sentence.")
-    attention.add_argument("--target", help="Default: the model's own translation.")
+    attention.add_argument("--source", required=True, help="The sentence.")
+    attention.add_argument("--target", help="Its translation. Default: the model's own.")
     attention.add_argument(
-        "--kind", choices=KINDS, default="cross", help="Default: cross, from decoder to encoder."
+        "--kind",
+        choices=KINDS,
+        default="cross",
+        help="Which attention. Default: cross, from decoder to encoder.",
     )
-    attention.add_argument("--layer", type=layer, help="From 1 on, or all. Default: the last.")
-    attention.add_argument("--heads", nargs="+", type=int, help="From 1 on. Default: all.")
+    attention.add_argument("--layer", type=layer, help="Layer from 1, or all. Default: the last.")
+    attention.add_argument("--heads", nargs="+", type=int, help="Heads from 1. Default: all.")
     return parser
 
 
 def setting(text: str) -> tuple[int, int]:
-    """d_model and warmup steps, of "512/4000"."""
+    """d_model and warm-up steps, from text such as "512/4000"."""
     d_model, _, warmup_steps = text.partition("/")
     if not (d_model.isdecimal() and warmup_steps.isdecimal()):
         raise ArgumentTypeError(f"{text!r}: expected d_model/warmup steps, such as 512/4000")

@@ -3,9 +3,9 @@ r"""Upload a finished model to the Hugging Face Hub.
     vanilla-transformer push outputs/phrases phrases-en-de --private
     vanilla-transformer push outputs/phrases my-team/phrases-en-de --revision v2
 
-Sign in with `hf auth login` first, or set HF_TOKEN. One commit holds weights, tokenizer, code,
-curves and card; the card's example names the repository. Checkpoints, the optimizer and the options
-of the training stay here. See docs/hub.md.
+Sign in with `hf auth login` first, or set HF_TOKEN. Uploads weights, tokenizer, code, curves and
+card in one commit; the card's example names the repository. Does not upload checkpoints, the
+optimizer or the options of the training. See docs/hub.md.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,8 @@ from .parser import CommandParser
 @dataclass
 class PushArguments:
     private: bool = field(
-        default=False, metadata={"help": "Make a new repository private. It stays as it is later."}
+        default=False,
+        metadata={"help": "Make a new repository private. Has no effect on an existing one."},
     )
     revision: str | None = field(
         default=None, metadata={"help": "Branch to upload to. Default: the main one."}

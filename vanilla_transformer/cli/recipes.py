@@ -5,8 +5,8 @@ r"""List the packaged recipes, print one, or print the path of its file.
     accelerate launch --config_file "$(vanilla-transformer recipes --path accelerate/fsdp2)" \
         -m vanilla_transformer train --config multi30k_tiny --output_dir outputs/multi30k
 
-A recipe holds options of `vanilla-transformer train --config NAME`. Those in accelerate/ are for
-`accelerate launch --config_file FILE`.
+A recipe holds options of `train`: `vanilla-transformer train --config NAME`. The recipes in
+accelerate/ are for `accelerate launch --config_file FILE`.
 """
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -23,7 +23,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.name is None:
         if arguments.path:
-            parser.error("--path: expected the name of a recipe with it")
+            parser.error("--path: expected the name of a recipe as well")
         list_recipes()
     elif arguments.path:
         print(recipe_path(arguments.name))

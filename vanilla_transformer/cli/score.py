@@ -1,8 +1,9 @@
-"""Score given translations: prints log-probability and number of tokens for each pair.
+"""Print the log-probability and the number of tokens of given translations.
 
     vanilla-transformer score --model outputs/phrases --source test.en --target test.de
 
-The logarithm is natural. The end of the sentence counts as a token. Label smoothing plays no part.
+Prints a line for each pair, with a tab between the two. The logarithm is natural. The end of the
+sentence counts as a token. Label smoothing has no effect.
 """
 
 import sys
@@ -18,8 +19,8 @@ from .parser import CommandParser
 class ScoreArguments:
     model: list[str] = field(
         metadata={
-            "help": "Folder or Hub name of a sequence-to-sequence model, or a folder that was "
-            "exported for an engine; several models: an ensemble."
+            "help": "Folder or Hub name of a sequence-to-sequence model, or an exported folder. "
+            "Several models are an ensemble."
         }
     )
     source: str = field(metadata={"help": "File of source sentences."})
@@ -28,7 +29,7 @@ class ScoreArguments:
         default=None, metadata={"help": "File for the scores. Default: standard output."}
     )
     max_tokens: int = field(
-        default=2048, metadata={"help": "Tokens of a batch, on either side, with padding."}
+        default=2048, metadata={"help": "Most tokens in a batch, on either side, with padding."}
     )
 
     def __post_init__(self) -> None:

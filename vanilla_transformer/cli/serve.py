@@ -3,8 +3,8 @@ r"""Serve models over HTTP, with the interface of LibreTranslate.
     vanilla-transformer serve outputs/multi30k --port 8000
     vanilla-transformer serve en-de=outputs/there de-en=outputs/back --api_keys keys.txt
 
-Requests that arrive together are translated together. The languages of a model come from its model
-card, or from the command line. See docs/serving.md.
+Translates requests that arrive together in batches. The languages of a model come from the command
+line (en-de=MODEL) or from its model card. See docs/serving.md.
 """
 
 import logging
@@ -22,7 +22,10 @@ def main() -> None:
         usage="%(prog)s MODEL [MODEL ...] [options]",
     )
     parser.add_argument(
-        "models", metavar="MODEL", nargs="+", help="Folder or Hub name, or SOURCE-TARGET=MODEL."
+        "models",
+        metavar="MODEL",
+        nargs="+",
+        help="Folder or Hub name, alone or as SOURCE-TARGET=MODEL.",
     )
     arguments, options, loading, rest = parser.parse_args_into_dataclasses()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

@@ -9,7 +9,8 @@ r"""Train a translation model from scratch, or fine-tune one.
     accelerate launch --config_file "$(vanilla-transformer recipes --path accelerate/fsdp2)" \
         -m vanilla_transformer train --config multi30k_tiny --output_dir outputs/multi30k
 
-A recipe sets defaults, and options override it. Local files replace a recipe's data set.
+Options override those of the recipe (--config), and local files replace its data set. The output
+folder gets the model, its tokenizer, a model card and learning curves. See docs/training.md.
 """
 
 import json
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict[str, Any]:
-    """Translate a split, all processes together, and score it, on the first."""
+    """Translate a split on all processes together, and score it on the first."""
     is_first = training_args.process_index == 0
     translations = translate(
         (pair["source"] for pair in pairs),

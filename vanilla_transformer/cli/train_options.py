@@ -12,13 +12,13 @@ from ..data.tokenizer_options import TokenizerArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments
 from .parser import GroupedParser
 
-# transformers keeps these for scripts of its own: here they change nothing.
+# transformers keeps these for its own scripts. Here they have no effect.
 WITHOUT_EFFECT = {
     "do_eval", "do_predict", "do_train", "liger_kernel_config", "local_rank", "sortish_sampler",
     "use_liger_kernel",
 }  # fmt: skip
 
-# The options of transformers that most runs set.
+# Options of transformers that most runs set.
 TRAINING = (
     "output_dir", "resume_from_checkpoint", "seed", "max_steps", "num_train_epochs",
     "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
@@ -44,17 +44,30 @@ MORE_GROUPS = {
     "other": "",
 }
 
-EPILOG = """All other options of transformers' Seq2SeqTrainingArguments work too: --help_all shows
-them."""
+EPILOG = """All other options of transformers' Seq2SeqTrainingArguments work too: see --help_all."""
 
 
-def make_parser(dataclass_types: Iterable[Any], **kwargs: Any) -> GroupedParser:
-    """The parser of `train`, with `HfArgumentParser`'s arguments."""
+def make_parser(
+    dataclass_types: Iterable[Any],
+    *,
+    usage: str = "%(prog)s [--config RECIPE] --output_dir FOLDER [options]",
+    own_groups: dict[str, list[str]] | None = None,
+    **kwargs: Any,
+) -> GroupedParser:
+    """The parser of `train`, or of a command that has its options too.
+
+    Args:
+        dataclass_types: As for `HfArgumentParser`.
+        usage: How to call the command.
+        own_groups: The groups of options that `train` lacks.
+        kwargs: As for `ArgumentParser`.
+    """
+    groups = main_groups()
     return GroupedParser(
         dataclass_types,
-        usage="%(prog)s [--config RECIPE] --output_dir FOLDER [options]",
+        usage=usage,
         epilog=EPILOG,
-        groups=main_groups(),
+        groups={"help": groups.pop("help"), **(own_groups or {}), **groups},
         more_groups=more_groups(),
         **kwargs,
     )
@@ -74,7 +87,7 @@ def main_groups() -> dict[str, list[str]]:
 
 
 def more_groups() -> dict[str, list[str]]:
-    """The remaining options of transformers. Those that change nothing here are in no group."""
+    """The remaining options of transformers. Those without an effect here are in no group."""
     groups: dict[str, list[str]] = {title: [] for title in MORE_GROUPS}
     for name in names(Seq2SeqTrainingArguments, without=[*TRAINING, *DECODING, *WITHOUT_EFFECT]):
         groups[next(title for title in groups if re.match(MORE_GROUPS[title], name))].append(name)

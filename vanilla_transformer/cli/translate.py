@@ -7,16 +7,16 @@ r"""Translate a file or standard input, line by line, to a file or standard outp
     vanilla-transformer translate --model outputs/phrases --ray --ray_address auto \
         --source s3://bucket/in.parquet --source_column en --output s3://bucket/out.parquet
 
-Lines keep their order, and a blank line stays blank. Lines that arrive together are translated
-together, and none waits for a later one, so a terminal gets an answer after each line.
+Lines keep their order, and blank lines stay blank. Without files, each line is translated as soon
+as it arrives.
 
-From file to file, any number of processes share the work, or of machines with --ray. Run the same
-command again to resume after an interruption. It refuses to resume with other weights, but the
-model may have moved.
+From file to file, any number of processes share the work, or of machines with --ray. After an
+interruption, run the same command again to resume. It refuses to resume with different weights or
+options; the model may have moved to another folder.
 
 With --n_best, each line becomes several, the best first: "number ||| translation ||| score". Line
 numbers start at 0. The score is the translation's log-probability divided by the length penalty.
---token_scores and --alignments add a field each.
+--token_scores and --alignments add a field each. See docs/decoding.md.
 """
 
 import sys
@@ -47,7 +47,7 @@ GROUPS = {
         "model", "source", "output", "source_column", "target_column", "batch_size", "max_tokens",
         *(option.name for option in fields(LoadingArguments)), "compile",
     ],
-    "search (all options of generate() work: see --help_all)": [
+    "search (all options of generate() work, see --help_all)": [
         *HELP, "seed", "target_prefix_file", "custom_generate", "force_words",
     ],
     "what to write": [
@@ -59,8 +59,8 @@ GROUPS = {
 
 
 def make_parser() -> GroupedParser:
-    """The parser. It returns `TranslateArguments`, `LoadingArguments`, `RayWorkerArguments` and the
-    namespace of the options of `generate()`."""
+    """The parser. It returns `TranslateArguments`, `LoadingArguments`, `RayWorkerArguments` and a
+    namespace with the options of `generate()`."""
     more = [name for name in generation_option_names() if name not in HELP]
     parser = GroupedParser(
         (TranslateArguments, LoadingArguments, RayWorkerArguments),
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def translate_stream(job: TranslationJob) -> None:
-    """Translate lines as they arrive, and ask for them if they come from a terminal."""
+    """Translate lines as they arrive. Prompts for them if they come from a terminal."""
     arguments = job.arguments
     interactive = arguments.source is None and sys.stdin.isatty()
     prompt = "> " if interactive else ""

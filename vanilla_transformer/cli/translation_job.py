@@ -1,4 +1,4 @@
-"""What a call of `translate` does: its options, its models, and the lines that it writes."""
+"""The work of `translate`: its options, its models, and the lines that it writes."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -51,7 +51,8 @@ SAMPLES = 32  # candidates where nothing says how many
 class TranslateArguments:
     model: list[str] = field(
         metadata={
-            "help": "Folder or Hub name of a sequence-to-sequence model; several: an ensemble."
+            "help": "Folder or Hub name of a sequence-to-sequence model, or an exported folder. "
+            "Several models are an ensemble."
         }
     )
     source: str | None = field(
@@ -70,46 +71,48 @@ class TranslateArguments:
     )
     batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
     max_tokens: int | None = field(
-        default=None, metadata={"help": "Source tokens decoded together, instead of lines."}
+        default=None,
+        metadata={"help": "Source tokens decoded together, with padding, instead of lines."},
     )
     compile: bool = field(
-        default=False, metadata={"help": "Compile the model, for a static cache."}
+        default=False, metadata={"help": "Compile the model, and use a static cache."}
     )
     seed: int = field(default=42, metadata={"help": "Seed of --do_sample."})
     target_prefix_file: str | None = field(
-        default=None, metadata={"help": "File with the beginning of each translation, or a blank."}
+        default=None,
+        metadata={"help": "File with the beginning of each translation; blank lines for none."},
     )
     custom_generate: str | None = field(
         default=None,
-        metadata={"help": "Folder or Hub name of a recipe to search by. Its code runs here."},
+        metadata={"help": "Folder or Hub name of a search recipe. Its code runs on this machine."},
     )
     force_words: list[str] | None = field(
         default=None,
-        metadata={"help": "What each translation must contain. It needs a --custom_generate."},
+        metadata={"help": "Words that each translation must contain. Needs --custom_generate."},
     )
     n_best: int | None = field(
-        default=None, metadata={"help": "Write this many hypotheses of a line, with scores."}
+        default=None, metadata={"help": "Write this many hypotheses per line, with scores."}
     )
     token_scores: bool = field(
         default=False, metadata={"help": "Write the log-probability of each token."}
     )
     alignments: str | None = field(
         default=None,
-        metadata={"help": f"Write pairs source-target of aligned {' or '.join(UNITS)}, from 0."},
+        metadata={"help": f"Write aligned {' or '.join(UNITS)} as pairs SOURCE-TARGET, from 0."},
     )
     alignment_layer: int | None = field(
         default=None,
         metadata={"help": "Decoder layer that aligns, from 0. Default: the penultimate."},
     )
     replace_unknown: bool = field(
-        default=False, metadata={"help": "Replace unknown words by the aligned source words."}
+        default=False, metadata={"help": "Replace unknown words with the aligned source words."}
     )
     mbr: str | None = field(
         default=None,
-        metadata={"help": f"Minimum Bayes risk by one of {', '.join(UTILITIES)}."},
+        metadata={"help": f"Minimum Bayes risk with one of {', '.join(UTILITIES)}."},
     )
     reverse_model: str | None = field(
-        default=None, metadata={"help": "Rerank by a model from the target to the source."}
+        default=None, metadata={"help": "Rerank with a model from the target to the source."}
     )
     reverse_weight: float = field(
         default=1.0, metadata={"help": "Weight of log p(source | translation)."}
@@ -120,7 +123,7 @@ class TranslateArguments:
     candidates: int | None = field(
         default=None,
         metadata={
-            "help": "Hypotheses that --mbr or --reverse_model choose from. "
+            "help": "Number of hypotheses that --mbr or --reverse_model choose from. "
             f"Default: all beams, or {SAMPLES} samples."
         },
     )
@@ -167,7 +170,7 @@ class TranslateArguments:
 
 
 class TranslationJob:
-    """The models and options of a call of the command.
+    """The models and options of one call of the command.
 
     Attributes:
         counts: The number of translations so far, and of those that reached their length limit.
@@ -211,7 +214,7 @@ class TranslationJob:
         return self.arguments.candidates or (SAMPLES if self.samples else beams)
 
     def check(self) -> None:
-        """Raise an error about the first option that can't work with these models."""
+        """Raise an error for the first option that can't work with these models."""
         arguments, number = self.arguments, self.number
         expect_valid_options(self.model, self.options)
         if arguments.custom_generate is not None and not hasattr(
@@ -244,7 +247,7 @@ class TranslationJob:
             encode_prefixes(beginnings, lengths, self.model, self.tokenizer, self.options, first)
 
     def settings(self) -> dict[str, Any]:
-        """All that the translations depend on, besides the source; see `transform_file`."""
+        """Everything that the translations depend on besides the source; see `transform_file`."""
         ignored = ("model", "source", "output", "target_prefix_file", "reverse_model")
         settings = {**vars(self.arguments), **self.options}
         settings = {k: v for k, v in settings.items() if k not in ignored}
@@ -259,7 +262,7 @@ class TranslationJob:
         return settings
 
     def translate(self, lines: list[str], first: int = 0) -> Iterator[str]:
-        """Yield the output for lines, the first of which has this number."""
+        """Yield the output for lines; `first` is the number of the first one, from 0."""
         for number, hypotheses in enumerate(self.hypotheses(lines, first), first):
             self.counts[0] += 1
             self.counts[1] += not hypotheses[0].is_complete
@@ -267,7 +270,7 @@ class TranslationJob:
                 yield self.format(hypothesis, number)
 
     def hypotheses(self, lines: list[str], first: int) -> Iterator[list[Hypothesis]]:
-        """Yield the hypotheses of each line that are to be written."""
+        """Yield the hypotheses to write for each line."""
         arguments, models = self.arguments, (self.model, self.tokenizer)
         if self.samples:  # the same samples, whatever was translated before
             torch.manual_seed(arguments.seed + first)
@@ -315,12 +318,12 @@ class TranslationJob:
 
 
 def one_line(text: str) -> str:
-    """A line break inside a translation would shift all later lines."""
+    """The text without line breaks, which would shift all later lines."""
     return " ".join(text.splitlines())
 
 
 def report_limit(translated: int, cut: int) -> None:
-    """Say on standard error how many translations reached their length limit, if any did."""
+    """Print to standard error how many translations reached their length limit, if any did."""
     if cut:
         print(
             f"{cut:,} of {translated:,} translations reached their length limit and are cut; "
