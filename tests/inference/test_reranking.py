@@ -94,15 +94,17 @@ def test_a_utility_that_is_not_there_is_named():
 
 
 @pytest.mark.parametrize(
-    ("name", "package", "install"),
-    [("comet", "comet", "unbabel-comet"),
-     ("chrf", "sacrebleu.metrics", "'vanilla-transformer.train.'"),
-     ("bleu", "sacrebleu.metrics", "'vanilla-transformer.train.'")],
-)  # fmt: skip
-def test_a_missing_package_is_named(name, package, install, monkeypatch):
+    ("name", "package", "origin"),
+    [
+        ("comet", "comet", "unbabel-comet"),
+        ("chrf", "sacrebleu.metrics", "the extra train"),
+        ("bleu", "sacrebleu.metrics", "the extra train"),
+    ],
+)
+def test_a_missing_package_is_named(name, package, origin, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     reranking._comet.cache_clear()
-    message = f"mbr='{name}' needs the package {package}: pip install {install}"
+    message = f"mbr='{name}': needs the package {package} of {origin}"
     with pytest.raises(ModuleNotFoundError, match=message):
         reranking.get_utility(name)
 

@@ -83,12 +83,8 @@ def make_parser() -> ArgumentParser:
     def add_text(part: ArgumentParser, required: bool) -> None:
         part.add_argument("--source", required=required, help="File of sentences.")
         part.add_argument("--target", required=required, help="File of their translations.")
-        part.add_argument(
-            "--max_tokens",
-            type=int,
-            default=2048,
-            help="Most tokens in a batch, on either side. Default: 2048.",
-        )
+        most = "Most tokens in a batch, on either side. Default: 2048."
+        part.add_argument("--max_tokens", type=int, default=2048, help=most)
 
     heads = add("heads", show_heads, "How important each head is.")
     add_text(heads, required=True)
@@ -99,9 +95,7 @@ def make_parser() -> ArgumentParser:
     attention.set_defaults(check=check_page)
     attention.add_argument("--text", required=True, help="A sentence.")
     attention.add_argument("--translation", help="Default: the model's own translation.")
-    attention.add_argument(
-        "--view", choices=VIEWS, default="head", help="View of bertviz. Default: head."
-    )
+    attention.add_argument("--view", choices=VIEWS, default="head", help="Default: head.")
     attention.add_argument("--output", required=True, help="File for the page, .html.")
 
     alignments = add("alignments", show_alignments, "How well attention aligns words.", False)
@@ -112,15 +106,11 @@ def make_parser() -> ArgumentParser:
     positions = add("positions", show_positions, "How similar positions are.")
     add_text(positions, required=False)
     embeddings = add("embeddings", show_embeddings, "Norms and neighbours of embeddings.")
-    embeddings.add_argument(
-        "--tokens", nargs="+", default=[], help="Show the nearest tokens of these."
-    )
+    embeddings.add_argument("--tokens", nargs="+", default=[], help="Show their neighbours.")
     for part in (positions, embeddings):
         stacks = ("encoder", "decoder")
         part.add_argument("--stack", choices=stacks, default="encoder", help="Default: encoder.")
-        part.add_argument(
-            "--length", type=int, default=100, help="Number of positions. Default: 100."
-        )
+        part.add_argument("--length", type=int, default=100, help="Positions. Default: 100.")
     return parser
 
 

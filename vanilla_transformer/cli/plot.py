@@ -78,38 +78,24 @@ def make_parser() -> ArgumentParser:
         default=[setting(text) for text in usual.split()],
         help=f"d_model/warmup steps of each line. Default: {usual}.",
     )
-    schedule.add_argument(
-        "--steps", type=int, default=20_000, help="Number of steps. Default: 20000."
-    )
+    schedule.add_argument("--steps", type=int, default=20_000, help="Steps. Default: 20000.")
 
     positions = add("positions", draw_positions, "Positional encodings.")
     whose = positions.add_mutually_exclusive_group()
-    whose.add_argument(
-        "--d_model", type=int, default=128, help="Width of the sinusoids. Default: 128."
-    )
+    whose.add_argument("--d_model", type=int, default=128, help="Of sinusoids. Default: 128.")
     whose.add_argument("--model", help="Draw the positions of this model, which may be learned.")
     positions.add_argument(
-        "--stack",
-        choices=("encoder", "decoder"),
-        default="encoder",
-        help="Stack of --model. Default: encoder.",
+        "--stack", choices=("encoder", "decoder"), default="encoder", help="Of --model."
     )
-    positions.add_argument(
-        "--length", type=int, default=100, help="Number of positions. Default: 100."
-    )
-    positions.add_argument(
-        "--dimensions", nargs="+", type=int, help="Dimensions to draw as curves."
-    )
+    positions.add_argument("--length", type=int, default=100, help="Positions. Default: 100.")
+    positions.add_argument("--dimensions", nargs="+", type=int, help="Those to draw as curves.")
 
     attention = add("attention", draw_attention, "Attention weights of each head.")
     attention.add_argument("--model", required=True, help="Folder or Hub name.")
     attention.add_argument("--source", required=True, help="The sentence.")
     attention.add_argument("--target", help="Its translation. Default: the model's own.")
     attention.add_argument(
-        "--kind",
-        choices=KINDS,
-        default="cross",
-        help="Which attention. Default: cross, from decoder to encoder.",
+        "--kind", choices=KINDS, default="cross", help="Default: cross, from decoder to encoder."
     )
     attention.add_argument("--layer", type=layer, help="Layer from 1, or all. Default: the last.")
     attention.add_argument("--heads", nargs="+", type=int, help="Heads from 1. Default: all.")

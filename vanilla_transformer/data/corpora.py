@@ -1,4 +1,4 @@
-"""Several corpora in one training text: which pairs to drop, how many to take, and their tags."""
+"""Mixes training corpora: which pairs to drop, the share of each corpus, tags and prefixes."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ _BROKEN = re.compile("[\ufffd\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 @dataclass
 class CorpusArguments:
-    """What becomes of the training corpora before they are tokenized.
+    """How to clean, mix and tag the training corpora before they are tokenized.
 
     Raises:
         ValueError: An option is out of range or not among its choices, or two contradict each
@@ -39,22 +39,22 @@ class CorpusArguments:
     corpus_weights: list[float] | None = field(
         default=None,
         metadata={
-            "help": "With several training corpora, the share of each, such as 3 1. A corpus that "
-            "is used up first is repeated. Default: all pairs once."
+            "help": "The share of each training corpus, such as 3 1. Smaller corpora are "
+            "repeated. Default: all pairs once."
         },
     )
     corpus_temperature: float | None = field(
         default=None,
         metadata={
-            "help": "In place of corpus_weights: shares grow with size^(1/temperature), such as 5 "
-            "for multilingual models. 1 leaves the sizes as they are."
+            "help": "In place of corpus_weights, shares that grow with size^(1/temperature), such "
+            "as 5 for multilingual models. 1 leaves the sizes as they are."
         },
     )
     corpus_tags: list[str] | None = field(
         default=None,
         metadata={
-            "help": "A token for each training corpus, put before its sources, such as <2fr>; '' "
-            "for none. Validation and test data get them if there are as many corpora."
+            "help": "A token before the sources of each training corpus, such as <2fr>; '' for "
+            "none. Validation and test data get the tags if they have as many corpora."
         },
     )
     source_prefix: str | None = field(
@@ -64,19 +64,23 @@ class CorpusArguments:
     drop_pairs: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Training pairs to drop: duplicates, copies (target as source), letterless "
-            "(a side without letters), broken (wrongly decoded or with control characters)."
+            "help": "Training pairs to drop: duplicates, copies (the target is the source), "
+            "letterless (a side has no letters), broken (wrongly decoded or control characters)."
         },
     )
     max_pair_length: int | None = field(
-        default=None, metadata={"help": "Drop training pairs with a longer side, in length_unit."}
+        default=None,
+        metadata={"help": "Drop training pairs with a side longer than this, in length_unit."},
     )
     max_pair_ratio: float | None = field(
         default=None,
-        metadata={"help": "Drop training pairs in which a side is more than this times as long."},
+        metadata={
+            "help": "Drop training pairs if a side is more than this times as long as the other."
+        },
     )
     length_unit: str = field(
-        default="word", metadata={"help": "Unit of max_pair_length and _ratio: word or char."}
+        default="word",
+        metadata={"help": "Unit of max_pair_length and max_pair_ratio: word or char."},
     )
 
     def check(self, corpora: int, streaming: bool) -> None:
@@ -119,7 +123,7 @@ class CorpusArguments:
         return bool(self.drop_pairs or self.max_pair_length or self.max_pair_ratio)
 
     def combine(self, corpora: Sequence[Any], split: str, seed: int) -> Any:
-        """One data set of the corpora of a split, with tags and prefix.
+        """Combine the corpora of a split, with tags and prefix.
 
         Args:
             corpora: Data sets or streams with the columns `source` and `target`.

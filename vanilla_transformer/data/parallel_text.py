@@ -51,11 +51,11 @@ def _option(help: str, default: Any = None) -> Any:
 
 @dataclass
 class DataArguments(CorpusArguments):
-    """The arguments that select sentence pairs, for `HfArgumentParser`.
+    """The options that select sentence pairs, for `HfArgumentParser`.
 
     The data comes from a Hub dataset, the built-in `phrases`, or local files. Each split of local
-    data is one corpus or several: each is either two text files with one sentence per line, or one
-    file with two columns. A name in place of a list of names means one file.
+    data is one corpus or several. A corpus is two text files with one sentence per line, or a table
+    with two columns. A name in place of a list of names means one file.
 
     Raises:
         ValueError: An argument needs or contradicts another one, names a missing file or is out of
@@ -63,12 +63,14 @@ class DataArguments(CorpusArguments):
     """
 
     dataset_name: str | None = _option(
-        "Name of a dataset on the Hub, a local folder that holds one, or 'phrases' for the "
-        "built-in generated phrases."
+        "Name of a data set on the Hub, a local folder that holds one, or 'phrases' for the "
+        "built-in phrases."
     )
-    dataset_config_name: str | None = _option("Configuration of the dataset, e.g. de-en of wmt14.")
-    source_lang: str | None = _option("Language to translate from, e.g. en.")
-    target_lang: str | None = _option("Language to translate to, e.g. de.")
+    dataset_config_name: str | None = _option(
+        "Configuration of the data set, such as de-en of wmt14."
+    )
+    source_lang: str | None = _option("Language to translate from, such as en.")
+    target_lang: str | None = _option("Language to translate to, such as de.")
     source_column: str | None = _option(
         "Column with the source text. Default: the source language in a 'translation' column, else "
         "the column with its name, else 'source', else the first of two columns."
@@ -85,15 +87,15 @@ class DataArguments(CorpusArguments):
     test_source: list[str] | None = _option("Source side of the test data.")
     test_target: list[str] | None = _option("Target side of the test data.")
     train_file: list[str] | None = _option(
-        "Training data in columns: csv (quoted as usual) and tsv (no quoting at all) with a header "
-        "line, json or jsonl, plain or .gz; or parquet. Several files are several corpora."
+        "Training data as a table: csv (with quotes) or tsv (without), with a header line, json or "
+        "jsonl, plain or .gz; or parquet. Several files are several corpora."
     )
-    validation_file: list[str] | None = _option("Validation data in columns.")
-    test_file: list[str] | None = _option("Test data in columns.")
-    phrases_train_size: int = _option("Number of generated training pairs.", 300_000)
-    phrases_validation_size: int = _option("Number of generated validation pairs.", 1000)
-    phrases_test_size: int = _option("Number of generated test pairs.", 1000)
-    phrases_seed: int = _option("Seed of the generated pairs.", 0)
+    validation_file: list[str] | None = _option("Validation data as a table.")
+    test_file: list[str] | None = _option("Test data as a table.")
+    phrases_train_size: int = _option("Number of training pairs of phrases.", 300_000)
+    phrases_validation_size: int = _option("Number of validation pairs of phrases.", 1000)
+    phrases_test_size: int = _option("Number of test pairs of phrases.", 1000)
+    phrases_seed: int = _option("Seed of the phrases.", 0)
     max_source_length: int | None = _option(
         "Truncate sources to this many tokens, including the final </s>. Default: no limit."
     )
@@ -101,17 +103,17 @@ class DataArguments(CorpusArguments):
         "Truncate targets to this many tokens, including the final </s>. Default: no limit."
     )
     bpe_dropout: float = _option(
-        "Segment training texts differently in each epoch: the probability of skipping a merge, "
-        "0.1 in the paper on BPE-dropout. max_tokens counts tokens without dropout.",
+        "BPE-dropout: the probability of skipping a merge, so that training texts are split "
+        "differently in each epoch; 0.1 in its paper. max_tokens counts tokens without dropout.",
         0.0,
     )
     max_train_samples: int | None = _option("Use only the first pairs of the training data.")
     max_eval_samples: int | None = _option("Use only the first pairs of the validation data.")
     max_predict_samples: int | None = _option("Use only the first pairs of the test data.")
     preprocessing_num_workers: int | None = _option(
-        "Processes that tokenize; has no effect when streaming."
+        "Number of processes that tokenize. Has no effect with streaming."
     )
-    streaming: bool = _option("Read the data while training instead of storing it first.", False)
+    streaming: bool = _option("Read the data during training instead of storing it first.", False)
 
     def __post_init__(self) -> None:
         for split, kind in product(SPLITS, ("source", "target", "file")):
@@ -206,12 +208,16 @@ class DataArguments(CorpusArguments):
 def load_parallel_dataset(
     arguments: DataArguments, seed: int = 0
 ) -> DatasetDict | IterableDatasetDict:
-    """Load the sentence pairs. The seed mixes corpora that have weights.
+    """Load the sentence pairs.
 
     Local files are read completely before anything else, so that errors in them are raised at once.
     Lines end in "\\n" or "\\r\\n" only, and a byte order mark is dropped; text is otherwise
     unchanged. A missing value becomes an empty string. Training pairs with a blank side are
     dropped, and their number is logged. Validation and test data keep all pairs in order.
+
+    Args:
+        arguments: Which pairs to load.
+        seed: The seed of the order in which corpora with weights alternate.
 
     Returns:
         The splits that exist among train, validation and test, with the string columns `source` and

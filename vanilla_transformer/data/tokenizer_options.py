@@ -1,4 +1,4 @@
-"""The options of a new tokenizer, and what it makes of the training text."""
+"""The options of a tokenizer, and a log of how well it covers the training text."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -50,15 +50,16 @@ class TokenizerArguments:
     """
 
     tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Tokenizer to use. Default: train one on the data."}
+        default=None,
+        metadata={"help": "Folder or Hub name of a tokenizer. Default: train one on the data."},
     )
     vocab_size: int = field(
-        default=8000, metadata={"help": "Size of the tokenizer trained on the data."}
+        default=8000, metadata={"help": "Most tokens in the vocabulary of a new tokenizer."}
     )
     tokenizer_type: str = field(
         default="bpe",
         metadata={
-            "help": f"What to train: {', '.join(TOKENIZER_TYPES)}. Words are split at white space."
+            "help": f"Type of a new tokenizer: {', '.join(TOKENIZER_TYPES)} (split at white space)."
         },
     )
     separate_vocabularies: bool = field(
@@ -67,39 +68,36 @@ class TokenizerArguments:
     )
     target_tokenizer_type: str | None = field(
         default=None,
-        metadata={"help": "With separate_vocabularies, the target's type. Default: the same."},
+        metadata={"help": "With separate_vocabularies, the target's type. Default: the source's."},
     )
     target_vocab_size: int | None = field(
         default=None,
-        metadata={"help": "With separate_vocabularies, the target's size. Default: the same."},
+        metadata={"help": "With separate_vocabularies, the target's size. Default: the source's."},
     )
     user_tokens: list[str] = field(
         default_factory=list,
         metadata={"help": "Tokens that are never split, such as <2fr> or <num>."},
     )
     lowercase: bool = field(
-        default=False, metadata={"help": "Lower-case all text. The tokenizer keeps this."}
+        default=False, metadata={"help": "Lower-case all text, as a part of the tokenizer."}
     )
     unicode_normalization: str = field(
         default="nfc",
-        metadata={
-            "help": f"Unicode normal form of all text: {', '.join(UNICODE_FORMS)}. The tokenizer "
-            "keeps this."
-        },
+        metadata={"help": f"Unicode normal form of all text: {', '.join(UNICODE_FORMS)}."},
     )
 
     sentencepiece_model: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Use a sentencepiece model in place of a new tokenizer; or two, the source's "
-            "and the target's."
+            "help": "A SentencePiece model to use in place of a new tokenizer, or two: the "
+            "source's and the target's."
         },
     )
     bpe_codes: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Use the codes of subword-nmt or fastBPE in place of a new tokenizer, for text "
-            "that is split into words; or two files, the source's and the target's."
+            "help": "Codes of subword-nmt or fastBPE to use in place of a new tokenizer, for text "
+            "that is split into words, or two files: the source's and the target's."
         },
     )
 
@@ -177,12 +175,12 @@ class TokenizerArguments:
 
 
 def import_sentencepiece(path: str, user_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer that splits as a sentencepiece model, with its ids.
+    """A tokenizer that splits text as a SentencePiece model does, with its ids.
 
     `<pad>` and `</s>`, if the model lacks them, and the user's tokens follow its pieces.
 
     Raises:
-        ValueError: The file is no such model, or of a kind that no fast tokenizer can be.
+        ValueError: The file is not a SentencePiece model, or of a kind that fast tokenizers lack.
     """
     model = read_sentencepiece(path)
     listed = {piece for piece, _, _ in model.pieces}
@@ -196,8 +194,8 @@ def import_sentencepiece(path: str, user_tokens: Sequence[str] = ()) -> PreTrain
 def import_bpe_codes(
     path: str, texts: Iterable[str], user_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer that splits words as subword-nmt does. Its vocabulary is the characters of the
-    texts, inside and at the end of words, and all that the codes make of them.
+    """A tokenizer that splits words as subword-nmt does. Its vocabulary has the characters of the
+    texts, inside and at the end of words, and everything that the codes merge.
 
     Raises:
         ValueError: The file is not in subword-nmt's format 0.2 or fastBPE's.

@@ -1,5 +1,4 @@
-"""What a model says about the tokens of a translation: their log-probabilities, and the source
-tokens that they are aligned to.
+"""The log-probabilities of a translation's tokens, and the source tokens that they are aligned to.
 
 An alignment is read from the attention of the decoder to the source. In a Transformer that was not
 trained to align, the average over the heads of the penultimate layer aligns best (Garg et al.,
@@ -71,15 +70,15 @@ def add_alignments(
         found: The hypotheses of each source.
         model: The model; of an ensemble, the attention of the members is averaged.
         tokenizer: Its tokenizer.
-        unit: "words", which white space separates, or "pieces", the tokens without special ones.
+        unit: "words", which white space separates, or "pieces", the tokens except special ones.
         layer: The decoder layer from 0, or from the end if negative. Default: the penultimate.
-        replace_unknown: Whether the source word that it is aligned to replaces an unknown token.
+        replace_unknown: Whether to replace an unknown token with the source word it is aligned to.
         max_tokens: The maximum number of source tokens, and of target tokens, in a batch.
 
     Raises:
         TypeError: The model is not a PyTorch model.
-        ValueError: The unit or the layer does not exist, or the tokenizer does not tell where in
-            the text a token is, or has no unknown token to replace.
+        ValueError: The unit or the layer does not exist, the tokenizer is not a fast one, or it
+            has no unknown token to replace.
     """
     expect_alignable(model, tokenizer, unit, layer, replace_unknown)
     reader = _AlignmentReader(tokenizer, unit, replace_unknown)
@@ -104,8 +103,8 @@ def map_hypotheses(
     lines: Iterable[str],
     found: Iterable[list[Hypothesis]],
 ) -> Iterator[list[Hypothesis]]:
-    """Yield the hypotheses of each line as `change` returns them. It takes sources and a hypothesis
-    of each, a window at a time, without those of blank lines."""
+    """Yield the hypotheses of each line as `change` returns them. `change` takes sources, and a
+    hypothesis for each, a window at a time, without blank lines."""
     rows = zip(lines, found, strict=True)
     while window := list(islice(rows, LINES_PER_WINDOW)):
         kept = [(line, h) for line, hypotheses in window for h in hypotheses if h.token_ids]
@@ -121,7 +120,7 @@ def expect_alignable(
     layer: int | None,
     replace_unknown: bool,
 ) -> None:
-    """Raise an error as `add_alignments`."""
+    """Raise the errors of `add_alignments`."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"alignments with a {type(model).__name__}: expected a PyTorch model")
     if unit not in UNITS:
@@ -142,8 +141,8 @@ def expect_alignable(
 def _aligned_places(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], layer: int | None, special: Any
 ) -> list[list[int]]:
-    """The source token that each target token attends to most, (pairs, target_length). Special
-    tokens, on which attention rests where nothing is to be found, are left out."""
+    """The index of the source token that each target token attends to most, (pairs,
+    target_length). Special tokens are left out: attention rests on them if it finds nothing."""
     inputs = reading_inputs(inputs)
     weights = torch.zeros(())
     for member in _members(model):
@@ -157,7 +156,7 @@ def _aligned_places(
 
 
 def penultimate_layer(layers: int) -> int:
-    """The layer that aligns by default, from 0; a single layer has no other."""
+    """The index of the layer that aligns by default: the last but one, if there are several."""
     return max(layers - 2, 0)
 
 
@@ -167,7 +166,7 @@ def _members(model: Any) -> Iterable[Any]:
 
 @contextmanager
 def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """No other attention returns its weights."""
+    """Eager attention within this context: no other returns its weights."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

@@ -31,11 +31,11 @@ SHARED_FIELDS = (
 class VanillaTransformerEnsemble(
     VanillaTransformerPreTrainedModel, VanillaTransformerGenerationMixin
 ):
-    """Members that decode together: p(token) is the mean of the members' probabilities.
+    """Several models that decode together: p(token) is the mean of the members' probabilities.
 
-    `generate()` takes the same options as that of a member. Members may differ in everything but
-    the vocabulary. The generation config is the first member's. Longest output and learned
-    positions are those that every member can read.
+    `generate()` takes the same options as that of a member. Members may differ in everything except
+    the vocabulary. The generation config is that of the first member. The output is never longer
+    than the learned positions of any member.
 
     Args:
         members: At least one model.
@@ -191,7 +191,7 @@ def shared_config(members: Sequence[VanillaTransformerForConditionalGeneration])
 
 
 def expect_members(members: Sequence[Any]) -> None:
-    """Raises an error unless these are models of this package with the same vocabulary."""
+    """Raise an error unless these are models of this package with the same vocabulary."""
     if not members:
         raise ValueError("members=[]: expected at least one model")
     for index, member in enumerate(members):
@@ -213,7 +213,7 @@ def expect_members(members: Sequence[Any]) -> None:
 def expect_same_vocabulary(
     tokenizers: Sequence[PreTrainedTokenizerBase], names: Sequence[str | Path]
 ) -> None:
-    """Raises ValueError unless each token has the same id in all tokenizers, on either side."""
+    """Raise a ValueError unless each token has the same id in all tokenizers, on both sides."""
 
     def vocabularies(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, int]]:
         target = getattr(tokenizer, "target_tokenizer", None)

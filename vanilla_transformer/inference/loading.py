@@ -1,4 +1,4 @@
-"""Options of commands that load a model for inference."""
+"""The options of commands that load a model for inference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class LoadingArguments:
     engine: str | None = field(
         default=None,
         metadata={
-            "help": f"One of {', '.join(ENGINE_NAMES)}. Default: the one that the folder is for."
+            "help": f"One of {', '.join(ENGINE_NAMES)}. Default: the one that the model is for."
         },
     )
 
@@ -48,7 +48,8 @@ class LoadingArguments:
         default=None, metadata={"help": "Attention implementation: eager, sdpa, ..."}
     )
     trust_remote_code: bool = field(
-        default=False, metadata={"help": "Allow code from the model repository to run."}
+        default=False,
+        metadata={"help": "Allow the code in the model's folder or repository to run."},
     )
 
     def __post_init__(self) -> None:
@@ -69,14 +70,16 @@ class LoadingArguments:
             raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
 
     def load(self, name: str | Path | Sequence[str | Path]) -> tuple[Any, PreTrainedTokenizerBase]:
-        """Load a sequence-to-sequence model and its tokenizer from a folder or the Hub, several
-        models as an ensemble, or an engine with `generate()` from a folder that was exported for
-        it.
+        """Load a sequence-to-sequence model and its tokenizer, from a folder or the Hub.
+
+        Args:
+            name: A folder or Hub name. Several make an ensemble. A folder that was exported for an
+                engine gives an object of that engine, with `generate()`.
 
         Raises:
             ImportError: The engine needs a package that is not installed.
-            ValueError: The folder is for another engine, the engine lacks an option, or the members
-                of an ensemble have different vocabularies.
+            ValueError: The folder was exported for another engine, the engine lacks an option, or
+                the members of an ensemble have different vocabularies.
         """
         names = [name] if isinstance(name, (str, Path)) else list(name)
         if len(names) > 1:
@@ -102,7 +105,7 @@ class LoadingArguments:
     def load_model(
         self, name: str | Path | Sequence[str | Path]
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The same as `load`, for what needs more than `generate()`.
+        """Same as `load`, for callers that need a model of torch.
 
         Raises:
             ValueError: The folder was exported for an engine, or an engine is named; also as in

@@ -37,8 +37,8 @@ LineStatistics = Callable[[str, Sequence[str]], Sequence[float]]
 
 
 class LineMetric(Metric):
-    """A metric that sacreBLEU lacks, as one of its own, so that its tests apply: a percentage, the
-    sum of a count over all lines in the sum of another.
+    """A metric that sacreBLEU lacks, as a class of sacreBLEU, so that its paired tests apply. The
+    score is a percentage: the sum of a count over all lines, divided by the sum of another count.
 
     Args:
         name: Key of `LABELS`.
@@ -100,7 +100,8 @@ class Comet(LineMetric):
 
 
 def edits(split: Callable[[str], Sequence[str]]) -> LineStatistics:
-    """Counts the edits from a translation to the nearest reference, and the units of it."""
+    """Counts the edits from a translation to the nearest reference, and the units of that
+    reference."""
 
     def statistics(hypothesis: str, references: Sequence[str]) -> Sequence[float]:
         units = split(hypothesis)
@@ -174,17 +175,17 @@ def score_translations(
     tokenize: str | None = None,
     lowercase: bool = False,
 ) -> dict[str, Any]:
-    """Score translations against one reference each, or several.
+    """Score translations against one or several references each.
 
     Args:
         predictions: The translations.
-        references: The reference of each translation, once or more.
+        references: One or several lists with the reference of each translation.
         metrics: Keys of `LABELS`, or the result of `make_metrics`.
         tokenize, lowercase: As for `make_metrics`.
 
     Returns:
-        The score of each metric by its name, from 0 to 100, though errors may exceed 100; then the
-        signatures, such as `bleu_signature`, of those that sacreBLEU computes.
+        The score of each metric by its name, from 0 to 100 (error rates may exceed 100), and the
+        signatures of sacreBLEU's metrics, such as `bleu_signature`.
 
     Raises:
         ValueError: The numbers of predictions and references differ, or there are none; a metric is
@@ -205,7 +206,7 @@ def score_translations(
 
 
 def expect_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
-    """Raises ValueError unless each translation has as many references, and there is one."""
+    """Raise a ValueError unless each translation has its references, and there is one."""
     for one in references or ((),):
         if len(predictions) != len(one) or not one:
             raise ValueError(
@@ -231,10 +232,10 @@ def compare_systems(
         test: A key of `TESTS`.
 
     Returns:
-        For each system what `score_translations` returns and more for each metric, here BLEU. For
-        all but the first system `bleu_p`: how probable a difference at least as large is, if the
-        two systems are equally good. From the bootstrap `bleu_mean` and `bleu_ci`: the mean of the
-        samples, and half the width of their 95% confidence interval.
+        For each system, what `score_translations` returns, and for each metric, such as BLEU:
+        `bleu_p`, except for the first system, the probability of a difference at least as large if
+        both systems are equally good; from the bootstrap, `bleu_mean` and `bleu_ci`, the mean of
+        the samples and half the width of their 95% confidence interval.
 
     Raises:
         ValueError: As `score_translations`.
@@ -268,18 +269,18 @@ def scores_by_length(
     sources: Sequence[str],
     groups: int = 6,
 ) -> tuple[list[tuple[int, int, int]], dict[str, dict[str, list[float]]]]:
-    """Score groups of lines whose sources have similar lengths, about as many lines in each.
+    """Score groups of lines with sources of similar length. The groups have similar sizes.
 
     A length is a number of words, or of characters if no source has white space within it.
 
     Args:
         systems, references, metrics: As for `compare_systems`.
         sources: The source of each line.
-        groups: How many at most.
+        groups: The largest number of groups.
 
     Returns:
-        The shortest length, the longest and the number of lines of each group; and for each metric
-        and each system the score of each group.
+        The shortest length, the longest length and the number of lines of each group; and the
+        scores of the groups, by metric and system.
     """
     in_words = any(len(source.split()) > 1 for source in sources)
     lengths = np.array([len(source.split() if in_words else source.strip()) for source in sources])
@@ -306,8 +307,8 @@ def scores_by_length(
 def make_compute_metrics(
     tokenizer: PreTrainedTokenizerBase, metrics: Iterable[str] = METRICS
 ) -> Callable[[EvalPrediction], dict[str, float]]:
-    """A function for the argument `compute_metrics` of `Seq2SeqTrainer`, which decodes and scores
-    the generated token ids.
+    """A function for `compute_metrics` of `Seq2SeqTrainer`, which decodes the generated token ids
+    and scores them.
 
     Args:
         tokenizer: The model's tokenizer.

@@ -1,4 +1,4 @@
-"""Transform a file line by line, on any number of processes, and resume after interruptions.
+"""Transforms a file line by line, on any number of processes, and resumes after interruptions.
 
 Each process works on every n-th chunk of lines. The result of a chunk is a file in a folder beside
 the output; it only gets its name once it is complete. At the end, they are merged into the output.
@@ -46,7 +46,7 @@ ORIGIN_FIELDS = {
 
 def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Settings that identify the output of a model, for `transform_file`. They depend on the
-    contents of model and tokenizer, not on where these were loaded from.
+    contents of model and tokenizer, not on their place.
 
     Args:
         model: A model of transformers, or one of `inference.engines`.
@@ -104,7 +104,7 @@ def transform_file(
     settings: dict[str, Any],
     **options: Any,
 ) -> None:
-    """`transform_chunks` by a function that takes the lines of a chunk and the index of its first
+    """`transform_chunks` with a function that takes the lines of a chunk and the index of its first
     line, and returns lines."""
 
     def one_by_one(chunks: Iterator[Chunk]) -> Iterator[tuple[int, Iterable[str]]]:
@@ -138,7 +138,7 @@ def transform_chunks(
         source: A UTF-8 text file, or a parquet file.
         output: The output file, which is replaced once everything is done. A parquet file has the
             columns of the source and a new one.
-        settings: Everything else that the result depends on, as JSON values.
+        settings: Everything else that the result depends on, as JSON values by name.
         source_column: The column of a parquet source. Default: the only one with text.
         target_column: The new column of a parquet output.
         process_index: The index of this process.
@@ -148,8 +148,8 @@ def transform_chunks(
         show_progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: An unfinished call had a different source or settings; the source is not UTF-8;
-            or as in `expect_files`.
+        ValueError: An unfinished call had a different source or different settings, or the source
+            is not UTF-8; also as in `expect_files`.
     """
     expect_files(source, output, source_column, target_column)
     parts = as_path(f"{output}.parts")

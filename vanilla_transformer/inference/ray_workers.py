@@ -1,13 +1,13 @@
-"""A function of the chunks of a file, on any number of machines, by Ray.
+"""Applies a function to the chunks of a file on any number of machines, with Ray.
 
-Each chunk is a task of Ray. The tasks of a machine that is lost run again on the others, and
-machines that join get tasks as well. A worker process stays for many tasks, so a function can keep
-a model between its calls.
+Each chunk is a task of Ray. If a machine is lost, its tasks run again on the others, and machines
+that join get tasks as well. A worker process stays for many tasks, so a function can keep a model
+between its calls.
 
-Actors, as in `ray.util.ActorPool`, also keep a model. But an actor that dies waits for room to
-start again, and its chunk waits with it: without a new machine, for ever. Ray Data's `map_batches`,
-which has actors too, drops empty lines unless told otherwise, does not promise an order, writes a
-file for each block, and resumes only rows that have a unique id.
+Why not actors, as in `ray.util.ActorPool` or Ray Data's `map_batches`: an actor that dies waits for
+room to start again, and its chunk waits with it, without a new machine for ever. Ray Data also
+drops empty lines by default, does not promise an order, writes a file for each block, and resumes
+only rows that have a unique id.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ CHUNKS_UNDER_WAY = 512  # with the workers, or waiting for one: about 100 MB of 
 
 @dataclass
 class RayWorkerArguments:
-    """What runs on a Ray cluster, and what each worker needs.
+    """Whether to run on a Ray cluster, and what each worker needs.
 
     Raises:
         ValueError: A number is negative, or an option needs `ray`.
@@ -28,10 +28,13 @@ class RayWorkerArguments:
 
     ray: bool = field(default=False, metadata={"help": "Run on a Ray cluster."})
     ray_address: str | None = field(
-        default=None, metadata={"help": "A running Ray cluster, or auto. Default: a new one here."}
+        default=None,
+        metadata={"help": "Address of a running cluster, or auto. Default: start one here."},
     )
-    num_cpus: float = field(default=1.0, metadata={"help": "CPUs of a worker."})
-    num_gpus: float = field(default=0.0, metadata={"help": "GPUs of a worker, such as 0.5."})
+    num_cpus: float = field(default=1.0, metadata={"help": "CPUs that a worker needs."})
+    num_gpus: float = field(
+        default=0.0, metadata={"help": "GPUs that a worker needs, such as 0.5."}
+    )
 
     def __post_init__(self) -> None:
         if min(self.num_cpus, self.num_gpus) < 0:
@@ -65,7 +68,7 @@ class RayWorkers:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Connects to the cluster, or starts and stops one on this machine."""
+        """Connect to the cluster, or start one on this machine and stop it in the end."""
         self.ray.init(self.arguments.ray_address)
         try:
             yield
@@ -82,21 +85,21 @@ class RayWorkers:
         return self.ray.remote(**options)(work)
 
     def _result(self, task: Any) -> Any:
-        """The result of a task. What it raises is raised without Ray's own wrapping."""
+        """The result of a task. Raises the task's own errors, not Ray's wrapping of them."""
         try:
             return self.ray.get(task)
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """The result of a function that a worker calls."""
+        """Call a function on a worker, and return its result."""
         return self._result(self._task(function).remote())
 
     def map(
         self, function: Callable[[list[str], int], Any], chunks: Iterable[tuple[int, list[str]]]
     ) -> Iterator[tuple[int, Any]]:
-        """Yield a function's results, each with the index of the chunk's first line, as soon as
-        they are there.
+        """Yield the results of a function as soon as they arrive, each with the index of the
+        chunk's first line.
 
         Args:
             function: Takes the lines of a chunk and the index of its first line. Workers call it,

@@ -1,8 +1,8 @@
 """Choose among the hypotheses of a line: minimum Bayes risk, and a reverse model.
 
-Minimum Bayes risk (Eikema and Aziz, 2020, https://arxiv.org/abs/2005.10283) takes the hypothesis
-that is most like all others, on average, as a measure such as chrF sees it. The noisy channel (Yee
-et al., 2019, https://arxiv.org/abs/1908.05731) also asks a model of the reverse direction.
+Minimum Bayes risk (Eikema and Aziz, 2020, https://arxiv.org/abs/2005.10283) chooses the hypothesis
+that is most similar to all others on average, as measured by a utility such as chrF. The noisy
+channel (Yee et al., 2019, https://arxiv.org/abs/1908.05731) adds a model of the reverse direction.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from .alignment import add_token_scores, map_hypotheses
 from .scoring import score_pairs
 from .translation import Hypothesis
 
-# Of hypotheses and references, for a source: (hypotheses, references) utilities from 0 to 100.
+# Takes hypotheses, references and their source; returns (hypotheses, references), from 0 to 100.
 Utility = Callable[[Sequence[str], Sequence[str], str], np.ndarray]
 
 COMET_MODEL = "Unbabel/wmt22-comet-da"
@@ -32,12 +32,12 @@ def rerank_by_utility(
 
     Args:
         lines: The sources, read lazily.
-        found: The hypotheses of each source: samples, or those of a beam.
+        found: The hypotheses of each source, from sampling or beam search.
         utility: One of `UTILITIES`, or a function of hypotheses, references and the source that
             returns an array (hypotheses, references).
 
     Raises:
-        ValueError: There is no utility of this name.
+        ValueError: No utility has this name.
         ModuleNotFoundError: The utility needs a package that is not installed.
     """
     measure = get_utility(utility) if isinstance(utility, str) else utility
@@ -194,10 +194,10 @@ UTILITIES: dict[str, Utility] = {
 
 
 def get_utility(name: str) -> Utility:
-    """A utility by its name. What it needs is loaded, so that an error comes before work starts.
+    """A utility by its name. Loads what it needs, so that an error is raised before work starts.
 
     Raises:
-        ValueError: There is none of this name.
+        ValueError: No utility has this name.
         ModuleNotFoundError: It needs a package that is not installed.
     """
     if name not in UTILITIES:
@@ -206,8 +206,10 @@ def get_utility(name: str) -> Utility:
     try:
         load()
     except ModuleNotFoundError as error:
-        package = "unbabel-comet" if name == "comet" else "'vanilla-transformer[train]'"
-        message = f"mbr={name!r} needs the package {error.name}: pip install {package}"
+        hint = "of unbabel-comet, which is not installed"
+        if name != "comet":
+            hint = "of the extra train: pip install 'vanilla-transformer[train]'"
+        message = f"mbr={name!r}: needs the package {error.name} {hint}"
         raise ModuleNotFoundError(message, name=error.name) from error
     return UTILITIES[name]
 

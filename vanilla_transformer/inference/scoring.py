@@ -64,7 +64,7 @@ def map_pairs(
     max_tokens: int,
     progress: Any = None,
 ) -> list[T]:
-    """What `work` makes of each pair of token ids.
+    """The result of `work` for each pair of token ids, in their order.
 
     Args:
         work: Takes a batch with `input_ids` and `attention_mask` (pairs, source_length),
@@ -90,7 +90,7 @@ def pair_batches(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
 ) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
-    """Yield batches of similar length: which pairs are in it, and what the model takes.
+    """Yield batches of pairs of similar length: the indices of the pairs, and the model's inputs.
 
     Args:
         sources, targets: Token ids.
@@ -116,7 +116,7 @@ def token_scores(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tor
 
 
 def reading_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A batch without labels, unless only the model can make the decoder's inputs from them, as
+    """A batch without labels, unless the model has to make the decoder's inputs from them, as
     M2M-100 and NLLB do."""
     has_decoder_inputs = "decoder_input_ids" in inputs
     return {k: v for k, v in inputs.items() if k != "labels" or not has_decoder_inputs}

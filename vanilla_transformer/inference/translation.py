@@ -1,4 +1,4 @@
-"""Translate any number of lines, in batches of similar length and in bounded memory."""
+"""Translates any number of lines, in batches of similar length and in bounded memory."""
 
 import math
 from collections import ChainMap
@@ -23,8 +23,8 @@ class Hypothesis(NamedTuple):
             penalty; NaN without beam search. Reranking replaces it.
         token_ids: The target's token ids with </s>, but without the token that starts it.
         is_complete: Whether it ends with </s>, and not at the length limit.
-        token_scores: The natural log-probability of each token, if asked for.
-        alignment: Aligned pairs, source index and target index, if asked for.
+        token_scores: The natural log-probability of each token, from `add_token_scores`.
+        alignment: Pairs of a source index and a target index, from `add_alignments`.
     """
 
     text: str
@@ -59,10 +59,10 @@ def translate(
         batch_size: The number of lines per batch.
         max_tokens: The maximum number of source tokens in a batch, including padding, in place of
             `batch_size`.
-        prefixes: What each translation begins with, or an empty string.
+        prefixes: The beginning of each translation, or an empty string.
         show_progress: Whether to show a progress bar.
         together: Whether all processes translate the same lines together. Each one decodes its
-            share of the batches and yields all translations, the same as a single process would.
+            share of the batches, and yields all translations.
         generate_kwargs: Arguments of `model.generate`, such as `num_beams`.
 
     Raises:
@@ -86,14 +86,14 @@ def translate_n_best(
     show_progress: bool = False,
     **generate_kwargs: Any,
 ) -> Iterator[list[Hypothesis]]:
-    """The same as `translate`, but yield the `n_best` best hypotheses of each line, best first. A
-    blank line has a single empty one.
+    """Same as `translate`, but yields the `n_best` best hypotheses of each line, best first. A
+    blank line has a single, empty one.
 
-    Sampling (`do_sample`, one beam) yields independent samples, which have no score. `None` yields
-    the translation alone, without a score.
+    Sampling (`do_sample` with one beam) yields independent samples, which have no score. With
+    `n_best=None`, each line has one hypothesis, without a score.
 
     Raises:
-        ValueError: There is neither sampling nor a beam search with `n_best` beams; also as in
+        ValueError: Neither sampling nor a beam search with `n_best` beams is on; also as in
             `translate`.
     """
     if n_best is not None:
@@ -155,8 +155,8 @@ def encode_prefixes(
 def output_limit(
     model: PreTrainedModel, source_length: int, generate_kwargs: dict[str, Any]
 ) -> float:
-    """The largest number of target tokens that `generate` makes of a source, as far as the options
-    say so; else infinity."""
+    """The largest number of target tokens that `generate` makes of a source; infinity if the
+    options set no limit."""
     options, config = _options(model, generate_kwargs), model.config
     limit = math.inf
     if options.get("max_new_tokens") is not None:

@@ -1,4 +1,4 @@
-"""The options of a training run, and recipes that set them."""
+"""The options of a training run, and the recipes that set them."""
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -55,23 +55,26 @@ class ModelArguments(TokenizerArguments):
         default=None,
         metadata={
             "help": "Configuration fields that override the preset or the checkpoint to fine-tune, "
-            "e.g. dropout=0.2,norm_position=pre."
+            "such as dropout=0.2,norm_position=pre."
         },
     )
     attn_implementation: str | None = field(
-        default=None, metadata={"help": "eager, sdpa, flex_attention, flash_attention_2, ..."}
+        default=None,
+        metadata={
+            "help": "Attention implementation: eager, sdpa, flex_attention, flash_attention_2, ..."
+        },
     )
     license: str | None = field(
         default=None,
         metadata={
-            "help": "Licence to state on the model card, by its name on the Hub, e.g. apache-2.0."
+            "help": "Licence for the model card, by its name on the Hub, such as apache-2.0."
         },
     )
     float32_matmul_precision: str | None = field(
         default=None,
         metadata={
-            "help": "torch.set_float32_matmul_precision: highest, high or medium. On CPUs with "
-            "AVX-512 or AMX, medium trains up to twice as fast with almost the same precision."
+            "help": "Precision of float32 matrix products: highest, high or medium. On CPUs with "
+            "AVX-512 or AMX, medium trains up to twice as fast with almost the same result."
         },
     )
 
@@ -109,7 +112,7 @@ class ModelArguments(TokenizerArguments):
 class TranslationTrainingArguments(
     TokenBudgetArguments, FiniteGradientArguments, Seq2SeqTrainingArguments
 ):
-    """`Seq2SeqTrainingArguments` and the options that they lack for the paper's training.
+    """`Seq2SeqTrainingArguments`, and the options that these lack for the paper's training.
 
     Raises:
         ValueError: An option has an invalid value, or two options contradict each other, such as
@@ -128,8 +131,8 @@ class TranslationTrainingArguments(
     warmup_steps: float | None = field(
         default=None,
         metadata={
-            "help": "Updates in which the learning rate rises, or below 1 their share. Default: a "
-            "tenth, at most 4000; 0 for fine-tuning."
+            "help": "Updates in which the learning rate rises; a number below 1 is a share of all "
+            "updates. Default: a tenth, at most 4000; 0 for fine-tuning."
         },
     )
     num_train_epochs: float | None = field(
@@ -142,8 +145,7 @@ class TranslationTrainingArguments(
     per_device_train_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Pairs in a batch of each device. Default: batches of similar length with "
-            "max_tokens tokens."
+            "help": "Sentence pairs in a batch, per device. Default: batches of max_tokens tokens."
         },
     )
     adam_beta2: float = field(default=0.98, metadata={"help": "Adam's beta2 (section 5.3)."})
@@ -159,7 +161,7 @@ class TranslationTrainingArguments(
     metrics: list[str] = field(
         default_factory=lambda: list(METRICS),
         metadata={
-            "help": f"Scores of an evaluation with predict_with_generate: some of "
+            "help": "Scores of an evaluation with predict_with_generate: some of "
             f"{', '.join(METRICS_WITHOUT_SOURCE)}. metric_for_best_model may be another of these. "
             f"Default: {', '.join(METRICS)}."
         },
@@ -174,13 +176,13 @@ class TranslationTrainingArguments(
     r_drop_alpha: float = field(
         default=0.0,
         metadata={
-            "help": "Weight of R-Drop's divergence between two passes with different dropout; its "
-            "paper uses 5 for translation. It doubles the batch. 0 turns R-Drop off."
+            "help": "Weight of R-Drop's divergence between two passes with different dropout, "
+            "which double the batch. Its paper uses 5 for translation. 0 turns R-Drop off."
         },
     )
     report_to: None | str | list[str] = field(  # noqa: RUF036  # HfArgumentParser wants this order
         default_factory=lambda: "tensorboard" if is_tensorboard_available() else "none",
-        metadata={"help": "Integrations to log to: tensorboard (default if installed), none, ..."},
+        metadata={"help": "Where to log: tensorboard (default if installed), none, ..."},
     )
     resume_from_checkpoint: str | None = field(
         default=None,
@@ -195,19 +197,19 @@ class TranslationTrainingArguments(
     )
     ddp_find_unused_parameters: bool | None = field(
         default=False,
-        metadata={"help": "Search for parameters without gradient (DDP); this model has none."},
+        metadata={"help": "Search for parameters without a gradient (DDP). This model has none."},
     )
     batches_per_update: int | None = field(
         default=None,
         metadata={
-            "help": "Batches per update over all devices. It sets gradient_accumulation_steps, so "
+            "help": "Batches per update over all devices. Sets gradient_accumulation_steps, so "
             "that training is the same on any number of devices."
         },
     )
     generation_kwargs: dict | str | None = field(
         default=None,
         metadata={
-            "help": "Fields to set in the model's generation config, as JSON, e.g. "
+            "help": "Fields to set in the model's generation config, as JSON, such as "
             '{"length_penalty": 0.6, "length_penalty_type": "gnmt"}.'
         },
     )
@@ -231,7 +233,7 @@ class TranslationTrainingArguments(
         self._check_early_stopping()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `Trainer` saves as `training_args.bin`, which it uploads: without the token."""
+        """What `Trainer` saves and uploads as `training_args.bin`: without the token."""
         return {**self.__dict__, "hub_token": None}
 
     @property
@@ -242,7 +244,7 @@ class TranslationTrainingArguments(
         return torch.device("cpu") if device.type == "cpu" else device
 
     def _choose_metrics(self) -> None:
-        """Compute the metric that selects the best model too, and know which way it improves."""
+        """Also compute the metric that selects the best model, and set which way it improves."""
         choices = ", ".join(METRICS_WITHOUT_SOURCE)
         for name in self.metrics:
             if name not in METRICS_WITHOUT_SOURCE:
@@ -262,8 +264,8 @@ class TranslationTrainingArguments(
             self.greater_is_better = best not in LOWER_IS_BETTER
 
     def _find_left_open(self) -> None:
-        """Collect the options for which a training from scratch has defaults of its own, and set
-        them to transformers' defaults until then."""
+        """Collect the options that a training from scratch chooses later, and set them to
+        transformers' defaults until then."""
         self.left_open = {name for name in CHOSEN if getattr(self, name) is None}
         if "num_train_epochs" in self.left_open and self.max_steps < 1:
             self.left_open.add("max_steps")
@@ -317,7 +319,7 @@ class TranslationTrainingArguments(
             )
 
     def expect_data(self, splits: Collection[str], streaming: bool = False) -> None:
-        """Check that all splits are there that training needs, and `max_steps` for a stream.
+        """Check that the splits that training needs exist, and `max_steps` for a stream.
 
         Raises:
             ValueError: A split or `max_steps` is missing.
@@ -370,12 +372,12 @@ def parse_arguments(
     parser = make_parser(dataclass_types, allow_abbrev=False)
     parser.add_argument(
         "--config",
-        help="A packaged recipe's name (`vanilla-transformer recipes`) or a YAML file, with any "
-        "options by name. Flags override it.",
+        help="Name of a packaged recipe (see `vanilla-transformer recipes`), or a YAML file of "
+        "options. Other options override it.",
     )
     argv = sys.argv[1:] if argv is None else list(argv)
     if not torch.accelerator.is_available():
-        # Left to themselves, several processes on CPUs would each train a model of their own.
+        # Otherwise, several processes on CPUs would each train a model of their own.
         parser.set_defaults(use_cpu=True)
     given = vars(parser.parse_known_args(argv)[0])
     if given["config"] is not None:

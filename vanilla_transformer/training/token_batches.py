@@ -33,19 +33,18 @@ class TokenBudgetArguments:
     max_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Batches of at most this many source tokens and this many target tokens per "
-            "device, including padding. Replaces per_device_train_batch_size. The paper uses 25000 "
-            "over all devices."
+            "help": "Most source tokens, and most target tokens, in a batch, per device and with "
+            "padding. Replaces per_device_train_batch_size. The paper uses 25000 over all devices."
         },
     )
     eval_max_tokens: int | None = field(
-        default=None, metadata={"help": "The same for evaluation and prediction."}
+        default=None, metadata={"help": "The same as max_tokens, for evaluation and prediction."}
     )
     oversized: str = field(
         default="alone",
         metadata={
             "help": "What to do with pairs longer than max_tokens: 'alone' (a batch of their own), "
-            "'cut' (truncate them) or 'drop'."
+            "'cut' (truncate) or 'drop'."
         },
     )
 

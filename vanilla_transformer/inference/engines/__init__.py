@@ -1,4 +1,4 @@
-"""Other engines than torch, which run an exported model behind the interface of one of ours.
+"""Engines other than torch, which run exported models behind the interface of our models.
 
 An engine is a module with
 
@@ -22,12 +22,12 @@ ENGINES: list[ModuleType] = [ctranslate2_engine, onnxruntime_engine]
 
 
 def find_engine(folder: str | Path) -> ModuleType | None:
-    """The engine that a folder was exported for, or None: the folder is none of theirs."""
+    """The engine that a folder was exported for, or None."""
     return next((engine for engine in ENGINES if engine.recognizes(Path(folder))), None)
 
 
 def named_engine(name: str) -> ModuleType | None:
-    """The engine of this name, or None: torch, or no engine, has it."""
+    """The engine of this name, or None for torch and for unknown names."""
     return next((engine for engine in ENGINES if name == engine.NAME), None)
 
 
@@ -43,11 +43,12 @@ def load(folder: str | Path, *, device: str = "cpu", dtype: str | None = None) -
     Args:
         folder: The folder.
         device: Such as "cpu" or "cuda:0".
-        dtype: The type to compute in. None: that of the folder.
+        dtype: The type to compute in. Default: as the folder was exported.
 
     Raises:
         ImportError: The engine needs a package that is not installed.
-        ValueError: The folder is for no engine, or the engine lacks the device or the dtype.
+        ValueError: The folder was not exported for an engine, or the engine lacks the device or
+            the dtype.
     """
     engine = find_engine(folder)
     if engine is None:
