@@ -89,57 +89,60 @@ def test_arguments_come_from_the_command_line_and_explain_themselves(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "no data is named: give dataset_name, or train_source and train_target"),
-        ({"source_lang": "en", "target_lang": "de"}, "no data is named"),
-        ({"train_source": "{text}"}, "train_source is given without train_target"),
-        ({"test_target": "{text}"}, "test_target is given without test_source"),
+        ({}, "dataset_name=None: expected a data set, or train_source and train_target"),
+        ({"source_lang": "en", "target_lang": "de"}, "dataset_name=None"),
+        ({"train_source": "{text}"}, "train_source=.*text.txt.*: expected train_target as well"),
+        ({"test_target": "{text}"}, "test_target=.*: expected test_source as well"),
         (
             {"dataset_name": "a", "source_column": "b"},
-            "source_column is given without target_column",
+            "source_column='b': expected target_column as well",
         ),
-        ({"dataset_name": "a", "target_lang": "de"}, "target_lang is given without source_lang"),
+        (
+            {"dataset_name": "a", "target_lang": "de"},
+            "target_lang='de': expected source_lang as well",
+        ),
         (
             {"dataset_name": "a", "validation_file": "{csv}"},
-            "dataset_name='a' and local validation files are both given",
+            "dataset_name='a': expected no local validation files as well",
         ),
         (
             {"train_file": "{csv}", "train_source": "{text}", "train_target": "{text}"},
-            "train_file and train_source are both given: choose one",
+            "train_file=.*: expected no train_source as well",
         ),
         (
             {"train_file": "{csv}", "dataset_config_name": "de-en"},
-            "dataset_config_name is given without dataset_name",
+            "dataset_config_name='de-en': expected dataset_name as well",
         ),
-        ({"train_file": "{folder}/no.csv"}, "the train data names no file: .*no.csv"),
-        ({"test_file": "{folder}"}, "the test data names no file: "),
+        ({"train_file": "{folder}/no.csv"}, "train data '.*no.csv': expected a file"),
+        ({"test_file": "{folder}"}, "test data '.*': expected a file"),
         (
             {"train_source": "{text}", "train_target": "{folder}/no.de"},
-            "the train data names no file: .*no.de",
+            "train data '.*no.de': expected a file",
         ),
         (
             {"train_file": "{text}"},
-            "train_file='.*text.txt' must end in one of .csv, .tsv, .json, .jsonl, .parquet",
+            "train_file='.*text.txt': expected a name that ends in one of .csv, .tsv, .json",
         ),
         (
             {"train_file": "{parquet}"},
-            r"train_file='.*table.parquet.gz': parquet is compressed inside, .* without .gz",
+            r"train_file='.*table.parquet.gz': expected parquet without .gz",
         ),
         (
             {"dataset_name": "phrases", "source_lang": "de"},
-            "phrases are in English: source_lang='de' is not",
+            "source_lang='de': expected 'en', as in phrases",
         ),
         (
             {"dataset_name": "phrases", "phrases_train_size": -1},
-            "phrases_train_size=-1 must be at least 0",
+            "phrases_train_size=-1: expected at least 0",
         ),
-        ({"dataset_name": "a", "max_source_length": 0}, "max_source_length=0 must be at least 1"),
+        ({"dataset_name": "a", "max_source_length": 0}, "max_source_length=0: expected at least 1"),
         (
             {"dataset_name": "a", "max_predict_samples": -5},
-            "max_predict_samples=-5 must be at least 1",
+            "max_predict_samples=-5: expected at least 1",
         ),
         (
             {"dataset_name": "a", "preprocessing_num_workers": 0},
-            "preprocessing_num_workers=0 must be at least 1",
+            "preprocessing_num_workers=0: expected at least 1",
         ),
     ],
 )

@@ -199,7 +199,7 @@ def test_batches_of_multi30k_are_padded_by_less_than_a_tenth():
         ([], [], {}, "there is no sentence pair"),
         ([3, 0], [3, 4], {}, "the source of pair 1 has no token (1 such pairs)"),
         ([3, 5], [0, 0], {}, "the target of pair 0 has no token (2 such pairs)"),
-        ([30], [9], {}, "max_tokens=20 fits no pair: the shortest takes 30 tokens"),
+        ([30], [9], {}, "max_tokens=20: expected at least 30, which the shortest pair takes"),
         ([3], [3], {"num_replicas": 2}, "1 sentence pairs for 2 processes"),
         ([3], [3], {"rank": 1}, "rank=1: expected one of 1 processes"),
         ([3], [3], {"oversized": "split"}, "oversized='split': expected one of alone, drop"),

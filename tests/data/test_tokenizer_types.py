@@ -196,9 +196,12 @@ def test_a_sentencepiece_model_keeps_its_pieces_and_ids(model_type, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bpe_codes": ["nowhere"]}, "bpe_codes names no file: nowhere"),
+        ({"bpe_codes": ["nowhere"]}, "bpe_codes='nowhere': expected a file"),
         ({"sentencepiece_model": ["codes"] * 3}, "expected a file, or one for each side"),
-        ({"sentencepiece_model": ["codes"], "bpe_codes": ["codes"]}, "choose one"),
+        (
+            {"sentencepiece_model": ["codes"], "bpe_codes": ["codes"]},
+            "expected no sentencepiece_model",
+        ),
         ({"bpe_codes": ["codes"], "lowercase": True}, "lowercase=True: expected neither"),
     ],
 )

@@ -98,7 +98,7 @@ def test_data_in_a_pickle(tmp_path, mark, name, monkeypatch):
     folder = tmp_path / "data"
     folder.mkdir()
     plant(folder / name, mark)
-    with pytest.raises(ValueError, match="must end in one of"):
+    with pytest.raises(ValueError, match="expected a name that ends in one of"):
         DataArguments(train_file=str(folder / name))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     with pytest.raises(Exception, match=r"(?i)no .*data files|supported|couldn't find"):

@@ -99,7 +99,9 @@ class CorpusArguments:
                 f"corpus_temperature={self.corpus_temperature}: expected a positive number"
             )
         if self.corpus_weights is not None and self.corpus_temperature is not None:
-            raise ValueError("corpus_weights and corpus_temperature are both given: choose one")
+            raise ValueError(
+                f"corpus_temperature={self.corpus_temperature}: expected no corpus_weights as well"
+            )
         for rule in self.drop_pairs:
             if rule not in RULES:
                 raise ValueError(f"drop_pairs has {rule!r}: expected one of {', '.join(RULES)}")

@@ -147,7 +147,8 @@ class DataArguments(CorpusArguments):
             given = [name for name in pair if getattr(self, name) is not None]
             if len(given) == 1:
                 missing = pair[1] if given[0] == pair[0] else pair[0]
-                raise ValueError(f"{given[0]} is given without {missing}")
+                value = getattr(self, given[0])
+                raise ValueError(f"{given[0]}={value!r}: expected {missing} as well")
             numbers = [
                 len(value) for name in given if isinstance(value := getattr(self, name), list)
             ]
@@ -161,36 +162,37 @@ class DataArguments(CorpusArguments):
         local = [split for split in SPLITS if self.paths(split)]
         if not local and self.dataset_name is None:
             raise ValueError(
-                "no data is named: give dataset_name, or train_source and train_target, or "
+                "dataset_name=None: expected a data set, or train_source and train_target, or "
                 "train_file (or the same for validation or test)"
             )
         if local and self.dataset_name is not None:
             raise ValueError(
-                f"dataset_name={self.dataset_name!r} and local {local[0]} files are both given: "
-                "the data has one origin"
+                f"dataset_name={self.dataset_name!r}: expected no local {local[0]} files as well"
             )
         for split in local:
             if getattr(self, f"{split}_file") and getattr(self, f"{split}_source"):
-                raise ValueError(f"{split}_file and {split}_source are both given: choose one")
+                file = getattr(self, f"{split}_file")
+                raise ValueError(f"{split}_file={file}: expected no {split}_source as well")
         if self.dataset_config_name is not None and self.dataset_name is None:
-            raise ValueError("dataset_config_name is given without dataset_name")
+            name = self.dataset_config_name
+            raise ValueError(f"dataset_config_name={name!r}: expected dataset_name as well")
         if self.dataset_name == "phrases" and self.source_lang not in (None, "en"):
-            raise ValueError(f"phrases are in English: source_lang={self.source_lang!r} is not")
+            raise ValueError(f"source_lang={self.source_lang!r}: expected 'en', as in phrases")
 
     def _check_files(self) -> None:
         for split in SPLITS:
             for path in self.paths(split):
                 if not Path(path).is_file():
-                    raise ValueError(f"the {split} data names no file: {path}")
+                    raise ValueError(f"{split} data {path!r}: expected a file")
             for file in getattr(self, f"{split}_file") or ():
                 if _suffix(file) not in FILE_SUFFIXES:
                     raise ValueError(
-                        f"{split}_file={file!r} must end in one of {', '.join(FILE_SUFFIXES)}, "
-                        "or the same with .gz"
+                        f"{split}_file={file!r}: expected a name that ends in one of "
+                        f"{', '.join(FILE_SUFFIXES)}, or the same with .gz"
                     )
                 if file.lower().endswith(".parquet.gz"):
                     raise ValueError(
-                        f"{split}_file={file!r}: parquet is compressed inside, use it without .gz"
+                        f"{split}_file={file!r}: expected parquet without .gz, as it is compressed"
                     )
 
     def _check_numbers(self) -> None:
@@ -200,7 +202,7 @@ class DataArguments(CorpusArguments):
                 continue
             least = 1 if option.default is None else 0
             if value < least:
-                raise ValueError(f"{option.name}={value} must be at least {least}")
+                raise ValueError(f"{option.name}={value}: expected at least {least}")
         if not 0 <= self.bpe_dropout <= 1:
             raise ValueError(f"bpe_dropout={self.bpe_dropout}: expected a probability")
 

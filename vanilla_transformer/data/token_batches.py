@@ -154,7 +154,7 @@ def _validated_lengths(source_lengths: Any, target_lengths: Any, max_tokens: int
     shortest = int(np.maximum(source, target).min())
     if max_tokens < shortest:
         raise ValueError(
-            f"max_tokens={max_tokens} fits no pair: the shortest takes {shortest} tokens"
+            f"max_tokens={max_tokens}: expected at least {shortest}, which the shortest pair takes"
         )
     return source, target
 

@@ -100,9 +100,9 @@ def train_tokenizer(
     size = vocab_size - len(user_tokens)
     if size < len(first_tokens) + 2:
         raise ValueError(
-            f"vocab_size={vocab_size} is too small: {len(SPECIAL_TOKENS)} special tokens, "
-            f"{len(byte_tokens)} bytes, {len(user_tokens)} user tokens and an alphabet need at "
-            f"least {len(first_tokens) + len(user_tokens) + 2}"
+            f"vocab_size={vocab_size}: expected at least "
+            f"{len(first_tokens) + len(user_tokens) + 2}, for {len(SPECIAL_TOKENS)} special "
+            f"tokens, {len(byte_tokens)} bytes, {len(user_tokens)} user tokens and an alphabet"
         )
     if isinstance(texts, str | bytes):
         raise TypeError("texts must be an iterable of strings, got a single string")

@@ -123,9 +123,9 @@ class TokenizerArguments:
                 raise ValueError(f"{name}={files}: expected a file, or one for each side")
             for file in files:
                 if not Path(file).is_file():
-                    raise ValueError(f"{name} names no file: {file}")
+                    raise ValueError(f"{name}={file!r}: expected a file")
         if self.sentencepiece_model is not None and self.bpe_codes is not None:
-            raise ValueError("sentencepiece_model and bpe_codes are both given: choose one")
+            raise ValueError(f"bpe_codes={self.bpe_codes}: expected no sentencepiece_model as well")
         own_rules = {
             "lowercase": self.lowercase,
             "unicode_normalization": self.unicode_normalization != "nfc",
