@@ -1,4 +1,4 @@
-"""Columns of text in parquet files, which never have to fit into memory."""
+"""Reads and adds columns of text in parquet files, which may be larger than memory."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -21,7 +21,7 @@ def find_text_column(path: str | Path, column: str | None, new_column: str | Non
     Args:
         path: A parquet file.
         column: The column, or `None` for the only one.
-        new_column: A column that is to be added, and must not exist yet.
+        new_column: A column that will be added, and must not exist yet.
 
     Raises:
         ValueError: There is no such column, it does not hold text, or the new column exists.

@@ -1,7 +1,7 @@
 """Lines of text files, which end in "\\n" or "\\r\\n" and nothing else.
 
-A file opened in text mode also breaks lines at a lone "\\r", and `str.splitlines` even at U+2028.
-Then the lines of two parallel files no longer match.
+Python's text mode also breaks lines at a lone "\\r", and `str.splitlines` even at U+2028. Then the
+lines of two parallel files would no longer match.
 """
 
 import codecs
@@ -36,7 +36,7 @@ def decode_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 def read_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
-    """The same as `decode_lines`, without line endings."""
+    """Same as `decode_lines`, without line endings."""
     for line in decode_lines(file, name):
         yield line[:-2] if line.endswith("\r\n") else line.removesuffix("\n")
 
@@ -75,8 +75,8 @@ def read_arrived(file: BufferedReader, name: str) -> Iterator[list[str]]:
 
 @contextmanager
 def open_output(path: str | Path | None) -> Iterator[TextIO]:
-    """Open a file, or standard output for `None`, to write UTF-8. If a program such as `head` stops
-    reading standard output, this program exits without an error message."""
+    """Open a file, or standard output for `None`, to write UTF-8. If the reader of standard output,
+    such as `head`, stops reading, the program exits without an error message."""
     if path is not None:
         with Path(path).open("w", encoding="utf-8", newline="\n") as file:
             yield file

@@ -25,10 +25,12 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     Pairs are sorted by length and split into batches once. Each epoch reorders pairs of equal
     length at random and shuffles the batches; the same seed and epoch give the same batches in the
-    same order. Every process gets the same number of batches. No batch is empty, and every pair
-    comes exactly once: to this end the largest batches are halved as needed. If there are too few
-    pairs for that, the smallest neighbouring batches are merged instead, beyond the budget. The
-    batches are the same for any number of processes that divides `multiple_of`.
+    same order.
+
+    Every process gets the same number of batches, no batch is empty, and every pair comes exactly
+    once. For this, the largest batches are halved as needed. If there are too few pairs, the
+    smallest neighbouring batches are merged instead, beyond the budget. The batches are the same
+    for any number of processes that divides `multiple_of`.
 
     Args:
         source_lengths: The number of tokens of each source.
@@ -37,8 +39,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
         oversized: What to do with pairs longer than the budget: "alone" makes each a batch of its
             own, "drop" leaves them out and counts them in `num_dropped`.
         shuffle: Whether to shuffle. Otherwise batches come in order of length.
-        even_rows: Whether the batches that the processes load at the same time have the same number
-            of rows, as gathered predictions must. Copies of the last pair fill the last batch.
+        even_rows: Whether all processes load the same number of rows at the same time, as gathered
+            predictions need. Copies of the last pair fill the last batch.
         seed: The seed of the shuffling.
         num_replicas: The number of processes that share the batches.
         rank: The index of this process.
@@ -211,9 +213,9 @@ class TokenBudgetStream(IterableDataset):
     Args:
         examples: The stream. Its `set_epoch`, if any, is called before each epoch.
         max_tokens: The budget.
-        buffer_size: The number of examples among which to look for similar lengths.
-        repeat: Whether the next epoch follows the end of the stream. A trainer does not know the
-            length of an epoch, and needs this to find the batch at which to resume.
+        buffer_size: The number of examples that are batched by length together.
+        repeat: Whether the next epoch follows the end of the stream. A trainer needs this to find
+            the batch at which to resume, as it does not know the length of an epoch.
         options: Further arguments of `TokenBudgetSampler`.
 
     Raises:

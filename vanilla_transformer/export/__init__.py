@@ -6,7 +6,7 @@ A target is a module with
 - `QUANTIZATIONS`: the names of the quantizations that it can write;
 - `write(model_folder, output, quantization)`: writes into an empty folder.
 
-Most targets need a package that few users have, so a module is only imported for its target.
+A module is only imported for its target, because most of them need a package that few users have.
 """
 
 import importlib
@@ -33,10 +33,10 @@ def export(
     """Write a model for another engine. A failure leaves no output folder behind.
 
     Args:
-        model_folder: A model and its tokenizer, as training leaves them.
+        model_folder: A model and its tokenizer, as `train`, `average` or `convert` writes them.
         output_dir: A new or empty folder.
         to: A key of `TARGETS`.
-        quantization: One of the target's `QUANTIZATIONS`. None: single precision.
+        quantization: One of the target's `QUANTIZATIONS`. Default: float32.
 
     Returns:
         The output folder.

@@ -1,4 +1,4 @@
-"""Compares an exported model with the one that it was made from, on the same lines."""
+"""Compares an exported model with the original, on the same lines."""
 
 import time
 from pathlib import Path
@@ -23,7 +23,7 @@ def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str
         file: Source lines.
 
     Returns:
-        A table, or why nothing was compared.
+        A table, or the reason why nothing was compared.
 
     Raises:
         ValueError: The file is empty.
@@ -52,17 +52,17 @@ def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str
 
 
 def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str]) -> dict[str, Any]:
-    """Translate with both, batch by batch in turn, so that both meet the same load of the machine.
+    """Translate with both, batch by batch in turn, so that both run under the same load.
 
     Args:
         model: The model and its tokenizer.
-        exported: The same.
+        exported: The exported model and its tokenizer.
         lines: Source lines.
 
     Returns:
         `equal`, the number of equal translations with the model's own search; `difference`, the
-        largest of the best hypotheses' scores in beam search where both have the same text;
-        `speeds`, of both, in lines per second.
+        largest difference of scores between best hypotheses of the same text, in beam search;
+        `speeds` of model and export, in lines per second.
     """
     seconds, equal, difference = [0.0, 0.0], 0, 0.0
     for batch in in_batches(lines, BATCH):

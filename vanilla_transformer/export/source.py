@@ -67,8 +67,8 @@ def read_model(
 
 
 def number_of_positions(config: VanillaTransformerConfig) -> int:
-    """The length of a table of positions. `max_position_embeddings`, a hint for sinusoids, makes it
-    longer."""
+    """The length of a table of positions: for sinusoids, `max_position_embeddings` if that is more
+    than `LEAST_POSITIONS`."""
     if config.position_encoding == "learned":
         return config.max_position_embeddings
     return max(config.max_position_embeddings, LEAST_POSITIONS)
@@ -85,12 +85,12 @@ def padded_heads(
     attention: VanillaTransformerAttention, width: int | None = None
 ) -> dict[str, dict[str, Tensor]]:
     """Copies of an attention's projections in which queries, keys and values have the same width,
-    for engines that know one `head_dim`. The columns that join are zero, so nothing changes but
-    the scale, which stays d_k^-0.5.
+    for engines with one `head_dim`. The added columns are zero and do not change the result, if
+    the engine keeps the scale d_k^-0.5.
 
     Args:
-        attention: Of heads of widths d_k and d_v.
-        width: At least both. None: the larger.
+        attention: An attention with heads of widths d_k and d_v.
+        width: The new width, at least both. Default: the larger one.
 
     Returns:
         By the names "q_proj", "k_proj", "v_proj" and "out_proj": "weight", with heads * width rows

@@ -1,4 +1,4 @@
-"""What the exports to classes of transformers share: folders that load without this package."""
+"""Shared by the exports to classes of transformers: folders that load without this package."""
 
 import logging
 import math
@@ -31,19 +31,19 @@ PROBE = (4, 16)  # sources and tokens that measure a difference
 
 
 def expect_fields(config: VanillaTransformerConfig, name: str, fixed: dict[str, Any]) -> None:
-    """Check what a class of transformers has no choice about.
+    """Check the fields for which a class of transformers has only one value.
 
     Args:
-        config: Ours.
-        name: Of the class.
-        fixed: The values of our fields that it can express.
+        config: Our configuration.
+        name: The name of the class.
+        fixed: The values of our fields that the class can express.
 
     Raises:
         ValueError: A field has another value, or heads are wider than d_model.
     """
     for field, expected in fixed.items():
         if (value := getattr(config, field)) != expected:
-            raise ValueError(f"{field}={value!r}: {name} can express {expected!r} alone")
+            raise ValueError(f"{field}={value!r}: expected {expected!r} for {name}")
     for stack in ("encoder", "decoder"):
         heads = getattr(config, f"{stack}_attention_heads")
         d_k = config.head_dim or config.d_model // heads
@@ -53,8 +53,8 @@ def expect_fields(config: VanillaTransformerConfig, name: str, fixed: dict[str, 
         ):
             raise ValueError(
                 f"{stack}_attention_heads={heads}, head_dim={d_k}, "
-                f"value_head_dim={config.value_head_dim}: {name} can express heads that divide "
-                f"d_model={config.d_model} and are no wider together"
+                f"value_head_dim={config.value_head_dim}: expected heads that divide "
+                f"d_model={config.d_model} and are no wider together, for {name}"
             )
 
 
@@ -93,13 +93,13 @@ def save(
     weights: dict[str, Tensor],
     output: Path,
 ) -> None:
-    """Write a folder for `AutoModelForSeq2SeqLM`, and say how far it is from our model.
+    """Write a folder for `AutoModelForSeq2SeqLM`, and log how much its logits differ from ours.
 
     Args:
-        model: Ours.
+        model: Our model.
         tokenizer: Its tokenizer.
-        theirs: A model without memory for its weights.
-        weights: Under our names, but for what `theirs` has alone.
+        theirs: The model of the other class, on the meta device.
+        weights: Its weights under our names, or its own name for what our model lacks.
         output: The folder.
     """
     bias = weights.pop(PROJECTION_BIAS, torch.zeros(model.config.target_vocab_size))
@@ -121,15 +121,15 @@ def save(
 
 
 def _generation_config(ours: GenerationConfig) -> GenerationConfig:
-    """Without the options that our `generate()` alone has."""
+    """The generation config without options that only our `generate()` has."""
     fields = ours.to_diff_dict()
     lost = {name: fields.pop(name) for name in OWN_OPTIONS if name in fields}
     if fields.get("max_length") is None and fields.get("max_new_tokens") is None:
         fields["max_length"] = MAX_LENGTH
-        logger.warning("translations end after %d tokens, not at source + 50", MAX_LENGTH)
+        logger.warning("translations end after %d tokens, not after source + 50", MAX_LENGTH)
     if lost:
         said = ", ".join(f"{name}={value!r}" for name, value in lost.items())
-        logger.warning("%s: lost, because transformers' own generate() lacks it", said)
+        logger.warning("%s: left out, because transformers' own generate() lacks it", said)
     return GenerationConfig(**fields)
 
 
@@ -137,7 +137,7 @@ def _generation_config(ours: GenerationConfig) -> GenerationConfig:
 def _difference(
     model: VanillaTransformerForConditionalGeneration, written: PreTrainedModel
 ) -> float:
-    """The largest of logits, for random sources and targets."""
+    """The largest difference of logits, for random sources and targets."""
     generator = torch.Generator().manual_seed(0)
     config = model.config
     ids, targets = (

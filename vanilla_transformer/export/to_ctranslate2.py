@@ -1,8 +1,7 @@
-"""CTranslate2: every model of ours but those with an activation function that it lacks.
+"""CTranslate2: all models, except those with an activation function that it lacks.
 
-The folder is CTranslate2's own, for its C++ and Python libraries, and at the same time one that
-`inference.engines` opens: `config.json` has both configurations, and the generation config and the
-tokenizer lie beside it.
+Both CTranslate2's libraries for C++ and Python and `inference.engines` open the folder:
+`config.json` has both configurations, and the generation config and the tokenizer lie beside it.
 """
 
 from collections.abc import Iterable
@@ -60,8 +59,8 @@ def make_spec(
     config = model.config
     if config.activation_function not in ACTIVATIONS:
         raise ValueError(
-            f"activation_function={config.activation_function!r}: CTranslate2 knows "
-            f"{', '.join(ACTIVATIONS)}"
+            f"activation_function={config.activation_function!r}: expected one of "
+            f"{', '.join(ACTIVATIONS)}, which CTranslate2 has"
         )
     names = {
         "decoder_start_token_id": ("decoder_start_token_id", "bos_token_id"),
@@ -99,7 +98,7 @@ def _special(model: VanillaTransformerForConditionalGeneration, *fields: str) ->
     if isinstance(found, list):  # the engine passes the others
         found = found[0] if found else None
     if found is None:
-        raise ValueError(f"{fields[0]}=None: CTranslate2 needs a token")
+        raise ValueError(f"{fields[0]}=None: expected a token, for CTranslate2")
     return found
 
 

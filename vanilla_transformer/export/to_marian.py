@@ -32,8 +32,7 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
     for stack in ("encoder", "decoder"):
         if config.ends_in_layer_norm(stack):
             raise ValueError(
-                f"final_layer_norm={config.final_layer_norm!r}: MarianMTModel can express 'none' "
-                "alone"
+                f"final_layer_norm={config.final_layer_norm!r}: expected 'none' for MarianMTModel"
             )
     theirs = MarianConfig(
         **shared_fields(config),

@@ -35,7 +35,7 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
     expect_fields(config, name, FIXED)
     if not all(map(config.ends_in_layer_norm, ("encoder", "decoder"))):
         raise ValueError(
-            f"final_layer_norm={config.final_layer_norm!r}: {name} can express 'both' alone"
+            f"final_layer_norm={config.final_layer_norm!r}: expected 'both' for {name}"
         )
     theirs = PegasusConfig(**shared_fields(config), vocab_size=config.vocab_size)
     weights = copied_weights(model)
@@ -49,8 +49,8 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
 
 
 def _use_their_epsilon(weights: dict[str, Tensor], epsilon: float) -> None:
-    """Scale all that is added to the residual stream, so that their epsilon is to the variance
-    what ours was. In pre-norm models nothing but layer normalisations reads the stream."""
+    """Scale everything that is added to the residual stream, so that their epsilon has the same
+    ratio to the variance as ours. In pre-norm models, only layer normalisations read the stream."""
     factor = math.sqrt(EPSILON / epsilon)
     fold_embedding_scale(weights, factor)
     for name in weights:

@@ -21,34 +21,37 @@ class ServingArguments:
     """
 
     host: str = field(
-        default="127.0.0.1", metadata={"help": "Address to listen on. 0.0.0.0 is every network."}
+        default="127.0.0.1",
+        metadata={"help": "Address to listen on; 0.0.0.0 for all networks."},
     )
     port: int = field(default=8000, metadata={"help": "Port to listen on."})
     num_beams: int | None = field(
         default=None, metadata={"help": "Beam size. Default: the model's own."}
     )
     max_batch_tokens: int = field(
-        default=4096, metadata={"help": "Source tokens decoded together, with padding."}
+        default=4096, metadata={"help": "Most source tokens in a batch, with padding."}
     )
     batch_wait: float = field(
         default=0.005, metadata={"help": "Seconds that an idle model waits for more requests."}
     )
     split_over: int = field(
-        default=200, metadata={"help": "A longer line, in characters, is split into sentences."}
+        default=200,
+        metadata={"help": "Split lines with more characters than this into sentences."},
     )
-    max_characters: int = field(default=5000, metadata={"help": "Characters in a request."})
-    max_texts: int = field(default=100, metadata={"help": "Texts in a request."})
-    max_alternatives: int = field(default=3, metadata={"help": "Alternatives in a request."})
-    max_body: int = field(default=1_000_000, metadata={"help": "Bytes in a request."})
+    max_characters: int = field(default=5000, metadata={"help": "Most characters in a request."})
+    max_texts: int = field(default=100, metadata={"help": "Most texts in a request."})
+    max_alternatives: int = field(default=3, metadata={"help": "Most alternatives in a request."})
+    max_body: int = field(default=1_000_000, metadata={"help": "Most bytes in a request."})
     max_requests: int = field(
-        default=1000, metadata={"help": "Requests under way. The server refuses more with 429."}
+        default=1000,
+        metadata={"help": "Most requests under way. The server refuses others with status 429."},
     )
     timeout: float = field(default=60.0, metadata={"help": "Seconds that a request may take."})
     api_keys: str | None = field(
         default=None,
         metadata={
-            "help": f"File with one API key per line. Default: the variable {KEYS_VARIABLE}, with "
-            "a comma between keys. Without keys, everyone may translate."
+            "help": f"File with one API key per line. Default: the environment variable "
+            f"{KEYS_VARIABLE}, with commas between keys. Without keys, everyone may translate."
         },
     )
 
@@ -99,9 +102,10 @@ class RayArguments(RayWorkerArguments):
         ValueError: A number is out of range, or an option needs `ray`.
     """
 
-    num_replicas: int = field(default=1, metadata={"help": "Replicas of each model, at least."})
+    num_replicas: int = field(default=1, metadata={"help": "Fewest replicas of each model."})
     max_replicas: int | None = field(
-        default=None, metadata={"help": "Replicas of each model under load. Default: no more."}
+        default=None,
+        metadata={"help": "Most replicas of each model, under load. Default: num_replicas."},
     )
 
     def __post_init__(self) -> None:
@@ -129,6 +133,6 @@ class RayArguments(RayWorkerArguments):
 
 
 def digest(key: str) -> bytes:
-    """What the server keeps of an API key. Looking up digests takes no longer for a key that is
-    nearly right."""
+    """The digest of an API key, which the server keeps in its place. Looking up digests takes as
+    long for a key that is almost right as for any other."""
     return sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -1,4 +1,4 @@
-"""A page to try a model in the browser: translations, their scores, and what they looked at."""
+"""A page to try a model in the browser: translations, their scores and their attention."""
 
 import shutil
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ footer .divider { display: none; }
 
 
 class Demo:
-    """What the page shows, and what happens on it.
+    """The page and its model.
 
     Args:
         model: A sequence-to-sequence model. If it is one of transformers, it is switched to eager
@@ -171,7 +171,7 @@ class Demo:
 
 
 def look(maps: AttentionMaps | None, chosen: int, layer: int, head: str) -> tuple[Any, Any, str]:
-    """What a token of the translation looked at.
+    """The source tokens that a token of the translation attends to.
 
     Args:
         maps: Weights (layers, heads, target_length, source_length) and their tokens.
@@ -180,8 +180,8 @@ def look(maps: AttentionMaps | None, chosen: int, layer: int, head: str) -> tupl
         head: From 1 on, or the mean of all.
 
     Returns:
-        The tokens of the translation, of which one is marked; those of the source, marked by their
-        weights relative to the largest; and the largest weights in words.
+        The tokens of the translation, with the chosen one marked; the tokens of the source, marked
+        by their weights relative to the largest; and the largest weights as text.
     """
     if maps is None:
         return [], [], ""
@@ -245,11 +245,11 @@ launch(make_demo({model!r}, {examples!r}))
 def write_space(
     folder: str | Path, model: str, demo: Demo, examples: str | Path | None = None
 ) -> Path:
-    """Write what a Hugging Face Space needs to show the demo.
+    """Write the files of a Hugging Face Space that shows the demo.
 
     Args:
         folder: A new or empty folder.
-        model: A folder, which is copied, or a name on the Hub, from where the Space loads it.
+        model: A folder, which is copied, or a name on the Hub, which the Space loads.
         demo: Its demo.
         examples: As for `make_demo`.
 

@@ -1,4 +1,4 @@
-"""Which languages a model translates, and which language a text is in."""
+"""Finds the languages that a model translates, and the language of a text."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -76,8 +76,8 @@ def language_name(code: str) -> str:
 
 
 def detect(text: str, languages: Iterable[str]) -> list[tuple[str, float]]:
-    """The probability of each of the languages, the most probable first. They do not add up to 1
-    where the text may be in other languages.
+    """The probability of each language, the most probable first. The probabilities add up to less
+    than 1 if the text may be in other languages.
 
     Raises:
         ModuleNotFoundError: py3langid is not installed.

@@ -1,4 +1,4 @@
-"""What a server says about its requests: a log line for each, and metrics for Prometheus."""
+"""The log lines and Prometheus metrics of a server's requests."""
 
 import asyncio
 import logging
@@ -22,8 +22,8 @@ UNDER_WAY = Gauge("vanilla_transformer_requests_under_way", "Requests under way"
 class RequestMiddleware:
     """Counts, limits and logs requests.
 
-    It sets `end` in the state of a request: when its time is over, on the clock of the event loop.
-    A route may set `work`, which is added to the log line.
+    It sets `end` in the state of a request: the time of the event loop, in seconds, at which the
+    request has to be finished. A route may set `work`, which is added to the log line.
 
     Args:
         app: The application.

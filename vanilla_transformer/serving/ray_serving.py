@@ -1,4 +1,4 @@
-"""The same server on any number of machines, by Ray Serve: replicas of each model, and in front of
+"""The server on any number of machines, with Ray Serve: replicas of each model, and in front of
 them the web application."""
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Texts in pieces: sentences to translate, and what stays as it is (line breaks, tags)."""
+"""Splits texts into sentences to translate, and parts that stay, such as line breaks and tags."""
 
 import html
 import re
@@ -28,8 +28,8 @@ class Segment(NamedTuple):
 
 
 def split_text(text: str, language: str, split_over: int) -> list[Segment]:
-    """The lines of a text, and the sentences of lines longer than `split_over` characters. White
-    space around them stays outside of sentences."""
+    """Split a text into lines, and lines longer than `split_over` characters into sentences. White
+    space around sentences is a segment of its own."""
     segments = []
     for number, line in enumerate(text.split("\n")):
         if number:
@@ -43,8 +43,8 @@ def split_text(text: str, language: str, split_over: int) -> list[Segment]:
 
 
 def split_html(text: str, language: str, split_over: int) -> list[Segment]:
-    """The texts between the tags, as in `split_text` and without character references. Tags and
-    comments stay, and the contents of `KEPT_TAGS` and of tags with translate="no"."""
+    """Split the text between tags as `split_text` does, with character references resolved. Tags,
+    comments, and the contents of `KEPT_TAGS` and of tags with translate="no" are kept."""
     parser = _SegmentingParser(language, split_over)
     parser.feed(text)
     parser.close()
@@ -52,7 +52,7 @@ def split_html(text: str, language: str, split_over: int) -> list[Segment]:
 
 
 def join(segments: Iterable[Segment], translations: Iterable[str], is_html: bool) -> str:
-    """The text again, with a translation in place of each sentence."""
+    """Put a text together again, with a translation in place of each sentence."""
     rest = iter(translations)
 
     def translated() -> str:

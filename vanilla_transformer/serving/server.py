@@ -13,8 +13,8 @@ from .languages import find_pairs
 
 logger = logging.getLogger(__name__)
 
-# Seconds. Clients and proxies drop idle connections after 5 to 60. If the server is first, it may
-# close a connection while a request arrives.
+# Seconds. Clients and proxies drop idle connections after 5 to 60. If the server did so earlier, it
+# could close a connection while a request arrives.
 KEEP_ALIVE = 75
 
 
@@ -49,7 +49,7 @@ def serve(models: list[str], arguments: ServingArguments, loading: LoadingArgume
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with the address. It refuses connections until the server listens.
+    """Bind a socket to an address. It refuses connections until the server listens.
 
     Raises:
         ValueError: The address cannot be used.

@@ -1,4 +1,4 @@
-"""What a translation server does with a request, apart from HTTP."""
+"""Answers the requests of a translation server, apart from HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -35,7 +35,7 @@ class TranslationService:
         ]
 
     def detect(self, text: str, languages: Iterable[str] | None = None) -> list[DetectedLanguage]:
-        """The languages that a text may be in, by default of all source languages.
+        """The languages that a text may be in, by default among all source languages.
 
         Raises:
             HTTPException: The package that detects languages is not installed (400).
@@ -62,7 +62,7 @@ class TranslationService:
                 raise HTTPException(400, f"{value} {name}: expected at most {limit}")
 
     def find_pair(self, request: TranslateRequest) -> tuple[Pair, DetectedLanguage | None]:
-        """The language pair of a request, and how sure it is if the client asks for detection.
+        """The language pair of a request, and the detected language if the client asks for one.
 
         Raises:
             HTTPException: The server has no such pair, or cannot detect languages (400).

@@ -62,7 +62,7 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
     """Write a model with the mean of the weights in the folders, and the configuration and
     tokenizer of the last folder.
 
-    It keeps one tensor of one checkpoint in memory at a time, besides the mean, and adds up in
+    Besides the mean, it keeps one tensor of one checkpoint in memory at a time. Sums are in
     float64. Tensors of integers are copied from the last folder.
 
     Args:

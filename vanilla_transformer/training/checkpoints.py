@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there, whatever interrupts training.
+"""Checkpoints that are either complete or absent, whatever interrupts training.
 
 AtomicCheckpointTrainer   a `Trainer` that writes a checkpoint to a staging folder, then renames it
 checkpoints_by_step       the checkpoints in an output folder
@@ -248,8 +248,8 @@ def checkpoints_by_step(folder: str | Path) -> dict[int, Path]:
 
 
 def find_defect(checkpoint: str | Path) -> str | None:
-    """What prevents training from resuming from a checkpoint, with the file's name; None if the
-    checkpoint is complete.
+    """The reason why training can't resume from a checkpoint, with the name of the file; None if
+    the checkpoint is complete.
 
     A checkpoint without checksums, written by another trainer, gets a weaker check: the trainer's
     state and the header of the weights must be readable, and the other files must exist.

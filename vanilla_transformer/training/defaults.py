@@ -1,4 +1,4 @@
-"""What a training from scratch chooses for options that are left open, from model and data."""
+"""Defaults of a training from scratch that depend on the model and the data."""
 
 import logging
 import math
@@ -54,7 +54,7 @@ def choose_open_options(arguments: Any, d_model: int, size: TextSize | None) -> 
     """Set the options in `arguments.left_open`, and log each with its reason.
 
     Args:
-        arguments: `TranslationTrainingArguments`.
+        arguments: `TranslationTrainingArguments`, which are changed.
         d_model: The model's width.
         size: The size of the text; None if unknown.
     """

@@ -1,4 +1,4 @@
-"""Callbacks that warn while a training goes wrong without an error."""
+"""Callbacks that warn of trainings that go wrong without an error."""
 
 import logging
 from typing import Any
@@ -11,13 +11,12 @@ logger = logging.getLogger(__name__)
 
 
 class SourceUseCallback(TrainerCallback):
-    """Warns if the decoder still ignores its source after 500 updates, after 1,000, 2,000, and so
-    on, until it doesn't.
+    """Warns if the decoder still ignores its source after 500, 1,000, 2,000, ... updates.
 
-    Post-norm models with a learning rate that is too high may stay for long, or for ever, where the
-    decoder predicts the target from its beginning alone. The loss looks as if the model were
-    learning. The test is cheap: the loss of 64 training pairs, and their loss with the sources
-    exchanged. Where the decoder reads its source, the second is far higher.
+    If the learning rate is too high, the decoder of a post-norm model may for a long time, or for
+    ever, predict the next token from the target's beginning alone, while the loss falls as if the
+    model were learning. The test compares the loss of 64 training pairs with their loss when the
+    sources are exchanged, which is far higher if the decoder reads its source.
     """
 
     FIRST_STEP = 500

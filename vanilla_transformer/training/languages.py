@@ -1,5 +1,5 @@
-"""Languages of multilingual models, such as mBART's and NLLB's: their tokenizers mark the language
-of a text by a token, and the target's token is what a decoder starts with."""
+"""Languages of multilingual models, such as mBART and NLLB: their tokenizers mark the language of a
+text with a token, and decoders start with the token of the target's language."""
 
 from contextlib import suppress
 

@@ -1,4 +1,4 @@
-"""From the options of a training run to its tokenizer, model and token ids."""
+"""Makes the tokenizer, the model and the token ids of a training run from its options."""
 
 import logging
 from dataclasses import replace
@@ -39,8 +39,8 @@ def prepare(
     training_args: TranslationTrainingArguments,
     checkpoint: str | None = None,
 ) -> Preparation:
-    """Load the text, make or load the tokenizer and the model, and choose the options that are left
-    open. `checkpoint` is the one to resume from.
+    """Load the text, make or load the tokenizer and the model, and choose the options that are not
+    set. `checkpoint` is the one to resume from.
 
     Raises:
         ValueError, FileNotFoundError: An option, a file or the text is not what training needs.

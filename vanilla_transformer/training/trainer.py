@@ -1,4 +1,4 @@
-"""Training with `Seq2SeqTrainer`: the tokenizer, the model, the trainer, and where to resume."""
+"""Makes the tokenizer, the model and the `Seq2SeqTrainer`, and finds the checkpoint to resume."""
 
 import copy
 import logging
@@ -157,7 +157,7 @@ def _expect_optimizer_state(checkpoint: Path, layout: str) -> str:
 def make_tokenizer(
     arguments: ModelArguments, training_data: Any, checkpoint: str | None
 ) -> PreTrainedTokenizerBase:
-    """Load the checkpoint's tokenizer or the one that is named, or train a new one on the data (on
+    """Load the tokenizer of the checkpoint or of the options, or train a new one on the data (on
     the main process, for all).
 
     Raises:
@@ -412,9 +412,8 @@ class ResilientTensorBoardCallback(TensorBoardCallback):
 
 
 class CurvesCallback(TrainerCallback):
-    """Plots loss and BLEU over steps to `curves.png` in the output folder: at the end of training,
-    and after an evaluation, but at most once a minute, as a picture may take longer than that, and
-    not while a thread uploads the folder."""
+    """Plots loss and scores over steps to `curves.png` in the output folder: at the end of
+    training, and after an evaluation, but at most once a minute and not during an upload."""
 
     INTERVAL = 60.0  # seconds
 
