@@ -160,7 +160,7 @@ def test_an_unknown_recipe_is_refused_with_the_choices(tmp_path):
     error = process.stderr.splitlines()[-1]
     assert all(name in error for name in ("'wmt'", *recipe_names()))
     error = run_command("recipes", "--path", cwd=tmp_path, check=False).stderr.splitlines()[-1]
-    assert error.endswith("--path: expected the name of a recipe with it")
+    assert error.endswith("--path: expected the name of a recipe as well")
 
 
 def test_a_config_is_a_path_or_the_name_of_a_recipe(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 r"""Average the weights of checkpoints, as the paper does with its last 5 (base) or 20 (big).
 
-    vanilla-transformer average --checkpoints_of outputs/m30k --last 5 --output_dir averaged
-    vanilla-transformer average --checkpoints_of outputs/m30k --steps 3100 6200 \
+    vanilla-transformer average --checkpoints_of outputs/mine --last 5 --output_dir averaged
+    vanilla-transformer average --checkpoints_of outputs/mine --steps 3100 6200 \
         --output_dir averaged
     vanilla-transformer average --models one/model another/model --output_dir averaged
 

@@ -1,8 +1,8 @@
 r"""Export a model for another engine, or for a class of transformers.
 
-    vanilla-transformer export outputs/m30k --to ctranslate2 --output_dir outputs/ct2 \
+    vanilla-transformer export outputs/mine --to ctranslate2 --output_dir outputs/ct2 \
         --quantization int8 --check test.en
-    vanilla-transformer export outputs/m30k --to transformers.js --output_dir outputs/page
+    vanilla-transformer export outputs/mine --to transformers.js --output_dir outputs/page
 
 translate, evaluate, score, serve and demo take a folder for ctranslate2 or onnx in place of a
 model. The targets:
