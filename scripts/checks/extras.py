@@ -149,7 +149,7 @@ def demo(env: Environment) -> None:
 
 def ray(env: Environment) -> None:
     (env.folder / "lines").write_text(TEXT)
-    env.run("translate", "--model", "model", "--ray", "--source", "lines", "--target", "translated")
+    env.run("translate", "--model", "model", "--ray", "--source", "lines", "--output", "translated")
     serve(env, "--ray")
 
 

@@ -19,8 +19,9 @@ from .. import VanillaTransformerConfig, __version__
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors")
 OPTIONAL = (
-    "accelerate", "argcomplete", "datasets", "deepspeed", "flash-attn", "matplotlib", "onnx",
-    "peft", "sacrebleu", "sentencepiece", "tensorboard",
+    "accelerate", "argcomplete", "ctranslate2", "datasets", "deepspeed", "fastapi", "flash-attn",
+    "gradio", "matplotlib", "onnx", "onnxruntime", "peft", "ray", "sacrebleu", "sacremoses",
+    "sentencepiece", "tensorboard",
 )  # fmt: skip
 MAPPINGS = {
     "AutoModel": MODEL_MAPPING,
