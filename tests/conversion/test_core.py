@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conversion.models import random_model
+from conversion.models import embeddings, random_model, split_state
 from vanilla_transformer.conversion import core
 
 
@@ -18,6 +18,21 @@ def test_a_matrix_of_two_names_is_permuted_once():
     weights = {core.TARGET: matrix, core.PROJECTION: matrix}
     core.interleave_halves(weights)
     assert weights[core.TARGET].tolist() == [[0, 4, 1, 5, 2, 6, 3, 7]]
+
+
+@pytest.mark.parametrize("projection_is_source", [False, True])
+def test_two_of_three_matrices_may_be_one(tmp_path, tokenizer, projection_is_source):
+    """Such as source and target embedding beside a projection of their own."""
+    model = random_model(tie_word_embeddings=False)
+    weights = split_state(model)
+    source, target, projection = embeddings(model)
+    matrices = (source, target, source) if projection_is_source else (source, source, projection)
+    tied, fields = core.tie(*matrices)
+    assert fields["tie_word_embeddings"] is False
+    core.save(core.Conversion(model.config, weights | tied, tokenizer), tmp_path)
+    saved = core.read_transformers_weights(tmp_path)
+    for name, matrix in zip((core.SOURCE, core.TARGET, core.PROJECTION), matrices, strict=True):
+        assert torch.equal(saved[name], matrix)
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (3,)])

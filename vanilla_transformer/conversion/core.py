@@ -340,6 +340,11 @@ def tie(source: Tensor, target: Tensor, projection: Tensor) -> tuple[dict, dict[
     if not _same(target, projection):
         if len(source) != len(target):
             sizes["decoder_vocab_size"] = len(target)
+        # Ours are three matrices, also where two of theirs are one in memory.
+        shared = source.data_ptr()
+        target, projection = (
+            each.clone() if each.data_ptr() == shared else each for each in (target, projection)
+        )
         matrices = {SOURCE: source, TARGET: target, PROJECTION: projection}
         return matrices, {"tie_word_embeddings": False, **sizes}
     if _same(source, target):
