@@ -206,6 +206,16 @@ def as_vocabulary(checkpoint, tokens, side="src"):
     path.write_text("\n".join([*first, *tokens, *rest]) + "\n")
 
 
+def test_a_space_too_many_is_an_unknown_word(post):
+    """JoeyNMT takes the words of `text.split(" ")`, and other white space for a part of a word."""
+    as_vocabulary(post, ["a", "b", "a\u00a0b"])
+    a, b, fixed, unk, end = "a", "b", "a\u00a0b", "<unk>", "</s>"
+    found = encode(post.convert(), "a b", "  a  b ", " ", "a\u00a0b", "a\tb")
+    assert found == [
+        [a, b, end], [unk, unk, a, unk, b, unk, end], [unk, unk, end], [fixed, end], [unk, end],
+    ]  # fmt: skip
+
+
 def test_characters(post):
     post.cfg["data"]["src"]["level"] = "char"
     post.cfg["data"]["trg"]["level"] = "char"

@@ -432,9 +432,10 @@ def trained(folder, lines, **options):
             "remove_extra_whitespaces": False,
             "add_dummy_prefix": False,
         },
+        {"remove_extra_whitespaces": False},
         {"user_defined_symbols": ["<sep>", "foo"], "pad_id": 3},
     ],
-    ids=["plain", "bytes", "identity", "symbols"],
+    ids=["plain", "bytes", "identity", "spaces", "symbols"],
 )
 def test_sentencepiece_gives_the_same_ids_and_texts(tmp_path, kind, options, count):
     lines = corpus(count)

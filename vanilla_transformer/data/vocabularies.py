@@ -479,10 +479,12 @@ def sentencepiece(
     if model.squeezes_spaces:
         rules.append(normalizers.Replace(Regex("^ +| +$"), ""))
         rules.append(normalizers.Replace(Regex(" {2,}"), " "))
+    elif model.dummy_prefix:  # Metaspace puts no space before a space
+        rules.append(normalizers.Prepend(" "))
     if not own and not model.byte_fallback:
         rules.append(_mark_unseen(model))
     backend.normalizer = normalizers.Sequence(rules)
-    scheme = "always" if model.dummy_prefix else "never"
+    scheme = "always" if model.dummy_prefix and model.squeezes_spaces else "never"
     split = not any(SPACE in piece[1:] for piece, _, _ in model.pieces)
     backend.pre_tokenizer = splits.Metaspace(SPACE, prepend_scheme=scheme, split=split)
     if model.model_type == "unigram":
