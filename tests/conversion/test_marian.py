@@ -19,6 +19,7 @@ from conversion.reference import (
 from vanilla_transformer import VanillaTransformerForConditionalGeneration, conversion
 from vanilla_transformer.conversion import ConversionOptions, core, marian
 from vanilla_transformer.conversion.check import Converted, largest_difference, of_targets
+from vanilla_transformer.data import vocabularies
 
 VARIANTS = pytest.mark.parametrize("variant", ["marian/post", "marian/tied", "marian/spm"])
 
@@ -325,6 +326,7 @@ SHAPES = {
     "relu": {"transformer-ffn-activation": "relu"},
     "attention without a projection": {"transformer-no-projection": True},
     "tied layers": {"dec-depth": 3, "transformer-tied-layers": [1, 2, 1]},
+    "options without an effect": {"transformer-no-bias": True, "transformer-no-affine": True},
     "no positions": {"transformer-disable-position-embeddings": True},
 }
 
@@ -397,6 +399,20 @@ def test_tokens_of_nematus(tmp_path):
     tokenizer = marian.read(folder, ConversionOptions()).tokenizer
     assert tokenizer("a2 zzz").input_ids == [2, 1, 0]
     assert tokenizer.decode([2, 0], skip_special_tokens=True) == "b2"
+
+
+def test_vocabularies_of_nematus_in_json(tmp_path):
+    folder = save_random(tmp_path / "model")
+    for name in "ab":
+        vocab = vocabularies.read_marian_vocab(folder / f"vocab.{name}.yml")
+        names = {"</s>": "eos", "<unk>": "UNK"}
+        vocab = {names.get(token, token): number for token, number in vocab.items()}
+        (folder / f"vocab.{name}.json").write_text(json.dumps(vocab, indent=1))
+    decoder = {"models": ["model.npz"], "vocabs": ["vocab.a.json", "vocab.b.json"]}
+    (folder / "model.npz.decoder.yml").write_text(yaml.safe_dump(decoder))
+    tokenizer = marian.read(folder, ConversionOptions()).tokenizer
+    assert tokenizer("a2 zzz").input_ids == [2, 1, 0]
+    assert tokenizer(text_target="b11")["input_ids"] == [11, 0]
 
 
 def test_a_vocabulary_that_already_has_pad(tmp_path):

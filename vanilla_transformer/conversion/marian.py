@@ -64,8 +64,6 @@ HELD: dict[str, tuple[Any, ...]] = {
     "transformer-ffn-depth": (2,),
     "transformer-decoder-ffn-depth": (0, 2),
     "transformer-pool": (False,),
-    "transformer-no-bias": (False,),
-    "transformer-no-affine": (False,),
     "right-left": (False,),
     "ulr": (False,),
     "lemma-dim-emb": (0,),
@@ -88,7 +86,7 @@ IGNORED = re.compile(
     "(enc|dec)-(type|cell|cell-depth|cell-base-depth|cell-high-depth)|dim-rnn|skip|input-types"
     "|layer-normalization|special-vocab|separator-symbol|bert-.*|ulr-.*|transformer-alibi-.*"
     "|transformer-(dim-aan|aan-.*|rnn-projection|guided-alignment-layer|depth-scaling)"
-    "|transformer-train-position(s|-embeddings)"
+    "|transformer-(train-position(s|-embeddings)|no-bias|no-affine)"
 )
 
 
@@ -590,7 +588,7 @@ def expect_size(file: Path, vocab: dict[str, int], size: int) -> None:
 
 def _required(file: Path, vocab: dict[str, int], name: str, old: str, number: int) -> str:
     """The token that Marian takes for `name`: files of Nematus call it `old`."""
-    is_yaml = file.suffix in (".yml", ".yaml")
+    is_yaml = file.suffix in (".yml", ".yaml", ".json")
     if is_yaml and vocab.get(old) == number:
         return old
     if name not in vocab:

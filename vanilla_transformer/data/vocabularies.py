@@ -130,13 +130,15 @@ _ESCAPED |= {"f": "\f", "v": "\v", "_": "\xa0", "N": "\x85", "L": "\u2028", "P":
 
 
 def read_marian_vocab(path: str | Path) -> dict[str, int]:
-    """Marian's vocabulary: `key: id` a line (YAML), or a token a line.
+    """Marian's vocabulary: `key: id` a line (YAML), JSON, or a token a line.
 
     YAML libraries take keys such as `no` or `007` for other types and stop at some characters.
 
     Raises:
         ValueError: A line has no id, or a token comes twice.
     """
+    if Path(path).suffix == ".json":
+        return read_json(path)
     lines = _lines(path)
     if Path(path).suffix not in (".yml", ".yaml"):
         return _numbered(path, lines)
