@@ -111,6 +111,14 @@ def test_variants_keep_their_log_probabilities(tmp_path, variant):
     expect_same(convert_state(tmp_path, model.state_dict(), **given), model)
 
 
+def test_a_check_computes_the_activation_function(tmp_path):
+    folder = convert_state(tmp_path, Tutorial(activation="gelu").state_dict(), activation="gelu")
+    options = ConversionOptions(heads=HEADS, activation="gelu")
+    toolkit = torch_nn.load_toolkit(tmp_path / "torch" / "model.pt", options)
+    ids = [[2, 7, 9, 3]], [[8, 4, 3]]
+    assert largest_difference(toolkit, Converted(folder), *ids) < 1e-5
+
+
 @pytest.mark.parametrize("side", ["encoder", "decoder", "both"])
 def test_a_norm_after_a_stack_may_be_missing(tmp_path, side):
     model = Tutorial()

@@ -563,7 +563,8 @@ class TorchModel(Toolkit):
         bias = f"{prefix}layers.0.linear1.bias" in tensors
         options = {
             "d_model": d_model, "nhead": table.heads, "dim_feedforward": d_ff, "dropout": 0.0,
-            "activation": ACT2FN[table.activation], "layer_norm_eps": table.layer_norm_eps,
+            # A function: copies of a decoder layer lose a module, and take ReLU.
+            "activation": ACT2FN[table.activation].forward, "layer_norm_eps": table.layer_norm_eps,
             "norm_first": table.norm_first, "batch_first": True, "bias": bias,
         }  # fmt: skip
         norm = None
