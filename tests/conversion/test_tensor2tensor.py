@@ -404,6 +404,17 @@ def test_a_wrong_shape_is_named(tmp_path, small):
         convert(save(tmp_path / "t2t", small, variables), tmp_path / "ours")
 
 
+def test_a_vocabulary_of_tokens_splits_at_white_space(tmp_path, small):
+    """That of translate_ende_wmt_bpe32k, the paper's data: text comes in byte-pair codes."""
+    folder = save(tmp_path / "t2t", small)
+    (folder / "vocab.50.subwords").unlink()
+    tokens = ["<pad>", "<EOS>", "ha@@", "us", "'s'", "_", "", *(f"w{n}" for n in range(42)), "UNK"]
+    (folder / "vocab.bpe.50").write_text("".join(f"{token}\n" for token in tokens))
+    tokenizer = AutoTokenizer.from_pretrained(convert(folder, tmp_path / "ours"))
+    assert tokenizer("ha@@ us\t 's' _ Haus w41")["input_ids"] == [2, 3, 4, 5, 49, 48, 1]
+    assert tokenizer.decode([2, 3, 49, 1], skip_special_tokens=True) == "ha@@ us UNK"
+
+
 def test_a_vocabulary_that_does_not_match_is_refused(tmp_path, small):
     folder = save(tmp_path / "t2t", small, vocabularies=[51])
     with pytest.raises(ValueError, match=r"source vocabulary has 51 tokens, .*shared of 50 rows"):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..data.vocabularies import Specials, pair, read_subwords, subwords
+from ..data.vocabularies import Specials, pair, read_subwords, subwords, words
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit
 from .core import (
@@ -43,6 +43,8 @@ NAME = "tensor2tensor"
 STACKS, SIDES = ("encoder", "decoder"), ("inputs", "targets")
 SPECIALS = "<pad>", "<EOS>"  # ids 0 and 1; in most files they end in an underscore
 START = "<start>"  # ours: the decoder starts from a zero vector
+# The unknown token of a vocabulary of whole tokens, such as that of translate_ende_wmt_bpe32k.
+UNKNOWN = "UNK"
 # Variables that a translation does not need: the optimizer's and counters.
 IGNORED = (
     r"training/.*", r".*/(\w*Adam\w*|Adafactor|Momentum)(_\d+)?", r"(.*/)?beta[12]_power",
@@ -520,12 +522,22 @@ def _vocabularies(folder: Path, options: ConversionOptions) -> list[dict[str, in
     """
     vocabularies = []
     for file in _vocabulary_files(folder, options):
-        vocabulary = read_subwords(file)
+        vocabulary = _read_tokens(file) or read_subwords(file)
         specials = tuple(token.removesuffix("_") for token in _first_two(vocabulary))
         if specials != SPECIALS:
             raise ValueError(f"{file} starts with {specials}: expected {SPECIALS}")
         vocabularies.append(vocabulary)
     return vocabularies
+
+
+def _read_tokens(file: str) -> dict[str, int] | None:
+    """The vocabulary of a `TokenTextEncoder`, which splits text at white space. None: the file
+    holds subwords."""
+    lines = Path(file).read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    tokens = [line.strip() for line in lines]
+    if tuple(tokens[:2]) != SPECIALS or UNKNOWN not in tokens:
+        return None
+    return {token: number for number, token in enumerate(tokens)}
 
 
 def _first_two(vocabulary: Mapping[str, int]) -> list[str]:
@@ -543,8 +555,9 @@ def _tokenizer(
         pad, eos = _first_two(vocabulary)
         known = {**vocabulary, START: start} if size == start + 1 else vocabulary
         bos = START if START in known else None
-        specials = Specials(pad, bos, eos, None, f"$A {eos}")
-        sides.append(subwords(known, specials, size=size))
+        has_tokens = (pad, eos) == SPECIALS and UNKNOWN in vocabulary
+        specials = Specials(pad, bos, eos, UNKNOWN if has_tokens else None, f"$A {eos}")
+        sides.append((words if has_tokens else subwords)(known, specials, size=size))
     return pair(*sides)
 
 
