@@ -347,6 +347,28 @@ def test_embeddings_of_another_width_go_into_one_matrix(edited, converted, tmp_p
         convert_back(output, tmp_path / "back")
 
 
+def test_texts_of_mbart_end_in_their_language(edited, tmp_path):
+    """Its sources end in `</s> [de]`; its decoder starts from `[en]`, and ends with `</s> [en]`."""
+    folder = edited(task="translation_from_pretrained_bart")
+    for language in ("de", "en"):
+        lines = (folder / f"dict.{language}.txt").read_text().splitlines()
+        lines[-1] = f"[{language}] 1"
+        (folder / f"dict.{language}.txt").write_text("\n".join(lines) + "\n")
+    output = convert(folder, tmp_path / "converted")
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    config = AutoModelForSeq2SeqLM.from_pretrained(output).config
+    assert (config.decoder_start_token_id, config.eos_token_id, config.pad_token_id) == (23, 23, 1)
+    plain = read(edited(name="plain")).tokenizer
+    source, target = "maus drei", "three mouse"
+    assert tokenizer(source)["input_ids"] == [*plain(source)["input_ids"], 23]
+    labels = tokenizer(text_target=target)["input_ids"]
+    assert labels == [*plain(text_target=target)["input_ids"], 23]
+    assert tokenizer.decode(labels, skip_special_tokens=True) == target
+    (folder / "dict.en.txt").write_text((folder / "dict.en.txt").read_text().replace("[en]", "en"))
+    with pytest.raises(ValueError, match=r"dict.en.txt: task='trans.*expected the token '\[en\]'"):
+        read(folder)
+
+
 def test_byte_pair_codes_beside_the_checkpoint(edited, tmp_path):
     folder = edited()
     (folder / "bpecodes").write_text("#version: 0.2\nm a\nma u\nmau s</w>\nz z\n")
@@ -429,11 +451,19 @@ def test_tensors_that_do_not_fit_are_named(edited, change, message):
         ("scale_heads", True),
         ("activation_fn", "mish"),
         ("encoder_normalize_before", True),
+        ("prepend_bos", True),
+        ("langtoks", {"main": ("src", "tgt")}),
+        ("task", "denoising"),
     ],
 )
 def test_options_that_are_not_understood_are_named(edited, option, value):
     with pytest.raises(ValueError, match=option):
         read(edited(**{option: value}))
+
+
+def test_a_stack_without_an_option_has_its_default(edited):
+    with pytest.raises(ValueError, match=r"encoder_normalize_before=True and decoder_.*=False"):
+        read(edited("pre", lambda args, state: args.pop("decoder_normalize_before")))
 
 
 def test_a_vocabulary_that_does_not_match_is_named(edited):

@@ -129,9 +129,16 @@ def test_a_fairseq_dictionary_that_is_none_is_refused(tmp_path, text, message):
 
 
 def test_a_fairseq_symbol_may_overwrite(tmp_path):
-    file = written(tmp_path, "dict.txt", "ein 9\n</s> 3 #fairseq:overwrite\n")
+    text = "ein 9\nein 3 #fairseq:overwrite\nein 2 #fairseq:overwrite \nhund 1\r\n"
+    vocab = vocabularies.read_fairseq_dict(written(tmp_path, "dict.txt", text))
+    assert (vocab["ein"], vocab["hund"], len(vocab)) == (6, 7, 8)
+
+
+def test_fairseqs_special_tokens_keep_their_ids(tmp_path):
+    """fairseq appends id 2 to a text, whatever a dictionary calls `</s>`, as CamemBERT's does."""
+    file = written(tmp_path, "dict.txt", "ein 9\n</s> 3 #fairseq:overwrite\nhund 2\n")
     vocab = vocabularies.read_fairseq_dict(file)
-    assert (vocab["ein"], vocab["</s>"], len(vocab)) == (4, 5, 6)
+    assert (vocab["ein"], vocab["</s>"], vocab["hund"], len(vocab)) == (4, 2, 6, 7)
 
 
 def test_a_marian_vocabulary_keeps_its_keys_as_they_are(tmp_path):

@@ -60,8 +60,11 @@ REFUSED = (
     "scale_attn", "scale_heads", "scale_resids", "moe_freq", "encoder_moe_freq", "decoder_moe_freq",
     "moe_expert_count", "encoder_langtok", "decoder_langtok", "decoder_xformers_att_config",
     "encoder_xformers_att_config", "alibi", "use_alibi", "rotary_embeddings",
-    "max_relative_positions",
+    "max_relative_positions", "prepend_bos",
 )  # fmt: skip
+# Tasks of models that restore texts, and that of mBART, whose texts end in their language.
+OTHER_TASKS = ("denoising", "multilingual_denoising", "masked_lm", "multilingual_masked_lm")
+MBART = "translation_from_pretrained_bart"
 # Classes of saved options and states: nothing in them is executed.
 INERT = (
     "fairseq.*", "omegaconf.*", "typing.Any", "typing.Union", "collections.defaultdict",
@@ -119,6 +122,7 @@ def build(
         for side, matrix in zip(core.SIDES, (source, target), strict=True)
     }
     config = _config(path, args, tensors, tying)
+    config.eos_token_id = config.decoder_start_token_id = sides["target"].end
     weights |= core.take_layers(tensors, config, _their_name)
     weights |= _positions(tensors, args, config)
     tensors.expect_all_taken(BUFFERS)
@@ -159,8 +163,10 @@ def _model_options(path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     for name in ("encoder", "decoder", "quant_noise"):  # groups, if hydra made the configuration
         for key, value in (model.pop(name, None) or {}).items():
             model[f"{name}_{key}"] = value
-    arch = model.get("arch") or model.get("_name")
-    return {**(cfg.get("task") or {}), **model, "arch": arch}
+    task = cfg.get("task") or {}
+    names = {"arch": model.get("arch") or model.get("_name")}
+    names["task"] = model.get("task") or task.get("_name")
+    return {**task, **model, **names}
 
 
 def plain(value: Any) -> Any:
@@ -202,9 +208,13 @@ def _expect_translation_model(path: Path, args: dict[str, Any], state: dict[str,
     for name in REFUSED:
         if args.get(name):
             raise ValueError(f"{path}: {name}={args[name]!r}: expected a model without it")
-    for both in ("embed_dim", "normalize_before"):
-        one, other = (args.get(f"{stack}_{both}") for stack in STACKS)
-        if one is not None and other is not None and one != other:
+    if args.get("task") in OTHER_TASKS:
+        raise ValueError(f"{path}: task={args['task']!r}: expected a task of translation")
+    if any(spec for pair in (args.get("langtoks") or {}).values() for spec in pair):
+        raise ValueError(f"{path}: langtoks={args['langtoks']!r}: expected a model without it")
+    for both, default in (("embed_dim", None), ("normalize_before", False)):
+        one, other = (args.get(f"{stack}_{both}", default) for stack in STACKS)
+        if None not in (one, other) and one != other:
             raise ValueError(
                 f"{path}: encoder_{both}={one!r} and decoder_{both}={other!r}: expected the same"
             )
@@ -302,8 +312,8 @@ def _config(
         scale_embedding=not args.get("no_scale_embedding"),
         pad_token_id=1,
         bos_token_id=0,
-        eos_token_id=2,
-        decoder_start_token_id=2,
+        eos_token_id=EOS,
+        decoder_start_token_id=EOS,
         **fields,
         **tying,
     )
@@ -434,10 +444,11 @@ def write(model_folder: Path, output: Path) -> None:
 
 @dataclass
 class Side:
-    """Source or target: its tokenizer, and the files that this came from."""
+    """Source or target: its tokenizer, the files that this came from, and the id of its end."""
 
     tokenizer: PreTrainedTokenizerFast
     files: list[Path]
+    end: int = EOS
 
 
 def _side(
@@ -454,11 +465,24 @@ def _side(
             f"{dictionary}: holds {len(vocab)} tokens, expected {rows}, the rows of the embedding "
             f"in {path}"
         )
-    specials = vocabularies.Specials()
+    specials = _specials(dictionary, vocab, args, language)
     given = getattr(options, f"{side}_codes") or options.source_codes
     codes = Path(given) if given else _find_codes({path.parent, dictionary.parent}, args, language)
     tokenizer = side_tokenizer(vocab, specials, codes, rows)
-    return Side(tokenizer, [dictionary] if codes is None else [dictionary, codes])
+    files = [dictionary] if codes is None else [dictionary, codes]
+    return Side(tokenizer, files, vocab[specials.eos or ""])
+
+
+def _specials(
+    file: Path, vocab: dict[str, int], args: dict[str, Any], language: str | None
+) -> vocabularies.Specials:
+    """mBART's texts end in `</s>` and their language, from which its decoder also starts."""
+    if args.get("task") != MBART:
+        return vocabularies.Specials()
+    token = f"[{language}]"
+    if token not in vocab:
+        raise ValueError(f"{file}: task={MBART!r}: expected the token {token!r}, added by langs")
+    return vocabularies.Specials(bos="</s>", eos=token, template=f"$A </s> {token}")
 
 
 def _with_languages(path: Path, args: dict[str, Any]) -> dict[str, Any]:
@@ -588,6 +612,12 @@ class FairseqModel(Toolkit):
         self.module.load_state_dict(checkpoint["model"], strict=True, model_cfg=cfg.model)
         self.module.float().eval()
         self.criterion = CrossEntropyCriterion(self.task, sentence_avg=False)
+        self.ends: list[int] = []  # of a source, after </s>
+        if args.get("task") == MBART:
+            dictionaries = self.task.source_dictionary, self.task.target_dictionary
+            tokens = (f"[{args[f'{side}_lang']}]" for side in core.SIDES)
+            end, self.start = (d.index(t) for d, t in zip(dictionaries, tokens, strict=True))
+            self.ends = [end]
         self.source_size = len(self.task.source_dictionary)
         folders = {path.parent, dictionary.parent}
         self.split = subwords(options.source_codes or _find_codes(folders, args, language))
@@ -603,8 +633,9 @@ class FairseqModel(Toolkit):
         from fairseq.sequence_generator import SequenceGenerator
 
         search = SequenceGenerator(
-            [self.module], self.task.target_dictionary, beam_size=num_beams, max_len_b=longest
-        )
+            [self.module], self.task.target_dictionary, beam_size=num_beams, max_len_b=longest,
+            eos=self.start,
+        )  # fmt: skip
         inputs = self._inputs(self.padded(self.known(sources)))
         hypotheses = search.generate([self.module], {"net_input": inputs})
         return [best[0]["tokens"].tolist() for best in hypotheses]
@@ -612,7 +643,8 @@ class FairseqModel(Toolkit):
     def encode(self, line: str) -> list[int]:
         """See `Toolkit`."""
         words = " ".join(self.split(line))
-        return self.task.source_dictionary.encode_line(words, add_if_not_exist=False).tolist()
+        ids = self.task.source_dictionary.encode_line(words, add_if_not_exist=False).tolist()
+        return ids + self.ends
 
     def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
         """See `Toolkit`."""

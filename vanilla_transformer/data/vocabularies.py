@@ -99,17 +99,24 @@ def read_fairseq_dict(path: str | Path) -> dict[str, int]:
         ValueError: A line has no count, or a symbol comes twice.
     """
     vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+    specials = set(vocab)
     for number, line in enumerate(_lines(path), start=1):
+        line = line.rstrip()
         overwrite = line.endswith(" #fairseq:overwrite")
         symbol, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
         if not symbol or not re.fullmatch(r"-?\d+", count):
             raise ValueError(f"{path}: line {number} is {line!r}, expected 'symbol count'")
         if symbol in vocab and not overwrite:
             raise ValueError(f"{path}: line {number} holds {symbol!r} again, expected it once")
-        # An overwritten symbol leaves its row, which no text reaches any more.
-        if symbol in vocab:
-            vocab[f"{PRIVATE}{symbol}"] = vocab.pop(symbol)
-        vocab[symbol] = len(vocab)
+        # An overwritten symbol leaves its row, which no text reaches any more. A special token
+        # stays what it is.
+        row = len(vocab)
+        if symbol in specials:
+            symbol = f"{PRIVATE}{row}{symbol}"
+        elif symbol in vocab:
+            old = vocab.pop(symbol)
+            vocab[f"{PRIVATE}{old}{symbol}"] = old
+        vocab[symbol] = row
     return vocab
 
 
