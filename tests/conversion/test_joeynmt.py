@@ -179,6 +179,7 @@ def test_generation_is_what_the_configuration_says(post):
     generation = GenerationConfig.from_pretrained(post.convert())
     assert (generation.num_beams, generation.length_penalty) == (7, 0.0)
     assert (generation.min_new_tokens, generation.max_new_tokens) == (2, None)
+    assert generation.max_length_factor == 1.5
     assert generation.suppress_tokens == [0, 1, 2, 4, 5]
 
 

@@ -2,7 +2,10 @@
 
 import json
 import os
+from argparse import Namespace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import Payload, ragged, random_ids
@@ -327,6 +330,19 @@ def test_a_truncated_file_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:3000])
     with pytest.raises(ValueError, match=r"model.pt: expected a complete torch checkpoint"):
         convert(file, tmp_path / "ours", options=ConversionOptions(format="torch_nn", heads=HEADS))
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_scores_and_options_beside_the_weights_do_no_harm(tmp_path, new_format):
+    model = Tutorial()
+    state = {
+        "state_dict": model.state_dict(), "loss": np.float64(1.5), "losses": np.zeros(3),
+        "args": Namespace(rate=1e-3, folder=Path("data")),
+    }  # fmt: skip
+    file = save(tmp_path / "torch", state)
+    torch.save(state, file, _use_new_zipfile_serialization=new_format)
+    options = ConversionOptions(heads=HEADS)
+    expect_same(convert(file, tmp_path / "ours", options=options), model)
 
 
 def test_a_payload_stays_asleep(tmp_path, mark):

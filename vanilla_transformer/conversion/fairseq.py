@@ -69,7 +69,7 @@ MBART = "translation_from_pretrained_bart"
 INERT = (
     "fairseq.*", "omegaconf.*", "typing.Any", "typing.Union", "collections.defaultdict",
     "builtins.dict", "builtins.list", "builtins.tuple", "builtins.int", "builtins.float",
-    "builtins.str", "builtins.bool", "__builtin__.*", "numpy.*", "_codecs.encode",
+    "builtins.str", "builtins.bool", "__builtin__.*",
 )  # fmt: skip
 
 

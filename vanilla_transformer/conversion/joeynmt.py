@@ -346,6 +346,8 @@ def _generation(
     most = testing.get("max_output_length", cfg["training"].get("max_output_length"))
     if most is not None and most > 0:
         fields["max_new_tokens"] = most
+    else:
+        fields["max_length_factor"] = 1.5  # of the longest source in a batch
     if cfg.get("joeynmt_version") == "1":
         return fields
     forbidden = [] if testing.get("generate_unk", True) else [symbols.unk]

@@ -20,6 +20,10 @@ OLD_TYPES = {"__builtin__.long": "builtins.int", "__builtin__.unicode": "builtin
 PLAIN = ("torch.*", "collections.OrderedDict", "collections.Counter", "builtins.*", "__builtin__.*")
 
 
+# What training scripts save beside weights: scores and options, which no converter needs.
+BESIDE = ("numpy.*", "_codecs.encode", "argparse.Namespace", "pathlib.*")
+
+
 class Inert:
     """Stands in for a class of another toolkit: it stores what the file says and does nothing.
 
@@ -65,7 +69,7 @@ def load_torch(path: str | Path, *, allowed: Sequence[type] = (), inert: Sequenc
         raise FileNotFoundError(f"{path}: expected a file")
     _, wanted = contents(path)
     named = {f"{each.__module__}.{each.__qualname__}" for each in allowed}
-    harmless = {name for name in wanted - named if _matches(name, inert)}
+    harmless = {name for name in wanted - named if _matches(name, (*BESIDE, *inert))}
     modern = {OLD_TYPES.get(name, name).replace("__builtin__.", "builtins.") for name in harmless}
     stand_ins = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in modern]
     with safe_globals([*allowed, *stand_ins]):
