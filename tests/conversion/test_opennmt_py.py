@@ -139,7 +139,9 @@ def test_versions_1_and_2_keep_their_vocabularies_in_objects(
     expect_the_same(folder)
     generation = GenerationConfig.from_pretrained(folder)
     assert (generation.length_penalty, generation.max_new_tokens) == (0.0, 100)
-    assert AutoTokenizer.from_pretrained(folder)("maus drei neun")["input_ids"] == [11, 20, 14]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("maus drei neun")["input_ids"] == [11, 20, 14]
+    assert tokenizer("  maus\u00a0drei  neun ")["input_ids"] == [11, 20, 14]
 
 
 def test_fields_may_stand_in_a_list(checkpoint, converted_again, torchtext):
@@ -284,6 +286,13 @@ def test_codes_beside_a_checkpoint_split_its_text(checkpoint, converted_again, t
     assert min(unknown) >= 24
     rows = model.model.encoder.embed_tokens.weight[unknown]
     assert (rows == model.model.encoder.embed_tokens.weight[0]).all()
+
+
+def test_version_3_splits_at_spaces(converted):
+    """It takes the words of `line.strip().split(" ")`, and empty ones are unknown."""
+    tokenizer = AutoTokenizer.from_pretrained(converted("opennmt_py/a"))
+    assert tokenizer("\u00a0maus  drei\t ")["input_ids"] == [11, 0, 20]
+    assert tokenizer("maus\u00a0drei neun")["input_ids"] == [0, 14]
 
 
 def test_what_stays_outside_is_in_the_model_card(checkpoint, converted_again):

@@ -61,8 +61,6 @@ SIDES = ("src", "trg")
 BUFFERS = [r"(en|de)coder\.pe\.pe"]
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "tanh": "tanh", "swish": "silu"}
 EPSILON = 1e-6
-# Where `text.split(" ")` finds an empty word, which is unknown: around a space too many.
-NO_WORD = Regex(r"(?:\A|(?<= ))(?= |\z)")
 SPECIALS = {"unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>", "sep": None}
 
 
@@ -377,8 +375,7 @@ def _tokenizer(
     if text["level"] == "char":
         tokenizer = _characters(vocabulary, specials)
     elif codes is None:
-        tokenizer = words(vocabulary, specials, spaces_only=True)
-        tokenizer.backend_tokenizer.normalizer = normalizers.Replace(NO_WORD, PRIVATE)
+        tokenizer = words(vocabulary, specials, spaces_only=True, empty_words=True)
     elif codes.suffix in (".model", ".spm"):
         model = read_sentencepiece(codes)
         tokenizer = sentencepiece(model, specials, vocab=vocabulary, restrict=True)

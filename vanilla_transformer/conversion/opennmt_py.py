@@ -122,6 +122,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     path = _checkpoint(path)
     checkpoint = load_torch(path, allowed=[Namespace], inert=INERT)
     opt, vocab = vars(checkpoint["opt"]), dict(checkpoint["vocab"])
+    version = 3 if "data_task" in vocab else 2 if "transforms" in opt else 1
     _expect_understood(opt, path)
     options = _with_codes(opt, options, path)
     sides = [_tokens(vocab, side, path) for side in ("src", "tgt")]
@@ -133,7 +134,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         [_specials(side, template) for side, template in zip(sides, TEMPLATES, strict=True)],
         options,
         weights,
-        splits_again=False,
+        splits_again=version < 3,
     )
     config = VanillaTransformerConfig(
         **{**tying, **sizes}, **token_ids, **_options(opt, tensors), **_positions(opt, tensors)
@@ -146,7 +147,6 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         absent = torch.zeros(MOST_POSITIONS, config.d_model, dtype=weights[PROJECTION_BIAS].dtype)
         for stack in STACKS:
             weights[f"model.{stack}.embed_positions.weight"] = absent.clone()
-    version = 3 if "data_task" in vocab else 2 if "transforms" in opt else 1
     origin = {"toolkit": "OpenNMT-py", "version": f"{version}.x", "notes": _notes(opt, options)}
     return Conversion(config, weights, tokenizer, dict(GENERATION[version]), origin)
 
@@ -395,7 +395,8 @@ class OpenNMTModel(Toolkit):
         for side, file in zip(("src", "tgt"), _codes(vars(opt), path), strict=False):
             setattr(opt, f"{side}_subword_model", str(file))
         self.transforms = make_transforms(opt, get_transforms_cls(names), self.vocabs)
-        self.split = subwords(None if names else options.source_codes)
+        outside = None if names else options.source_codes
+        self.split = subwords(outside) if outside else None
 
     def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
         """See `Toolkit`."""
@@ -425,7 +426,8 @@ class OpenNMTModel(Toolkit):
         tokens = line.strip().split(" ")
         for transform in self.transforms.values():
             tokens = transform.apply({"src": tokens, "tgt": None})["src"]
-        tokens = tokens if self.transforms else self.split(line)
+        if self.split is not None:
+            tokens = self.split(line)
         return [self.vocabs["src"][token] for token in tokens]
 
     def loss(self, sources: Tensor, targets: Tensor) -> Tensor:

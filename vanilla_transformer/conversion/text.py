@@ -16,6 +16,7 @@ from ..data.vocabularies import (
     read_sentencepiece,
     rows,
     sentencepiece,
+    strip,
     words,
 )
 from .core import (
@@ -48,7 +49,7 @@ def tokenizer_for(
         specials: Their special tokens.
         options: Says which codes there are. The source's serve both sides if the target has none.
         weights: Under our names.
-        splits_again: See `vocabularies.bpe_codes`.
+        splits_again: See `side_tokenizer`.
 
     Returns:
         The tokenizer, and `vocab_size`, `decoder_vocab_size` and `lm_head_bias`.
@@ -100,10 +101,14 @@ def side_tokenizer(
     splits_again: bool = True,
 ) -> PreTrainedTokenizerFast:
     """The tokenizer of one side: words without codes, else SentencePiece or byte-pair codes, by the
-    name of their file. `size` is the number of the embedding's rows."""
-    if codes is None:
+    name of their file. `size` is the number of the embedding's rows. Without `splits_again` a text
+    is split by `text.strip().split(" ")`; see also `vocabularies.bpe_codes`."""
+    if codes is None and splits_again:
         return words(vocabulary, specials, size=size)
+    if codes is None:
+        return strip(words(vocabulary, specials, size=size, spaces_only=True, empty_words=True))
     if Path(codes).suffix in (".model", ".spm"):
         return sentencepiece(read_sentencepiece(codes), specials, vocab=vocabulary, size=size)
     merges = read_bpe_codes(codes)
-    return bpe_codes(merges, vocabulary, specials, size=size, splits_again=splits_again)
+    tokenizer = bpe_codes(merges, vocabulary, specials, size=size, splits_again=splits_again)
+    return tokenizer if splits_again else strip(tokenizer)

@@ -352,6 +352,7 @@ def words(
     *,
     size: int | None = None,
     spaces_only: bool = False,
+    empty_words: bool = False,
 ) -> PreTrainedTokenizerFast:
     """Text split at white space, each word looked up.
 
@@ -360,6 +361,8 @@ def words(
         specials: The special tokens. `unk` must be one of the vocabulary.
         size: The number of rows of the embedding, where it has more than the vocabulary.
         spaces_only: Split at U+0020 alone, as Marian does, not at all that Python calls space.
+        empty_words: Find an empty word, which is unknown, around a space too many, as
+            `text.split(" ")` does.
 
     Raises:
         ValueError: The vocabulary does not fit `size` or lacks a special token.
@@ -367,7 +370,18 @@ def words(
     backend = Tokenizer(models.WordLevel(_filled(vocab, size), unk_token=_unknown(vocab, specials)))
     pattern = " " if spaces_only else Regex(_WHITE_SPACE)
     backend.pre_tokenizer = splits.Split(pattern, behavior="removed")
+    if empty_words:
+        backend.normalizer = normalizers.Replace(Regex(r"(?:\A|(?<= ))(?= |\z)"), PRIVATE)
     return _wrap(backend, vocab, specials)
+
+
+def strip(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The same tokenizer, which first removes white space around a text, as `str.strip()` does."""
+    backend = tokenizer.backend_tokenizer
+    ends = normalizers.Replace(Regex(rf"\A{_WHITE_SPACE}|{_WHITE_SPACE}\z"), "")
+    own = [backend.normalizer] if backend.normalizer else []
+    backend.normalizer = normalizers.Sequence([ends, *own])
+    return tokenizer
 
 
 def bpe_codes(
