@@ -210,8 +210,9 @@ def _expect_translation_model(path: Path, args: dict[str, Any], state: dict[str,
             raise ValueError(f"{path}: {name}={args[name]!r}: expected a model without it")
     if args.get("task") in OTHER_TASKS:
         raise ValueError(f"{path}: task={args['task']!r}: expected a task of translation")
-    if any(spec for pair in (args.get("langtoks") or {}).values() for spec in pair):
-        raise ValueError(f"{path}: langtoks={args['langtoks']!r}: expected a model without it")
+    langtoks = args.get("langtoks") or {}
+    if not isinstance(langtoks, dict) or any(any(pair) for pair in langtoks.values()):
+        raise ValueError(f"{path}: langtoks={langtoks!r}: expected a model without it")
     for both, default in (("embed_dim", None), ("normalize_before", False)):
         one, other = (args.get(f"{stack}_{both}", default) for stack in STACKS)
         if None not in (one, other) and one != other:
@@ -522,7 +523,7 @@ def _added_tokens(args: dict[str, Any], number: int) -> list[str]:
     languages = args.get("langs") or []
     languages = languages.split(",") if isinstance(languages, str) else languages
     added = [[f"__{language}__" for language in languages]]
-    if "bart" in str(args.get("arch")):
+    if "bart" in str(args.get("arch")) or args.get("task") == MBART:
         added.append([*(f"[{language}]" for language in languages), "<mask>"])
     return next((tokens for tokens in added if len(tokens) == number), [])
 
