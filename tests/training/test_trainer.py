@@ -68,6 +68,78 @@ def test_a_recipe_gives_defaults_and_flags_override_them(tmp_path):
     assert training_args.predict_with_generate
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "replaced"),
+    [
+        ("num_train_epochs", 3, ("max_steps", -1)),
+        ("per_device_train_batch_size", 8, ("max_tokens", None)),
+        ("gradient_accumulation_steps", 1, ("batches_per_update", None)),
+    ],
+)
+def test_a_flag_replaces_a_recipes_option_that_says_the_same_otherwise(
+    flag, value, replaced, tmp_path
+):
+    recipe = write_recipe(tmp_path, max_steps=7, max_tokens=100, batches_per_update=4)
+    flags = ["--config", recipe, f"--{flag}", str(value), "--output_dir", str(tmp_path)]
+    _, _, training_args = parse_arguments(GROUPS, flags)
+    assert getattr(training_args, flag) == value
+    assert getattr(training_args, replaced[0]) == replaced[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_steps": 7, "num_train_epochs": 2}, {"max_tokens": 9, "per_device_train_batch_size": 2}],
+)
+def test_options_that_exclude_each_other_are_refused(options, tmp_path):
+    with pytest.raises(ValueError, match=r"and (num_train|per_dev).*: expected one of them"):
+        TranslationTrainingArguments(output_dir=str(tmp_path), **options)
+
+
+def test_a_recipe_is_read_as_a_command_line_is(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "dataset_name: phrases\nlearning_rate: 1e-3\neval_strategy: no\n"
+        "user_tokens: <2fr>\ncorpus_tags: ['']\nmetrics: [ter]\n"
+        "generation_kwargs: {length_penalty: 0.6}\nresume_from_checkpoint: true\n"
+        "target_lang: no\n"
+    )
+    flags = ["--config", str(path), "--output_dir", str(tmp_path)]
+    model_args, data_args, training_args = parse_arguments(GROUPS, flags)
+    assert (training_args.learning_rate, training_args.eval_strategy) == (1e-3, "no")
+    assert (model_args.user_tokens, data_args.corpus_tags) == (["<2fr>"], [""])
+    assert data_args.target_lang == "no"
+    assert training_args.metrics == ["ter"]
+    assert training_args.generation_kwargs == {"length_penalty": 0.6}
+    assert training_args.resume_from_checkpoint == "true"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("max_steps: 100.5", "invalid int value: '100.5'"),
+        ("bf16: 2", "--bf16"),
+        ("seed: x", "--seed"),
+    ],
+)
+def test_a_wrong_value_in_a_recipe_is_named(line, message, tmp_path, capsys):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"dataset_name: phrases\n{line}\n")
+    with pytest.raises(SystemExit):
+        parse_arguments(GROUPS, ["--config", str(path), "--output_dir", str(tmp_path)])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "recipe.yaml: expected YAML"), ("learning_rate: [1]", "expected a single value")],
+)
+def test_a_recipe_that_cannot_be_read_is_named(text, message, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse_arguments(GROUPS, ["--config", str(path), "--output_dir", str(tmp_path)])
+
+
 def test_without_a_recipe_flags_are_all(tmp_path):
     model_args, _, _ = parse_arguments(
         GROUPS, ["--dataset_name", "phrases", "--preset", "big", "--output_dir", str(tmp_path)]

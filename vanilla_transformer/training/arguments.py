@@ -1,8 +1,10 @@
 """The options of a training run, and the recipes that set them."""
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +37,14 @@ LOCAL_DATA_OPTIONS = {
     f"{split}_{side}" for split in SPLITS for side in ("source", "target", "file")
 }
 REMOTE_DATA_OPTIONS = {"dataset_name", "dataset_config_name", "source_lang", "target_lang"}
+
+# Options that set the same in two ways. One on the command line replaces a recipe's other one.
+ALTERNATIVES = (
+    {"max_steps", "num_train_epochs"},
+    {"max_tokens", "per_device_train_batch_size"},
+    {"batches_per_update", "gradient_accumulation_steps"},
+    {"corpus_weights", "corpus_temperature"},
+)
 
 
 @dataclass
@@ -266,6 +276,9 @@ class TranslationTrainingArguments(
     def _find_left_open(self) -> None:
         """Collect the options that a training from scratch chooses later, and set them to
         transformers' defaults until then."""
+        self._expect_one("max_tokens", "per_device_train_batch_size")
+        if self.max_steps > 0:
+            self._expect_one("max_steps", "num_train_epochs")
         self.left_open = {name for name in CHOSEN if getattr(self, name) is None}
         if "num_train_epochs" in self.left_open and self.max_steps < 1:
             self.left_open.add("max_steps")
@@ -275,6 +288,12 @@ class TranslationTrainingArguments(
         for name, value in {**CHOSEN, "per_device_train_batch_size": 8}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+
+    def _expect_one(self, one: str, other: str) -> None:
+        """Refuse two options of which the first makes the second ineffective."""
+        values = getattr(self, one), getattr(self, other)
+        if None not in values:
+            raise ValueError(f"{one}={values[0]} and {other}={values[1]}: expected one of them")
 
     def _set_gradient_accumulation(self) -> None:
         wanted, processes = self.batches_per_update, launched_world_size()
@@ -355,7 +374,8 @@ def parse_arguments(
     argv: Sequence[str] | None = None,
     make_parser: Callable[..., HfArgumentParser] = HfArgumentParser,
 ) -> tuple:
-    """Parse a command line in which `--config RECIPE` sets defaults and flags override them.
+    """Parse a command line in which `--config RECIPE` sets defaults and flags override them, also
+    where both set the same in different ways, such as `max_steps` and `num_train_epochs`.
 
     Args:
         dataclass_types: As for `HfArgumentParser`.
@@ -379,16 +399,59 @@ def parse_arguments(
     if not torch.accelerator.is_available():
         # Otherwise, several processes on CPUs would each train a model of their own.
         parser.set_defaults(use_cpu=True)
-    given = vars(parser.parse_known_args(argv)[0])
-    if given["config"] is not None:
-        recipe_path = find_recipe(given["config"])
-        recipe = yaml.safe_load(recipe_path.read_text(encoding="utf-8"))
-        if not isinstance(recipe, dict):
-            raise ValueError(f"{recipe_path}: expected a mapping from options to values")
-        unknown = sorted(set(map(str, recipe)) - {action.dest for action in parser._actions})
-        if unknown:
-            raise ValueError(f"{recipe_path}: unknown options {', '.join(unknown)}")
-        if "dataset_name" in recipe and any(map(given.get, LOCAL_DATA_OPTIONS)):
-            recipe = {name: recipe[name] for name in recipe.keys() - REMOTE_DATA_OPTIONS}
-        parser.set_defaults(**recipe)
-    return parser.parse_args_into_dataclasses(argv)[: len(parser.dataclass_types)]
+    # A namespace with attributes gets no defaults, so that only what is given remains.
+    blank = Namespace(**dict.fromkeys(action.dest for action in parser._actions))
+    given = {
+        k: v for k, v in vars(parser.parse_known_args(argv, blank)[0]).items() if v is not None
+    }
+    recipe: list[str] = []
+    if "config" in given:
+        recipe = _recipe_flags(find_recipe(given["config"]), parser, given)
+    found = parser.parse_args_into_dataclasses([*recipe, *argv])
+    return found[: len(parser.dataclass_types)]
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Reads all values but null as text: options convert it, on a command line and in a recipe.
+    Norwegian remains "no", and 1e-3 a number."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) -> list[str]:
+    """The options of a recipe as flags, without those that the `given` options replace. Values that
+    no flag can have, such as mappings, become the parser's defaults.
+
+    Raises:
+        ValueError: As `parse_arguments`.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        recipe, typed = yaml.load(text, _TextLoader), yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: expected YAML ({error})") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path}: expected a mapping from options to values")
+    actions = {action.dest: action for action in parser._actions}
+    unknown = sorted(set(map(str, recipe)) - actions.keys())
+    if unknown:
+        raise ValueError(f"{path}: unknown options {', '.join(unknown)}")
+    replaced = {other for one in ALTERNATIVES if one & set(given) for other in one}
+    if "dataset_name" in recipe and LOCAL_DATA_OPTIONS & set(given):
+        replaced |= REMOTE_DATA_OPTIONS
+    flags = []
+    for name in recipe.keys() - replaced:
+        value, is_list = recipe[name], actions[name].nargs == "+"
+        if is_list and value is not None:
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{name}", *("" if each is None else each for each in values)]
+        elif isinstance(value, str):
+            flags.append(f"--{name}={value}")
+        elif value is not None and actions[name].type not in (str, dict):
+            raise ValueError(f"{path}: {name}={typed[name]!r}: expected a single value")
+        else:
+            parser.set_defaults(**{name: typed[name]})
+    return flags
