@@ -597,3 +597,24 @@ def test_multi30k_arrives_whole(tmp_path):
         for side in ("source", "target"):
             text = "".join(f"{line}\n" for line in loaded[split][side])
             assert text.encode() == Path(files[f"{split}_{side}"]).read_bytes()
+
+
+@pytest.mark.parametrize("other", ["valid.csv", "valid.jsonl"])
+def test_two_columns_in_another_order_do_not_reverse_the_direction(tmp_path, other):
+    train = write(tmp_path / "train.csv", "en,de\nyes,ja\n")
+    reversed_columns = {"valid.csv": "de,en\nja,yes\n", "valid.jsonl": '{"de": "ja", "en": "yes"}'}
+    files = {
+        "train_file": train,
+        "validation_file": write(tmp_path / other, reversed_columns[other]),
+    }
+    with pytest.raises(ValueError, match="valid.* other way round: expected source_column"):
+        load_parallel_dataset(DataArguments(**files))
+    named = DataArguments(**files, source_column="en", target_column="de")
+    assert load_parallel_dataset(named)["validation"][0] == {"source": "yes", "target": "ja"}
+
+
+def test_columns_are_named_for_tables_and_not_for_text_files(tmp_path):
+    table = write(tmp_path / "train.csv", "en,de\nyes,ja\n")
+    sides = write_sides(tmp_path, [("no", "nein")], "validation")
+    arguments = DataArguments(train_file=table, source_column="en", target_column="de", **sides)
+    assert load_parallel_dataset(arguments)["validation"][0] == {"source": "no", "target": "nein"}

@@ -329,13 +329,15 @@ def _load_from_hub(name: str, arguments: DataArguments) -> Corpora:
         raise ValueError(
             f"{name} has none of the splits {', '.join(SPLITS)}, only: {', '.join(tables)}"
         )
-    return {split: [_table_to_pairs(tables[split], split, name, arguments)] for split in present}
+    choose = _ColumnChoice(arguments)
+    return {split: [_table_to_pairs(tables[split], split, name, choose)] for split in present}
 
 
 def _load_files(arguments: DataArguments) -> Corpora:
     files = {split: found for split in SPLITS if (found := arguments.corpora(split))}
+    choose = _ColumnChoice(arguments)
     columns = {
-        (split, paths): _check_rows(paths, split, arguments)
+        (split, paths): _check_rows(paths, split, choose)
         for split, corpora in files.items()
         for paths in corpora
         if _suffix(paths[0]) != ".parquet" or len(paths) == 2
@@ -347,21 +349,19 @@ def _load_files(arguments: DataArguments) -> Corpora:
         table = load_dataset(
             "parquet", data_files={split: paths[0]}, split=split, streaming=arguments.streaming
         )
-        return _table_to_pairs(table, split, paths[0], arguments)
+        return _table_to_pairs(table, split, paths[0], choose)
 
     return {split: [load(split, paths) for paths in corpora] for split, corpora in files.items()}
 
 
 def _table_to_pairs(
-    table: Dataset | IterableDataset, split: str, name: str, arguments: DataArguments
+    table: Dataset | IterableDataset, split: str, name: str, choose: "_ColumnChoice"
 ) -> Dataset | IterableDataset:
     """Convert a dataset with any columns to `source` and `target`."""
     first = next(iter(table), None)
     if first is None:
         raise ValueError(f"the {split} data of {name} holds no sentence pair")
-    source, target = _choose_columns(
-        list(_flatten(first)), arguments, f"the {split} data of {name}"
-    )
+    source, target = choose(list(_flatten(first)), f"the {split} data of {name}")
     # "translation.en" is a key of the column "translation", unless there is a column of that name.
     used = {column if column in first else column.split(".")[0] for column in (source, target)}
     table = table.select_columns(sorted(used))
@@ -391,13 +391,13 @@ def _clean_batch(
 # Local files
 
 
-def _check_rows(paths: tuple[str, ...], split: str, arguments: DataArguments) -> tuple[str, str]:
+def _check_rows(paths: tuple[str, ...], split: str, choose: "_ColumnChoice") -> tuple[str, str]:
     """Read a split of local data completely, and return its source and target columns."""
     name = " and ".join(paths)
     first = next(_read_rows(paths), None)
     if first is None:
         raise ValueError(f"{name}: there is no sentence pair")
-    columns = _choose_columns(list(first), arguments, name)
+    columns = ("source", "target") if len(paths) == 2 else choose(list(first), name)
     blank = kept = 0
     for pair in _read_pairs(paths, columns, drop_blank=False):
         if split == "train" and _is_blank(pair):
@@ -518,6 +518,24 @@ def _suffix(path: str) -> str:
 
 
 # Rows
+
+
+class _ColumnChoice:
+    """The source and target columns of the tables of a data set, each by its columns and name."""
+
+    def __init__(self, arguments: DataArguments):
+        self.arguments = arguments
+        self.chosen: dict[tuple[str, str], str] = {}
+
+    def __call__(self, present: list[str], name: str) -> tuple[str, str]:
+        source, target = _choose_columns(present, self.arguments, name)
+        if other := self.chosen.get((target, source)):
+            raise ValueError(
+                f"{name} has the columns {source!r}, {target!r}, and {other} has them the other way "
+                "round: expected source_column and target_column, which say the direction"
+            )
+        self.chosen[source, target] = name
+        return source, target
 
 
 def _choose_columns(present: list[str], arguments: DataArguments, name: str) -> tuple[str, str]:
