@@ -119,7 +119,7 @@ def small_trainer(folder, tokenizer, *callbacks, config=None, **options):
         "save_strategy": "steps",
         "save_steps": 2,
         "logging_steps": 1,
-        "per_device_train_batch_size": 2,
+        "per_device_train_batch_size": None if "max_tokens" in options else 2,
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,

@@ -330,7 +330,7 @@ def splits(tokenizer):
 def training_arguments(folder, **options):
     defaults = {
         "max_steps": 4,
-        "per_device_train_batch_size": 4,
+        "per_device_train_batch_size": None if "max_tokens" in options else 4,
         "learning_rate": 1e-2,
         "use_cpu": True,
         "disable_tqdm": True,
@@ -613,6 +613,24 @@ def test_the_models_generation_config_holds_what_a_recipe_wishes(tokenizer, spli
         saved = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).generation_config
         assert {name: getattr(saved, name) for name in wished} == wished
         assert saved.num_beams == 4
+
+
+def test_a_model_to_fine_tune_keeps_its_beams_unless_others_are_given(tokenizer, splits, tmp_path):
+    model = small_model(tokenizer)
+    model.generation_config.num_beams = 6
+    for given, expected in ((None, 6), (3, 3)):
+        arguments = training_arguments(tmp_path, generation_num_beams=given)
+        make_trainer(model, tokenizer, arguments, splits)
+        assert model.generation_config.num_beams == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{"oversized": "cut"}, {"oversized": "drop", "per_device_train_batch_size": 4}]
+)
+def test_a_budget_is_expected_where_longer_pairs_are_cut_or_dropped(options, tmp_path):
+    with pytest.raises(ValueError, match=r"oversized='\w+': expected max_tokens with it"):
+        TranslationTrainingArguments(output_dir=str(tmp_path), **options)
+    assert TranslationTrainingArguments(output_dir=str(tmp_path), oversized="drop").left_open
 
 
 def test_a_field_that_no_generation_config_has_is_named(tmp_path):

@@ -233,6 +233,10 @@ class TranslationTrainingArguments(
         init_cpu_process_group(self)
         super().__post_init__()
         enable_fsdp_on_cpu(self)
+        # "cut" needs the number before the text is read, which a default depends on.
+        by_default = self.oversized == "drop" and "max_tokens" in self.left_open
+        if self.oversized != "alone" and self.max_tokens is None and not by_default:
+            raise ValueError(f"oversized={self.oversized!r}: expected max_tokens with it")
         if self.r_drop_alpha < 0:
             raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected a number from 0")
         known = GenerationConfig().to_dict().keys() | set(OWN_OPTIONS)

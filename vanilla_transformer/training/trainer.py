@@ -250,7 +250,8 @@ def make_trainer(
     """
     # Trainer writes this into the model's configuration, which is saved.
     arguments.use_cache = not arguments.gradient_checkpointing
-    model.generation_config.num_beams = arguments.generation_num_beams or 1
+    own = model.generation_config.num_beams  # of a model to fine-tune
+    model.generation_config.num_beams = arguments.generation_num_beams or own or 1
     for name, value in (arguments.generation_kwargs or {}).items():
         setattr(model.generation_config, name, value)
     metrics = None
