@@ -307,6 +307,15 @@ def test_a_column_of_a_parquet_file_is_translated_like_lines(checkpoint, tmp_pat
     assert found["translation"].to_pylist() == run(checkpoint, tmp_path).stdout.splitlines()
 
 
+def test_prefixes_go_with_a_column_of_several(checkpoint, tmp_path):
+    table = pyarrow.table({"note": ["a", "b", "c"], "en": LINES.splitlines()})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    (tmp_path / "prefixes").write_text("ein Haus\n\n\n")
+    files = ["--source", "in.parquet", "--output", "out", "--target_prefix_file", "prefixes"]
+    run(checkpoint, tmp_path, *files, "--source_column", "en")
+    assert (tmp_path / "out").read_text().startswith("ein Haus")
+
+
 @pytest.fixture
 def call(checkpoint):
     """A call of the command, as workers get it."""

@@ -607,7 +607,7 @@ def test_two_columns_in_another_order_do_not_reverse_the_direction(tmp_path, oth
         "train_file": train,
         "validation_file": write(tmp_path / other, reversed_columns[other]),
     }
-    with pytest.raises(ValueError, match="valid.* other way round: expected source_column"):
+    with pytest.raises(ValueError, match=r"valid.* other way round: expected source_column"):
         load_parallel_dataset(DataArguments(**files))
     named = DataArguments(**files, source_column="en", target_column="de")
     assert load_parallel_dataset(named)["validation"][0] == {"source": "yes", "target": "ja"}

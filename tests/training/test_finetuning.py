@@ -28,9 +28,11 @@ from vanilla_transformer import (
     VanillaTransformerConfig,
     VanillaTransformerForConditionalGeneration,
 )
+from vanilla_transformer.cli.plan import measurement_key
 from vanilla_transformer.data.parallel_text import DataArguments
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.inference.scoring import score_pairs
+from vanilla_transformer.inference.translation import encode_prefixes
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages
 from vanilla_transformer.training.preparation import prepare
@@ -133,6 +135,21 @@ def batch_of(ready):
     return {
         name: tokens(ids[0].tolist()) for name, ids in batch.items() if name != "attention_mask"
     }
+
+
+def test_a_target_prefix_ends_before_what_marks_the_end_and_the_language(tmp_path):
+    ready = prepared(tmp_path, mbart(tmp_path / "mbart"), source_lang="en_XX", target_lang="fr_XX")
+    (ids,) = encode_prefixes(["un lac"], [3], ready.model, ready.tokenizer, {"max_new_tokens": 20})
+    assert ready.tokenizer.decode(ids) == "un lac"
+
+
+@pytest.mark.parametrize("make", [t5, mbart50])
+def test_a_plan_knows_the_size_of_a_stock_model(make, tmp_path):
+    languages = {"source_lang": "en_XX", "target_lang": "fr_XX"}
+    ready = prepared(tmp_path, make(tmp_path / "stock"), **languages)
+    key = measurement_key(ready, TranslationTrainingArguments(str(tmp_path / "out"), use_cpu=True))
+    expected = f"{ready.model.config.model_type}, {ready.model.num_parameters():,} parameters"
+    assert (key["shape"], key["vocabulary"]) == (expected, len(ready.tokenizer))
 
 
 def test_mbart_marks_languages_at_the_end_and_starts_with_the_targets(tmp_path):

@@ -33,6 +33,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..data.parallel_text import DataArguments
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
 from ..training.defaults import updates_per_epoch
 from ..training.preparation import Preparation, prepare
@@ -116,13 +117,16 @@ def main() -> None:
 
 def measurement_key(prepared: Preparation, args: TranslationTrainingArguments) -> dict[str, Any]:
     """What the speed depends on: device, model, precision and batch."""
-    config = prepared.model.config
-    shape = (config.d_model, config.encoder_layers, config.decoder_layers, config.encoder_ffn_dim)
+    model, config = prepared.model, prepared.model.config
+    shape = f"{config.model_type}, {model.num_parameters():,} parameters"
+    if isinstance(config, VanillaTransformerConfig):
+        layers = f"{config.encoder_layers}+{config.decoder_layers}"
+        shape = f"d_model {config.d_model}, {layers} layers, d_ff {config.encoder_ffn_dim}"
     batch = args.max_tokens or -int(args.per_device_train_batch_size or 0)  # in tokens, or in pairs
     return {
         "device": device_name(args.device),
-        "shape": "d_model {}, {}+{} layers, d_ff {}".format(*shape),
-        "vocabulary": config.target_vocab_size,
+        "shape": shape,
+        "vocabulary": getattr(config, "target_vocab_size", config.vocab_size),
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         "batch": batch * args.gradient_accumulation_steps,
     }

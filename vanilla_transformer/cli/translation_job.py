@@ -238,7 +238,7 @@ class TranslationJob:
             self._check_prefixes(str(arguments.source), self.prefixes)
 
     def _check_prefixes(self, source: str, prefixes: list[str]) -> None:
-        rows = zip(read_file(source), prefixes, strict=True)
+        rows = zip(read_file(source, self.arguments.source_column), prefixes, strict=True)
         for first in count(0, LINES_PER_CHUNK):
             if not (window := list(islice(rows, LINES_PER_CHUNK))):
                 return

@@ -531,8 +531,8 @@ class _ColumnChoice:
         source, target = _choose_columns(present, self.arguments, name)
         if other := self.chosen.get((target, source)):
             raise ValueError(
-                f"{name} has the columns {source!r}, {target!r}, and {other} has them the other way "
-                "round: expected source_column and target_column, which say the direction"
+                f"{name} has the columns {source!r}, {target!r}, and {other} has them the other "
+                "way round: expected source_column and target_column, which say the direction"
             )
         self.chosen[source, target] = name
         return source, target

@@ -3,7 +3,7 @@
 import math
 from collections import ChainMap
 from collections.abc import Iterable, Iterator
-from itertools import islice, repeat
+from itertools import islice, repeat, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -140,8 +140,7 @@ def encode_prefixes(
     encoded = []
     for number, (prefix, length) in enumerate(zip(prefixes, source_lengths, strict=True), first):
         ids: list[int] = tokenizer(text_target=prefix)["input_ids"] if prefix.strip() else []
-        while ids and ids[-1] == tokenizer.eos_token_id:
-            ids.pop()
+        ids = list(takewhile(tokenizer.eos_token_id.__ne__, ids))  # mBART's language comes after it
         limit = output_limit(model, length, generate_kwargs)
         if len(ids) >= limit:
             raise ValueError(
