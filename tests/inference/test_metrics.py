@@ -10,6 +10,7 @@ import sacrebleu
 from sacrebleu.significance import PairedTest
 from transformers import EvalPrediction
 
+from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.inference.metrics import (
     compare_systems,
     make_compute_metrics,
@@ -60,6 +61,15 @@ def test_trainers_ids_are_decoded_and_scored(tokenizer):
     assert set(metrics) == {"bleu", "chrf", "exact_match"}
     chosen = make_compute_metrics(tokenizer, ["wer", "cer"])
     assert set(chosen(EvalPrediction(predictions, labels))) == {"wer", "cer"}
+
+
+def test_an_unknown_word_of_a_reference_is_an_error():
+    words = train_tokenizer(["a b c"] * 2, tokenizer_type="word", show_progress=False)
+    labels = np.array([words(text)["input_ids"] for text in ("a x b", "y z b", "a b c")])
+    metrics = make_compute_metrics(words, ["wer", "exact_match"])
+    assert metrics(EvalPrediction(labels, labels)) == pytest.approx(
+        {"wer": 100 * 3 / 9, "exact_match": 100 / 3}
+    )
 
 
 # ---------------------------------------------------------------- Error rates

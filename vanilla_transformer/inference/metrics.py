@@ -13,6 +13,8 @@ from sacrebleu.metrics.base import Metric, Score
 from sacrebleu.significance import PairedTest
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
+from .alignment import unknown_id
+
 METRICS = ("bleu", "chrf", "exact_match")  # the default
 LABELS = {
     "bleu": "BLEU",
@@ -308,21 +310,33 @@ def make_compute_metrics(
     tokenizer: PreTrainedTokenizerBase, metrics: Iterable[str] = METRICS
 ) -> Callable[[EvalPrediction], dict[str, float]]:
     """A function for `compute_metrics` of `Seq2SeqTrainer`, which decodes the generated token ids
-    and scores them.
+    and scores them. An unknown token of a reference counts as an error.
 
     Args:
         tokenizer: The model's tokenizer.
         metrics: Some of `METRICS_WITHOUT_SOURCE`.
     """
     scorers = make_metrics(metrics)
+    unknown = unknown_id(tokenizer)
 
-    def decode(token_ids: np.ndarray) -> list[str]:
-        token_ids = np.where(token_ids == -100, tokenizer.pad_token_id, token_ids)
-        return tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    def decode(token_ids: Iterable[np.ndarray]) -> list[str]:
+        return tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
+
+    def decode_references(token_ids: np.ndarray) -> list[str]:
+        """The texts with their unknown tokens, which no prediction matches."""
+        texts = decode(token_ids)
+        for row in np.flatnonzero((token_ids == unknown).any(1)):
+            parts = np.split(token_ids[row], np.flatnonzero(token_ids[row] == unknown))
+            texts[row] = f" {tokenizer.unk_token} ".join(decode(parts)).strip()
+        return texts
 
     def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-        predictions, labels = decode(evaluation.predictions), decode(evaluation.label_ids)
-        scores = score_translations(predictions, labels, metrics=scorers)
+        outputs, labels = (
+            np.where(ids == -100, tokenizer.pad_token_id, ids)
+            for ids in (evaluation.predictions, evaluation.label_ids)
+        )
+        predictions, references = decode(outputs), decode_references(labels)
+        scores = score_translations(predictions, references, metrics=scorers)
         return {name: scores[name] for name in scorers}
 
     return compute_metrics
