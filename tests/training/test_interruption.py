@@ -9,7 +9,13 @@ import torch
 from conftest import REPOSITORY, run_ranks, small_trainer
 from transformers import TrainerCallback
 
+from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.checkpoints import checkpoints_by_step, find_defect
+from vanilla_transformer.training.resumption import (
+    OptionsCallback,
+    expect_same_options,
+    fixed_options,
+)
 from vanilla_transformer.training.trainer import load_averaged_checkpoints
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -276,3 +282,35 @@ def test_of_two_processes_one_is_told_and_both_stop_after_the_same_step(checkpoi
     assert {path.name for path in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}, output
     assert list(checkpoints_by_step(tmp_path / "out")) == [3]
     assert find_defect(tmp_path / "out/checkpoint-3") is None
+
+
+# ---------------------------------------------------------------- Options that a checkpoint decides
+
+
+@pytest.mark.parametrize(
+    ("model_options", "options", "message"),
+    [
+        ({}, {"learning_rate": 0.5}, r"learning_rate=0.5: expected 0.001, as in .*checkpoint-2"),
+        ({"lowercase": True}, {}, r"lowercase=True: expected False"),
+        (
+            {"tokenizer_name": "elsewhere/other"},
+            {},
+            r"tokenizer_name=\['other'\]: expected \['mine'",
+        ),
+    ],
+)
+def test_a_resumed_training_does_not_ignore_an_option(
+    tokenizer, tmp_path, model_options, options, message
+):
+    def all_options(model_options, **options):
+        return fixed_options(
+            ModelArguments(**{"tokenizer_name": "here/mine", **model_options}),
+            TranslationTrainingArguments(str(tmp_path), **{"learning_rate": 1e-3, **options}),
+        )
+
+    callback = OptionsCallback(all_options({}))
+    small_trainer(tmp_path, tokenizer, callback, max_steps=2).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    expect_same_options(checkpoint, all_options({"tokenizer_name": "moved/mine"}, max_steps=9))
+    with pytest.raises(ValueError, match=message):
+        expect_same_options(checkpoint, all_options(model_options, **options))
