@@ -240,11 +240,15 @@ again = small_trainer("out", tokenizer, **options)
 again.train(resume_from_checkpoint="out/checkpoint-8")
 assert again.state.global_step == 8, again.state.global_step
 assert weights_of(again).equal(weights_of(whole))
+again.compute_metrics = lambda scored: {"pairs": len(scored.label_ids)}
+again.eval_dataset = again.eval_dataset.select(range(11))
+for again.args.eval_max_tokens in (None, 12):
+    assert again.evaluate()["eval_pairs"] == 11, "copies that even out batches count"
 again.accelerator.end_training()
 """
 
 
-def test_two_processes_make_no_more_steps_either(checkpoint, tmp_path):
+def test_two_processes_make_no_more_steps_either_and_score_each_pair_once(checkpoint, tmp_path):
     (tmp_path / "program.py").write_text(AT_ITS_END)
     program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
     failed, output = run_ranks(2, *program, cwd=tmp_path)

@@ -52,9 +52,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             of range.
     """
 
-    # accelerate truncates gathered predictions to the remainder of the data set's length divided by
-    # `batch_size * num_replicas`.
-    batch_size = 1
+    batch_size = 1  # which accelerate reads
 
     def __init__(
         self,
