@@ -110,6 +110,7 @@ def test_scores_are_drawn_by_source_length(run, monkeypatch, tmp_path):
         (["--predictions", "a.de", "a.de"], "--predictions a.de: expected each file once"),
         (["--paired", "bootstrap"], "--paired bootstrap: expected several files in --predictions"),
         (["--paired", "t"], "paired='t': expected one of bootstrap, ar"),
+        (["--tokenize", "14a"], "tokenize='14a': expected one of none, zh, 13a"),
         (["--format", "xml"], "format='xml': expected json or table"),
         (["--plot_by_length", "a.png"], "--plot_by_length a.png: expected --source"),
         (["--source", "source", "--plot_by_length", "a.jpg"], "a.jpg: expected a name that ends"),

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sacrebleu.metrics import BLEU
+
 from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
 from ..inference.metrics import (
@@ -90,6 +92,9 @@ class EvaluateArguments:
             raise ValueError(f"paired={self.paired!r}: expected one of {', '.join(TESTS)}")
         if self.paired is not None and len(systems) < 2:
             raise ValueError(f"--paired {self.paired}: expected several files in --predictions")
+        if self.tokenize not in (None, *BLEU.TOKENIZERS):
+            names = ", ".join(BLEU.TOKENIZERS)
+            raise ValueError(f"tokenize={self.tokenize!r}: expected one of {names}")
         if self.format not in ("json", "table"):
             raise ValueError(f"format={self.format!r}: expected json or table")
         if self.plot_by_length is not None:
