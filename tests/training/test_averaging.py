@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.cli.average import expect_same_tokens
+from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.training import averaging
 from vanilla_transformer.training.averaging import average_checkpoints, select_checkpoints
 
@@ -182,3 +184,12 @@ def test_the_script_averages_and_refuses(run, tmp_path):
     assert f"--output_dir {output} already holds a model" in again.stderr
     neither = script("--checkpoints_of", run, "--output_dir", tmp_path / "new")
     assert "expected one of --last and --steps" in neither.stderr
+
+
+def test_models_with_different_vocabularies_are_not_averaged(run):
+    others = train_tokenizer(["x y z w v"] * 3, 300, show_progress=False)
+    others.save_pretrained(run / "checkpoint-10")
+    (run / "checkpoint-100/tokenizer_config.json").unlink()
+    expect_same_tokens([run / "checkpoint-5", run / "checkpoint-100"])
+    with pytest.raises(ValueError, match="checkpoint-10 has a different vocabulary"):
+        expect_same_tokens([run / "checkpoint-5", run / "checkpoint-10"])

@@ -11,6 +11,9 @@ The output folder is a model, with the configuration and the tokenizer of the la
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
+from ..inference.ensemble import expect_same_vocabulary
 from ..training.averaging import average_checkpoints, select_checkpoints
 from .parser import CommandParser
 
@@ -48,5 +51,14 @@ def main() -> None:
     folders = arguments.models
     if folders is None:
         folders = select_checkpoints(arguments.checkpoints_of, arguments.last, arguments.steps)
+    expect_same_tokens(list(map(Path, folders)))
     output = average_checkpoints(folders, arguments.output_dir)
     print(f"The mean of {', '.join(map(str, folders))} is in {output}")
+
+
+def expect_same_tokens(folders: list[Path]) -> None:
+    """Raise a ValueError if two models read the same id as different tokens. A folder without a
+    tokenizer is not checked."""
+    known = [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]
+    if known:
+        expect_same_vocabulary([AutoTokenizer.from_pretrained(folder) for folder in known], known)

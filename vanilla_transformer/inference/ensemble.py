@@ -224,5 +224,5 @@ def expect_same_vocabulary(
         if vocabularies(tokenizer) != first:
             raise ValueError(
                 f"{name} has a different vocabulary than {names[0]}: expected the same tokens "
-                "with the same ids in all members of an ensemble"
+                "with the same ids in all models"
             )
