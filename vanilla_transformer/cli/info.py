@@ -20,8 +20,8 @@ from .. import VanillaTransformerConfig, __version__
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors")
 OPTIONAL = (
     "accelerate", "argcomplete", "ctranslate2", "datasets", "deepspeed", "fastapi", "flash-attn",
-    "gradio", "matplotlib", "onnx", "onnxruntime", "peft", "ray", "sacrebleu", "sacremoses",
-    "sentencepiece", "tensorboard",
+    "gradio", "matplotlib", "onnx", "onnxruntime", "peft", "rapidfuzz", "ray", "sacrebleu",
+    "sacremoses", "sentencepiece", "tensorboard",
 )  # fmt: skip
 MAPPINGS = {
     "AutoModel": MODEL_MAPPING,
