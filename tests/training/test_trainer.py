@@ -88,10 +88,16 @@ def test_a_flag_replaces_a_recipes_option_that_says_the_same_otherwise(
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_steps": 7, "num_train_epochs": 2}, {"max_tokens": 9, "per_device_train_batch_size": 2}],
+    [
+        {"max_steps": 7, "num_train_epochs": 2},
+        {"max_tokens": 9, "per_device_train_batch_size": 2},
+        {"batches_per_update": 4, "gradient_accumulation_steps": 2},
+    ],
 )
 def test_options_that_exclude_each_other_are_refused(options, tmp_path):
-    with pytest.raises(ValueError, match=r"and (num_train|per_dev).*: expected one of them"):
+    with pytest.raises(
+        ValueError, match=r"and (num_train|per_dev|gradient_acc).*: expected one of them"
+    ):
         TranslationTrainingArguments(output_dir=str(tmp_path), **options)
 
 

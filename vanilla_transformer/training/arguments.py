@@ -308,6 +308,12 @@ class TranslationTrainingArguments(
                 f"batches_per_update={wanted}: expected a positive multiple of {processes}, the "
                 "number of processes"
             )
+        given: int = self.gradient_accumulation_steps  # type: ignore[has-type]
+        if given not in (1, wanted // processes):
+            raise ValueError(
+                f"batches_per_update={wanted} and gradient_accumulation_steps={given}: expected "
+                "one of them"
+            )
         self.gradient_accumulation_steps = wanted // processes
 
     def _check_averages(self) -> None:
