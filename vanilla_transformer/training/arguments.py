@@ -1,5 +1,6 @@
 """The options of a training run, and the recipes that set them."""
 
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,6 +28,8 @@ from .distributed import (
 from .finite_gradients import FiniteGradientArguments
 from .recipes import find_recipe
 from .token_batches import TokenBudgetArguments
+
+logger = logging.getLogger(__name__)
 
 # What a training from scratch chooses from its model and data (defaults.py), and transformers' own
 # defaults, which apply to fine-tuning.
@@ -280,9 +283,9 @@ class TranslationTrainingArguments(
     def _find_left_open(self) -> None:
         """Collect the options that a training from scratch chooses later, and set them to
         transformers' defaults until then."""
-        self._expect_one("max_tokens", "per_device_train_batch_size")
+        self._warn_of_second("max_tokens", "per_device_train_batch_size")
         if self.max_steps > 0:
-            self._expect_one("max_steps", "num_train_epochs")
+            self._warn_of_second("max_steps", "num_train_epochs")
         self.left_open = {name for name in CHOSEN if getattr(self, name) is None}
         if "num_train_epochs" in self.left_open and self.max_steps < 1:
             self.left_open.add("max_steps")
@@ -293,11 +296,11 @@ class TranslationTrainingArguments(
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
-    def _expect_one(self, one: str, other: str) -> None:
-        """Refuse two options of which the first makes the second ineffective."""
+    def _warn_of_second(self, one: str, other: str) -> None:
+        """Warn if both are given, because the first makes the second ineffective."""
         values = getattr(self, one), getattr(self, other)
         if None not in values:
-            raise ValueError(f"{one}={values[0]} and {other}={values[1]}: expected one of them")
+            logger.warning("%s=%s has no effect: %s=%s decides", other, values[1], one, values[0])
 
     def _set_gradient_accumulation(self) -> None:
         wanted, processes = self.batches_per_update, launched_world_size()
