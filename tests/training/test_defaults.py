@@ -16,6 +16,7 @@ from vanilla_transformer.training.defaults import (
     extend_output_limit,
     tokens_per_update,
 )
+from vanilla_transformer.training.preparation import expect_positions
 from vanilla_transformer.training.trainer import make_model
 
 MULTI30K = TextSize(pairs=29_000, target_tokens=420_000, longest_excess=20)
@@ -156,6 +157,19 @@ def test_the_limit_of_another_model_is_its_own():
     )
     extend_output_limit(marian, MULTI30K._replace(longest_excess=200))
     assert not hasattr(marian.generation_config, "extra_output_tokens")
+
+
+@pytest.mark.parametrize("side", ["input_ids", "labels"])
+def test_a_text_that_is_longer_than_learned_positions_is_named(side):
+    model = seq2seq(position_encoding="learned", max_position_embeddings=3)
+    row = {"input_ids": [4, 2], "labels": [4, 2]}
+    expect_positions(model, {"train": [row], "validation": [{**row, side: [4, 5, 2]}]})
+    message = (
+        "the validation data has a text of 4 tokens: expected at most max_position_embeddings=3"
+    )
+    with pytest.raises(ValueError, match=message):
+        expect_positions(model, {"train": [row], "validation": [{**row, side: [4, 5, 6, 2]}]})
+    expect_positions(seq2seq(max_position_embeddings=3), {"train": [{**row, side: [4] * 9}]})
 
 
 def test_the_size_of_a_text_is_counted_in_tokens():

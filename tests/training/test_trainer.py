@@ -200,6 +200,13 @@ def test_every_recipe_parses(path, tmp_path):
     assert small_config(**{**model_args.overrides(), "d_model": 24})
 
 
+def test_a_recipe_may_have_config_overrides_as_a_mapping(tmp_path):
+    overrides = {"dropout": 0.2, "head_dim": None, "activation_function": "gelu"}
+    recipe = write_recipe(tmp_path, config_overrides=overrides)
+    flags = ["--config", recipe, "--output_dir", str(tmp_path)]
+    assert parse_arguments(GROUPS, flags)[0].overrides() == overrides
+
+
 def test_config_overrides_are_typed():
     arguments = ModelArguments(config_overrides="dropout=0.2, norm_position=pre,head_dim=null")
     assert arguments.overrides() == {"dropout": 0.2, "norm_position": "pre", "head_dim": None}

@@ -1,5 +1,6 @@
 """The options of a training run, and the recipes that set them."""
 
+import json
 import logging
 import sys
 from argparse import Namespace
@@ -108,9 +109,12 @@ class ModelArguments(TokenizerArguments):
         return "dropout" in self.overrides() or self.preset.startswith("D-drop")
 
     def overrides(self) -> dict[str, Any]:
-        """`config_overrides` as fields and values."""
+        """`config_overrides` as fields and values. A recipe may have them as a mapping."""
+        given: Any = self.config_overrides or ""
+        if isinstance(given, dict):
+            given = ",".join(f"{name}={json.dumps(value)}" for name, value in given.items())
         fields: dict[str, Any] = {}
-        for item in (self.config_overrides or "").split(","):
+        for item in given.split(","):
             name, equals, value = (part.strip() for part in item.partition("="))
             if name and not equals:
                 raise ValueError(f"config_overrides has {item!r}: expected name=value")

@@ -1,6 +1,7 @@
 """Makes the tokenizer, the model and the token ids of a training run from its options."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
 from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_dataset
+from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import expect_whole, log_coverage
 from .arguments import ModelArguments, TranslationTrainingArguments
 from .defaults import TextSize, choose_open_options, extend_output_limit
@@ -59,6 +61,7 @@ def prepare(
     log_coverage(splits["train"], tokenizer)
     size = TextSize.of(splits["train"])
     model = make_model(model_args, tokenizer, checkpoint, size)
+    expect_positions(model, splits)
     start_in_target_language(model, tokenizer)
     if model_args.model_name_or_path is not None:
         training_args.left_open &= {"max_tokens"}  # transformers' defaults are for fine-tuning
@@ -70,3 +73,21 @@ def prepare(
         splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
     logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
     return Preparation(tokenizer, model, pairs, splits, size)
+
+
+def expect_positions(model: PreTrainedModel, splits: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a text is longer than this model's table of learned positions. Streams
+    are not checked."""
+    if getattr(model.config, "position_encoding", None) != "learned":
+        return
+    limit = model.config.max_position_embeddings
+    for name, split in splits.items():
+        if not hasattr(split, "__len__"):
+            continue
+        longest = max(int(lengths.max(initial=0)) for lengths in count_tokens(split))
+        if longest > limit:
+            raise ValueError(
+                f"the {name} data has a text of {longest} tokens: expected at most "
+                f"max_position_embeddings={limit}, because positions are learned; "
+                "max_source_length and max_target_length truncate texts"
+            )
