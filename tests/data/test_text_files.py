@@ -1,12 +1,13 @@
 """Lines as they come: as many at once as have arrived, in UTF-8 both ways."""
 
+import gzip
 import io
 import os
 import sys
 
 import pytest
 
-from vanilla_transformer.data.text_files import open_output, read_arrived
+from vanilla_transformer.data.text_files import open_output, open_text, read_arrived, read_file
 
 
 @pytest.fixture
@@ -45,6 +46,17 @@ def test_lines_end_where_they_end_however_they_come(tmp_path, monkeypatch, size)
     with path.open("rb") as file:
         lines = [line for lines in read_arrived(file, "lines") for line in lines]
     assert lines == ["one", "tw\ro\u2028", "", "last"]
+
+
+def test_a_compressed_file_has_the_lines_of_a_plain_one(tmp_path):
+    path = tmp_path / "text.GZ"
+    path.write_bytes(gzip.compress(b"ein Haus\r\n\nder See"))
+    assert list(read_file(path)) == ["ein Haus", "", "der See"]
+    with open_text(path) as file:
+        assert sum(read_arrived(file, "text"), []) == ["ein Haus", "", "der See"]
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"text\.GZ: damaged gzip"):
+        list(read_file(path))
 
 
 def test_a_line_that_is_not_utf8_is_named_by_its_number_in_the_whole(pipe):

@@ -22,10 +22,9 @@ numbers start at 0. The score is the translation's log-probability divided by th
 import sys
 from contextlib import ExitStack
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from ..data.text_files import open_output, read_arrived
+from ..data.text_files import open_output, open_text, read_arrived
 from ..inference.loading import LoadingArguments
 from ..inference.parallel_translation import (
     transform_file,
@@ -117,7 +116,7 @@ def translate_stream(job: TranslationJob) -> None:
     with ExitStack() as files:
         source: Any = sys.stdin.buffer
         if arguments.source is not None:
-            source = files.enter_context(Path(arguments.source).open("rb"))
+            source = files.enter_context(open_text(arguments.source))
         target = files.enter_context(open_output(arguments.output))
         first = 0
         for lines in read_arrived(source, arguments.source or "standard input"):

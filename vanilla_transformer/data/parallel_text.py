@@ -9,12 +9,9 @@ data set is a memory-mapped Arrow file or a stream.
 """
 
 import csv
-import gzip
 import json
 import logging
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import product, zip_longest
 from pathlib import Path
@@ -34,7 +31,7 @@ from datasets import (
 from transformers import PreTrainedTokenizerBase
 
 from .corpora import PAIR_FEATURES, CorpusArguments
-from .text_files import decode_lines, expect_unicode, read_lines
+from .text_files import decode_lines, expect_unicode, open_text, read_file
 
 # ruff: noqa: RUF009  # `_option` returns a field
 logger = logging.getLogger(__name__)
@@ -437,7 +434,7 @@ def _read_rows(paths: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _read_parallel_text(source: str, target: str) -> Iterator[dict[str, Any]]:
-    lines = zip_longest(_read_lines(source), _read_lines(target))
+    lines = zip_longest(read_file(source), read_file(target))
     for count, (source_line, target_line) in enumerate(lines):
         if source_line is None or target_line is None:
             longer = target if source_line is None else source
@@ -451,7 +448,7 @@ def _read_parallel_text(source: str, target: str) -> Iterator[dict[str, Any]]:
 def _read_table(path: str) -> Iterator[dict[str, Any]]:
     """The records of a csv or tsv file as dictionaries, with the names in its first record."""
     if _suffix(path) == ".tsv":
-        records: Iterator[list[str]] = (line.split("\t") for line in _read_lines(path))
+        records: Iterator[list[str]] = (line.split("\t") for line in read_file(path))
     else:
         records = _read_csv(path)
     header = next(records, [])
@@ -473,11 +470,11 @@ def _read_csv(path: str) -> Iterator[list[str]]:
 
 def _read_json(path: str) -> Iterator[dict[str, Any]]:
     """The objects of a file, one per line or (which takes memory) in one list."""
-    start = next((line for line in _read_lines(path) if line.strip()), "")
+    start = next((line for line in read_file(path) if line.strip()), "")
     if start.lstrip().startswith("["):
-        texts: Iterable[str] = ["\n".join(_read_lines(path))]
+        texts: Iterable[str] = ["\n".join(read_file(path))]
     else:
-        texts = _read_lines(path)
+        texts = read_file(path)
     for number, text in enumerate(texts, start=1):
         if not text.strip():
             continue
@@ -494,23 +491,9 @@ def _read_json(path: str) -> Iterator[dict[str, Any]]:
             yield _flatten(row)
 
 
-def _read_lines(path: str) -> Iterator[str]:
-    with _opened(path) as file:
-        yield from read_lines(file, path)
-
-
 def _decode_lines(path: str) -> Iterator[str]:
-    with _opened(path) as file:
+    with open_text(path) as file:
         yield from decode_lines(file, path)
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[Iterable[bytes]]:
-    with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
-        try:
-            yield file
-        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            raise ValueError(f"{path}: damaged gzip ({error})") from error
 
 
 def _suffix(path: str) -> str:

@@ -5,15 +5,17 @@ lines of two parallel files would no longer match.
 """
 
 import codecs
+import gzip
 import os
 import sys
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader, BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from .parquet_files import is_parquet, read_column
 from .paths import as_path
@@ -41,17 +43,32 @@ def read_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
         yield line[:-2] if line.endswith("\r\n") else line.removesuffix("\n")
 
 
+@contextmanager
+def open_text(path: str | Path) -> Iterator[Any]:
+    """Open a local path or a URL to read bytes; with the suffix .gz, those that are compressed.
+
+    Raises:
+        ValueError: The compressed file is damaged.
+    """
+    is_compressed = str(path).lower().endswith(".gz")
+    with as_path(path).open("rb") as raw:
+        try:
+            yield gzip.GzipFile(fileobj=raw) if is_compressed else raw
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"{path}: damaged gzip ({error})") from error
+
+
 def read_file(path: str | Path, column: str | None = None) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, without line endings, or the texts of a parquet file.
 
     Args:
-        path: A local path, or a URL.
+        path: A local path, or a URL; plain or .gz.
         column: The column of a parquet file. Default: the only one with text.
     """
     if is_parquet(path):
         yield from read_column(path, column)
         return
-    with as_path(path).open("rb") as file:
+    with open_text(path) as file:
         yield from read_lines(file, str(path))
 
 
