@@ -450,7 +450,6 @@ def test_tensors_that_do_not_fit_are_named(edited, change, message):
         ("base_layers", 1),
         ("scale_heads", True),
         ("activation_fn", "mish"),
-        ("encoder_normalize_before", True),
         ("prepend_bos", True),
         ("langtoks", {"main": ("src", "tgt")}),
         ("task", "denoising"),
@@ -461,9 +460,17 @@ def test_options_that_are_not_understood_are_named(edited, option, value):
         read(edited(**{option: value}))
 
 
-def test_a_stack_without_an_option_has_its_default(edited):
-    with pytest.raises(ValueError, match=r"encoder_normalize_before=True and decoder_.*=False"):
-        read(edited("pre", lambda args, state: args.pop("decoder_normalize_before")))
+def test_each_stack_has_its_norm_position(edited):
+    """Without the option, it is post-norm."""
+
+    def change(args, state):
+        del args["decoder_normalize_before"]
+        for part in ("weight", "bias"):
+            del state[f"decoder.layer_norm.{part}"]
+
+    config = read(edited("pre", change)).config
+    assert (config.norm_position, config.decoder_norm_position) == ("pre", "post")
+    assert config.final_layer_norm == "encoder"
 
 
 def test_a_vocabulary_that_does_not_match_is_named(edited):

@@ -25,6 +25,7 @@ VARIANTS = {
     "post": {"activation_function": "silu", "decoder_vocab_size": 46},
     "pre": {"norm_position": "pre", "decoder_vocab_size": 46, "activation_function": "gelu"},
     "one matrix": {"norm_position": "pre"},
+    "pre in the decoder": {"decoder_norm_position": "pre"},
     "untied": {"tie_word_embeddings": False, "decoder_vocab_size": 46},
     "learned": {"position_encoding": "learned", "max_position_embeddings": 30},
 }
@@ -46,7 +47,6 @@ def params_of(model):
         if learned
         else {n: to_halves({"lm_head.weight": m})["lm_head.weight"] for n, m in matrices.items()}
     ).values()
-    pre = model.config.norm_position == "pre"
     params = {
         "embedding_source.embedding.weight": source,
         "embedding_target.embedding.weight": target,
@@ -58,6 +58,7 @@ def params_of(model):
         "decoder": {"autoregr_layer": "self_attn", "enc_attention": "encoder_attn"},
     }
     for stack, attention in names.items():
+        pre = model.config.has_pre_norm(stack)
         heads = getattr(model.config, f"{stack}_attention_heads")
         for layer in range(getattr(model.config, f"{stack}_layers")):
             at, to = f"model.{stack}.layers.{layer}.", f"{stack}.layers.{layer}."
@@ -92,7 +93,6 @@ def params_of(model):
 def config_of(model):
     """What Sockeye's `config` says of such a model."""
     config = model.config
-    pre = config.norm_position == "pre"
     described = {
         "vocab_source_size": config.vocab_size,
         "vocab_target_size": config.target_vocab_size,
@@ -100,6 +100,7 @@ def config_of(model):
         "dtype": "float32",
     }
     for stack in ("encoder", "decoder"):
+        pre = config.has_pre_norm(stack)
         described[f"config_{stack}"] = {
             "act_type": {"silu": "swish1"}.get(
                 config.activation_function, config.activation_function

@@ -12,6 +12,7 @@ pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
 CONFIGS = {
     "the paper's": {},
     "pre-norm": {"norm_position": "pre"},
+    "pre-norm decoder": {"decoder_norm_position": "pre"},
     "learned": {"position_encoding": "learned", "max_position_embeddings": 40},
     "pre-norm, learned": {
         "norm_position": "pre",

@@ -76,6 +76,7 @@ PRE = {"norm_position": "pre"}
 REFUSED = [
     ("ctranslate2", {"activation_function": "mish"}, "activation_function='mish'"),
     ("marian", PRE, "norm_position='pre'"),
+    ("marian", {"decoder_norm_position": "pre"}, "decoder_norm_position='pre'"),
     ("marian", {"position_encoding": "learned"}, "position_encoding='learned'"),
     ("marian", {"sinusoid_frequencies": "tensor2tensor"}, "sinusoid_frequencies"),
     ("marian", {"position_offset": 1}, "position_offset=1"),

@@ -91,6 +91,7 @@ def test_an_unknown_preset_is_named():
         ({"label_smoothing": 2}, "label_smoothing=2: expected a number in"),
         ({"layer_norm_eps": 0.0}, "layer_norm_eps=0.0: expected a number above 0"),
         ({"norm_position": "middle"}, "'norm_position' expected one of .*'post', 'pre'.*middle"),
+        ({"decoder_norm_position": "middle"}, "'decoder_norm_position' .*middle"),
         ({"position_encoding": "rope"}, "'position_encoding' expected one of .*rope"),
         ({"activation_function": "reluu"}, "activation_function='reluu': expected one of gelu"),
         (

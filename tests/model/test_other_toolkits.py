@@ -70,11 +70,12 @@ def test_each_stack_may_end_in_a_layer_norm(norm_position, choice, encoder, deco
     assert isinstance(model.decoder.layer_norm, nn.LayerNorm) == decoder
 
 
-@pytest.mark.parametrize(("norm_position", "there"), [("post", False), ("pre", True)])
-def test_without_a_choice_pre_norm_ends_in_one(norm_position, there):
-    model = seq2seq(norm_position=norm_position).model
-    assert isinstance(model.encoder.layer_norm, nn.LayerNorm) == there
-    assert isinstance(model.decoder.layer_norm, nn.LayerNorm) == there
+@pytest.mark.parametrize("encoder", ["post", "pre"])
+@pytest.mark.parametrize("decoder", [None, "post", "pre"])
+def test_without_a_choice_a_stack_with_pre_norm_ends_in_one(encoder, decoder):
+    model = seq2seq(norm_position=encoder, decoder_norm_position=decoder).model
+    assert isinstance(model.encoder.layer_norm, nn.LayerNorm) == (encoder == "pre")
+    assert isinstance(model.decoder.layer_norm, nn.LayerNorm) == ((decoder or encoder) == "pre")
 
 
 def test_a_norm_after_a_post_norm_stack_changes_nothing_but_rounding_at_the_start():
@@ -101,6 +102,7 @@ def test_embedding_plus_position_may_be_normalised():
         {"lm_head_bias": True, "tie_word_embeddings": False},
         {"final_layer_norm": "both"},
         {"norm_position": "pre", "final_layer_norm": "encoder"},
+        {"decoder_norm_position": "pre"},
         {"embedding_layer_norm": True},
         {"sinusoid_frequencies": "tensor2tensor", "position_offset": 2},
     ],

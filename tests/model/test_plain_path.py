@@ -19,6 +19,7 @@ CLASSES = [VanillaTransformerForConditionalGeneration, VanillaTransformerForCaus
 VARIANTS = [
     {},
     {"norm_position": "pre"},
+    {"decoder_norm_position": "pre"},
     {"position_encoding": "learned"},
     {"decoder_vocab_size": 61},
     {"tie_word_embeddings": False},

@@ -175,6 +175,7 @@ VARIANTS = [
     {"attention_bias": True},
     {"head_dim": 6, "value_head_dim": 10},
     {"activation_function": "silu", "layer_norm_eps": 0.1},
+    {"decoder_norm_position": "pre"},
 ]
 any_variant = pytest.mark.parametrize("fields", VARIANTS, ids=variant_name)
 any_norm = pytest.mark.parametrize("norm", ["post", "pre"])
@@ -209,10 +210,11 @@ def weights_of(model):
 
 def stack_of(model, role):
     config = model.config
+    norms = {"encoder": None, "decoder": config.decoder_norm_position}
     return Stack(
         N=getattr(config, f"{role}_layers"),
         h=getattr(config, f"{role}_attention_heads"),
-        pre_norm=config.norm_position == "pre",
+        pre_norm=(norms[role] or config.norm_position) == "pre",
         activation=ACTIVATIONS[config.activation_function],
         epsilon=config.layer_norm_eps,
     )
@@ -269,7 +271,8 @@ def test_the_configuration_decides_which_weights_there_are(fields, norm):
     learned, tied = config.position_encoding == "learned", config.tie_word_embeddings
     assert having("_proj.bias") == (having("_proj.weight") if config.attention_bias else set())
     assert having("embed_positions.weight") == (stacks if learned else set())
-    assert having(".layer_norm.weight") == ({s[:-1] for s in stacks} if norm == "pre" else set())
+    ends = {s for s in stacks if stack_of(model, s.split(".")[1]).pre_norm}
+    assert having(".layer_norm.weight") == {s[:-1] for s in ends}
     assert having("lm_head.weight") == (set() if tied else {""})
     assert having("shared.weight") == ({"model."} if config.shares_embeddings else set())
 

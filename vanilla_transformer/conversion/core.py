@@ -322,6 +322,14 @@ def take_layers(
     }
 
 
+def norm_positions(encoder: str, decoder: str) -> dict[str, Any]:
+    """The fields for "pre" or "post" in each stack."""
+    return {
+        "norm_position": encoder,
+        "decoder_norm_position": None if decoder == encoder else decoder,
+    }
+
+
 # ---------------------------------------------------------------- Folds
 
 

@@ -213,12 +213,12 @@ def _expect_translation_model(path: Path, args: dict[str, Any], state: dict[str,
     langtoks = args.get("langtoks") or {}
     if not isinstance(langtoks, dict) or any(any(pair) for pair in langtoks.values()):
         raise ValueError(f"{path}: langtoks={langtoks!r}: expected a model without it")
-    for both, default in (("embed_dim", None), ("normalize_before", False)):
-        one, other = (args.get(f"{stack}_{both}", default) for stack in STACKS)
-        if None not in (one, other) and one != other:
-            raise ValueError(
-                f"{path}: encoder_{both}={one!r} and decoder_{both}={other!r}: expected the same"
-            )
+    widths = [args.get(f"{stack}_embed_dim") for stack in STACKS]
+    if None not in widths and widths[0] != widths[1]:
+        raise ValueError(
+            f"{path}: encoder_embed_dim={widths[0]!r} and decoder_embed_dim={widths[1]!r}: "
+            "expected the same"
+        )
 
 
 # ---------------------------------------------------------------- tensors
@@ -284,8 +284,11 @@ def _config(
     if activation not in ACTIVATIONS:
         expected = ", ".join(ACTIVATIONS)
         raise ValueError(f"{path}: activation_fn={activation!r}: expected one of {expected}")
-    pre_norm = bool(args.get("encoder_normalize_before"))
-    ends = [pre_norm and _ends_in_norm(tensors, args, stack) for stack in STACKS]
+    pre_norm = [bool(args.get(f"{stack}_normalize_before")) for stack in STACKS]
+    ends = [
+        pre and _ends_in_norm(tensors, args, stack)
+        for pre, stack in zip(pre_norm, STACKS, strict=True)
+    ]
     final = {(True, True): "both", (True, False): "encoder", (False, True): "decoder"}
     fields: dict[str, Any] = {}
     for stack in STACKS:
@@ -302,7 +305,7 @@ def _config(
         attention_dropout=_rate(args, "attention_dropout", 0.0),
         activation_dropout=_rate(args, "activation_dropout", args.get("relu_dropout") or 0.0),
         label_smoothing=_rate(args, "label_smoothing", 0.0),
-        norm_position="pre" if pre_norm else "post",
+        **core.norm_positions(*("pre" if pre else "post" for pre in pre_norm)),
         final_layer_norm=final.get((ends[0], ends[1]), "none"),
         embedding_layer_norm="encoder.layernorm_embedding.weight" in tensors,
         layer_norm_eps=1e-5,

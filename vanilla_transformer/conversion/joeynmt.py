@@ -35,7 +35,16 @@ from ..data.vocabularies import (
 )
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit
-from .core import SHARED, SOURCE, Conversion, ConversionOptions, Tensors, take_layers, tie
+from .core import (
+    SHARED,
+    SOURCE,
+    Conversion,
+    ConversionOptions,
+    Tensors,
+    norm_positions,
+    take_layers,
+    tie,
+)
 from .unpickling import contents, load_torch
 
 NAME = "joeynmt"
@@ -258,18 +267,14 @@ def _norms(cfg: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
     """Where layer norms are, and their epsilon with the weight `alpha` of residual connections."""
     norms = [_norm(cfg, stack, tensors) for stack in STACKS]
     (encoder, encoder_ends), (decoder, decoder_ends) = norms
-    if encoder != decoder:
-        raise ValueError(
-            f"{tensors.place}: layer_norm is {encoder!r} in the encoder and {decoder!r} in the "
-            "decoder, expected the same in both"
-        )
     alphas = [_alpha(cfg, stack) for stack in STACKS]
-    if min(alphas) <= 0 or (encoder == "pre" and alphas != [1.0, 1.0]):
-        expected = "1 with layer_norm='pre'" if encoder == "pre" else "numbers above 0"
+    has_pre = "pre" in (encoder, decoder)
+    if min(alphas) <= 0 or (has_pre and alphas != [1.0, 1.0]):
+        expected = "1 with layer_norm='pre'" if has_pre else "numbers above 0"
         raise ValueError(f"{tensors.place}: alpha={alphas[0]} and {alphas[1]}, expected {expected}")
     ends = {(True, True): "both", (False, True): "decoder", (True, False): "encoder"}
     return {
-        "norm_position": decoder,
+        **norm_positions(encoder, decoder),
         "final_layer_norm": ends.get((encoder_ends, decoder_ends), "none"),
         "layer_norm_eps": EPSILON / alphas[1] ** 2,
     }

@@ -21,6 +21,7 @@ from .core import (
     ConversionOptions,
     Tensors,
     interleave_halves,
+    norm_positions,
     tie,
 )
 from .positions import find_sinusoids, learned_positions
@@ -183,7 +184,7 @@ def expect_plain(config: dict[str, Any], path: Path) -> None:
             expected = ", ".join(ACTIVATIONS)
             raise ValueError(f"{path}: act_type={activation!r}: expected one of {expected}")
         _norm_position(config[stack], path)
-    for name in ("model_size", "act_type", "positional_embedding_type", "preprocess_sequence"):
+    for name in ("model_size", "act_type", "positional_embedding_type"):
         values = [config[stack].get(name) for stack in ("config_encoder", "config_decoder")]
         if values[0] != values[1]:
             raise ValueError(
@@ -207,7 +208,7 @@ def _sizes(config: dict[str, Any]) -> dict[str, Any]:
     encoder, decoder = config["config_encoder"], config["config_decoder"]
     return {
         "d_model": encoder["model_size"],
-        "norm_position": _norm_position(encoder),
+        **norm_positions(_norm_position(encoder), _norm_position(decoder)),
         "activation_function": ACTIVATIONS[encoder["act_type"]],
         "encoder_layers": encoder["num_layers"],
         "decoder_layers": decoder["num_layers"],

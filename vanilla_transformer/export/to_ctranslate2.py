@@ -138,7 +138,7 @@ def _stack(stack: VanillaTransformerStack, name: str) -> Any:
         num_heads_kv=heads,
         head_dim=max(attention.d_k, attention.d_v),
     )
-    spec.pre_norm = config.norm_position == "pre"
+    spec.pre_norm = config.has_pre_norm(name)
     spec.scale_embeddings = config.scale_embedding
     embeddings = spec.embeddings[0] if is_encoder else spec.embeddings
     embeddings.weight = stack.embed_tokens.weight.detach().clone()

@@ -13,6 +13,7 @@ NAME = "marian"
 QUANTIZATIONS: tuple[str, ...] = ()
 FIXED = {
     "norm_position": "post",
+    "decoder_norm_position": None,
     "embedding_layer_norm": False,
     "position_encoding": "sinusoidal",
     "sinusoid_frequencies": "paper",

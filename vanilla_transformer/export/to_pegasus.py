@@ -16,6 +16,7 @@ NAME = "pegasus"
 QUANTIZATIONS: tuple[str, ...] = ()
 FIXED = {
     "norm_position": "pre",
+    "decoder_norm_position": None,
     "embedding_layer_norm": False,
     "tie_word_embeddings": True,
     "decoder_vocab_size": None,

@@ -118,8 +118,9 @@ class VanillaTransformerConfig(PreTrainedConfig):
         label_smoothing: epsilon_ls (section 5.4), used by the model's own loss while training.
         norm_position: "post" is LayerNorm(x + Sublayer(x)), the paper's; "pre" is
             x + Sublayer(LayerNorm(x)) with one more LayerNorm after each stack.
+        decoder_norm_position: The decoder's, where it differs; `None` is `norm_position`.
         final_layer_norm: Which stacks end in a layer normalisation: "both", "encoder", "decoder" or
-            "none". `None` is "both" with pre-norm, and "none", the paper's, with post-norm.
+            "none". `None` is those with pre-norm; the paper has none.
         embedding_layer_norm: Layer normalisation of embedding plus position. Not in the paper.
         layer_norm_eps: Added to the variance; tensor2tensor's value, the paper names none.
         position_encoding: "sinusoidal" knows no length limit; "learned" is row (E) of Table 3.
@@ -184,6 +185,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
     activation_function: str = "relu"
     label_smoothing: float | int = 0.1
     norm_position: Literal["post", "pre"] = "post"
+    decoder_norm_position: Literal["post", "pre"] | None = None
     final_layer_norm: Literal["both", "encoder", "decoder", "none"] | None = None
     embedding_layer_norm: bool = False
     layer_norm_eps: float = 1e-6
@@ -256,20 +258,26 @@ class VanillaTransformerConfig(PreTrainedConfig):
         """Whether source and target embedding are one matrix (section 3.4)."""
         return self.tie_word_embeddings and self.decoder_vocab_size is None
 
+    def has_pre_norm(self, stack: str) -> bool:
+        """Whether this stack, "encoder" or "decoder", normalises what its sub-layers read."""
+        position = self.decoder_norm_position if stack == "decoder" else None
+        return (position or self.norm_position) == "pre"
+
     def ends_in_layer_norm(self, stack: str) -> bool:
         """Whether this stack, "encoder" or "decoder", ends in a layer normalisation."""
         if self.final_layer_norm is None:
-            return self.norm_position == "pre"
+            return self.has_pre_norm(stack)
         return self.final_layer_norm in ("both", stack)
 
     def get_text_config(
         self, decoder: bool | None = None, encoder: bool | None = None
     ) -> PreTrainedConfig:
         """This configuration, or one stack's share of it under the names of a single stack."""
-        if decoder and not encoder and self.decoder_vocab_size is None:
+        if decoder and not encoder:
             # The base class renames decoder_vocab_size to vocab_size, which can't be None.
             explicit = copy.copy(self)
-            explicit.decoder_vocab_size = self.vocab_size
+            explicit.decoder_vocab_size = self.target_vocab_size
+            explicit.decoder_norm_position = "pre" if self.has_pre_norm("decoder") else "post"
             return super(VanillaTransformerConfig, explicit).get_text_config(decoder=True)
         return super().get_text_config(decoder=decoder, encoder=encoder)
 

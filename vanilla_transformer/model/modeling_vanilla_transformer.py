@@ -151,9 +151,9 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
 class VanillaTransformerLayer(GradientCheckpointingLayer):
     """The residual rule around each sub-layer of encoder and decoder."""
 
-    def __init__(self, config: VanillaTransformerConfig):
+    def __init__(self, config: VanillaTransformerConfig, stack: str):
         super().__init__()
-        self.pre_norm = config.norm_position == "pre"
+        self.pre_norm = config.has_pre_norm(stack)
         self.dropout = config.dropout
 
     def residual(
@@ -170,7 +170,7 @@ class VanillaTransformerEncoderLayer(VanillaTransformerLayer):
     """Self-attention and a feed-forward network."""
 
     def __init__(self, config: VanillaTransformerConfig, layer_idx: int):
-        super().__init__(config)
+        super().__init__(config, "encoder")
         heads = config.encoder_attention_heads
         self.self_attn = VanillaTransformerAttention(config, heads, layer_idx)
         self.self_attn_layer_norm = _layer_norm(config)
@@ -188,7 +188,7 @@ class VanillaTransformerDecoderLayer(VanillaTransformerLayer):
     """Causal self-attention, attention to the encoder's output, and a feed-forward network."""
 
     def __init__(self, config: VanillaTransformerConfig, layer_idx: int):
-        super().__init__(config)
+        super().__init__(config, "decoder")
         attention = (config, config.decoder_attention_heads, layer_idx)
         self.self_attn = VanillaTransformerAttention(*attention, is_causal=True)
         self.self_attn_layer_norm = _layer_norm(config)
