@@ -122,6 +122,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "activation_function": st.sampled_from(["relu", "gelu", "silu"]),
     "label_smoothing": st.sampled_from([0, 0.1]),
     "norm_position": st.sampled_from(["post", "pre"]),
+    "decoder_norm_position": st.sampled_from([None, "post", "pre"]),
     "layer_norm_eps": st.sampled_from([1e-6, 1e-3]),
     "position_encoding": st.sampled_from(["sinusoidal", "learned"]),
     "max_position_embeddings": st.integers(4, 2000),
