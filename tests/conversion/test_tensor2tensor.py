@@ -404,6 +404,16 @@ def test_a_wrong_shape_is_named(tmp_path, small):
         convert(save(tmp_path / "t2t", small, variables), tmp_path / "ours")
 
 
+def test_a_subword_that_reads_unk_makes_no_vocabulary_of_tokens(tmp_path, small):
+    folder = save(tmp_path / "t2t", small)
+    subwords = ["<pad>", "<EOS>", "UNK", "UN_", *"UNKabc_\\u;0123456789"]
+    subwords += [f"w{n}" for n in range(50 - len(subwords))]
+    file = folder / "vocab.50.subwords"
+    file.write_text("".join(f"'{subword}'\n" for subword in subwords))
+    tokenizer = AutoTokenizer.from_pretrained(convert(folder, tmp_path / "ours"))
+    assert tokenizer("UNK abc")["input_ids"] == [2, 10, 7, 8, 9, 10, 1]
+
+
 def test_a_vocabulary_of_tokens_splits_at_white_space(tmp_path, small):
     """That of translate_ende_wmt_bpe32k, the paper's data: text comes in byte-pair codes."""
     folder = save(tmp_path / "t2t", small)

@@ -14,7 +14,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     tensors = read_tensors(index.with_suffix(""))
     reader = _Reader(tensors, hparams, options)
     vocabularies = _vocabularies(index.parent, options)
-    weights, tied = _embeddings(tensors, [_rows(v, hparams) for v in vocabularies])
+    weights, tied = _embeddings(tensors, [_rows(v.ids, hparams) for v in vocabularies])
     for stack in STACKS:
         weights |= reader.stack(stack)
     _fold_target_space(tensors, weights, hparams, options)
@@ -514,7 +514,14 @@ def _vocabulary_files(folder: Path, options: ConversionOptions) -> list[str]:
     return [str(source), str(target)]
 
 
-def _vocabularies(folder: Path, options: ConversionOptions) -> list[dict[str, int]]:
+class Vocabulary(NamedTuple):
+    """Ids by token. Whole tokens are split at white space, as `TokenTextEncoder` does."""
+
+    ids: dict[str, int]
+    of_whole_tokens: bool
+
+
+def _vocabularies(folder: Path, options: ConversionOptions) -> list[Vocabulary]:
     """The source's and the target's.
 
     Raises:
@@ -522,8 +529,9 @@ def _vocabularies(folder: Path, options: ConversionOptions) -> list[dict[str, in
     """
     vocabularies = []
     for file in _vocabulary_files(folder, options):
-        vocabulary = _read_tokens(file) or read_subwords(file)
-        specials = tuple(token.removesuffix("_") for token in _first_two(vocabulary))
+        tokens = _read_tokens(file)
+        vocabulary = Vocabulary(tokens or read_subwords(file), tokens is not None)
+        specials = tuple(token.removesuffix("_") for token in _first_two(vocabulary.ids))
         if specials != SPECIALS:
             raise ValueError(f"{file} starts with {specials}: expected {SPECIALS}")
         vocabularies.append(vocabulary)
@@ -546,18 +554,17 @@ def _first_two(vocabulary: Mapping[str, int]) -> list[str]:
 
 
 def _tokenizer(
-    vocabularies: list[dict[str, int]], sizes: list[int], start: int
+    vocabularies: list[Vocabulary], sizes: list[int], start: int
 ) -> PreTrainedTokenizerBase:
-    """Subwords of each side. The start token is the target's, and the source's if they share a
-    vocabulary."""
+    """Subwords or whole tokens of each side. The start token is the target's, and the source's if
+    they share a vocabulary."""
     sides = []
-    for vocabulary, size in zip(vocabularies, sizes, strict=True):
+    for (vocabulary, of_tokens), size in zip(vocabularies, sizes, strict=True):
         pad, eos = _first_two(vocabulary)
         known = {**vocabulary, START: start} if size == start + 1 else vocabulary
         bos = START if START in known else None
-        has_tokens = (pad, eos) == SPECIALS and UNKNOWN in vocabulary
-        specials = Specials(pad, bos, eos, UNKNOWN if has_tokens else None, f"$A {eos}")
-        sides.append((words if has_tokens else subwords)(known, specials, size=size))
+        specials = Specials(pad, bos, eos, UNKNOWN if of_tokens else None, f"$A {eos}")
+        sides.append((words if of_tokens else subwords)(known, specials, size=size))
     return pair(*sides)
 
 
