@@ -201,7 +201,7 @@ def test_every_recipe_parses(path, tmp_path):
 
 
 def test_a_recipe_may_have_config_overrides_as_a_mapping(tmp_path):
-    overrides = {"dropout": 0.2, "head_dim": None, "activation_function": "gelu"}
+    overrides = {"dropout": 0.2, "head_dim": None, "eos_token_id": [2, 3]}
     recipe = write_recipe(tmp_path, config_overrides=overrides)
     flags = ["--config", recipe, "--output_dir", str(tmp_path)]
     assert parse_arguments(GROUPS, flags)[0].overrides() == overrides

@@ -1,6 +1,5 @@
 """The options of a training run, and the recipes that set them."""
 
-import json
 import logging
 import sys
 from argparse import Namespace
@@ -111,18 +110,23 @@ class ModelArguments(TokenizerArguments):
     def overrides(self) -> dict[str, Any]:
         """`config_overrides` as fields and values. A recipe may have them as a mapping."""
         given: Any = self.config_overrides or ""
-        if isinstance(given, dict):
-            given = ",".join(f"{name}={json.dumps(value)}" for name, value in given.items())
-        fields: dict[str, Any] = {}
-        for item in given.split(","):
-            name, equals, value = (part.strip() for part in item.partition("="))
-            if name and not equals:
-                raise ValueError(f"config_overrides has {item!r}: expected name=value")
-            if name and name not in VanillaTransformerConfig.__dataclass_fields__:
+        fields = given if isinstance(given, dict) else _read_fields(given)
+        for name in fields:
+            if name not in VanillaTransformerConfig.__dataclass_fields__:
                 raise ValueError(f"config_overrides has {name!r}: no field of the configuration")
-            if name:
-                fields[name] = yaml.safe_load(value)
-        return fields
+        return dict(fields)
+
+
+def _read_fields(text: str) -> dict[str, Any]:
+    """The fields of "dropout=0.2,norm_position=pre"."""
+    fields = {}
+    for item in text.split(","):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if name and not equals:
+            raise ValueError(f"config_overrides has {item!r}: expected name=value")
+        if name:
+            fields[name] = yaml.safe_load(value)
+    return fields
 
 
 @dataclass
