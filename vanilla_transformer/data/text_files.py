@@ -45,15 +45,17 @@ def read_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
 
 @contextmanager
 def open_text(path: str | Path) -> Iterator[Any]:
-    """Open a local path or a URL to read bytes; with the suffix .gz, those that are compressed.
+    """Open a local path or a URL to read bytes. A name in .gz is decompressed.
 
     Raises:
         ValueError: The compressed file is damaged.
     """
-    is_compressed = str(path).lower().endswith(".gz")
     with as_path(path).open("rb") as raw:
+        if not str(path).lower().endswith(".gz"):
+            yield raw
+            return
         try:
-            yield gzip.GzipFile(fileobj=raw) if is_compressed else raw
+            yield gzip.GzipFile(fileobj=raw)
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise ValueError(f"{path}: damaged gzip ({error})") from error
 
