@@ -13,14 +13,13 @@ phone error rate (edit distance over the reference's phones, %).
 
 import json
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
 
+from scripts.commands import train
 from scripts.reports import Results, markdown, spread
 from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.inference.translation import translate
@@ -80,16 +79,14 @@ def run(language: str, seed: int, folder: Path, arguments: G2PArguments) -> dict
         for split in ("train", "dev")
         for place, side in enumerate(("source", "target"))
     ]
-    command = [
-        sys.executable, "-m", "vanilla_transformer", "train", f"--config={arguments.config}",
-        *flags, f"--output_dir={model}", f"--seed={seed}", "--resume_from_checkpoint=auto",
-        "--report_to=none", *arguments.options.split(),
-    ]  # fmt: skip
     started = time.monotonic()
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    (model / "log.txt").write_text(process.stderr, encoding="utf-8")
-    if process.returncode:
-        raise RuntimeError(process.stderr[-4000:])
+    process = train(
+        [
+            f"--config={arguments.config}", *flags, f"--output_dir={model}", f"--seed={seed}",
+            "--resume_from_checkpoint=auto", *arguments.options.split(),
+        ],
+        log=model / "log.txt",
+    )  # fmt: skip
     minutes = (time.monotonic() - started) / 60
     dev = json.loads(process.stdout.splitlines()[-1])
     found = translate_words(model, [word for word, _ in rows["test"]])

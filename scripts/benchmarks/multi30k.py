@@ -14,17 +14,16 @@ multi30k.png and multi30k.svg. Hours are CPU time: what one process takes on a f
 import math
 import resource
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from sacrebleu.metrics import BLEU, CHRF
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
 
+from scripts.commands import train
 from scripts.reports import Results, markdown, spread
 from vanilla_transformer.data.text_files import read_file
+from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.inference.translation import translate
 from vanilla_transformer.plotting import save
 
@@ -79,15 +78,13 @@ def run(folder: Path, seed: int, updates: int, arguments: Multi30kArguments) -> 
         for name, split in SPLITS.items()
         for place, side in (("source", "en"), ("target", "de"))
     ]
-    command = [
-        sys.executable, "-m", "vanilla_transformer", "train", f"--config={arguments.config}",
-        *files, f"--output_dir={folder}", f"--seed={seed}", f"--max_steps={updates}",
-        "--resume_from_checkpoint=auto", "--report_to=none", *arguments.options.split(),
-    ]  # fmt: skip
     before = cpu_seconds()
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        raise RuntimeError(process.stderr[-4000:])
+    train(
+        [
+            f"--config={arguments.config}", *files, f"--output_dir={folder}", f"--seed={seed}",
+            f"--max_steps={updates}", "--resume_from_checkpoint=auto", *arguments.options.split(),
+        ]
+    )  # fmt: skip
     return {**score(folder, arguments), "hours": (cpu_seconds() - before) / 3600}
 
 
@@ -105,8 +102,10 @@ def score(folder: Path, arguments: Multi30kArguments) -> dict[str, float]:
     model = AutoModelForSeq2SeqLM.from_pretrained(folder)
     found = list(translate(lines, model, AutoTokenizer.from_pretrained(folder), batch_size=64))
     (folder / "test.output").write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
-    bleu = BLEU(tokenize=arguments.tokenize).corpus_score(found, [references])
-    return {"bleu": bleu.score, "chrf": CHRF().corpus_score(found, [references]).score}
+    scores = score_translations(
+        found, references, metrics=("bleu", "chrf"), tokenize=arguments.tokenize
+    )
+    return {name: scores[name] for name in ("bleu", "chrf")}
 
 
 # ---------------------------------------------------------------- table and picture

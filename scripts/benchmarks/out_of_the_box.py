@@ -12,8 +12,6 @@ are left out.
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
 from scripts.benchmarks.tasks import Pairs, Task, g2p, multi30k, phrases, scan, symbols
+from scripts.commands import train
 from scripts.reports import Results, expect_known, markdown, spread
 
 TASKS: dict[str, Callable[[], Task]] = {
@@ -79,17 +78,13 @@ def run(task: Task, scratch: Path, seed: int, arguments: OutOfTheBoxArguments) -
         for place, side in enumerate(("source", "target"))
     ]
     started = time.monotonic()
-    process = subprocess.run(
+    process = train(
         [
-            sys.executable, "-m", "vanilla_transformer", "train", "--preset=tiny", *files,
-            f"--output_dir={scratch / 'model'}", f"--max_steps={arguments.max_steps}",
-            f"--seed={seed}", "--save_strategy=no", "--report_to=none",
+            "--preset=tiny", *files, f"--output_dir={scratch / 'model'}", f"--seed={seed}",
+            f"--max_steps={arguments.max_steps}", "--save_strategy=no",
             "--per_device_eval_batch_size=64", *arguments.options.split(),
-        ],
-        capture_output=True, text=True, check=False,
+        ]
     )  # fmt: skip
-    if process.returncode:
-        raise RuntimeError(process.stderr[-4000:])
     scores = json.loads(process.stdout.splitlines()[-1])
     ignores = process.stderr.count("the decoder ignores its source")
     minutes = (time.monotonic() - started) / 60

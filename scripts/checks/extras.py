@@ -10,21 +10,22 @@ versions of constraints.txt. `--newest` installs the newest versions that the pa
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from transformers import HfArgumentParser
 
+from scripts.commands import serving
+from scripts.reports import expect_known
+
 REPOSITORY = Path(__file__).parents[2]
+LONGEST_START = 120  # seconds
 TEXT = "three hundred\nfour minutes past nine\n"
 
 
@@ -63,17 +64,10 @@ class Environment:
     @contextmanager
     def server(self, *command: object, path: str) -> Iterator[str]:
         """The address of a server that answers at `path`."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        line = [str(word) for word in self.command(*command, "--port", port)]
-        process = subprocess.Popen(line, cwd=self.folder, env=environment())
-        try:
-            wait_for(f"http://127.0.0.1:{port}{path}", process)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(60)
+        line = [str(word) for word in self.command(*command)]
+        options = {"cwd": self.folder, "env": environment()}
+        with serving(line, path, LONGEST_START, **options) as (url, _):
+            yield url
 
 
 def environment() -> dict[str, str]:
@@ -90,18 +84,6 @@ def run(*command: object, cwd: Path, stdin: str | None = None) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{(done.stdout + done.stderr)[-4000:]}")
     return done.stdout
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes], seconds: int = 120) -> None:
-    for _ in range(seconds):
-        try:
-            with urlopen(url, timeout=5):
-                return
-        except (URLError, ConnectionError, TimeoutError):
-            if process.poll() is not None:
-                break
-            time.sleep(1)
-    raise RuntimeError(f"{url} does not answer")
 
 
 # ---------------------------------------------------------------- what each extra brings
@@ -187,9 +169,7 @@ def install(extra: str, folder: Path, newest: bool) -> Path:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(ExtrasArguments).parse_args_into_dataclasses()
-    for extra in arguments.extras:
-        if extra not in EXTRAS:
-            raise ValueError(f"extras has {extra!r}: expected of {', '.join(EXTRAS)}")
+    expect_known("extras", arguments.extras, EXTRAS)
     folder = Path(arguments.output_dir).resolve()
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)

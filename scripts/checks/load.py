@@ -12,13 +12,12 @@ import asyncio
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import quantiles
@@ -28,6 +27,7 @@ import httpx
 import psutil
 from transformers import HfArgumentParser
 
+from scripts.commands import serving
 from scripts.reports import markdown, write
 from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.inference.loading import LoadingArguments
@@ -223,31 +223,11 @@ async def put_under_load(
 @contextmanager
 def server(arguments: LoadArguments) -> Iterator[tuple[str, psutil.Process]]:
     """The address of a new server, and its process."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    words = [arguments.model, "--port", port, "--num_beams", str(arguments.num_beams)]
-    command = [sys.executable, "-m", "vanilla_transformer", "serve", *words]
-    process = subprocess.Popen(
-        [*command, *arguments.serve.split()],
-        env={**os.environ, KEYS_VARIABLE: KEY},
-        stderr=subprocess.DEVNULL,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while not is_healthy(url):
-            if process.poll() is not None:
-                raise RuntimeError(f"the server ended: {' '.join(command)}")
-            time.sleep(0.2)
-        yield url, psutil.Process(process.pid)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def is_healthy(url: str) -> bool:
-    with suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health").status_code == 200
-    return False
+    command = [sys.executable, "-m", "vanilla_transformer", "serve", arguments.model]
+    command += ["--num_beams", str(arguments.num_beams), *arguments.serve.split()]
+    environment = {**os.environ, KEYS_VARIABLE: KEY}
+    with serving(command, "/health", env=environment, stderr=subprocess.DEVNULL) as (url, pid):
+        yield url, psutil.Process(pid)
 
 
 def plain_loop(
