@@ -118,9 +118,9 @@ class VanillaTransformerConfig(PreTrainedConfig):
         label_smoothing: epsilon_ls (section 5.4), used by the model's own loss while training.
         norm_position: "post" is LayerNorm(x + Sublayer(x)), the paper's; "pre" is
             x + Sublayer(LayerNorm(x)) with one more LayerNorm after each stack.
-        decoder_norm_position: The decoder's, where it differs; `None` is `norm_position`.
+        decoder_norm_position: The same for the decoder; `None` is `norm_position`.
         final_layer_norm: Which stacks end in a layer normalisation: "both", "encoder", "decoder" or
-            "none". `None` is those with pre-norm; the paper has none.
+            "none". `None` means those with pre-norm; the paper has none.
         embedding_layer_norm: Layer normalisation of embedding plus position. Not in the paper.
         layer_norm_eps: Added to the variance; tensor2tensor's value, the paper names none.
         position_encoding: "sinusoidal" knows no length limit; "learned" is row (E) of Table 3.
@@ -274,7 +274,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
     ) -> PreTrainedConfig:
         """This configuration, or one stack's share of it under the names of a single stack."""
         if decoder and not encoder:
-            # The base class renames decoder_vocab_size to vocab_size, which can't be None.
+            # The base class renames decoder_X to X, and neither of these can be None.
             explicit = copy.copy(self)
             explicit.decoder_vocab_size = self.target_vocab_size
             explicit.decoder_norm_position = "pre" if self.has_pre_norm("decoder") else "post"
