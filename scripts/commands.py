@@ -1,6 +1,7 @@
 """Run commands as users do, in processes of their own."""
 
 import math
+import resource
 import socket
 import subprocess
 import sys
@@ -26,6 +27,12 @@ def train(flags: Sequence[str], log: Path | None = None) -> subprocess.Completed
     if process.returncode:
         raise RuntimeError(process.stderr[-4000:])
     return process
+
+
+def cpu_seconds() -> float:
+    """Of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @contextmanager

@@ -65,11 +65,11 @@ class Results:
                         "choose another --output_dir"
                     )
 
-    def of(self, row: str, seeds: Collection[int]) -> list[dict[str, Any]]:
+    def of(self, row: str, seeds: Collection[int | str]) -> list[dict[str, Any]]:
         """The scores of a row with these seeds."""
         return [run for run in self.content["runs"] if run["row"] == row and run["seed"] in seeds]
 
-    def add(self, row: str, seed: int, scores: dict[str, Any]) -> None:
+    def add(self, row: str, seed: int | str, scores: dict[str, Any]) -> None:
         """Add the scores of a run and save the file."""
         self.content["runs"].append({"row": row, "seed": seed, **scores})
         self.path.write_text(json.dumps(self.content, indent=1))

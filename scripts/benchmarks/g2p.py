@@ -8,25 +8,27 @@ spaces between them. Every run is the command `vanilla-transformer train --confi
 language and a seed; `--options` adds to it. The model stays in the folder LANG-SEED. Finished runs
 are kept in results.json, so that an interrupted command can be repeated, and a run resumes from its
 last checkpoint. The table, g2p.md, has the word error rate (words with any wrong phone, %) and the
-phone error rate (edit distance over the reference's phones, %).
+phone error rate (edit distance over the reference's phones, %): the mean and the standard deviation
+of the seeds, and the rates of their ensemble. Minutes are CPU time of one training.
 """
 
 import json
 import statistics
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
+from transformers import HfArgumentParser
 
-from scripts.commands import train
+from scripts.benchmarks.tasks import Pairs, write_side
+from scripts.commands import cpu_seconds, train
 from scripts.reports import Results, markdown, spread
+from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.inference.translation import translate
 
 SPLITS = {"train": "train", "dev": "validation", "test": "test"}
-MEASURES = ("dev WER", "test WER", "test PER")
-Rows = list[tuple[str, str]]
+DEV, WORDS, PHONES = MEASURES = ("dev WER", "test WER", "test PER")
+ENSEMBLE = {"ensemble WER": WORDS, "ensemble PER": PHONES}
 
 
 @dataclass
@@ -58,28 +60,33 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     settings = {name: getattr(arguments, name) for name in ("config", "options")}
     results = Results(folder / "results.json", settings)
-    for seed in arguments.seeds:
+    seeds, together = arguments.seeds, " ".join(map(str, arguments.seeds))
+    jobs = [(seed, run) for seed in seeds]
+    if len(seeds) > 1:
+        jobs.append((together, run_ensemble))
+    for seed, job in jobs:
         for language in arguments.languages:
             if not results.of(language, [seed]):
-                results.add(language, seed, run(language, seed, folder, arguments))
+                results.add(language, seed, job(language, seed, folder, arguments))
             table = to_markdown(
-                {row: results.of(row, arguments.seeds) for row in arguments.languages}
+                {row: results.of(row, seeds) for row in arguments.languages},
+                {row: results.of(row, [together]) for row in arguments.languages},
             )
             (folder / "g2p.md").write_text(table + "\n", encoding="utf-8")
     print((folder / "g2p.md").read_text(encoding="utf-8"))
 
 
 def run(language: str, seed: int, folder: Path, arguments: G2PArguments) -> dict[str, float]:
-    """Train a model, in a process of its own, as users do, and translate the test words."""
-    rows = {split: read(Path(arguments.data, f"{language}_{split}.tsv")) for split in SPLITS}
+    """Train a model, in a process of its own, as users do, and score it."""
+    rows = {split: read(arguments, language, split) for split in SPLITS}
     model = folder / f"{language}-{seed}"
     model.mkdir(exist_ok=True)
     flags = [
-        f"--{SPLITS[split]}_{side}={write(model / f'{split}.{side}', rows[split], place)}"
+        f"--{SPLITS[split]}_{name}={write_side(model / f'{split}.{name}', rows[split], side)}"
         for split in ("train", "dev")
-        for place, side in enumerate(("source", "target"))
+        for side, name in enumerate(("source", "target"))
     ]
-    started = time.monotonic()
+    before = cpu_seconds()
     process = train(
         [
             f"--config={arguments.config}", *flags, f"--output_dir={model}", f"--seed={seed}",
@@ -87,52 +94,59 @@ def run(language: str, seed: int, folder: Path, arguments: G2PArguments) -> dict
         ],
         log=model / "log.txt",
     )  # fmt: skip
-    minutes = (time.monotonic() - started) / 60
+    minutes = (cpu_seconds() - before) / 60
     dev = json.loads(process.stdout.splitlines()[-1])
-    found = translate_words(model, [word for word, _ in rows["test"]])
-    (model / "test.output").write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
-    phones = [" ".join(phones.split()) for _, phones in rows["test"]]
-    scores = score_translations(found, phones, metrics=("ser", "per"))
-    return {
-        "dev WER": 100 - dev["exact_match"],
-        "test WER": scores["ser"],
-        "test PER": scores["per"],
-        "minutes": minutes,
-    }
+    scores = score([model], rows["test"])
+    return {DEV: 100 - dev["exact_match"], **scores, "cpu_minutes": minutes}
 
 
-def translate_words(folder: Path, words: list[str]) -> list[str]:
-    """The phones of each word, as `vanilla-transformer translate` gives them."""
-    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
-    return list(translate(words, model, AutoTokenizer.from_pretrained(folder), batch_size=150))
+def run_ensemble(
+    language: str, seeds: str, folder: Path, arguments: G2PArguments
+) -> dict[str, float]:
+    """Score the models of these seeds together."""
+    models = [folder / f"{language}-{seed}" for seed in seeds.split()]
+    return score(models, read(arguments, language, "test"))
 
 
-def read(path: Path) -> Rows:
+def score(models: list[Path], pairs: Pairs) -> dict[str, float]:
+    """Error rates on the test words, with the search of the first model's generation config. The
+    phones that the models find are written to its folder."""
+    words, phones = zip(*pairs, strict=True)
+    found = list(translate(words, *LoadingArguments().load(models), batch_size=150))
+    name = "test.output" if len(models) == 1 else "ensemble.output"
+    (models[0] / name).write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
+    references = [" ".join(each.split()) for each in phones]
+    scores = score_translations(found, references, metrics=("ser", "per"))
+    return {WORDS: scores["ser"], PHONES: scores["per"]}
+
+
+def read(arguments: G2PArguments, language: str, split: str) -> Pairs:
     """Words and their phones."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [(word, phones) for word, phones in (line.split("\t") for line in lines)]
+    text = Path(arguments.data, f"{language}_{split}.tsv").read_text(encoding="utf-8")
+    return [(word, phones) for word, phones in (line.split("\t") for line in text.splitlines())]
 
 
-def write(path: Path, rows: Rows, place: int) -> Path:
-    """One side of the pairs, a line each."""
-    path.write_text("".join(f"{row[place]}\n" for row in rows), encoding="utf-8")
-    return path
+Runs = dict[str, list[dict[str, float]]]
 
 
-def to_markdown(rows: dict[str, list[dict]]) -> str:
-    """A row for each language, with the mean over its seeds and their standard deviation, and the
-    mean of all languages."""
-    done = {row: runs for row, runs in rows.items() if runs}
+def to_markdown(runs: Runs, ensembles: Runs) -> str:
+    """A row for each language that has been run, and the means of their values."""
+    columns = {name: (runs, name) for name in MEASURES}
+    if any(ensembles.values()):
+        columns |= {name: (ensembles, measure) for name, measure in ENSEMBLE.items()}
+    languages = [language for language in runs if runs[language]]
+    values = {
+        name: [[run[measure] for run in source[language]] for language in languages]
+        for name, (source, measure) in columns.items()
+    }
     table = [
-        [row, len(runs), *(spread([run[name] for run in runs], 2) for name in MEASURES)]
-        for row, runs in done.items()
+        [language, len(runs[language])]
+        + [spread(each[row], 2) if each[row] else None for each in values.values()]
+        for row, language in enumerate(languages)
     ]
-    means = [
-        statistics.mean(statistics.mean(run[name] for run in runs) for runs in done.values())
-        for name in MEASURES
-    ]
+    means = [statistics.mean(map(statistics.mean, filter(None, each))) for each in values.values()]
     table.append(["mean", "", *(f"{mean:.2f}" for mean in means)])
-    return markdown(["language", "seeds", *MEASURES], table)
+    return markdown(["language", "seeds", *columns], table)
 
 
 if __name__ == "__main__":

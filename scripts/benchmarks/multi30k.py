@@ -12,7 +12,6 @@ multi30k.png and multi30k.svg. Hours are CPU time: what one process takes on a f
 """
 
 import math
-import resource
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
 
-from scripts.commands import train
+from scripts.commands import cpu_seconds, train
 from scripts.reports import Results, markdown, spread
 from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.inference.metrics import score_translations
@@ -86,12 +85,6 @@ def run(folder: Path, seed: int, updates: int, arguments: Multi30kArguments) -> 
         ]
     )  # fmt: skip
     return {**score(folder, arguments), "hours": (cpu_seconds() - before) / 3600}
-
-
-def cpu_seconds() -> float:
-    """Of all processes that were started here and have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def score(folder: Path, arguments: Multi30kArguments) -> dict[str, float]:

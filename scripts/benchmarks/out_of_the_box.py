@@ -13,7 +13,6 @@ are left out.
 
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,8 @@ from pathlib import Path
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
-from scripts.benchmarks.tasks import Pairs, Task, g2p, multi30k, phrases, scan, symbols
-from scripts.commands import train
+from scripts.benchmarks.tasks import Task, g2p, multi30k, phrases, scan, symbols, write_side
+from scripts.commands import cpu_seconds, train
 from scripts.reports import Results, expect_known, markdown, spread
 
 TASKS: dict[str, Callable[[], Task]] = {
@@ -73,11 +72,11 @@ def main() -> None:
 def run(task: Task, scratch: Path, seed: int, arguments: OutOfTheBoxArguments) -> dict:
     """Train and test a model, in a process of its own, as users do."""
     files = [
-        f"--{split}_{side}={write(scratch / f'{split}.{side}', pairs, place)}"
+        f"--{split}_{side}={write_side(scratch / f'{split}.{side}', pairs, place)}"
         for split, pairs in task._asdict().items()
         for place, side in enumerate(("source", "target"))
     ]
-    started = time.monotonic()
+    before = cpu_seconds()
     process = train(
         [
             "--preset=tiny", *files, f"--output_dir={scratch / 'model'}", f"--seed={seed}",
@@ -87,15 +86,9 @@ def run(task: Task, scratch: Path, seed: int, arguments: OutOfTheBoxArguments) -
     )  # fmt: skip
     scores = json.loads(process.stdout.splitlines()[-1])
     ignores = process.stderr.count("the decoder ignores its source")
-    minutes = (time.monotonic() - started) / 60
+    minutes = (cpu_seconds() - before) / 60
     kept = ("exact_match", "bleu", "chrf")
-    return {**{name: scores[name] for name in kept}, "ignores": ignores, "minutes": minutes}
-
-
-def write(path: Path, pairs: Pairs, place: int) -> Path:
-    """One side of the pairs, a line each."""
-    path.write_text("".join(f"{pair[place]}\n" for pair in pairs), encoding="utf-8")
-    return path
+    return {**{name: scores[name] for name in kept}, "ignores": ignores, "cpu_minutes": minutes}
 
 
 def to_markdown(rows: dict[str, list[dict]]) -> str:

@@ -30,6 +30,12 @@ class Task(NamedTuple):
     test: Pairs
 
 
+def write_side(path: Path, pairs: Pairs, side: int) -> Path:
+    """Write the sources (0) or the targets (1), a line each."""
+    path.write_text("".join(f"{pair[side]}\n" for pair in pairs), encoding="utf-8")
+    return path
+
+
 def scan_commands() -> Iterator[tuple[str, str]]:
     """All 20,910 commands and their actions (figure 6 and 7 of the paper)."""
     sentences = list(_scan_sentences())

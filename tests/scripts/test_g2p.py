@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import run_module
 
-from scripts.benchmarks.g2p import G2PArguments
+from scripts.benchmarks.g2p import MEASURES, G2PArguments, to_markdown
 
 SHAPE = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_ffn_dim=16,decoder_ffn_dim=16"
 QUICK = f"--max_steps=2 --use_cpu --config_overrides={SHAPE}"
@@ -23,16 +23,32 @@ def data(tmp_path):
 
 @pytest.mark.slow
 def test_all_languages_are_trained_scored_and_kept(data, tmp_path):
-    flags = ["--data", data, "--output_dir", "out", "--seeds", 1, "--options", QUICK]
+    flags = ["--data", data, "--output_dir", "out", "--seeds", 1, 2, "--options", QUICK]
     table = run_module("scripts.benchmarks.g2p", *flags, cwd=tmp_path).stdout
     rows = [line.split(" | ")[0] for line in table.splitlines()]
     assert rows[2:5] == ["| fre", "| kor", "| mean"]
     results = tmp_path / "out/results.json"
     before = results.read_text()
-    for run in json.loads(before)["runs"]:
-        assert 0 <= run["test WER"] <= 100
+    runs = json.loads(before)["runs"]
+    assert [run["seed"] for run in runs] == [1, 1, 2, 2, "1 2", "1 2"]
+    assert all(0 <= run["test WER"] <= 100 for run in runs)
+    assert len((tmp_path / "out/fre-1/ensemble.output").read_text().splitlines()) == 8
     run_module("scripts.benchmarks.g2p", *flags, cwd=tmp_path)
     assert results.read_text() == before
+
+
+def test_the_table_has_means_of_seeds_and_languages_and_the_ensembles():
+    def rates(*words):
+        return [dict(zip(MEASURES, (9.0, word, 1.0), strict=True)) for word in words]
+
+    runs = {"fre": rates(6.0, 8.0), "kor": rates(20.0), "vie": []}
+    lines = to_markdown(runs, {"fre": rates(5.0), "kor": [], "vie": []}).splitlines()
+    assert lines[2:] == [
+        "| fre | 2 | 9.00 ± 0.00 | 7.00 ± 1.41 | 1.00 ± 0.00 | 5.00 | 1.00 |",
+        "| kor | 1 | 9.00 | 20.00 | 1.00 |  |  |",
+        "| mean |  | 9.00 | 13.50 | 1.00 | 5.00 | 1.00 |",
+    ]
+    assert "ensemble" not in to_markdown({"kor": rates(20.0)}, {"kor": []})
 
 
 def test_a_language_without_data_is_named(data):
