@@ -6,6 +6,7 @@ import sys
 from contextlib import redirect_stderr
 
 import pytest
+from conftest import run_module
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.cli import evaluate
@@ -55,6 +56,20 @@ def test_translations_that_are_cut_are_counted(run, checkpoint, tmp_path):
     with redirect_stderr(errors):
         run("--model", "model", "--source", "source", "--target", "ref0", "--device", "cpu")
     assert "3 of 3 translations reached their length limit and are cut" in errors.getvalue()
+
+
+@pytest.mark.slow
+def test_processes_translate_together_and_print_once(checkpoint, tmp_path):
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_text(text)
+    flags = ["evaluate", "--model", checkpoint, "--source", "source", "--target", "ref0"]
+    flags += ["--device", "cpu", "--batch_size", "1"]
+    alone = run_module("vanilla_transformer", *flags, cwd=tmp_path)
+    launcher = ["--nproc_per_node", "2", "-m", "vanilla_transformer"]
+    several = run_module("torch.distributed.run", *launcher, *flags, cwd=tmp_path)
+    assert json.loads(several.stdout) == json.loads(alone.stdout)
+    message = "translations reached their length limit"
+    assert several.stderr.count(message) == alone.stderr.count(message)
 
 
 def test_systems_are_compared_in_one_line(run):

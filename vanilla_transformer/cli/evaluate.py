@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sacrebleu.metrics import BLEU
+from sacrebleu.metrics.base import Metric
 
 from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
@@ -32,6 +33,7 @@ from ..inference.metrics import (
 )
 from ..inference.translation import translate_n_best
 from .parser import CommandParser
+from .processes import Processes, join_processes
 from .table import table
 from .translation_job import report_limit
 
@@ -116,21 +118,50 @@ def main() -> None:
         sources=sources,
         comet_model=arguments.comet_model,
     )
+    processes = join_processes(use_cpu=loading.device == "cpu")
     if not systems:
-        model, tokenizer = loading.load(arguments.model)
-        options = {} if arguments.num_beams is None else {"num_beams": arguments.num_beams}
-        found = translate_n_best(
-            sources or (),
-            model,
-            tokenizer,
-            None,
-            batch_size=arguments.batch_size,
-            show_progress=sys.stderr.isatty(),
-            **options,
-        )
-        best = [hypotheses[0] for hypotheses in found]
-        systems[" ".join(arguments.model)] = [hypothesis.text for hypothesis in best]
+        name = " ".join(arguments.model or ())
+        systems[name] = translate_all(sources or [], arguments, loading, processes)
+    processes.destroy_process_group()
+    if processes.is_main_process:
+        report(arguments, metrics, sources, references, systems)
+
+
+def translate_all(
+    sources: list[str],
+    arguments: EvaluateArguments,
+    loading: LoadingArguments,
+    processes: Processes,
+) -> list[str]:
+    """The translations, to which each process contributes. Says how many are cut."""
+    model, tokenizer = loading.load(arguments.model or ())
+    options: dict[str, Any] = {}
+    if arguments.num_beams is not None:
+        options["num_beams"] = arguments.num_beams
+    found = translate_n_best(
+        sources,
+        model,
+        tokenizer,
+        None,
+        batch_size=arguments.batch_size,
+        show_progress=processes.is_main_process and sys.stderr.isatty(),
+        together=processes.num_processes > 1,
+        **options,
+    )
+    best = [hypotheses[0] for hypotheses in found]
+    if processes.is_main_process:
         report_limit(len(best), sum(not hypothesis.is_complete for hypothesis in best))
+    return [hypothesis.text for hypothesis in best]
+
+
+def report(
+    arguments: EvaluateArguments,
+    metrics: dict[str, Metric],
+    sources: list[str] | None,
+    references: list[list[str]],
+    systems: dict[str, list[str]],
+) -> None:
+    """Print the scores of each system, and draw them by source length."""
     if arguments.paired is not None:
         scores = compare_systems(systems, *references, metrics=metrics, test=arguments.paired)
     else:

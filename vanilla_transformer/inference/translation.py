@@ -84,6 +84,7 @@ def translate_n_best(
     max_tokens: int | None = None,
     prefixes: Iterable[str] | None = None,
     show_progress: bool = False,
+    together: bool = False,
     **generate_kwargs: Any,
 ) -> Iterator[list[Hypothesis]]:
     """Same as `translate`, but yields the `n_best` best hypotheses of each line, best first. A
@@ -99,7 +100,7 @@ def translate_n_best(
     if n_best is not None:
         expect_hypotheses(n_best, model, generate_kwargs)
     batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
-    yield from batches.hypotheses(n_best, show_progress)
+    yield from batches.hypotheses(n_best, show_progress, together)
 
 
 def expect_hypotheses(n_best: int, model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> None:
