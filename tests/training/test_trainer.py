@@ -7,17 +7,20 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import REPOSITORY, as_typed, slow, small_config, small_trainer
 from datasets import Dataset
 from PIL import Image
+from sacrebleu.metrics import BLEU
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
+    EvalPrediction,
     PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -707,12 +710,25 @@ def test_a_metric_that_selects_the_best_is_computed_and_knows_what_is_better(
     assert own.greater_is_better is True
 
 
+def test_bleu_is_of_the_tokenizer_that_was_asked_for(tokenizer, splits, tmp_path):
+    arguments = training_arguments(tmp_path, bleu_tokenize="char", predict_with_generate=True)
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    ids = np.array(tokenizer(["one two three four"])["input_ids"])
+    labels = np.array(tokenizer(["one two three five"])["input_ids"])
+    found = trainer.compute_metrics(EvalPrediction(ids, labels))["bleu"]
+    scorer = BLEU(tokenize="char")
+    expected = scorer.corpus_score(["one two three four"], [["one two three five"]]).score
+    assert found == pytest.approx(expected)
+    assert found > make_compute_metrics(tokenizer)(EvalPrediction(ids, labels))["bleu"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"metrics": ["blue"]}, "metrics=blue: expected one of bleu, chrf, ter"),
         ({"metrics": ["comet"]}, "metrics=comet: expected one of bleu, chrf, ter"),
         ({"metric_for_best_model": "blue"}, "metric_for_best_model=blue: expected loss or one of"),
+        ({"bleu_tokenize": "14a"}, "bleu_tokenize='14a': expected one of none, zh, 13a"),
     ],
 )
 def test_metrics_that_training_does_not_know_are_refused(tmp_path, options, message):

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sacrebleu.metrics import BLEU
 from sacrebleu.metrics.base import Metric
 
 from ..data.text_files import read_file
@@ -26,6 +25,7 @@ from ..inference.metrics import (
     METRICS,
     TESTS,
     compare_systems,
+    expect_bleu_tokenizer,
     expect_metrics,
     make_metrics,
     score_translations,
@@ -94,9 +94,7 @@ class EvaluateArguments:
             raise ValueError(f"paired={self.paired!r}: expected one of {', '.join(TESTS)}")
         if self.paired is not None and len(systems) < 2:
             raise ValueError(f"--paired {self.paired}: expected several files in --predictions")
-        if self.tokenize not in (None, *BLEU.TOKENIZERS):
-            names = ", ".join(BLEU.TOKENIZERS)
-            raise ValueError(f"tokenize={self.tokenize!r}: expected one of {names}")
+        expect_bleu_tokenizer(self.tokenize)
         if self.format not in ("json", "table"):
             raise ValueError(f"format={self.format!r}: expected json or table")
         if self.plot_by_length is not None:

@@ -85,6 +85,11 @@ def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict
     if not is_first:
         return {}
     references = [pair["target"] for pair in pairs]
-    scores = score_translations(predictions, references, metrics=[*METRICS, *training_args.metrics])
+    scores = score_translations(
+        predictions,
+        references,
+        metrics=[*METRICS, *training_args.metrics],
+        tokenize=training_args.bleu_tokenize,
+    )
     print(json.dumps(scores))
     return scores

@@ -113,6 +113,12 @@ def edits(split: Callable[[str], Sequence[str]]) -> LineStatistics:
     return statistics
 
 
+def expect_bleu_tokenizer(name: str | None, option: str = "tokenize") -> None:
+    """Raise a ValueError unless sacreBLEU has a tokenizer of this name, or it is None."""
+    if name not in (None, *BLEU.TOKENIZERS):
+        raise ValueError(f"{option}={name!r}: expected one of {', '.join(BLEU.TOKENIZERS)}")
+
+
 def make_metrics(
     names: Iterable[str] = METRICS,
     *,
@@ -131,8 +137,10 @@ def make_metrics(
         comet_model: A name on the Hub, or the path of a checkpoint.
 
     Raises:
-        ValueError, ModuleNotFoundError: As `expect_metrics`.
+        ValueError: sacreBLEU has no such tokenizer; also as `expect_metrics`.
+        ModuleNotFoundError: As `expect_metrics`.
     """
+    expect_bleu_tokenizer(tokenize)
     makers: dict[str, Callable[[], Metric]] = {
         "bleu": lambda: BLEU(tokenize=tokenize, lowercase=lowercase),
         "chrf": lambda: CHRF(lowercase=lowercase),
@@ -307,7 +315,9 @@ def scores_by_length(
 
 
 def make_compute_metrics(
-    tokenizer: PreTrainedTokenizerBase, metrics: Iterable[str] = METRICS
+    tokenizer: PreTrainedTokenizerBase,
+    metrics: Iterable[str] = METRICS,
+    tokenize: str | None = None,
 ) -> Callable[[EvalPrediction], dict[str, float]]:
     """A function for `compute_metrics` of `Seq2SeqTrainer`, which decodes the generated token ids
     and scores them. An unknown token of a reference counts as an error.
@@ -315,8 +325,9 @@ def make_compute_metrics(
     Args:
         tokenizer: The model's tokenizer.
         metrics: Some of `METRICS_WITHOUT_SOURCE`.
+        tokenize: As for `make_metrics`.
     """
-    scorers = make_metrics(metrics)
+    scorers = make_metrics(metrics, tokenize=tokenize)
     unknown = unknown_id(tokenizer)
 
     def decode(token_ids: Iterable[np.ndarray]) -> list[str]:

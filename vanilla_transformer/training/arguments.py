@@ -16,7 +16,12 @@ from transformers.utils import is_in_notebook
 
 from ..data.parallel_text import SPLITS, DataArguments
 from ..data.tokenizer_options import TokenizerArguments
-from ..inference.metrics import LOWER_IS_BETTER, METRICS, METRICS_WITHOUT_SOURCE
+from ..inference.metrics import (
+    LOWER_IS_BETTER,
+    METRICS,
+    METRICS_WITHOUT_SOURCE,
+    expect_bleu_tokenizer,
+)
 from ..model.configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
 from ..model.generation import OWN_OPTIONS
 from .distributed import (
@@ -187,6 +192,13 @@ class TranslationTrainingArguments(
             f"Default: {', '.join(METRICS)}."
         },
     )
+    bleu_tokenize: str | None = field(
+        default=None,
+        metadata={
+            "help": "sacreBLEU's tokenizer, such as zh, ja-mecab, or none for tokenised text. "
+            "Default: 13a."
+        },
+    )
     early_stopping_patience: int | None = field(
         default=None,
         metadata={
@@ -270,6 +282,7 @@ class TranslationTrainingArguments(
 
     def _choose_metrics(self) -> None:
         """Also compute the metric that selects the best model, and set which way it improves."""
+        expect_bleu_tokenizer(self.bleu_tokenize, "bleu_tokenize")
         choices = ", ".join(METRICS_WITHOUT_SOURCE)
         for name in self.metrics:
             if name not in METRICS_WITHOUT_SOURCE:

@@ -256,7 +256,9 @@ def make_trainer(
         setattr(model.generation_config, name, value)
     metrics = None
     if arguments.predict_with_generate:
-        metrics = make_compute_metrics(tokenizer, getattr(arguments, "metrics", METRICS))
+        names = getattr(arguments, "metrics", METRICS)
+        tokenize = getattr(arguments, "bleu_tokenize", None)
+        metrics = make_compute_metrics(tokenizer, names, tokenize)
     trainer = TranslationTrainer(
         model=model,
         args=arguments,
