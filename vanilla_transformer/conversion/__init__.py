@@ -52,8 +52,8 @@ def read(path: str | Path, options: ConversionOptions | None = None) -> Conversi
     if options.moses is not None:
         conversion.tokenizer = with_moses(conversion.tokenizer, *options.moses)
     conversion.record["format"] = module.NAME
-    if options.licence:
-        conversion.origin["licence"] = options.licence
+    if options.license:
+        conversion.origin["license"] = options.license
     return conversion
 
 

@@ -107,7 +107,7 @@ class ConversionOptions:
     target_space_id: int | None = field(
         default=None, metadata={"help": "tensor2tensor: the problem's target space. Default: 0."}
     )
-    licence: str | None = field(
+    license: str | None = field(
         default=None, metadata={"help": "The licence of the weights, for the model card."}
     )
 
@@ -134,7 +134,7 @@ class Conversion:
             once (see `tie`).
         tokenizer: Takes text as the toolkit's own pipeline does.
         generation: Fields of the generation config.
-        origin: `toolkit`, `version`, `licence`, `notes`: for the model card.
+        origin: `toolkit`, `version`, `license`, `notes`: for the model card.
         record: JSON values that the format's `write` needs to go back.
         sources: For each tensor of the checkpoint, in order, what it consists of, one below the
             other: our tensors, perhaps only their first rows ("lm_head.weight[:1000]"), and
@@ -639,20 +639,20 @@ After `import vanilla_transformer`, `trust_remote_code` is not needed.
 def model_card(conversion: Conversion, output: Path) -> ModelCard:
     """Where the weights come from, and under which licence."""
     origin = conversion.origin
-    licence = origin.get("licence")
+    license = origin.get("license")
     rows = [f"- {name}: {value}" for name, value in origin.items() if value]
     return ModelCard.from_template(
         ModelCardData(
             library_name="transformers",
             pipeline_tag="translation",
             tags=[conversion.config.model_type],
-            license=licence,
+            license=license,
         ),
         template_str=CARD,
         name=output.resolve().name,
         toolkit=" ".join(filter(None, (origin.get("toolkit"), origin.get("version")))),
-        licence=f"their licence is {licence}"
-        if licence
+        licence=f"their licence is {license}"
+        if license
         else "the checkpoint names no licence for them, so ask its owners",
         rows="\n".join(rows),
     )
