@@ -15,12 +15,24 @@ import httpx
 
 
 def train(flags: Sequence[str], log: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Train with these flags. `log` is a file for what the command prints to standard error.
+    """Train with these flags; see `run`."""
+    return run("train", ["--report_to=none", *flags], log)
+
+
+def run(
+    name: str, flags: Sequence[str], log: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of `vanilla-transformer`.
+
+    Args:
+        name: The command, such as "translate".
+        flags: Its options.
+        log: A file for what it prints to standard error.
 
     Raises:
-        RuntimeError: The command fails.
+        RuntimeError: It fails.
     """
-    command = [sys.executable, "-m", "vanilla_transformer", "train", "--report_to=none", *flags]
+    command = [sys.executable, "-m", "vanilla_transformer", name, *flags]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if log is not None:
         log.write_text(process.stderr, encoding="utf-8")

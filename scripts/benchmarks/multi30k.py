@@ -17,17 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
+from transformers import HfArgumentParser
 
 from scripts.commands import cpu_seconds, train
 from scripts.reports import Results, markdown, spread
 from vanilla_transformer.data.text_files import read_file
+from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.inference.translation import translate
 from vanilla_transformer.plotting import save
 
 TEST = "test_2016_flickr"
 SPLITS = {"train": "train", "validation": "val"}
+METRICS = ("bleu", "chrf")
 LITERATURE = 41.02  # Wu et al. (2021), https://aclanthology.org/2021.acl-long.480, table 2
 
 
@@ -47,10 +49,15 @@ class Multi30kArguments:
     def __post_init__(self) -> None:
         if self.updates != sorted(set(self.updates)) or self.updates[0] < 1:
             raise ValueError(f"updates={self.updates}: expected positive numbers that rise")
-        for split in (*SPLITS.values(), TEST):
-            for side in ("en", "de"):
-                if not (path := Path(self.data, f"{split}.{side}")).exists():
-                    raise FileNotFoundError(f"data={self.data}: expected a folder with {path.name}")
+        expect_data(self.data)
+
+
+def expect_data(folder: str) -> None:
+    """Raise a FileNotFoundError unless the folder has both sides of each split."""
+    for split in (*SPLITS.values(), TEST):
+        for side in ("en", "de"):
+            if not (path := Path(folder, f"{split}.{side}")).exists():
+                raise FileNotFoundError(f"data={folder}: expected a folder with {path.name}")
 
 
 def main() -> None:
@@ -84,21 +91,20 @@ def run(folder: Path, seed: int, updates: int, arguments: Multi30kArguments) -> 
             f"--max_steps={updates}", "--resume_from_checkpoint=auto", *arguments.options.split(),
         ]
     )  # fmt: skip
-    return {**score(folder, arguments), "hours": (cpu_seconds() - before) / 3600}
+    scores = score(folder, Path(arguments.data), arguments.tokenize)
+    return {**scores, "hours": (cpu_seconds() - before) / 3600}
 
 
-def score(folder: Path, arguments: Multi30kArguments) -> dict[str, float]:
-    """BLEU and chrF of the model in the folder, with the search of its generation config."""
-    lines, references = (
-        list(read_file(Path(arguments.data, f"{TEST}.{side}"))) for side in ("en", "de")
-    )
-    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
-    found = list(translate(lines, model, AutoTokenizer.from_pretrained(folder), batch_size=64))
+def score(
+    folder: Path, data: Path, tokenize: str, source: str = "en", target: str = "de"
+) -> dict[str, float]:
+    """BLEU and chrF of the model in the folder, with the search of its generation config. Its
+    translations are written to test.output there."""
+    lines, references = (list(read_file(data / f"{TEST}.{side}")) for side in (source, target))
+    found = list(translate(lines, *LoadingArguments().load(folder), batch_size=64))
     (folder / "test.output").write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
-    scores = score_translations(
-        found, references, metrics=("bleu", "chrf"), tokenize=arguments.tokenize
-    )
-    return {name: scores[name] for name in ("bleu", "chrf")}
+    scores = score_translations(found, references, metrics=METRICS, tokenize=tokenize)
+    return {name: scores[name] for name in METRICS}
 
 
 # ---------------------------------------------------------------- table and picture
@@ -110,7 +116,7 @@ def to_markdown(stages: Stages) -> str:
     """A row for each number of updates."""
     rows = [
         [f"{updates:,}", len(runs), f"{hours:.1f}"]
-        + [spread([run[name] for run in runs], 1) for name in ("bleu", "chrf")]
+        + [spread([run[name] for run in runs], 1) for name in METRICS]
         for (updates, runs), hours in zip(stages.items(), hours_so_far(stages), strict=True)
     ]
     return markdown(["updates", "seeds", "CPU hours", "BLEU", "chrF"], rows)

@@ -1,0 +1,140 @@
+"""What back-translation gains on Multi30k when there are few pairs.
+
+python -m scripts.benchmarks.back_translation --data FOLDER --output_dir outputs/back_translation
+
+FOLDER holds train, val and test_2016_flickr in English (.en) and German (.de). The first `--pairs`
+pairs are the parallel text; of the others, only the German side is used. The command
+`vanilla-transformer train --config multi30k_tiny` trains three models: the reverse one, German to
+English; one on the pairs alone; and one on the pairs and the German rest with the reverse model's
+translations, which have a tag. Each training ends when the validation loss stops falling, and
+averages its best checkpoints. Finished runs are kept in results.json, so that an interrupted
+command can be repeated. The table, back_translation.md, has the scores on the test set, and the
+p-value of the difference by sacreBLEU's paired bootstrap.
+"""
+
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from transformers import HfArgumentParser
+
+from scripts.benchmarks.multi30k import METRICS, TEST, expect_data, score
+from scripts.commands import cpu_seconds, run, train
+from scripts.reports import Results, markdown
+from vanilla_transformer.data.text_files import read_file
+from vanilla_transformer.inference.metrics import compare_systems, make_metrics
+
+REVERSE, PAIRS, SYNTHETIC = ROWS = ("reverse", "pairs", "back_translation")
+TAG = "<BT>"
+UNTIL_THE_LOSS_RISES = (
+    "--eval_strategy=steps", "--save_strategy=steps", "--save_total_limit=100",
+    "--load_best_model_at_end=true", "--early_stopping_patience=4", "--average_checkpoints=4",
+    "--resume_from_checkpoint=auto",
+)  # fmt: skip
+
+
+@dataclass
+class BackTranslationArguments:
+    data: str = field(metadata={"help": "Folder with Multi30k, a file for each side of a split."})
+    output_dir: str = field(metadata={"help": "Folder for texts, models, results and table."})
+    pairs: int = field(default=5000, metadata={"help": "Pairs of parallel text."})
+    seed: int = field(default=1, metadata={"help": "Seed of the trainings."})
+    updates: int = field(default=8000, metadata={"help": "Most updates of a training."})
+    every: int = field(default=250, metadata={"help": "Updates between two evaluations."})
+    method: str = field(default="beam", metadata={"help": "Option of `back-translate`."})
+    tokenize: str = field(default="none", metadata={"help": "sacreBLEU's tokenizer."})
+    options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
+
+    def __post_init__(self) -> None:
+        expect_data(self.data)
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(BackTranslationArguments).parse_args_into_dataclasses()
+    folder = Path(arguments.output_dir).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("pairs", "updates", "every", "method", "tokenize", "options")
+    results = Results(folder / "results.json", {name: getattr(arguments, name) for name in names})
+    split_text(folder, arguments)
+    for row in ROWS:
+        if not results.of(row, [arguments.seed]):
+            results.add(row, arguments.seed, train_row(row, folder, arguments))
+    runs = {row: results.of(row, [arguments.seed])[0] for row in ROWS}
+    (folder / "back_translation.md").write_text(
+        to_markdown(runs, p_values(folder, arguments)) + "\n", encoding="utf-8"
+    )
+    print((folder / "back_translation.md").read_text(encoding="utf-8"))
+
+
+def split_text(folder: Path, arguments: BackTranslationArguments) -> None:
+    """Write the pairs, and the German side of the others."""
+    for side in ("en", "de"):
+        lines = read_file(Path(arguments.data, f"train.{side}"))
+        write_lines(folder / f"pairs.{side}", islice(lines, arguments.pairs))
+        if side == "de":
+            write_lines(folder / "rest.de", lines)
+
+
+def write_lines(path: Path, lines: Any) -> None:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def train_row(row: str, folder: Path, arguments: BackTranslationArguments) -> dict[str, float]:
+    """Train the model of a row, in a process of its own, as users do, and score it."""
+    data, before = Path(arguments.data).resolve(), cpu_seconds()
+    source, target = ("de", "en") if row == REVERSE else ("en", "de")
+    corpora = [(folder / f"pairs.{source}", folder / f"pairs.{target}")]
+    tags = []
+    if row == SYNTHETIC:
+        corpora.append(back_translate(folder, arguments))
+        tags = ["--corpus_tags", "", TAG]
+    sources, targets = (map(str, side) for side in zip(*corpora, strict=True))
+    train(
+        [
+            "--config=multi30k_tiny", "--train_source", *sources, "--train_target", *targets, *tags,
+            f"--validation_source={data / f'val.{source}'}",
+            f"--validation_target={data / f'val.{target}'}",
+            f"--output_dir={folder / row}", f"--seed={arguments.seed}",
+            f"--max_steps={arguments.updates}",
+            f"--eval_steps={arguments.every}", f"--save_steps={arguments.every}",
+            *UNTIL_THE_LOSS_RISES, *arguments.options.split(),
+        ],
+        log=folder / f"{row}.log",
+    )  # fmt: skip
+    minutes = (cpu_seconds() - before) / 60
+    scores = score(folder / row, data, arguments.tokenize, source, target)
+    return {**scores, "cpu_minutes": minutes}
+
+
+def back_translate(folder: Path, arguments: BackTranslationArguments) -> tuple[Path, Path]:
+    """Translate the German rest into English. Returns both sides."""
+    synthetic, rest = folder / "synthetic.en", folder / "rest.de"
+    flags = [f"--model={folder / REVERSE}", f"--source={rest}", f"--output={synthetic}"]
+    run("back-translate", [*flags, f"--method={arguments.method}"])
+    return synthetic, rest
+
+
+def p_values(folder: Path, arguments: BackTranslationArguments) -> dict[str, float]:
+    """Of the difference that the synthetic text makes, for each metric."""
+    systems = {row: list(read_file(folder / row / "test.output")) for row in (PAIRS, SYNTHETIC)}
+    metrics = make_metrics(METRICS, tokenize=arguments.tokenize)
+    references = list(read_file(Path(arguments.data, f"{TEST}.de")))
+    scores = compare_systems(systems, references, metrics=metrics, test="bootstrap")
+    return {name: scores[SYNTHETIC][f"{name}_p"] for name in METRICS}
+
+
+def to_markdown(runs: dict[str, dict[str, float]], p: dict[str, float]) -> str:
+    """A row for each model."""
+    table = []
+    for row in ROWS:
+        cells = [row.replace("_", " ")]
+        for name in METRICS:
+            note = f" (p = {p[name]:.3f})" if row == SYNTHETIC else ""
+            cells.append(f"{runs[row][name]:.1f}{note}")
+        table.append(cells)
+    return markdown(["model", "BLEU", "chrF"], table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The back-translation benchmark: three models, their texts and their table."""
+
+import json
+
+import pytest
+from conftest import run_module
+from transformers import AutoTokenizer
+
+from scripts.benchmarks.back_translation import BackTranslationArguments, to_markdown
+
+SHAPE = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_ffn_dim=16,decoder_ffn_dim=16"
+QUICK = f"--use_cpu --vocab_size=300 --config_overrides={SHAPE}"
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "val", "test_2016_flickr"):
+        (folder / f"{split}.en").write_text("a house by the lake\nthe lake\n" * 8)
+        (folder / f"{split}.de").write_text("ein haus am see\nder see\n" * 8)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_rest_is_translated_back_and_joins_the_pairs(data, tmp_path):
+    flags = ["--data", data, "--output_dir", "out", "--pairs", 6, "--updates", 4, "--every", 2]
+    flags += ["--method", "sampling", "--options", QUICK]
+    module = "scripts.benchmarks.back_translation"
+    table = run_module(module, *flags, cwd=tmp_path).stdout
+    rows = [line.split(" | ")[0] for line in table.splitlines()]
+    assert rows[2:5] == ["| reverse", "| pairs", "| back translation"]
+    out = tmp_path / "out"
+    sizes = {name: len((out / name).read_text().splitlines()) for name in (
+        "pairs.en", "pairs.de", "rest.de", "synthetic.en", "back_translation/test.output",
+    )}  # fmt: skip
+    assert list(sizes.values()) == [6, 6, 10, 10, 16]
+    runs = json.loads((out / "results.json").read_text())["runs"]
+    assert [run["row"] for run in runs] == ["reverse", "pairs", "back_translation"]
+    tokenizer = AutoTokenizer.from_pretrained(out / "back_translation")
+    assert "<BT>" in tokenizer.get_vocab()
+
+
+def test_the_table_says_what_is_due_to_chance():
+    runs = {
+        row: {"bleu": score, "chrf": 2 * score}
+        for row, score in (("reverse", 20.0), ("pairs", 21.0), ("back_translation", 25.0))
+    }
+    assert to_markdown(runs, {"bleu": 0.001, "chrf": 0.0149}).splitlines()[2:] == [
+        "| reverse | 20.0 | 40.0 |",
+        "| pairs | 21.0 | 42.0 |",
+        "| back translation | 25.0 (p = 0.001) | 50.0 (p = 0.015) |",
+    ]
+
+
+def test_missing_text_is_named(data):
+    (data / "val.de").unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected a folder with val\.de"):
+        BackTranslationArguments(str(data), "out")
