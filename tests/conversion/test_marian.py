@@ -19,7 +19,7 @@ from conversion.reference import (
 from vanilla_transformer import VanillaTransformerForConditionalGeneration, conversion
 from vanilla_transformer.conversion import ConversionOptions, core, marian
 from vanilla_transformer.conversion.check import Converted, largest_difference, of_targets
-from vanilla_transformer.data import vocabularies
+from vanilla_transformer.data import vocabulary_files
 
 VARIANTS = pytest.mark.parametrize("variant", ["marian/post", "marian/tied", "marian/spm"])
 
@@ -404,7 +404,7 @@ def test_tokens_of_nematus(tmp_path):
 def test_vocabularies_of_nematus_in_json(tmp_path):
     folder = save_random(tmp_path / "model")
     for name in "ab":
-        vocab = vocabularies.read_marian_vocab(folder / f"vocab.{name}.yml")
+        vocab = vocabulary_files.read_marian_vocab(folder / f"vocab.{name}.yml")
         names = {"</s>": "eos", "<unk>": "UNK"}
         vocab = {names.get(token, token): number for token, number in vocab.items()}
         (folder / f"vocab.{name}.json").write_text(json.dumps(vocab, indent=1))

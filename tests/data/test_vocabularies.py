@@ -19,14 +19,14 @@ from conftest import REPOSITORY
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vanilla_transformer import VanillaTransformerTokenizer
-from vanilla_transformer.data import vocabularies
-from vanilla_transformer.data.vocabularies import (
+from vanilla_transformer.data import vocabularies, vocabulary_files
+from vanilla_transformer.data.vocabularies import Specials
+from vanilla_transformer.data.vocabulary_files import (
     BYTE,
     CONTROL,
     NORMAL,
     UNKNOWN,
     SentencePieceModel,
-    Specials,
 )
 
 SHARED = REPOSITORY.parent / "shared"
@@ -116,7 +116,7 @@ def written(tmp_path, name, text):
 def test_a_fairseq_dictionary_starts_after_four_tokens(tmp_path):
     file = written(tmp_path, "dict.txt", "ein 9\n\u2028 3\na b 1\nmadeupword0000 0\n")
     expected = {**FAIRSEQ, "ein": 4, "\u2028": 5, "a b": 6, "madeupword0000": 7}
-    assert vocabularies.read_fairseq_dict(file) == expected
+    assert vocabulary_files.read_fairseq_dict(file) == expected
 
 
 @pytest.mark.parametrize(
@@ -125,19 +125,19 @@ def test_a_fairseq_dictionary_starts_after_four_tokens(tmp_path):
 )
 def test_a_fairseq_dictionary_that_is_none_is_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
-        vocabularies.read_fairseq_dict(written(tmp_path, "dict.txt", text))
+        vocabulary_files.read_fairseq_dict(written(tmp_path, "dict.txt", text))
 
 
 def test_a_fairseq_symbol_may_overwrite(tmp_path):
     text = "ein 9\nein 3 #fairseq:overwrite\nein 2 #fairseq:overwrite \nhund 1\r\n"
-    vocab = vocabularies.read_fairseq_dict(written(tmp_path, "dict.txt", text))
+    vocab = vocabulary_files.read_fairseq_dict(written(tmp_path, "dict.txt", text))
     assert (vocab["ein"], vocab["hund"], len(vocab)) == (6, 7, 8)
 
 
 def test_fairseqs_special_tokens_keep_their_ids(tmp_path):
     """fairseq appends id 2 to a text, whatever a dictionary calls `</s>`, as CamemBERT's does."""
     file = written(tmp_path, "dict.txt", "ein 9\n</s> 3 #fairseq:overwrite\nhund 2\n")
-    vocab = vocabularies.read_fairseq_dict(file)
+    vocab = vocabulary_files.read_fairseq_dict(file)
     assert (vocab["ein"], vocab["</s>"], vocab["hund"], len(vocab)) == (4, 2, 6, 7)
 
 
@@ -149,28 +149,28 @@ def test_a_marian_vocabulary_keeps_its_keys_as_they_are(tmp_path):
     )
     expected = ["</s>", "<unk>", "no", "007", "2019-01-01", "'s", '"', "ä\u2028", ": ", "a:"]
     expected += ["\u2028", "x" * 2000, "#", "~", "\\"]
-    vocab = vocabularies.read_marian_vocab(written(tmp_path, "vocab.yml", text))
+    vocab = vocabulary_files.read_marian_vocab(written(tmp_path, "vocab.yml", text))
     assert vocab == {token: number for number, token in enumerate(expected)}
 
 
 def test_a_marian_vocabulary_that_is_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="line 2 is 'b', expected 'token: id'"):
-        vocabularies.read_marian_vocab(written(tmp_path, "v.yml", "a: 0\nb\n"))
+        vocabulary_files.read_marian_vocab(written(tmp_path, "v.yml", "a: 0\nb\n"))
     with pytest.raises(ValueError, match="'a' again"):
-        vocabularies.read_marian_vocab(written(tmp_path, "v.yml", "a: 0\na: 1\n"))
+        vocabulary_files.read_marian_vocab(written(tmp_path, "v.yml", "a: 0\na: 1\n"))
 
 
 def test_lists_and_json(tmp_path):
     lines = written(tmp_path, "vocab.txt", "<unk>\n \nä\n")
-    assert vocabularies.read_lines(lines) == {"<unk>": 0, " ": 1, "ä": 2}
+    assert vocabulary_files.read_lines(lines) == {"<unk>": 0, " ": 1, "ä": 2}
     file = written(tmp_path, "vocab.json", '{"<pad>": 0, "ä": 1}')
-    assert vocabularies.read_json(file) == {"<pad>": 0, "ä": 1}
+    assert vocabulary_files.read_json(file) == {"<pad>": 0, "ä": 1}
     with pytest.raises(ValueError, match="ids by token"):
-        vocabularies.read_json(written(tmp_path, "v.json", '["a"]'))
+        vocabulary_files.read_json(written(tmp_path, "v.json", '["a"]'))
     with pytest.raises(ValueError, match="expected JSON"):
-        vocabularies.read_json(written(tmp_path, "v.json", '{"a": '))
+        vocabulary_files.read_json(written(tmp_path, "v.json", '{"a": '))
     with pytest.raises(ValueError, match="'a' has ids 0 and 1"):
-        vocabularies.read_lines(written(tmp_path, "v.txt", "a\na\n"))
+        vocabulary_files.read_lines(written(tmp_path, "v.txt", "a\na\n"))
 
 
 # ---------------------------------------------------------------- rows of the embedding
@@ -216,7 +216,7 @@ def bpe_oracle(merges, word):
 
 
 def test_codes_split_words(tmp_path):
-    merges = vocabularies.read_bpe_codes(written(tmp_path, "codes", CODES))
+    merges = vocabulary_files.read_bpe_codes(written(tmp_path, "codes", CODES))
     assert merges == [("h", "a"), ("u", "s</w>"), ("ha", "us</w>"), ("a", "u")]
     vocab = {**FAIRSEQ, "haus": 4, "ha@@": 5, "au@@": 6, "h@@": 7, "a": 8, "s": 9, "u@@": 10}
     tokenizer = vocabularies.bpe_codes(merges, vocab, Specials(), size=12)
@@ -235,7 +235,7 @@ def test_codes_split_words(tmp_path):
 
 def test_fastbpes_codes_have_counts(tmp_path):
     file = written(tmp_path, "codes", "h a 12\nu s</w> 3\n")
-    assert vocabularies.read_bpe_codes(file) == [("h", "a"), ("u", "s</w>")]
+    assert vocabulary_files.read_bpe_codes(file) == [("h", "a"), ("u", "s</w>")]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_fastbpes_codes_have_counts(tmp_path):
 )
 def test_other_codes_are_refused(tmp_path, codes, message):
     with pytest.raises(ValueError, match=message):
-        vocabularies.read_bpe_codes(written(tmp_path, "codes", codes))
+        vocabulary_files.read_bpe_codes(written(tmp_path, "codes", codes))
 
 
 def test_a_restricted_vocabulary_leaves_out_merges_that_lead_nowhere():
@@ -279,7 +279,7 @@ def test_subword_nmt_gives_the_same_pieces(tmp_path, count, threshold):
         if number >= threshold:
             vocab[piece] = len(vocab)
     size = len(vocab) + 3
-    merges = vocabularies.read_bpe_codes(codes)
+    merges = vocabulary_files.read_bpe_codes(codes)
     tokenizer = vocabularies.bpe_codes(merges, vocab, Specials(), size=size)
     # A word that ends in another white space is cut apart there by who reads the pieces.
     lines = lines + [line for line in odd_lines() if "\u00a0" not in line]
@@ -332,7 +332,7 @@ def serialized(model):
 )
 def test_a_model_file_is_read_without_the_library(tmp_path, model):
     (tmp_path / "spm.model").write_bytes(serialized(model))
-    assert vocabularies.read_sentencepiece(tmp_path / "spm.model") == model
+    assert vocabulary_files.read_sentencepiece(tmp_path / "spm.model") == model
 
 
 @pytest.mark.parametrize(
@@ -343,13 +343,13 @@ def test_a_model_file_is_read_without_the_library(tmp_path, model):
 def test_what_is_no_model_file_is_refused(tmp_path, content):
     (tmp_path / "spm.model").write_bytes(content)
     with pytest.raises(ValueError, match=r"spm\.model: expected a sentencepiece model"):
-        vocabularies.read_sentencepiece(tmp_path / "spm.model")
+        vocabulary_files.read_sentencepiece(tmp_path / "spm.model")
 
 
 def test_a_model_of_words_is_refused(tmp_path):
     (tmp_path / "spm.model").write_bytes(serialized(SentencePieceModel(TOY, "word")))
     with pytest.raises(ValueError, match="model_type=word: expected unigram, bpe or char"):
-        vocabularies.read_sentencepiece(tmp_path / "spm.model")
+        vocabulary_files.read_sentencepiece(tmp_path / "spm.model")
 
 
 def test_the_likeliest_pieces_win_and_unknown_neighbours_are_one():
@@ -450,7 +450,7 @@ def test_sentencepiece_gives_the_same_ids_and_texts(tmp_path, kind, options, cou
     witness, file = trained(
         tmp_path, lines, model_type=kind, vocab_size=size, hard_vocab_limit=False, **options
     )
-    model = vocabularies.read_sentencepiece(file)
+    model = vocabulary_files.read_sentencepiece(file)
     tokenizer = vocabularies.sentencepiece(model, NO_PAD)
     assert vocabularies.rows(tokenizer) == witness.get_piece_size()
     # Where "<" is unknown, sentencepiece would take it and an unknown neighbour for one.
@@ -490,7 +490,7 @@ def test_pieces_of_sentencepiece_are_looked_up_as_marian_does(tmp_path, kind, co
     vocab["<pad>"] = len(vocab)
     lines = corpus(count) + [line for line in odd_lines() if "<0x" not in line]
     for witness, file in models.values():
-        model = vocabularies.read_sentencepiece(file)
+        model = vocabulary_files.read_sentencepiece(file)
         tokenizer = vocabularies.sentencepiece(model, Specials(bos=None), vocab=vocab)
         found = [[i if i < len(vocab) else 1 for i in ids] for ids in tokenizer(lines)["input_ids"]]
         for line, ids, pieces in zip(
@@ -591,7 +591,7 @@ def test_subwords_without_an_escape_are_refused():
 
 def test_a_file_of_subtokens_has_quotes(tmp_path):
     file = written(tmp_path, "vocab.subwords", "'<pad>_'\n'<EOS>_'\n'''\n'a_'\nb\n")
-    vocab = vocabularies.read_subwords(file)
+    vocab = vocabulary_files.read_subwords(file)
     assert vocab == {"<pad>_": 0, "<EOS>_": 1, "'": 2, "a_": 3, "b": 4}
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from ..data import vocabularies
+from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
 from .check import Toolkit, subwords
@@ -461,7 +461,7 @@ def _side(
     language = args.get(f"{side}_lang")
     given = getattr(options, f"{side}_vocabulary")
     dictionary = Path(given) if given else _find_dictionary(path, args, side, language)
-    vocab = vocabularies.read_fairseq_dict(dictionary)
+    vocab = vocabulary_files.read_fairseq_dict(dictionary)
     for token in _added_tokens(args, rows - len(vocab)):
         vocab[token] = len(vocab)
     if len(vocab) != rows:

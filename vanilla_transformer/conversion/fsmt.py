@@ -15,7 +15,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from ..data import vocabularies
+from ..data import vocabularies, vocabulary_files
 from . import core, fairseq
 from .check import TransformersModel
 from .core import Conversion, ConversionOptions
@@ -112,12 +112,12 @@ def _side(path: Path, side: str, options: ConversionOptions, rows: int) -> fairs
     for each in (file, codes):
         if not each.is_file():
             raise FileNotFoundError(f"{each}: expected the vocabulary of an FSMT model")
-    vocab = vocabularies.read_json(file)
+    vocab = vocabulary_files.read_json(file)
     if len(vocab) != rows:
         raise ValueError(
             f"{file}: holds {len(vocab)} tokens, expected {rows}, the rows of the embedding"
         )
-    merges = vocabularies.read_bpe_codes(codes)
+    merges = vocabulary_files.read_bpe_codes(codes)
     specials = vocabularies.Specials(prints_unk=False)
     tokenizer = vocabularies.bpe_codes(merges, vocab, specials, size=rows, separator=None)
     return fairseq.Side(tokenizer, [file, codes])

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ..data import vocabularies
+from ..data import vocabularies, vocabulary_files
 from ..data.vocabularies import Specials
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import SinusoidalPositions
@@ -176,12 +176,12 @@ def _sides(folder: Path, config: VanillaTransformerConfig) -> list[PreTrainedTok
     sizes = [config.vocab_size, config.target_vocab_size]
     sides = []
     for side, file, size in zip(core.SIDES, files, sizes, strict=True):
-        vocab = vocabularies.read_json(file)
+        vocab = vocabulary_files.read_json(file)
         expect_size(file, vocab, size)
         for token, number in (("<pad>", config.pad_token_id), (END, config.eos_token_id)):
             if vocab.get(token) != number:
                 raise ValueError(f"{file}: {token} has id {vocab.get(token)}: expected {number}")
-        model = vocabularies.read_sentencepiece(folder / f"{side}.spm")
+        model = vocabulary_files.read_sentencepiece(folder / f"{side}.spm")
         whole = [token for token in vocab if re.fullmatch(">>.+<<", token)]
         tokenizer = vocabularies.sentencepiece(model, SPECIALS, vocab=vocab, size=size, whole=whole)
         tokenizer.add_special_tokens({"unk_token": UNK})  # decoding leaves it out

@@ -20,19 +20,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from ..data.vocabularies import (
-    PRIVATE,
     SPACE,
     Specials,
     bpe_codes,
     pair,
-    read_bpe_codes,
-    read_lines,
-    read_sentencepiece,
     rows,
     sentencepiece,
     with_moses,
     words,
 )
+from ..data.vocabulary_files import PRIVATE, read_bpe_codes, read_lines, read_sentencepiece
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit
 from .core import (

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from ..data import vocabularies
+from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
 from .check import Toolkit, subwords
@@ -541,8 +541,8 @@ def _splitter(files: MarianFiles, options: ConversionOptions, index: int) -> str
 def _side(file: Path, size: int, pad: int, splitter: str | Path | None) -> Side:
     if file.suffix == ".fsv":
         raise ValueError(f"{file}: expected a vocabulary without factors")
-    model = vocabularies.read_sentencepiece(file) if file.suffix == ".spm" else None
-    vocab = model.vocab() if model else vocabularies.read_marian_vocab(file)
+    model = vocabulary_files.read_sentencepiece(file) if file.suffix == ".spm" else None
+    vocab = model.vocab() if model else vocabulary_files.read_marian_vocab(file)
     expect_size(file, vocab, size)
     eos = _required(file, vocab, "</s>", "eos", 0)
     unk = _required(file, vocab, "<unk>", "UNK", 1)
@@ -563,10 +563,10 @@ def split_and_look_up(
     if splitter is None:
         return vocabularies.words(vocab, specials, spaces_only=True)
     if Path(splitter).suffix in (".spm", ".model"):
-        model = vocabularies.read_sentencepiece(splitter)
+        model = vocabulary_files.read_sentencepiece(splitter)
         whole = [token for token in vocab if re.fullmatch(">>.+<<", token)]
         return vocabularies.sentencepiece(model, specials, vocab=vocab, whole=whole)
-    return vocabularies.bpe_codes(vocabularies.read_bpe_codes(splitter), vocab, specials)
+    return vocabularies.bpe_codes(vocabulary_files.read_bpe_codes(splitter), vocab, specials)
 
 
 def add_pad(vocab: dict[str, int], number: int) -> str:
@@ -635,11 +635,12 @@ class MarianToolkit(Toolkit):
             Path(self.folder.name, f"{name}.yml").write_text("".join(lines))
         file = files.vocabularies[0]
         if file.suffix == ".spm":
-            self.split, self.vocab = subwords(file), vocabularies.read_sentencepiece(file).vocab()
+            self.split = subwords(file)
+            self.vocab = vocabulary_files.read_sentencepiece(file).vocab()
         else:
             codes = _splitter(files, options, 0)
             self.split = subwords(codes) if codes else re.compile("[^ ]+").findall
-            self.vocab = vocabularies.read_marian_vocab(file)
+            self.vocab = vocabulary_files.read_marian_vocab(file)
 
     def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
         """Marian does not report them."""

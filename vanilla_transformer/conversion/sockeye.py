@@ -12,7 +12,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from ..data.vocabularies import Specials, read_json
+from ..data.vocabularies import Specials
+from ..data.vocabulary_files import read_json
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit, subwords
 from .core import (

@@ -12,13 +12,12 @@ from ..data.vocabularies import (
     Specials,
     bpe_codes,
     pair,
-    read_bpe_codes,
-    read_sentencepiece,
     rows,
     sentencepiece,
     strip,
     words,
 )
+from ..data.vocabulary_files import read_bpe_codes, read_sentencepiece
 from .core import (
     PROJECTION,
     PROJECTION_BIAS,

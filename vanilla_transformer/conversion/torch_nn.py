@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, log_softmax
 from transformers.activations import ACT2FN
 
-from ..data.vocabularies import Specials, read_json, read_lines
+from ..data.vocabularies import Specials
+from ..data.vocabulary_files import read_json, read_lines
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit, subwords
 from .core import (

@@ -26,16 +26,12 @@ from .tokenization import (
     train_tokenizer,
 )
 from .vocabularies import (
-    CONTROL,
-    UNKNOWN,
-    USER_DEFINED,
     Specials,
     bpe_codes,
     pair,
-    read_bpe_codes,
-    read_sentencepiece,
     sentencepiece,
 )
+from .vocabulary_files import CONTROL, UNKNOWN, USER_DEFINED, read_bpe_codes, read_sentencepiece
 
 logger = logging.getLogger(__name__)
 
