@@ -111,6 +111,8 @@ def test_without_a_unicode_form_text_stays_as_it_is():
         ({"user_tokens": ["</s>"]}, "user_tokens has '</s>'"),
         ({"user_tokens": ["<a>", "<a>"]}, "'<a>' twice"),
         ({"target_tokenizer_type": "word"}, "expected separate_vocabularies with it"),
+        ({"target_unicode_normalization": "nfc"}, "expected separate_vocabularies with it"),
+        ({"target_unicode_normalization": "utf8"}, "normalization='utf8': expected one of nfc,"),
         ({"target_vocab_size": 300}, "target_vocab_size=300: expected separate_vocabularies"),
     ],
 )
@@ -144,6 +146,25 @@ def test_each_side_has_a_vocabulary_of_its_own_from_a_saved_folder_too(tmp_path)
 def test_each_side_may_have_a_size_of_its_own():
     tokenizer = two(vocab_size=300, target_vocab_size=6)
     assert tokenizer.target_vocab_size == 6
+
+
+def test_each_side_may_have_a_unicode_form_of_its_own(tmp_path):
+    """Korean to phones: syllables become letters, and phones stay as they are."""
+    pairs = Dataset.from_dict({"source": ["한국", "말"], "target": ["ç ɐ n", "é"]})
+    tokenizer = TokenizerArguments(
+        tokenizer_type="char", separate_vocabularies=True, target_tokenizer_type="word",
+        unicode_normalization="nfd", target_unicode_normalization="nfc",
+    ).train(pairs)  # fmt: skip
+    for one in (tokenizer, reloaded(tokenizer, tmp_path)):
+        encoded = one("한", text_target="ç é")
+        assert one.convert_ids_to_tokens(encoded["input_ids"]) == [
+            "\u1112",
+            "\u1161",
+            "\u11ab",
+            "</s>",
+        ]
+        assert len(encoded["labels"]) == 3
+        assert one.decode(encoded["labels"], skip_special_tokens=True) == "ç é"
 
 
 def test_user_tokens_are_in_both_vocabularies():

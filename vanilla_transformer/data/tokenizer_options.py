@@ -81,6 +81,10 @@ class TokenizerArguments:
         default="nfc",
         metadata={"help": f"Unicode normal form of all text: {', '.join(UNICODE_FORMS)}."},
     )
+    target_unicode_normalization: str | None = field(
+        default=None,
+        metadata={"help": "With separate_vocabularies, the target's form. Default: the source's."},
+    )
 
     sentencepiece_model: list[str] | None = field(
         default=None,
@@ -101,14 +105,20 @@ class TokenizerArguments:
         check_choice("tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
         check_choice("unicode_normalization", self.unicode_normalization, UNICODE_FORMS)
         check_user_tokens(self.user_tokens)
-        if self.target_tokenizer_type is not None:
-            check_choice("target_tokenizer_type", self.target_tokenizer_type, TOKENIZER_TYPES)
-        for name in ("target_tokenizer_type", "target_vocab_size"):
-            if getattr(self, name) is not None and not self.separate_vocabularies:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: expected separate_vocabularies with it"
-                )
+        self._check_target()
         self._check_imports()
+
+    def _check_target(self) -> None:
+        choices = {
+            "target_tokenizer_type": TOKENIZER_TYPES,
+            "target_unicode_normalization": UNICODE_FORMS,
+        }
+        for name in (*choices, "target_vocab_size"):
+            value = getattr(self, name)
+            if value is not None and name in choices:
+                check_choice(name, value, choices[name])
+            if value is not None and not self.separate_vocabularies:
+                raise ValueError(f"{name}={value!r}: expected separate_vocabularies with it")
 
     def _check_imports(self) -> None:
         for name in ("sentencepiece_model", "bpe_codes"):
@@ -125,6 +135,7 @@ class TokenizerArguments:
         own_rules = {
             "lowercase": self.lowercase,
             "unicode_normalization": self.unicode_normalization != "nfc",
+            "target_unicode_normalization": self.target_unicode_normalization is not None,
             "tokenizer_type": self.tokenizer_type != "bpe",
         }
         for name, given in own_rules.items():
@@ -145,15 +156,21 @@ class TokenizerArguments:
         """
         named = self.sentencepiece_model or self.bpe_codes
         files: list[str | None] = [None] if named is None else [*named]
+        source = self.tokenizer_type, self.vocab_size, self.unicode_normalization
         if len(files) == 1 and not self.separate_vocabularies:
-            return self._side(iter_texts(pairs), files[0], self.tokenizer_type, self.vocab_size)
-        kinds = self.tokenizer_type, self.target_tokenizer_type or self.tokenizer_type
-        sizes = self.vocab_size, self.target_vocab_size or self.vocab_size
-        sides = (iter_texts(pairs, [side]) for side in ("source", "target"))
-        return pair(*map(self._side, sides, [files[0], files[-1]], kinds, sizes))
+            return self._side(iter_texts(pairs), files[0], *source)
+        target = (
+            self.target_tokenizer_type or self.tokenizer_type,
+            self.target_vocab_size or self.vocab_size,
+            self.target_unicode_normalization or self.unicode_normalization,
+        )
+        return pair(
+            self._side(iter_texts(pairs, ["source"]), files[0], *source),
+            self._side(iter_texts(pairs, ["target"]), files[-1], *target),
+        )
 
     def _side(
-        self, texts: Iterable[str], file: str | None, tokenizer_type: str, size: int
+        self, texts: Iterable[str], file: str | None, tokenizer_type: str, size: int, form: str
     ) -> PreTrainedTokenizerFast:
         """A tokenizer from a file, or trained on the texts."""
         if file is not None and self.sentencepiece_model is not None:
@@ -166,7 +183,7 @@ class TokenizerArguments:
             tokenizer_type=tokenizer_type,
             user_tokens=self.user_tokens,
             lowercase=self.lowercase,
-            unicode_normalization=self.unicode_normalization,
+            unicode_normalization=form,
         )
 
 
