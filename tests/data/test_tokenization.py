@@ -179,6 +179,13 @@ def test_a_word_has_the_same_pieces_wherever_it_stands(trained):
     assert trained.tokenize("dog dog") == [" dog", " dog"]
 
 
+def test_names_with_underscores_are_words():
+    """As in SCAN's actions: a sequence is as long as its actions are many."""
+    tokenizer = train_tokenizer(["I_JUMP I_TURN_LEFT"] * 4, 300, show_progress=False)
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("I_TURN_LEFT I_JUMP")["input_ids"])
+    assert pieces == [" I_TURN_LEFT", " I_JUMP", "</s>"]
+
+
 def test_digits_stand_alone(trained):
     assert trained.tokenize("2016") == [" ", "2", "0", "1", "6"]
 

@@ -43,9 +43,10 @@ UNICODE_FORMS: dict[str, Callable[[], normalizers.Normalizer] | None] = {
 }
 
 # Merges do not cross the boundaries of this pattern. A word or a run of punctuation includes one
-# space before it; digits and further white space stand alone. As no piece mixes letters, digits and
-# punctuation, text such as "<0x41>" or "</s>" never becomes the token of the same name.
-_PIECE = r" ?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s"
+# space before it; digits and further white space stand alone. "_" counts as a letter, as in
+# "I_TURN_LEFT". As no piece mixes letters, digits and punctuation, text such as "<0x41>" or "</s>"
+# never becomes the token of the same name.
+_PIECE = r" ?[\p{L}\p{M}_]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}_]+|\s+(?!\S)|\s"
 
 
 def train_tokenizer(
