@@ -14,6 +14,7 @@ of the seeds, and the rates of their ensemble. Minutes are CPU time of one train
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,15 +44,22 @@ class G2PArguments:
     options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
 
     def __post_init__(self) -> None:
-        known = sorted(
-            path.name[: -len("_train.tsv")] for path in Path(self.data).glob("*_train.tsv")
-        )
-        self.languages = known if self.languages is None else self.languages
-        if not known:
-            raise ValueError(f"data={self.data}: expected a folder with LANG_train.tsv")
-        for language in self.languages:
-            if language not in known:
-                raise ValueError(f"languages has {language!r}: expected of {', '.join(known)}")
+        self.languages = choose_languages(self.data, self.languages)
+
+
+def choose_languages(data: str, wanted: list[str] | None) -> list[str]:
+    """These languages, or all of the folder.
+
+    Raises:
+        ValueError: The folder lacks one, or has none.
+    """
+    known = sorted(path.name[: -len("_train.tsv")] for path in Path(data).glob("*_train.tsv"))
+    if not known:
+        raise ValueError(f"data={data}: expected a folder with LANG_train.tsv")
+    for language in wanted or ():
+        if language not in known:
+            raise ValueError(f"languages has {language!r}: expected of {', '.join(known)}")
+    return wanted or known
 
 
 def main() -> None:
@@ -78,7 +86,7 @@ def main() -> None:
 
 def run(language: str, seed: int, folder: Path, arguments: G2PArguments) -> dict[str, float]:
     """Train a model, in a process of its own, as users do, and score it."""
-    rows = {split: read(arguments, language, split) for split in SPLITS}
+    rows = {split: read(arguments.data, language, split) for split in SPLITS}
     model = folder / f"{language}-{seed}"
     model.mkdir(exist_ok=True)
     flags = [
@@ -105,7 +113,7 @@ def run_ensemble(
 ) -> dict[str, float]:
     """Score the models of these seeds together."""
     models = [folder / f"{language}-{seed}" for seed in seeds.split()]
-    return score(models, read(arguments, language, "test"))
+    return score(models, read(arguments.data, language, "test"))
 
 
 def score(models: list[Path], pairs: Pairs) -> dict[str, float]:
@@ -115,14 +123,19 @@ def score(models: list[Path], pairs: Pairs) -> dict[str, float]:
     found = list(translate(words, *LoadingArguments().load(models), batch_size=150))
     name = "test.output" if len(models) == 1 else "ensemble.output"
     (models[0] / name).write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
+    return error_rates(found, phones)
+
+
+def error_rates(found: Sequence[str], phones: Sequence[str]) -> dict[str, float]:
+    """Of words and of phones, %."""
     references = [" ".join(each.split()) for each in phones]
     scores = score_translations(found, references, metrics=("ser", "per"))
     return {WORDS: scores["ser"], PHONES: scores["per"]}
 
 
-def read(arguments: G2PArguments, language: str, split: str) -> Pairs:
+def read(data: str, language: str, split: str) -> Pairs:
     """Words and their phones."""
-    text = Path(arguments.data, f"{language}_{split}.tsv").read_text(encoding="utf-8")
+    text = Path(data, f"{language}_{split}.tsv").read_text(encoding="utf-8")
     return [(word, phones) for word, phones in (line.split("\t") for line in text.splitlines())]
 
 

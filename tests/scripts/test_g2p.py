@@ -1,6 +1,7 @@
 """The grapheme-to-phoneme benchmark: every language and seed, kept when it is repeated."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 from conftest import run_module
@@ -49,6 +50,15 @@ def test_the_table_has_means_of_seeds_and_languages_and_the_ensembles():
         "| mean |  | 9.00 | 13.50 | 1.00 | 5.00 | 1.00 |",
     ]
     assert "ensemble" not in to_markdown({"kor": rates(20.0)}, {"kor": []})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("fairseq") is None, reason="fairseq is not installed")
+def test_fairseq_runs_the_same_task(data, tmp_path):
+    flags = ["--data", data, "--output_dir", "out", "--languages", "fre", "--max_steps", 2]
+    flags += ["--save_epochs", 1, "--d_model", 16]
+    table = run_module("scripts.benchmarks.g2p_fairseq", *flags, cwd=tmp_path).stdout
+    assert "| fre | 1 |" in table
 
 
 def test_a_language_without_data_is_named(data):

@@ -1,0 +1,140 @@
+"""Grapheme to phoneme with fairseq: the baseline of SIGMORPHON 2020, shared task 1.
+
+python -m scripts.benchmarks.g2p_fairseq --data FOLDER --languages fre --output_dir outputs/fairseq
+
+FOLDER is that of `scripts.benchmarks.g2p`. The settings are those of the task's own Transformer:
+words as characters, separate vocabularies, 4+4 layers, 4 heads, pre-norm, label smoothing 0.1, Adam
+with an inverse square root schedule of peak 1e-3 and 1,000 warm-up updates, at most 5,000 updates,
+beam 5, and the checkpoint with the lowest word error rate on the development set. The task also
+chose the best of several widths, dropouts and batches for each language: `--d_model`, `--dropout`
+and `--batch_size` set one of them. Finished runs are kept in results.json; the table is
+g2p_fairseq.md. fairseq must be importable; the package does not depend on it.
+"""
+
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import HfArgumentParser
+
+from scripts.benchmarks.g2p import DEV, WORDS, choose_languages, error_rates, read, to_markdown
+from scripts.checks.toolkit_training import options, run
+from scripts.commands import cpu_seconds
+from scripts.reports import Results
+from vanilla_transformer.data.text_files import read_file
+
+SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # ours, and fairseq's
+BINARY, SOURCE, TARGET = "binary", "word", "phones"
+
+
+@dataclass
+class FairseqArguments:
+    data: str = field(metadata={"help": "Folder with the files of the shared task."})
+    output_dir: str = field(metadata={"help": "Folder for models, results.json and table."})
+    languages: list[str] | None = field(
+        default=None, metadata={"help": "Default: all that the folder has."}
+    )
+    seeds: list[int] = field(default_factory=lambda: [1], metadata={"help": "Seeds."})
+    d_model: int = field(default=128, metadata={"help": "128 or 256; d_ff is four times as much."})
+    dropout: float = field(default=0.3, metadata={"help": "0.1, 0.2 or 0.3."})
+    batch_size: int = field(default=256, metadata={"help": "Words: 256, 512 or 1024."})
+    max_steps: int = field(default=5000, metadata={"help": "Updates."})
+    save_epochs: int = field(default=20, metadata={"help": "Epochs between two checkpoints."})
+
+    def __post_init__(self) -> None:
+        self.languages = choose_languages(self.data, self.languages)
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(FairseqArguments).parse_args_into_dataclasses()
+    folder = Path(arguments.output_dir).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("d_model", "dropout", "batch_size", "max_steps", "save_epochs")
+    settings = {name: getattr(arguments, name) for name in names}
+    results = Results(folder / "results.json", settings)
+    for seed in arguments.seeds:
+        for language in arguments.languages:
+            if not results.of(language, [seed]):
+                scores = train_and_score(language, seed, folder / f"{language}-{seed}", arguments)
+                results.add(language, seed, scores)
+    runs = {row: results.of(row, arguments.seeds) for row in arguments.languages}
+    table = to_markdown(runs, {row: [] for row in runs})
+    (folder / "g2p_fairseq.md").write_text(table + "\n", encoding="utf-8")
+    print(table)
+
+
+def train_and_score(
+    language: str, seed: int, folder: Path, arguments: FairseqArguments
+) -> dict[str, float]:
+    """The error rates of one training."""
+    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run has left
+    folder.mkdir()
+    before = cpu_seconds()
+    preprocess(language, folder, arguments.data)
+    train(seed, folder, arguments)
+    minutes = (cpu_seconds() - before) / 60
+    phones = {
+        split: [phones for _, phones in read(arguments.data, language, split)]
+        for split in ("dev", "test")
+    }
+    dev = {
+        path: error_rates(generate(path, "valid", folder), phones["dev"])[WORDS]
+        for path in sorted(folder.glob("checkpoint[0-9]*.pt"))
+    }
+    best = min(dev, key=dev.__getitem__)
+    scores = error_rates(generate(best, "test", folder), phones["test"])
+    return {DEV: dev[best], **scores, "cpu_minutes": minutes}
+
+
+def preprocess(language: str, folder: Path, data: str) -> None:
+    """Write both sides of each split, and what fairseq makes of them."""
+    for split in SPLITS:
+        words, phones = zip(*read(data, language, split), strict=True)
+        for name, lines in ((SOURCE, map(" ".join, words)), (TARGET, phones)):
+            text = "".join(f"{line}\n" for line in lines)
+            (folder / f"{split}.{name}").write_text(text, encoding="utf-8")
+    run("fairseq_cli.preprocess:cli_main", *options({
+        "source-lang": SOURCE, "target-lang": TARGET, "destdir": folder / BINARY,
+        **{f"{theirs}pref": folder / ours for ours, theirs in SPLITS.items()},
+    }))  # fmt: skip
+
+
+def train(seed: int, folder: Path, arguments: FairseqArguments) -> None:
+    """Train, and leave a checkpoint every few epochs."""
+    sizes = {
+        f"{stack}-{name}": value
+        for stack in ("encoder", "decoder")
+        for name, value in (
+            ("layers", 4), ("attention-heads", 4), ("embed-dim", arguments.d_model),
+            ("ffn-embed-dim", 4 * arguments.d_model), ("normalize-before", True),
+        )
+    }  # fmt: skip
+    dropouts = ("dropout", "attention-dropout", "activation-dropout")
+    run("fairseq_cli.train:cli_main", folder / BINARY, *options({
+        "arch": "transformer", **sizes, **dict.fromkeys(dropouts, arguments.dropout),
+        "share-decoder-input-output-embed": True,
+        "criterion": "label_smoothed_cross_entropy", "label-smoothing": 0.1,
+        "optimizer": "adam", "clip-norm": 1.0, "lr": 1e-3, "lr-scheduler": "inverse_sqrt",
+        "warmup-updates": 1000, "warmup-init-lr": 1e-7, "batch-size": arguments.batch_size,
+        "max-update": arguments.max_steps, "save-dir": folder, "seed": seed, "cpu": True,
+        "save-interval": arguments.save_epochs, "validate-interval": arguments.save_epochs,
+        "no-last-checkpoints": True, "no-progress-bar": True, "num-workers": 0,
+    }))  # fmt: skip
+
+
+def generate(checkpoint: Path, split: str, folder: Path) -> list[str]:
+    """The phones that a checkpoint finds for each word of a split, in its order."""
+    run("fairseq_cli.generate:cli_main", folder / BINARY, *options({
+        "path": checkpoint, "gen-subset": split, "beam": 5, "batch-size": 150, "cpu": True,
+        "results-path": folder, "num-workers": 0,
+        "required-batch-size-multiple": 1,  # with 8, the default, it can leave words out
+        "scoring": "chrf",  # bleu needs a C++ extension
+    }))  # fmt: skip
+    rows = [line.split("\t") for line in read_file(folder / f"generate-{split}.txt")]
+    found = {int(row[0][2:]): row[2] for row in rows if re.fullmatch(r"H-\d+", row[0])}
+    return [found[number] for number in sorted(found)]
+
+
+if __name__ == "__main__":
+    main()
