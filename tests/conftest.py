@@ -165,6 +165,24 @@ def checkpoint(tokenizer, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_options():
+    """Options of `train` for a model that takes seconds."""
+    shape = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_ffn_dim=16,decoder_ffn_dim=16"
+    return f"--use_cpu --config_overrides={shape}"
+
+
+@pytest.fixture
+def multi30k_folder(tmp_path):
+    """A folder with the files of Multi30k, 16 pairs in each."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "val", "test_2016_flickr"):
+        (folder / f"{split}.en").write_text("a house by the lake\nthe lake\n" * 8)
+        (folder / f"{split}.de").write_text("ein haus am see\nder see\n" * 8)
+    return folder
+
+
 @pytest.fixture
 def ray_environment(tmp_path):
     """Variables for a Ray beside no other one, without a token in the home folder."""

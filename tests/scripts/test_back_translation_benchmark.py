@@ -8,24 +8,22 @@ from transformers import AutoTokenizer
 
 from scripts.benchmarks.back_translation import BackTranslationArguments, to_markdown
 
-SHAPE = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_ffn_dim=16,decoder_ffn_dim=16"
-QUICK = f"--use_cpu --vocab_size=300 --config_overrides={SHAPE}"
-
-
-@pytest.fixture
-def data(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for split in ("train", "val", "test_2016_flickr"):
-        (folder / f"{split}.en").write_text("a house by the lake\nthe lake\n" * 8)
-        (folder / f"{split}.de").write_text("ein haus am see\nder see\n" * 8)
-    return folder
-
 
 @pytest.mark.slow
-def test_the_rest_is_translated_back_and_joins_the_pairs(data, tmp_path):
-    flags = ["--data", data, "--output_dir", "out", "--pairs", 6, "--updates", 4, "--every", 2]
-    flags += ["--method", "sampling", "--options", QUICK]
+def test_the_rest_is_translated_back_and_joins_the_pairs(multi30k_folder, tiny_options, tmp_path):
+    flags = [
+        "--data",
+        multi30k_folder,
+        "--output_dir",
+        "out",
+        "--pairs",
+        6,
+        "--updates",
+        4,
+        "--every",
+        2,
+    ]
+    flags += ["--method", "sampling", "--options", f"{tiny_options} --vocab_size=300"]
     module = "scripts.benchmarks.back_translation"
     table = run_module(module, *flags, cwd=tmp_path).stdout
     rows = [line.split(" | ")[0] for line in table.splitlines()]
@@ -53,7 +51,7 @@ def test_the_table_says_what_is_due_to_chance():
     ]
 
 
-def test_missing_text_is_named(data):
-    (data / "val.de").unlink()
+def test_missing_text_is_named(multi30k_folder):
+    (multi30k_folder / "val.de").unlink()
     with pytest.raises(FileNotFoundError, match=r"expected a folder with val\.de"):
-        BackTranslationArguments(str(data), "out")
+        BackTranslationArguments(str(multi30k_folder), "out")

@@ -8,9 +8,6 @@ from conftest import run_module
 
 from scripts.benchmarks.g2p import MEASURES, G2PArguments, to_markdown
 
-SHAPE = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_ffn_dim=16,decoder_ffn_dim=16"
-QUICK = f"--max_steps=2 --use_cpu --config_overrides={SHAPE}"
-
 
 @pytest.fixture
 def data(tmp_path):
@@ -23,8 +20,9 @@ def data(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_languages_are_trained_scored_and_kept(data, tmp_path):
-    flags = ["--data", data, "--output_dir", "out", "--seeds", 1, 2, "--options", QUICK]
+def test_all_languages_are_trained_scored_and_kept(data, tiny_options, tmp_path):
+    options = f"{tiny_options} --max_steps=2"
+    flags = ["--data", data, "--output_dir", "out", "--seeds", 1, 2, "--options", options]
     table = run_module("scripts.benchmarks.g2p", *flags, cwd=tmp_path).stdout
     rows = [line.split(" | ")[0] for line in table.splitlines()]
     assert rows[2:5] == ["| fre", "| kor", "| mean"]

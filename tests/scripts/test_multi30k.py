@@ -7,27 +7,16 @@ from conftest import run_module
 
 from scripts.benchmarks.multi30k import Multi30kArguments, draw, to_markdown
 
-SHAPE = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_ffn_dim=16,decoder_ffn_dim=16"
-QUICK = f"--use_cpu --vocab_size=300 --eval_strategy=no --config_overrides={SHAPE}"
 STAGES = {
     1000: [{"bleu": 30.0, "chrf": 50.0, "hours": 1.0}, {"bleu": 32.0, "chrf": 54.0, "hours": 2.0}],
     2000: [{"bleu": 40.0, "chrf": 60.0, "hours": 2.5}],
 }
 
 
-@pytest.fixture
-def data(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for split in ("train", "val", "test_2016_flickr"):
-        (folder / f"{split}.en").write_text("a house by the lake\nthe lake\n" * 8)
-        (folder / f"{split}.de").write_text("ein haus am see\nder see\n" * 8)
-    return folder
-
-
 @pytest.mark.slow
-def test_a_run_stops_at_each_stage_and_is_kept(data, tmp_path):
-    flags = ["--data", data, "--output_dir", "out", "--seeds", 1, "--options", QUICK]
+def test_a_run_stops_at_each_stage_and_is_kept(multi30k_folder, tiny_options, tmp_path):
+    options = f"{tiny_options} --vocab_size=300 --eval_strategy=no"
+    flags = ["--data", multi30k_folder, "--output_dir", "out", "--seeds", 1, "--options", options]
     module = "scripts.benchmarks.multi30k"
     run_module(module, *flags, "--updates", 2, cwd=tmp_path)
     table = run_module(module, *flags, "--updates", 2, 4, cwd=tmp_path).stdout
@@ -52,9 +41,9 @@ def test_the_picture_has_the_literatures_score_where_the_text_is_its_own(tokeniz
     assert axes.get_lines()[0].get_xydata().tolist() == [[1.5, 31.0], [4.0, 40.0]]
 
 
-def test_bad_options_are_named(data):
+def test_bad_options_are_named(multi30k_folder):
     with pytest.raises(ValueError, match=r"updates=\[4, 2\]: expected positive numbers that rise"):
-        Multi30kArguments(str(data), "out", updates=[4, 2])
-    (data / "val.de").unlink()
+        Multi30kArguments(str(multi30k_folder), "out", updates=[4, 2])
+    (multi30k_folder / "val.de").unlink()
     with pytest.raises(FileNotFoundError, match=r"expected a folder with val\.de"):
-        Multi30kArguments(str(data), "out")
+        Multi30kArguments(str(multi30k_folder), "out")
