@@ -36,6 +36,12 @@ def save(folder: str | Path, name: str, results: Any, table: str | None = None) 
         Path(folder, f"{name}.md").write_text(table + "\n")
 
 
+def write_lines(path: Path, lines: Iterable[str]) -> Path:
+    """Write a text file."""
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
 def spread(values: Sequence[float], digits: int) -> str:
     """The mean and, of several values, the standard deviation."""
     mean = f"{statistics.mean(values):.{digits}f}"

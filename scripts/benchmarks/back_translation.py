@@ -15,13 +15,12 @@ p-value of the difference by sacreBLEU's paired bootstrap.
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from transformers import HfArgumentParser
 
 from scripts.benchmarks.multi30k import METRICS, TEST, expect_data, score
 from scripts.commands import cpu_seconds, run, train
-from scripts.reports import Results, markdown
+from scripts.reports import Results, markdown, write_lines
 from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.inference.metrics import compare_systems, make_metrics
 
@@ -74,10 +73,6 @@ def split_text(folder: Path, arguments: BackTranslationArguments) -> None:
         write_lines(folder / f"pairs.{side}", islice(lines, arguments.pairs))
         if side == "de":
             write_lines(folder / "rest.de", lines)
-
-
-def write_lines(path: Path, lines: Any) -> None:
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def train_row(row: str, folder: Path, arguments: BackTranslationArguments) -> dict[str, float]:

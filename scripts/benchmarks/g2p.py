@@ -22,7 +22,7 @@ from transformers import HfArgumentParser
 
 from scripts.benchmarks.tasks import Pairs, write_side
 from scripts.commands import cpu_seconds, train
-from scripts.reports import Results, markdown, spread
+from scripts.reports import Results, markdown, spread, write_lines
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.inference.translation import translate
@@ -33,33 +33,30 @@ ENSEMBLE = {"ensemble WER": WORDS, "ensemble PER": PHONES}
 
 
 @dataclass
-class G2PArguments:
+class SharedTaskArguments:
     data: str = field(metadata={"help": "Folder with the files of the shared task."})
-    output_dir: str = field(metadata={"help": "Folder for models, results.json and g2p.md."})
+    output_dir: str = field(metadata={"help": "Folder for models, results.json and table."})
     languages: list[str] | None = field(
         default=None, metadata={"help": "Default: all that the folder has."}
     )
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds."})
-    config: str = field(default="g2p", metadata={"help": "Recipe of `train`."})
-    options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
 
     def __post_init__(self) -> None:
-        self.languages = choose_languages(self.data, self.languages)
+        known = sorted(
+            path.name[: -len("_train.tsv")] for path in Path(self.data).glob("*_train.tsv")
+        )
+        self.languages = known if self.languages is None else self.languages
+        if not known:
+            raise ValueError(f"data={self.data}: expected a folder with LANG_train.tsv")
+        for language in self.languages:
+            if language not in known:
+                raise ValueError(f"languages has {language!r}: expected of {', '.join(known)}")
 
 
-def choose_languages(data: str, wanted: list[str] | None) -> list[str]:
-    """These languages, or all of the folder.
-
-    Raises:
-        ValueError: The folder lacks one, or has none.
-    """
-    known = sorted(path.name[: -len("_train.tsv")] for path in Path(data).glob("*_train.tsv"))
-    if not known:
-        raise ValueError(f"data={data}: expected a folder with LANG_train.tsv")
-    for language in wanted or ():
-        if language not in known:
-            raise ValueError(f"languages has {language!r}: expected of {', '.join(known)}")
-    return wanted or known
+@dataclass
+class G2PArguments(SharedTaskArguments):
+    config: str = field(default="g2p", metadata={"help": "Recipe of `train`."})
+    options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
 
 
 def main() -> None:
@@ -122,7 +119,7 @@ def score(models: list[Path], pairs: Pairs) -> dict[str, float]:
     words, phones = zip(*pairs, strict=True)
     found = list(translate(words, *LoadingArguments().load(models), batch_size=150))
     name = "test.output" if len(models) == 1 else "ensemble.output"
-    (models[0] / name).write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
+    write_lines(models[0] / name, found)
     return error_rates(found, phones)
 
 

@@ -18,10 +18,17 @@ from pathlib import Path
 
 from transformers import HfArgumentParser
 
-from scripts.benchmarks.g2p import DEV, WORDS, choose_languages, error_rates, read, to_markdown
+from scripts.benchmarks.g2p import (
+    DEV,
+    WORDS,
+    SharedTaskArguments,
+    error_rates,
+    read,
+    to_markdown,
+)
 from scripts.checks.toolkit_training import options, run
 from scripts.commands import cpu_seconds
-from scripts.reports import Results
+from scripts.reports import Results, write_lines
 from vanilla_transformer.data.text_files import read_file
 
 SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # ours, and fairseq's
@@ -29,21 +36,13 @@ BINARY, SOURCE, TARGET = "binary", "word", "phones"
 
 
 @dataclass
-class FairseqArguments:
-    data: str = field(metadata={"help": "Folder with the files of the shared task."})
-    output_dir: str = field(metadata={"help": "Folder for models, results.json and table."})
-    languages: list[str] | None = field(
-        default=None, metadata={"help": "Default: all that the folder has."}
-    )
+class FairseqArguments(SharedTaskArguments):
     seeds: list[int] = field(default_factory=lambda: [1], metadata={"help": "Seeds."})
     d_model: int = field(default=128, metadata={"help": "128 or 256; d_ff is four times as much."})
     dropout: float = field(default=0.3, metadata={"help": "0.1, 0.2 or 0.3."})
     batch_size: int = field(default=256, metadata={"help": "Words: 256, 512 or 1024."})
     max_steps: int = field(default=5000, metadata={"help": "Updates."})
     save_epochs: int = field(default=20, metadata={"help": "Epochs between two checkpoints."})
-
-    def __post_init__(self) -> None:
-        self.languages = choose_languages(self.data, self.languages)
 
 
 def main() -> None:
@@ -92,8 +91,7 @@ def preprocess(language: str, folder: Path, data: str) -> None:
     for split in SPLITS:
         words, phones = zip(*read(data, language, split), strict=True)
         for name, lines in ((SOURCE, map(" ".join, words)), (TARGET, phones)):
-            text = "".join(f"{line}\n" for line in lines)
-            (folder / f"{split}.{name}").write_text(text, encoding="utf-8")
+            write_lines(folder / f"{split}.{name}", lines)
     run("fairseq_cli.preprocess:cli_main", *options({
         "source-lang": SOURCE, "target-lang": TARGET, "destdir": folder / BINARY,
         **{f"{theirs}pref": folder / ours for ours, theirs in SPLITS.items()},

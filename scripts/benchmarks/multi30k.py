@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from transformers import HfArgumentParser
 
 from scripts.commands import cpu_seconds, train
-from scripts.reports import Results, markdown, spread
+from scripts.reports import Results, markdown, spread, write_lines
 from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.metrics import score_translations
@@ -102,7 +102,7 @@ def score(
     translations are written to test.output there."""
     lines, references = (list(read_file(data / f"{TEST}.{side}")) for side in (source, target))
     found = list(translate(lines, *LoadingArguments().load(folder), batch_size=64))
-    (folder / "test.output").write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
+    write_lines(folder / "test.output", found)
     scores = score_translations(found, references, metrics=METRICS, tokenize=tokenize)
     return {name: scores[name] for name in METRICS}
 

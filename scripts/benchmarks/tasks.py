@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts.reports import write_lines
 from vanilla_transformer.data.phrases import load_phrases
 
 Pairs = list[tuple[str, str]]
@@ -32,8 +33,7 @@ class Task(NamedTuple):
 
 def write_side(path: Path, pairs: Pairs, side: int) -> Path:
     """Write the sources (0) or the targets (1), a line each."""
-    path.write_text("".join(f"{pair[side]}\n" for pair in pairs), encoding="utf-8")
-    return path
+    return write_lines(path, (pair[side] for pair in pairs))
 
 
 def scan_commands() -> Iterator[tuple[str, str]]:
