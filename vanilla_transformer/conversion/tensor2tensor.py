@@ -21,12 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..data.vocabularies import (
-    Specials,
-    pair,
-    subwords,
-    words,
-)
+from ..data.vocabularies import Specials, pair, subwords, words
 from ..data.vocabulary_files import read_subwords
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit
