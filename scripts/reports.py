@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,36 +49,46 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 
 class Results:
-    """A file with the scores of finished runs, so that an interrupted command can be repeated.
+    """The scores of finished runs, in results.json of an output folder, so that an interrupted
+    command can be repeated.
 
     Args:
-        path: The file.
-        settings: What all runs of the file have in common, by the names of the options.
+        arguments: The options of the command. `output_dir` is the folder, which is created.
+        settings: The names of those that all runs of a folder share.
 
     Raises:
-        ValueError: The file holds runs with different settings.
+        ValueError: The folder holds runs with different settings.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]):
-        self.path = path
-        self.content = {**settings, "runs": []}
-        if path.exists():
-            self.content = json.loads(path.read_text())
-            for name, value in settings.items():
-                if self.content[name] != value:
-                    raise ValueError(
-                        f"{path} is of --{name} {self.content[name]}, not {value}: "
-                        "choose another --output_dir"
-                    )
+    def __init__(self, arguments: Any, *settings: str):
+        self.folder = Path(arguments.output_dir).resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / "results.json"
+        values = {name: getattr(arguments, name) for name in settings}
+        self.content = {**values, "runs": []}
+        if self.path.exists():
+            self.content = json.loads(self.path.read_text())
+        for name, value in values.items():
+            if self.content[name] != value:
+                raise ValueError(
+                    f"{self.path} is of --{name} {self.content[name]}, not {value}: "
+                    "choose another --output_dir"
+                )
 
     def of(self, row: str, seeds: Collection[int | str]) -> list[dict[str, Any]]:
         """The scores of a row with these seeds."""
         return [run for run in self.content["runs"] if run["row"] == row and run["seed"] in seeds]
 
-    def add(self, row: str, seed: int | str, scores: dict[str, Any]) -> None:
-        """Add the scores of a run and save the file."""
-        self.content["runs"].append({"row": row, "seed": seed, **scores})
-        self.path.write_text(json.dumps(self.content, indent=1))
+    def run(self, row: str, seed: int | str, job: Callable[[], dict[str, Any]]) -> None:
+        """Run a job and save the scores that it returns, unless the file has them."""
+        if not self.of(row, [seed]):
+            self.content["runs"].append({"row": row, "seed": seed, **job()})
+            self.path.write_text(json.dumps(self.content, indent=1))
+
+    def write(self, name: str, table: str) -> str:
+        """Write the table to NAME.md in the folder. Returns it."""
+        (self.folder / f"{name}.md").write_text(table + "\n", encoding="utf-8")
+        return table
 
 
 def as_json(results: Any) -> str:

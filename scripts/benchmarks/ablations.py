@@ -10,6 +10,7 @@ an interrupted command can be repeated. The table is written to ablations.md.
 
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,26 +84,21 @@ class AblationArguments:
 def main() -> None:
     (arguments,) = HfArgumentParser(AblationArguments).parse_args_into_dataclasses()
     transformers_logging.set_verbosity_error()
-    folder = Path(arguments.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    results = Results(arguments, *SETTINGS)
     rows = [
         row for row in ROWS if arguments.rows is None or any(part in row for part in arguments.rows)
     ]
-    settings = {name: getattr(arguments, name) for name in SETTINGS}
-    results = Results(folder / "results.json", settings)
     model_args, data_args, _ = options_of(arguments, rows[0], 0, "unused")
     pairs = load_parallel_dataset(data_args)
     tokenizer = make_tokenizer(model_args, pairs["train"], None)
     splits = tokenize_dataset(pairs, tokenizer, data_args)
     runs = [(row, seed) for seed in arguments.seeds for row in rows]
     for row, seed in tqdm(runs, desc="Training", unit="run"):
-        if not results.of(row, [seed]):
-            with tempfile.TemporaryDirectory() as scratch:
-                options = options_of(arguments, row, seed, scratch)
-                results.add(row, seed, run(options, tokenizer, splits))
+        with tempfile.TemporaryDirectory() as scratch:
+            options = options_of(arguments, row, seed, scratch)
+            results.run(row, seed, partial(run, options, tokenizer, splits))
     table = to_markdown({row: results.of(row, arguments.seeds) for row in rows})
-    (folder / "ablations.md").write_text(table + "\n")
-    print(table)
+    print(results.write("ablations", table))
 
 
 def options_of(arguments: AblationArguments, row: str, seed: int, folder: str) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ p-value of the difference by sacreBLEU's paired bootstrap.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -51,19 +52,14 @@ class BackTranslationArguments:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(BackTranslationArguments).parse_args_into_dataclasses()
-    folder = Path(arguments.output_dir).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     names = ("pairs", "updates", "every", "method", "tokenize", "options")
-    results = Results(folder / "results.json", {name: getattr(arguments, name) for name in names})
+    results = Results(arguments, *names)
+    folder = results.folder
     split_text(folder, arguments)
     for row in ROWS:
-        if not results.of(row, [arguments.seed]):
-            results.add(row, arguments.seed, train_row(row, folder, arguments))
+        results.run(row, arguments.seed, partial(train_row, row, folder, arguments))
     runs = {row: results.of(row, [arguments.seed])[0] for row in ROWS}
-    (folder / "back_translation.md").write_text(
-        to_markdown(runs, p_values(folder, arguments)) + "\n", encoding="utf-8"
-    )
-    print((folder / "back_translation.md").read_text(encoding="utf-8"))
+    print(results.write("back_translation", to_markdown(runs, p_values(folder, arguments))))
 
 
 def split_text(folder: Path, arguments: BackTranslationArguments) -> None:

@@ -16,6 +16,8 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 from transformers import HfArgumentParser
@@ -61,24 +63,19 @@ class G2PArguments(SharedTaskArguments):
 
 def main() -> None:
     (arguments,) = HfArgumentParser(G2PArguments).parse_args_into_dataclasses()
-    folder = Path(arguments.output_dir).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {name: getattr(arguments, name) for name in ("config", "options")}
-    results = Results(folder / "results.json", settings)
+    results = Results(arguments, "config", "options")
     seeds, together = arguments.seeds, " ".join(map(str, arguments.seeds))
     jobs = [(seed, run) for seed in seeds]
     if len(seeds) > 1:
         jobs.append((together, run_ensemble))
-    for seed, job in jobs:
-        for language in arguments.languages:
-            if not results.of(language, [seed]):
-                results.add(language, seed, job(language, seed, folder, arguments))
-            table = to_markdown(
-                {row: results.of(row, seeds) for row in arguments.languages},
-                {row: results.of(row, [together]) for row in arguments.languages},
-            )
-            (folder / "g2p.md").write_text(table + "\n", encoding="utf-8")
-    print((folder / "g2p.md").read_text(encoding="utf-8"))
+    for (seed, job), language in product(jobs, arguments.languages):
+        results.run(language, seed, partial(job, language, seed, results.folder, arguments))
+        singles, ensembles = (
+            {row: results.of(row, group) for row in arguments.languages}
+            for group in (seeds, [together])
+        )
+        table = results.write("g2p", to_markdown(singles, ensembles))
+    print(table)
 
 
 def run(language: str, seed: int, folder: Path, arguments: G2PArguments) -> dict[str, float]:

@@ -14,6 +14,8 @@ g2p_fairseq.md. fairseq must be importable; the package does not depend on it.
 import re
 import shutil
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 from transformers import HfArgumentParser
@@ -47,20 +49,12 @@ class FairseqArguments(SharedTaskArguments):
 
 def main() -> None:
     (arguments,) = HfArgumentParser(FairseqArguments).parse_args_into_dataclasses()
-    folder = Path(arguments.output_dir).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    names = ("d_model", "dropout", "batch_size", "max_steps", "save_epochs")
-    settings = {name: getattr(arguments, name) for name in names}
-    results = Results(folder / "results.json", settings)
-    for seed in arguments.seeds:
-        for language in arguments.languages:
-            if not results.of(language, [seed]):
-                scores = train_and_score(language, seed, folder / f"{language}-{seed}", arguments)
-                results.add(language, seed, scores)
+    results = Results(arguments, "d_model", "dropout", "batch_size", "max_steps", "save_epochs")
+    for seed, language in product(arguments.seeds, arguments.languages):
+        model = results.folder / f"{language}-{seed}"
+        results.run(language, seed, partial(train_and_score, language, seed, model, arguments))
     runs = {row: results.of(row, arguments.seeds) for row in arguments.languages}
-    table = to_markdown(runs, {row: [] for row in runs})
-    (folder / "g2p_fairseq.md").write_text(table + "\n", encoding="utf-8")
-    print(table)
+    print(results.write("g2p_fairseq", to_markdown(runs, {row: [] for row in runs})))
 
 
 def train_and_score(

@@ -14,6 +14,8 @@ multi30k.png and multi30k.svg. Hours are CPU time: what one process takes on a f
 import math
 import statistics
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -62,19 +64,15 @@ def expect_data(folder: str) -> None:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(Multi30kArguments).parse_args_into_dataclasses()
-    folder = Path(arguments.output_dir).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {name: getattr(arguments, name) for name in ("config", "options", "tokenize")}
-    results = Results(folder / "results.json", settings)
-    for seed in arguments.seeds:
-        for updates in arguments.updates:
-            if not results.of(str(updates), [seed]):
-                results.add(str(updates), seed, run(folder / str(seed), seed, updates, arguments))
-            stages = {n: results.of(str(n), arguments.seeds) for n in arguments.updates}
-            stages = {n: runs for n, runs in stages.items() if runs}
-            (folder / "multi30k.md").write_text(to_markdown(stages) + "\n", encoding="utf-8")
-            save(draw(stages, arguments.tokenize), folder / "multi30k")
-    print((folder / "multi30k.md").read_text(encoding="utf-8"))
+    results = Results(arguments, "config", "options", "tokenize")
+    for seed, updates in product(arguments.seeds, arguments.updates):
+        job = partial(run, results.folder / str(seed), seed, updates, arguments)
+        results.run(str(updates), seed, job)
+        stages = {n: results.of(str(n), arguments.seeds) for n in arguments.updates}
+        stages = {n: runs for n, runs in stages.items() if runs}
+        table = results.write("multi30k", to_markdown(stages))
+        save(draw(stages, arguments.tokenize), results.folder / "multi30k")
+    print(table)
 
 
 def run(folder: Path, seed: int, updates: int, arguments: Multi30kArguments) -> dict[str, float]:

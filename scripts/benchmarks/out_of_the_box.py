@@ -15,6 +15,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tqdm.auto import tqdm
@@ -54,26 +55,23 @@ def main() -> None:
             )
     expect_known("tasks", arguments.tasks or (), tasks)
     rows = arguments.tasks or list(tasks)
-    folder = Path(arguments.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {name: getattr(arguments, name) for name in ("max_steps", "options")}
-    results = Results(folder / "results.json", settings)
+    results = Results(arguments, "max_steps", "options")
     runs = [(row, seed) for seed in arguments.seeds for row in rows]
     for row, seed in tqdm(runs, desc="Training", unit="run"):
-        if not results.of(row, [seed]):
-            with tempfile.TemporaryDirectory() as scratch:
-                scores = run(tasks[row](), Path(scratch), seed, arguments)
-            results.add(row, seed, scores)
-            table = to_markdown({row: results.of(row, arguments.seeds) for row in rows})
-            (folder / "out_of_the_box.md").write_text(table + "\n")
-    print((folder / "out_of_the_box.md").read_text())
+        with tempfile.TemporaryDirectory() as scratch:
+            results.run(row, seed, partial(run, tasks[row], Path(scratch), seed, arguments))
+        table = to_markdown({row: results.of(row, arguments.seeds) for row in rows})
+        results.write("out_of_the_box", table)
+    print(table)
 
 
-def run(task: Task, scratch: Path, seed: int, arguments: OutOfTheBoxArguments) -> dict:
+def run(
+    task: Callable[[], Task], scratch: Path, seed: int, arguments: OutOfTheBoxArguments
+) -> dict[str, float]:
     """Train and test a model, in a process of its own, as users do."""
     files = [
         f"--{split}_{side}={write_side(scratch / f'{split}.{side}', pairs, place)}"
-        for split, pairs in task._asdict().items()
+        for split, pairs in task()._asdict().items()
         for place, side in enumerate(("source", "target"))
     ]
     before = cpu_seconds()
