@@ -15,6 +15,7 @@ from vanilla_transformer.training.resumption import (
     OptionsCallback,
     expect_same_options,
     fixed_options,
+    warn_of_another_text,
 )
 from vanilla_transformer.training.trainer import load_averaged_checkpoints
 
@@ -318,3 +319,29 @@ def test_a_resumed_training_does_not_ignore_an_option(
     expect_same_options(checkpoint, all_options({"tokenizer_name": "moved/mine"}, max_steps=9))
     with pytest.raises(ValueError, match=message):
         expect_same_options(checkpoint, all_options(model_options, **options))
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ({"pairs": 3, "target_tokens": 20}, None),
+        ({"pairs": 2, "target_tokens": 20}, "has 2 pairs and 20 target tokens, but that of "),
+        ({"pairs": 3, "target_tokens": 1500}, "has 3 pairs and 1,500 target tokens, but that of "),
+        (None, None),  # a stream
+    ],
+)
+def test_a_training_that_resumes_with_another_text_says_so(
+    tokenizer, tmp_path, caplog, text, warning
+):
+    before = {"pairs": 3, "target_tokens": 20}
+    small_trainer(tmp_path, tokenizer, OptionsCallback({}, before), max_steps=2).train()
+    warn_of_another_text(tmp_path / "checkpoint-2", text)
+    messages = [each for each in caplog.messages if "The training text" in each]
+    assert len(messages) == (warning is not None)
+    assert warning is None or warning in messages[0]
+
+
+def test_a_checkpoint_without_the_size_of_its_text_can_be_resumed(tokenizer, tmp_path, caplog):
+    small_trainer(tmp_path, tokenizer, OptionsCallback({}), max_steps=2).train()
+    warn_of_another_text(tmp_path / "checkpoint-2", {"pairs": 3, "target_tokens": 20})
+    assert not any("The training text" in each for each in caplog.messages)

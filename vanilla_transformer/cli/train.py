@@ -27,7 +27,12 @@ from ..inference.translation import translate
 from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
 from ..training.distributed import load_saved_model
 from ..training.preparation import prepare
-from ..training.resumption import OptionsCallback, expect_same_options, fixed_options
+from ..training.resumption import (
+    OptionsCallback,
+    expect_same_options,
+    fixed_options,
+    warn_of_another_text,
+)
 from ..training.trainer import find_checkpoint, load_averaged_checkpoints, make_trainer
 from .train_options import make_parser
 
@@ -46,11 +51,13 @@ def main() -> None:
     checkpoint = find_checkpoint(training_args)
     prepared = prepare(model_args, data_args, training_args, checkpoint)
     options = fixed_options(model_args, training_args)
+    text = None if prepared.size is None else prepared.size._asdict()
     if checkpoint is not None:
         expect_same_options(checkpoint, options)
+        warn_of_another_text(checkpoint, text)
     model, tokenizer, pairs = prepared.model, prepared.tokenizer, prepared.pairs
     trainer = make_trainer(model, tokenizer, training_args, prepared.splits)
-    trainer.add_callback(OptionsCallback(options))
+    trainer.add_callback(OptionsCallback(options, text))
     trainer.card_arguments = model_args, data_args
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.exit_if_interrupted()
