@@ -119,14 +119,15 @@ OVERRIDES = [
 READ: dict[str, tuple[Any, str]] = {
     "_attn_implementation": (PreTrainedConfig, "modeling, attention, plotting"),
     "_get_top_k_continuations": (GenerationMixin, "model/beam_search.py"),
+    "_beam_search_has_unfinished_sequences": (GenerationMixin, "model/running_rows.py"),
     "_keys_to_ignore_on_save": (PreTrainedModel, "training/distributed.py"),
     "_get_resized_embeddings": (PreTrainedModel, "model/pretrained.py"),
     "_get_resized_lm_head": (PreTrainedModel, "model/pretrained.py"),
     "_determine_best_metric": (Trainer, "training/interruption.py"),
-    "_get_collator_with_removed_columns": (Trainer, "batching.py"),
+    "_get_collator_with_removed_columns": (Trainer, "training/token_batches.py"),
     "lazy_initialization": (CacheLayerMixin, "model/cache.py"),
     "is_compileable": (CacheLayerMixin, "model/cache.py"),
-    "get_tp_size": (Trainer, "batching.py"),
+    "get_tp_size": (Trainer, "training/token_batches.py"),
 }
 
 
@@ -220,6 +221,19 @@ def test_a_generation_config_knows_its_tokens_as_tensors():
     assert seen[0]._eos_token_tensor.tolist() == [2]
 
 
+def test_beam_search_asks_what_has_ended_and_lets_the_model_reorder_its_cache():
+    # model/running_rows.py gives a copy of the model methods of these names.
+    source = inspect.getsource(GenerationMixin._beam_search)
+    assert "self._reorder_cache(" in source
+    call = re.search(r"self\._beam_search_has_unfinished_sequences\(([^()]*)\)", source)[1]
+    assert [name.strip() for name in call.split(",") if name.strip()] == [
+        "is_early_stop_heuristic_unsatisfied",
+        "is_sent_finished",
+        "next_token_hits_stopping_criteria",
+        "early_stopping",
+    ]
+
+
 def test_a_pipeline_keeps_its_parameters_and_what_it_was_registered_as():
     # model/pipelines.py sets `_preprocess_params` and deletes `_registered_impl`.
     source = inspect.getsource(Pipeline.__init__)
@@ -240,7 +254,7 @@ def test_layers_of_a_cache_are_what_the_decoder_replaces():
 
 @pytest.mark.parametrize("attend", [sdpa_attention_forward, flash_attention_forward])
 def test_attention_functions_take_what_the_model_gives(attend):
-    # model/attention.py calls them, model/packing.py adds row ends.
+    # model/attention.py calls them, and adds where packed rows end.
     taken = list(inspect.signature(attend).parameters)
     assert taken[:5] == ["module", "query", "key", "value", "attention_mask"]
     assert {"scaling", "dropout", "kwargs"} <= set(taken)
@@ -255,7 +269,7 @@ def test_plans_of_parallel_layers_are_dictionaries_of_names():
 
 
 def test_accelerate_skips_batches_and_shares_its_state_as_batching_relies_on():
-    # batching.py makes `DataLoaderShard`s and asks the gradient state for the active loader.
+    # training/token_batches.py makes `DataLoaderShard`s and asks for the active loader.
     taken = inspect.signature(DataLoaderShard.__init__).parameters
     assert "device" in taken
     for name in ("end_of_dataloader", "active_dataloader"):

@@ -163,7 +163,7 @@ def test_log_probabilities_are_among_all_tokens(dtype, in_pieces):
     torch.manual_seed(0)
     projection = nn.Linear(24, 50, bias=False, dtype=dtype)
     states = torch.randn(6, 1, 24, dtype=dtype) * 5
-    best = BestTokens(nn.Module(), 8)
+    best = BestTokens(nn.Module(), 8, nn.Identity())
     with torch.no_grad():
         logits, expected = best.logits(states, projection), projection(states)
     wide = expected.to(torch.promote_types(dtype, torch.float32))[:, 0]

@@ -13,7 +13,12 @@ from vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
 )
 from vanilla_transformer.model import attention as attention_module
-from vanilla_transformer.model import beam_search, generation, modeling_vanilla_transformer
+from vanilla_transformer.model import (
+    beam_search,
+    generation,
+    modeling_vanilla_transformer,
+    running_rows,
+)
 
 CLASSES = [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
 VARIANTS = [
@@ -104,6 +109,7 @@ def test_the_plain_path_takes_nothing_that_is_only_faster(monkeypatch):
     monkeypatch.setattr(modeling_vanilla_transformer, "fused_linear_cross_entropy", refuse)
     monkeypatch.setattr(generation, "generation_cache", refuse)
     monkeypatch.setattr(beam_search, "BestTokens", refuse)
+    monkeypatch.setattr(running_rows, "RunningRows", refuse)
     monkeypatch.setattr(beam_search, "LARGE", 0)
     monkeypatch.setattr(beam_search, "project", refuse)
     for name in ("sdpa_attention", "flash_attention", "PackedRows", "RowsByLength"):

@@ -99,9 +99,11 @@ def _in_pieces(
 # ---------------------------------------------------------------- The best tokens
 
 
-def best_tokens(model: Any, options: dict[str, Any]) -> "BestTokens | None":
+def best_tokens(
+    model: Any, options: dict[str, Any], expand: Callable[[torch.Tensor], torch.Tensor]
+) -> "BestTokens | None":
     """What beam search may look at instead of all tokens, where none of their scores is asked for,
-    changed or drawn by chance."""
+    changed or drawn by chance. `expand` makes all rows of a batch of those that are computed."""
     config = options["generation_config"]
     asked_for = config.output_scores or config.output_logits
     changed = options["logits_processor"] or config.do_sample or options.get("synced_gpus")
@@ -109,7 +111,7 @@ def best_tokens(model: Any, options: dict[str, Any]) -> "BestTokens | None":
         return None
     ends = config._eos_token_tensor
     beams_to_keep = max(2, 1 + (0 if ends is None else len(ends))) * config.num_beams
-    return BestTokens(model, min(beams_to_keep, model.config.target_vocab_size))
+    return BestTokens(model, min(beams_to_keep, model.config.target_vocab_size), expand)
 
 
 class BestTokens(LogitsProcessor):
@@ -127,8 +129,8 @@ class BestTokens(LogitsProcessor):
         log_probs: (rows, count).
     """
 
-    def __init__(self, model: Any, count: int):
-        self.count = count
+    def __init__(self, model: Any, count: int, expand: Callable[[torch.Tensor], torch.Tensor]):
+        self.count, self.expand = count, expand
         self.tokens = self.log_probs = torch.empty(0)
         self.model = with_logits(model, self.logits)
         self.model._get_top_k_continuations = self.continuations
@@ -162,8 +164,9 @@ class BestTokens(LogitsProcessor):
             log_normalizers.append(highest + normalizer.log())
         values, tokens = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
         best, places = values.topk(self.count)
-        self.tokens = tokens.gather(-1, places)
-        self.log_probs = best - torch.cat(log_normalizers, -1).logsumexp(-1, keepdim=True)
+        self.tokens = self.expand(tokens.gather(-1, places))
+        log_normalizer = torch.cat(log_normalizers, -1).logsumexp(-1, keepdim=True)
+        self.log_probs = self.expand(best - log_normalizer)
         return best[:, None]
 
 

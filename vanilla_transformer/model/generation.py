@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     Cache,
     EncoderDecoderCache,
@@ -18,6 +19,7 @@ from transformers import (
 
 from .beam_search import best_tokens, shallow_copy, with_fast_projection
 from .cache import generation_cache, is_generation_cache, repeat_for_each_beam
+from .running_rows import WatchedCriteria, running_rows
 from .validation import expect_generation_options, expect_in_range, expect_prompt
 
 # What a generation config may hold besides transformers' own fields.
@@ -219,16 +221,24 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         )
 
     def _sample(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
-        """As transformers' (5.17 to 5.23), with a faster projection onto a large vocabulary."""
-        return GenerationMixin._sample(with_fast_projection(self), input_ids, **kwargs)
+        """As transformers' (5.17 to 5.23), with a faster projection onto a large vocabulary, and
+        without the rows that have ended."""
+        model, criteria = with_fast_projection(self), kwargs["stopping_criteria"]
+        rows = running_rows(self, input_ids, kwargs)
+        # Without such criteria transformers lets a row go on until all have ended.
+        if rows is not None and any(hasattr(each, "eos_token_id") for each in criteria):
+            model, kwargs["stopping_criteria"] = rows.of(model), WatchedCriteria(criteria, rows)
+        return GenerationMixin._sample(model, input_ids, **kwargs)
 
     def _beam_search(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
-        """As transformers' (5.17 to 5.23), looking at the best tokens alone where these decide."""
-        config = kwargs["generation_config"]
-        best = best_tokens(self, kwargs)
+        """As transformers' (5.17 to 5.23), looking at the best tokens alone where these decide, and
+        without the rows of sources that have ended."""
+        config, rows = kwargs["generation_config"], running_rows(self, input_ids, kwargs)
+        best = best_tokens(self, kwargs, nn.Identity() if rows is None else rows.expand)
         if best is not None:
             kwargs["logits_processor"] = LogitsProcessorList([best])
         model = with_fast_projection(self) if best is None else best.model
+        model = model if rows is None else rows.of(model)
         output = GenerationMixin._beam_search(model, input_ids, **kwargs)
         if config._eos_token_tensor is None and config._pad_token_tensor is not None:
             sequences = getattr(output, "sequences", output)
