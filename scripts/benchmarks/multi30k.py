@@ -8,7 +8,8 @@ command `vanilla-transformer train --config multi30k_tiny` with a seed; its fold
 name. It stops at each of `--updates`, and the mean of its last checkpoints, which `train` leaves,
 translates the test set. `--options` adds to the command. Finished stages are kept in results.json,
 so that an interrupted command can be repeated. The table is written to multi30k.md, the picture to
-multi30k.png and multi30k.svg. Hours are CPU time: what one process takes on a free core.
+multi30k.png and multi30k.svg. Hours are CPU time of training: what one process takes on a free
+core. If a stage was interrupted, they follow from the updates since.
 """
 
 import math
@@ -28,6 +29,7 @@ from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.inference.translation import translate
 from vanilla_transformer.plotting import save
+from vanilla_transformer.training.checkpoints import checkpoints_by_step
 
 TEST = "test_2016_flickr"
 SPLITS = {"train": "train", "validation": "val"}
@@ -82,6 +84,8 @@ def run(folder: Path, seed: int, updates: int, arguments: Multi30kArguments) -> 
         for name, split in SPLITS.items()
         for place, side in (("source", "en"), ("target", "de"))
     ]
+    begin = max((stage for stage in arguments.updates if stage < updates), default=0)
+    done = max(checkpoints_by_step(folder), default=begin)
     before = cpu_seconds()
     train(
         [
@@ -89,8 +93,13 @@ def run(folder: Path, seed: int, updates: int, arguments: Multi30kArguments) -> 
             f"--max_steps={updates}", "--resume_from_checkpoint=auto", *arguments.options.split(),
         ]
     )  # fmt: skip
-    scores = score(folder, Path(arguments.data), arguments.tokenize)
-    return {**scores, "hours": (cpu_seconds() - before) / 3600}
+    hours = stage_hours(cpu_seconds() - before, begin, done, updates)
+    return {**score(folder, Path(arguments.data), arguments.tokenize), "hours": hours}
+
+
+def stage_hours(seconds: float, begin: int, done: int, updates: int) -> float:
+    """Hours from the update `begin` to `updates`, from the seconds since `done`."""
+    return seconds / 3600 * (updates - begin) / max(updates - done, 1)
 
 
 def score(

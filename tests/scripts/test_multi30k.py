@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import run_module
 
-from scripts.benchmarks.multi30k import Multi30kArguments, draw, to_markdown
+from scripts.benchmarks.multi30k import Multi30kArguments, draw, stage_hours, to_markdown
 
 STAGES = {
     1000: [{"bleu": 30.0, "chrf": 50.0, "hours": 1.0}, {"bleu": 32.0, "chrf": 54.0, "hours": 2.0}],
@@ -32,6 +32,12 @@ def test_the_table_has_the_hours_so_far_and_the_spread_of_the_seeds():
     rows = to_markdown(STAGES).splitlines()
     assert rows[2] == "| 1,000 | 2 | 1.5 | 31.0 ± 1.4 | 52.0 ± 2.8 |"
     assert rows[3] == "| 2,000 | 1 | 4.0 | 40.0 | 60.0 |"
+
+
+def test_hours_of_an_interrupted_stage_follow_from_the_updates_since():
+    assert stage_hours(3600, begin=2000, done=2000, updates=4000) == 1
+    assert stage_hours(3600, begin=2000, done=3000, updates=4000) == 2
+    assert stage_hours(36, begin=2000, done=4000, updates=4000) > 0  # only the scores were missing
 
 
 @pytest.mark.parametrize(("tokenize", "lines"), [("none", 2), ("13a", 1)])
