@@ -74,6 +74,16 @@ def test_options_of_generate_reach_it(checkpoint, tmp_path):
     assert repeating.stdout != plain
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_seed_draws_the_same_translations_again(checkpoint, tmp_path, beams):
+    flags = ("--do_sample", "--num_beams", beams, "--temperature", 9.5)
+    first, again, other = (
+        run(checkpoint, tmp_path, *flags, "--seed", seed).stdout for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
 def test_an_ensemble_of_a_model_with_itself_is_the_model(checkpoint, tmp_path):
     flags = ("--num_beams", 3, "--n_best", 2)
     one = run(checkpoint, tmp_path, *flags).stdout

@@ -19,7 +19,6 @@ SEARCHES = {
     "gnmt": {"num_beams": 3, "length_penalty_type": "gnmt", "early_stopping": "never"},
     "all beams": {"num_beams": 4, "num_return_sequences": 4},
     "beams over all tokens": {"num_beams": 3, "no_repeat_ngram_size": 2},
-    "sampled beams": {"num_beams": 3, "do_sample": True},
     "two": {"num_beams": 2, "min_new_tokens": 3},
 }
 CONFIGS = {
@@ -134,12 +133,20 @@ class AfterThree(StoppingCriteria):
     [
         {"return_dict_in_generate": True},
         {"num_beams": 3, "return_dict_in_generate": True},
+        {"num_beams": 3, "do_sample": True},
         {"cache_implementation": "static"},
         {"use_cache": False},
         # Without an end of sentence, transformers goes on with rows that have ended.
         {"eos_token_id": None, "stopping_criteria": StoppingCriteriaList([AfterThree()])},
     ],
-    ids=["a cache that is returned", "of beams", "a static cache", "no cache", "no end"],
+    ids=[
+        "a cache that is returned",
+        "of beams",
+        "beams by chance",
+        "a static cache",
+        "no cache",
+        "no end",
+    ],
 )
 def test_whole_batches_are_computed(monkeypatch, rows_computed, options):
     model = make_model()

@@ -19,7 +19,8 @@ def running_rows(
     model: Any, input_ids: torch.LongTensor, options: dict[str, Any]
 ) -> "RunningRows | None":
     """What leaves out rows that have ended in a search with these options; None where somebody may
-    look at them, or at the cache."""
+    look at them, or at the cache, and where beams are drawn by chance: with fewer steps, the next
+    batch would draw others."""
     config = options["generation_config"]
     cache: Any = options.get("past_key_values")
     if not may_replace_forward(model) or not is_generation_cache(cache):
@@ -27,6 +28,8 @@ def running_rows(
     if cache.get_seq_length() > 0:  # the caller's
         return None
     if config.return_dict_in_generate or options.get("synced_gpus"):
+        return None
+    if config.do_sample and config.num_beams > 1:
         return None
     tensors = {name for name, value in options.items() if isinstance(value, torch.Tensor)}
     rows_per_source = cache.cross_attention_cache.layers[0].rows_per_source
