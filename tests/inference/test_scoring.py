@@ -1,11 +1,14 @@
 """Scores of given pairs are the model's log-probabilities, in the order of the pairs."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from conftest import run_command
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.inference import scoring
-from vanilla_transformer.inference.scoring import score_pairs
+from vanilla_transformer.inference.scoring import score_pairs, token_scores
 
 PAIRS = [
     ("a house by the lake", "ein Haus am See"),
@@ -54,3 +57,15 @@ def test_the_script_writes_a_line_for_each_pair(translator, checkpoint, tmp_path
     process = script("--source", "source", "--target", "shorter", "--output", "scores")
     assert "source has 4 lines and shorter 1: expected as many" in process.stderr
     assert not (tmp_path / "scores").exists()
+
+
+def test_scores_are_as_precise_as_float32_allows_for_a_large_vocabulary():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 5, 30_000) * 3, torch.randint(30_000, (2, 5))
+    labels[1, 3:] = -100
+    inputs = {"decoder_input_ids": labels, "labels": labels}
+    found = token_scores(lambda **_: SimpleNamespace(logits=logits), inputs)
+    expected = logits.double().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(
+        found, expected.masked_fill(labels == -100, 0), rtol=5e-7, atol=0, check_dtype=True
+    )

@@ -65,7 +65,8 @@ def analyze_heads(
                 use_cache=False,
                 output_attentions=True,
             )
-        of_batch = F.cross_entropy(outputs.logits.float().mT, labels, reduction="sum")
+        logits = outputs.logits.float().flatten(0, 1)
+        of_batch = F.cross_entropy(logits, labels.flatten(), reduction="sum")
         gradients = torch.autograd.grad(of_batch, list(masks.values()))
         loss += of_batch.item()
         for kind, gradient in zip(masks, gradients, strict=True):

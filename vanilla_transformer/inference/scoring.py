@@ -112,7 +112,9 @@ def token_scores(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tor
         return model.token_scores(**inputs)
     labels = inputs["labels"]
     logits = model(**reading_inputs(inputs), use_cache=False).logits.float()
-    return -F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").double()
+    # Over the last dimension torch sums a large vocabulary more precisely than over another.
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return -losses.view_as(labels).double()
 
 
 def reading_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
