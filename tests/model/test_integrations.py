@@ -348,6 +348,7 @@ def test_checkpointing_goes_without_a_cache_and_says_so(cls, reentrant):
     inputs = inputs_for(model)
     expected = model(**inputs).logits
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    transformers_logging.set_verbosity_warning()
     transformers_logging.warning_once.cache_clear()
     with CaptureLogger(transformers_logging.get_logger()) as captured:
         outputs = model(**inputs, use_cache=True)
