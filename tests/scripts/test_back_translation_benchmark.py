@@ -11,18 +11,8 @@ from scripts.benchmarks.back_translation import BackTranslationArguments, to_mar
 
 @pytest.mark.slow
 def test_the_rest_is_translated_back_and_joins_the_pairs(multi30k_folder, tiny_options, tmp_path):
-    flags = [
-        "--data",
-        multi30k_folder,
-        "--output_dir",
-        "out",
-        "--pairs",
-        6,
-        "--updates",
-        4,
-        "--every",
-        2,
-    ]
+    flags = ["--data", multi30k_folder, "--output_dir", "out"]
+    flags += ["--pairs", 6, "--updates", 4, "--every", 2]
     flags += ["--method", "sampling", "--options", f"{tiny_options} --vocab_size=300"]
     module = "scripts.benchmarks.back_translation"
     table = run_module(module, *flags, cwd=tmp_path).stdout

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.modeling_vanilla_transformer import label_smoothed_cross_entropy
 from ..plotting import Kind
 from .attention import attention_modules, query_masks, read_batches
 
@@ -65,8 +65,7 @@ def analyze_heads(
                 use_cache=False,
                 output_attentions=True,
             )
-        logits = outputs.logits.float().flatten(0, 1)
-        of_batch = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        of_batch = label_smoothed_cross_entropy(outputs.logits, labels, num_items_in_batch=1)
         gradients = torch.autograd.grad(of_batch, list(masks.values()))
         loss += of_batch.item()
         for kind, gradient in zip(masks, gradients, strict=True):

@@ -272,7 +272,7 @@ class TranslationJob:
     def hypotheses(self, lines: list[str], first: int) -> Iterator[list[Hypothesis]]:
         """Yield the hypotheses to write for each line."""
         arguments, models = self.arguments, (self.model, self.tokenizer)
-        torch.manual_seed(arguments.seed + first)  # whatever was translated before
+        torch.manual_seed(arguments.seed + first)  # the same, whatever was translated before
         prefixes = None
         if self.prefixes is not None:
             prefixes = self.prefixes[first : first + len(lines)]
