@@ -32,13 +32,14 @@ from scripts.benchmarks import ctranslate2_engine as compiled
 from scripts.benchmarks.peers import BOS, EOS, PAD, PEERS, SIZES, Size, training_loss
 from scripts.benchmarks.turns import Runner, speeds, take_turns
 from scripts.reports import expect_known, markdown, write
+from vanilla_transformer.training.defaults import has_bfloat16_products
 
 REFERENCE = "marian"
 OURS = "vanilla_transformer"
 BEFORE = "before"
 BEST = ", best setting"  # follows the name of a peer
 WORKLOADS = ("T1", "T2", "G1", "G2", "G3")
-HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # other CPUs take 50 times as long
+HAS_BFLOAT16 = has_bfloat16_products()
 DEFAULT_WORKLOADS = [name for name in WORKLOADS if HAS_BFLOAT16 or name != "T2"]
 # The fastest settings that the README recommends for CPUs, by size and workload.
 INT8 = {"int8": True}

@@ -14,6 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from transformers import DataCollatorForSeq2Seq, HfArgumentParser, PreTrainedTokenizerFast
 
+from vanilla_transformer.data import parallel_text
 from vanilla_transformer.data.parallel_text import (
     PAIR_FEATURES,
     DataArguments,
@@ -223,6 +224,13 @@ def test_a_corpus_is_mapped_from_a_file_that_is_written_once(tmp_path):
     first, second = load(**files)["train"], load(**files)["train"]
     assert first.cache_files
     assert first.cache_files == second.cache_files
+
+
+def test_an_upgrade_reads_a_corpus_again(tmp_path, monkeypatch):
+    files = write_sides(tmp_path, PAIRS)
+    before = load(**files)["train"].cache_files
+    monkeypatch.setattr(parallel_text, "_code_version", lambda: "the next version")
+    assert load(**files)["train"].cache_files != before
 
 
 def test_a_changed_file_gives_new_data(tmp_path):

@@ -8,6 +8,7 @@ from transformers import MarianConfig, MarianMTModel
 
 from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.training import defaults
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.defaults import (
     TextSize,
@@ -87,6 +88,21 @@ def test_every_choice_is_logged_with_its_reason(tmp_path, caplog):
     for name in NAMES:
         assert any(message.startswith(f"{name}=") for message in caplog.messages), name
     assert "max_tokens=1944: 1944 target tokens per update; 420,000 in the text" in caplog.messages
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_the_precision_that_does_not_suit_the_cpu_is_named(
+    tmp_path, caplog, monkeypatch, has_products, bf16
+):
+    monkeypatch.setattr(defaults, "has_bfloat16_products", lambda: has_products)
+    arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, bf16=bf16)
+    with caplog.at_level(logging.INFO):
+        defaults.advise_on_precision(arguments)
+    words = {(True, False): "takes far longer", (False, True): "--bf16 trains faster"}
+    found = [record.message for record in caplog.records if "bfloat16" in record.message]
+    assert len(found) == (bf16 != has_products)
+    assert not found or words[bf16, has_products] in found[0]
 
 
 def test_without_a_choice_transformers_defaults_remain(tmp_path):

@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from hashlib import blake2b
 from itertools import product, zip_longest
 from pathlib import Path
 from reprlib import repr
@@ -413,11 +414,17 @@ def _rows_to_pairs(
         "paths": tuple(str(Path(path).resolve()) for path in paths),
         "columns": columns,
         "drop_blank": split == "train",
-        # Part of the cache key: changed files are read again.
-        "stamp": tuple((stat.st_size, stat.st_mtime_ns) for stat in stats),
+        # Part of the cache key: changed files are read again, and all files by changed code.
+        "stamp": (_code_version(), *((stat.st_size, stat.st_mtime_ns) for stat in stats)),
     }
     make = IterableDataset.from_generator if streaming else Dataset.from_generator
     return make(_read_pairs, PAIR_FEATURES, gen_kwargs=arguments, split=NamedSplit(split))
+
+
+def _code_version() -> str:
+    """A digest of the modules that read, choose and tokenize text."""
+    modules = sorted(Path(__file__).parent.glob("*.py"))
+    return blake2b(b"".join(map(Path.read_bytes, modules)), digest_size=8).hexdigest()
 
 
 def _read_pairs(

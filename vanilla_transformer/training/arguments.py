@@ -91,8 +91,8 @@ class ModelArguments(TokenizerArguments):
     float32_matmul_precision: str | None = field(
         default=None,
         metadata={
-            "help": "Precision of float32 matrix products: highest, high or medium. On CPUs with "
-            "AVX-512 or AMX, medium trains up to twice as fast with almost the same result."
+            "help": "Precision of float32 matrix products: highest, high or medium. On some CPUs "
+            "medium trains up to twice as fast with almost the same result."
         },
     )
 

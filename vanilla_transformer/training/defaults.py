@@ -82,6 +82,22 @@ def choose_open_options(arguments: Any, d_model: int, size: TextSize | None) -> 
     choose("learning_rate", rate, f"the paper's peak, (d_model * {WARMUP_STEPS})^-0.5")
 
 
+def has_bfloat16_products() -> bool:
+    """Whether this CPU multiplies matrices in bfloat16. Others take many times as long as in
+    float32."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def advise_on_precision(arguments: Any) -> None:
+    """Warn of bfloat16 on a CPU without such products, and name it on one that has them."""
+    if arguments.device.type != "cpu":
+        return
+    if arguments.bf16 and not has_bfloat16_products():
+        logger.warning("bf16=True: this CPU has no bfloat16 products, so training takes far longer")
+    elif not arguments.bf16 and has_bfloat16_products():
+        logger.info("This CPU has bfloat16 products: --bf16 trains faster")
+
+
 def extend_output_limit(model: PreTrainedModel, size: TextSize | None) -> None:
     """Let translations be as long as the targets of the text: input length + 50 is the paper's
     limit (section 6.1), and cuts the targets of some tasks. A checkpoint keeps a higher limit.

@@ -12,7 +12,12 @@ from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import expect_whole, log_coverage
 from .arguments import ModelArguments, TranslationTrainingArguments
-from .defaults import TextSize, choose_open_options, extend_output_limit
+from .defaults import (
+    TextSize,
+    advise_on_precision,
+    choose_open_options,
+    extend_output_limit,
+)
 from .languages import set_languages, start_in_target_language
 from .trainer import make_model, make_tokenizer
 
@@ -66,6 +71,7 @@ def prepare(
     if model_args.model_name_or_path is not None:
         training_args.left_open &= {"max_tokens"}  # transformers' defaults are for fine-tuning
     choose_open_options(training_args, model.config.d_model, size)
+    advise_on_precision(training_args)
     extend_output_limit(model, size)
     if data_args.bpe_dropout:
         encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
