@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from vanilla_transformer import VanillaTransformerForCausalLM
 from vanilla_transformer.export import TARGETS, export
+from vanilla_transformer.export.check import size
 
 NEEDED = {"ctranslate2": "ctranslate2"}
 
@@ -133,6 +134,14 @@ def test_the_command_exports_and_checks(saved, tmp_path, to):
     assert rows["equal translations"] == "3 (100.0%)"
     assert float(rows["largest difference of scores, 4 beams"]) < 1e-4
     assert float(rows["MB of weights, export"]) > 0
+
+
+def test_the_size_of_a_trained_folder_is_that_of_the_model(tmp_path):
+    names = ("model.safetensors", "training_args.bin", "onnx/model.onnx")
+    for name in (*names, "checkpoint-3/model.safetensors", "checkpoint-3/optimizer.pt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(100))
+    assert size(tmp_path) == 200  # the model's two files
 
 
 def test_the_command_refuses_before_it_works(tmp_path):

@@ -4,6 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
 from ..conversion.check import as_table, in_batches
 from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
@@ -81,6 +83,10 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
 
 
 def size(folder: Path) -> int:
-    """The bytes of the weights in a folder."""
+    """The bytes of the weights in a folder, without the checkpoints of a training."""
     files = (path for path in folder.rglob("*") if path.name.endswith(WEIGHTS))
-    return sum(path.stat().st_size for path in files if path.name != "training_args.bin")
+    return sum(path.stat().st_size for path in files if not _of_training(path.relative_to(folder)))
+
+
+def _of_training(path: Path) -> bool:
+    return path.name == "training_args.bin" or path.parts[0].startswith(PREFIX_CHECKPOINT_DIR)
