@@ -14,13 +14,15 @@ from typing import Any
 import httpx
 
 
-def train(flags: Sequence[str], log: Path | None = None) -> subprocess.CompletedProcess[str]:
+def train(
+    flags: Sequence[str], log: Path | None = None, processes: int = 1
+) -> subprocess.CompletedProcess[str]:
     """Train with these flags; see `run`."""
-    return run("train", ["--report_to=none", *flags], log)
+    return run("train", ["--report_to=none", *flags], log, processes)
 
 
 def run(
-    name: str, flags: Sequence[str], log: Path | None = None
+    name: str, flags: Sequence[str], log: Path | None = None, processes: int = 1
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of `vanilla-transformer`.
 
@@ -28,11 +30,14 @@ def run(
         name: The command, such as "translate".
         flags: Its options.
         log: A file for what it prints to standard error.
+        processes: How many share the work. `torchrun` starts more than one.
 
     Raises:
         RuntimeError: It fails.
     """
-    command = [sys.executable, "-m", "vanilla_transformer", name, *flags]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    launcher = torchrun if processes > 1 else []
+    command = [sys.executable, *launcher, "-m", "vanilla_transformer", name, *flags]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if log is not None:
         log.write_text(process.stderr, encoding="utf-8")

@@ -6,14 +6,15 @@ python -m scripts.benchmarks.multi30k --data FOLDER --output_dir outputs/raw --t
 FOLDER holds train, val and test_2016_flickr in English (.en) and German (.de). Every run is the
 command `vanilla-transformer train --config multi30k_tiny` with a seed; its folder has the seed's
 name. It stops at each of `--updates`, and the mean of its last checkpoints, which `train` leaves,
-translates the test set. `--options` adds to the command. Finished stages are kept in results.json,
-so that an interrupted command can be repeated. The table is written to multi30k.md, the picture to
-multi30k.png and multi30k.svg. Hours are CPU time of training: what one process takes on a free
-core. If a stage was interrupted, they follow from the updates since.
+translates the test set. `--options` adds to the command; `--processes 2` starts it with torchrun.
+Finished stages are kept in results.json, so that an interrupted command can be repeated. The table
+is written to multi30k.md, the picture to multi30k.png and multi30k.svg. CPU hours are those of all
+processes; hours are on the clock. If a stage was interrupted, they follow from the updates since.
 """
 
 import math
 import statistics
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -49,8 +50,11 @@ class Multi30kArguments:
     tokenize: str = field(default="none", metadata={"help": "sacreBLEU's tokenizer."})
     config: str = field(default="multi30k_tiny", metadata={"help": "Recipe of `train`."})
     options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
+    processes: int = field(default=1, metadata={"help": "Processes that train together."})
 
     def __post_init__(self) -> None:
+        if self.processes < 1:
+            raise ValueError(f"processes={self.processes}: expected a positive number")
         if self.updates != sorted(set(self.updates)) or self.updates[0] < 1:
             raise ValueError(f"updates={self.updates}: expected positive numbers that rise")
         expect_data(self.data)
@@ -66,7 +70,7 @@ def expect_data(folder: str) -> None:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(Multi30kArguments).parse_args_into_dataclasses()
-    results = Results(arguments, "config", "options", "tokenize")
+    results = Results(arguments, "config", "options", "tokenize", "processes")
     for seed, updates in product(arguments.seeds, arguments.updates):
         job = partial(run, results.folder / str(seed), seed, updates, arguments)
         results.run(str(updates), seed, job)
@@ -86,15 +90,17 @@ def run(folder: Path, seed: int, updates: int, arguments: Multi30kArguments) -> 
     ]
     begin = max((stage for stage in arguments.updates if stage < updates), default=0)
     done = max(checkpoints_by_step(folder), default=begin)
-    before = cpu_seconds()
+    before, started = cpu_seconds(), time.monotonic()
     train(
         [
             f"--config={arguments.config}", *files, f"--output_dir={folder}", f"--seed={seed}",
             f"--max_steps={updates}", "--resume_from_checkpoint=auto", *arguments.options.split(),
-        ]
+        ],
+        processes=arguments.processes,
     )  # fmt: skip
-    hours = stage_hours(cpu_seconds() - before, begin, done, updates)
-    return {**score(folder, Path(arguments.data), arguments.tokenize), "hours": hours}
+    seconds = {"cpu_hours": cpu_seconds() - before, "hours": time.monotonic() - started}
+    hours = {name: stage_hours(each, begin, done, updates) for name, each in seconds.items()}
+    return {**score(folder, Path(arguments.data), arguments.tokenize), **hours}
 
 
 def stage_hours(seconds: float, begin: int, done: int, updates: int) -> float:
@@ -121,17 +127,21 @@ Stages = dict[int, list[dict[str, float]]]
 
 def to_markdown(stages: Stages) -> str:
     """A row for each number of updates."""
+    every = [run for runs in stages.values() for run in runs]
+    times = [name for name in ("cpu_hours", "hours") if all(name in run for run in every)]
+    hours = zip(*(hours_so_far(stages, name) for name in times), strict=True)
     rows = [
-        [f"{updates:,}", len(runs), f"{hours:.1f}"]
+        [f"{updates:,}", len(runs), *(f"{each:.2f}" for each in so_far)]
         + [spread([run[name] for run in runs], 1) for name in METRICS]
-        for (updates, runs), hours in zip(stages.items(), hours_so_far(stages), strict=True)
+        for (updates, runs), so_far in zip(stages.items(), hours, strict=True)
     ]
-    return markdown(["updates", "seeds", "CPU hours", "BLEU", "chrF"], rows)
+    header = ["updates", "seeds", *(name.replace("cpu_", "CPU ") for name in times)]
+    return markdown([*header, "BLEU", "chrF"], rows)
 
 
-def hours_so_far(stages: Stages) -> list[float]:
+def hours_so_far(stages: Stages, name: str) -> list[float]:
     """The mean over the seeds, from the start up to each stage."""
-    means = [statistics.mean(run["hours"] for run in runs) for runs in stages.values()]
+    means = [statistics.mean(run[name] for run in runs) for runs in stages.values()]
     return [math.fsum(means[: stage + 1]) for stage in range(len(means))]
 
 
@@ -140,7 +150,7 @@ def draw(stages: Stages, tokenize: str) -> Figure:
     score is of text that is already tokenised."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
-    hours = hours_so_far(stages)
+    hours = hours_so_far(stages, "cpu_hours")
     scores = [[run["bleu"] for run in runs] for runs in stages.values()]
     axes.plot(hours, [statistics.mean(each) for each in scores], marker="o", label="mean of seeds")
     axes.fill_between(hours, list(map(min, scores)), list(map(max, scores)), alpha=0.25)

@@ -1,15 +1,20 @@
 """The Multi30k benchmark: stages of a run, its table and its picture."""
 
 import json
+import subprocess
 
 import pytest
 from conftest import run_module
 
+from scripts.benchmarks import multi30k
 from scripts.benchmarks.multi30k import Multi30kArguments, draw, stage_hours, to_markdown
 
 STAGES = {
-    1000: [{"bleu": 30.0, "chrf": 50.0, "hours": 1.0}, {"bleu": 32.0, "chrf": 54.0, "hours": 2.0}],
-    2000: [{"bleu": 40.0, "chrf": 60.0, "hours": 2.5}],
+    1000: [
+        {"bleu": 30.0, "chrf": 50.0, "cpu_hours": 1.0, "hours": 0.5},
+        {"bleu": 32.0, "chrf": 54.0, "cpu_hours": 2.0, "hours": 1.0},
+    ],
+    2000: [{"bleu": 40.0, "chrf": 60.0, "cpu_hours": 2.5, "hours": 1.25}],
 }
 
 
@@ -28,10 +33,27 @@ def test_a_run_stops_at_each_stage_and_is_kept(multi30k_folder, tiny_options, tm
     assert len((tmp_path / "out/1/test.output").read_text().splitlines()) == 16
 
 
+def test_several_processes_train_together(multi30k_folder, monkeypatch, tmp_path):
+    commands = []
+
+    def started(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", started)
+    monkeypatch.setattr(multi30k, "score", lambda *_: {})
+    arguments = Multi30kArguments(str(multi30k_folder), "out", updates=[2], processes=2)
+    found = multi30k.run(tmp_path, 1, 2, arguments)
+    assert set(found) == {"cpu_hours", "hours"}
+    (command,) = commands
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert command[4:8] == ["--nproc_per_node=2", "-m", "vanilla_transformer", "train"]
+
+
 def test_the_table_has_the_hours_so_far_and_the_spread_of_the_seeds():
     rows = to_markdown(STAGES).splitlines()
-    assert rows[2] == "| 1,000 | 2 | 1.5 | 31.0 ± 1.4 | 52.0 ± 2.8 |"
-    assert rows[3] == "| 2,000 | 1 | 4.0 | 40.0 | 60.0 |"
+    assert rows[2] == "| 1,000 | 2 | 1.50 | 0.75 | 31.0 ± 1.4 | 52.0 ± 2.8 |"
+    assert rows[3] == "| 2,000 | 1 | 4.00 | 2.00 | 40.0 | 60.0 |"
 
 
 def test_hours_of_an_interrupted_stage_follow_from_the_updates_since():
@@ -50,6 +72,8 @@ def test_the_picture_has_the_literatures_score_where_the_text_is_its_own(tokeniz
 def test_bad_options_are_named(multi30k_folder):
     with pytest.raises(ValueError, match=r"updates=\[4, 2\]: expected positive numbers that rise"):
         Multi30kArguments(str(multi30k_folder), "out", updates=[4, 2])
+    with pytest.raises(ValueError, match="processes=0: expected a positive number"):
+        Multi30kArguments(str(multi30k_folder), "out", processes=0)
     (multi30k_folder / "val.de").unlink()
     with pytest.raises(FileNotFoundError, match=r"expected a folder with val\.de"):
         Multi30kArguments(str(multi30k_folder), "out")
