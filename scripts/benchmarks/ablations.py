@@ -2,18 +2,22 @@
 
 python -m scripts.benchmarks.ablations --output_dir outputs/ablations
 
-Each row changes one setting of a model with 2+2 layers, d_model 128 and 4 heads. It is trained with
-the recipe `phrases` and the paper's schedule. The table shows exact match and loss on held-out
-phrases, mean and standard deviation over the seeds. Finished runs are kept in results.json, so that
-an interrupted command can be repeated. The table is written to ablations.md.
+The base has N = 2 layers, d_model = 128, d_ff = 256 and h = 4 heads of d_k = d_v = 32, dropout and
+label smoothing 0.1. Each row changes one setting. It is trained with the recipe `phrases` and the
+paper's schedule. The table shows exact match and loss on held-out phrases, mean and standard
+deviation over the seeds, and the BLEU that the paper reports for the same change; below it stands
+the rank correlation of the two. Finished runs are kept in results.json, so that an interrupted
+command can be repeated. The table is written to ablations.md.
 """
 
+import statistics
 import tempfile
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from pandas import DataFrame
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PrinterCallback, set_seed
 from transformers.utils import logging as transformers_logging
@@ -40,23 +44,45 @@ from vanilla_transformer.training.trainer import (
 RECIPE = Path(__file__).parents[2] / "vanilla_transformer/recipes/phrases.yaml"
 LIKE_THE_PAPER = "encoder_layers=2,decoder_layers=2,dropout=0.1,label_smoothing=0.1"
 HEADS = "encoder_attention_heads={0},decoder_attention_heads={0},head_dim={1}"
+LAYERS = "encoder_layers={0},decoder_layers={0}"
+FFN = "encoder_ffn_dim={0},decoder_ffn_dim={0}"
 
-# What each row changes in the base configuration.
+
+class Row(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        changes: What it changes in the base configuration, as `--config_overrides`.
+        paper: The BLEU of the paper's Table 3 for the same change relative to its own base, which
+            has N = 6, d_model = 512, d_ff = 2048, h = 8; None if the paper has no such row.
+    """
+
+    changes: str = ""
+    paper: float | None = None
+
+
 ROWS = {
-    "base: h = 4, d_k = d_v = 32": "",
-    "h = 1, d_k = d_v = 128": HEADS.format(1, 128),
-    "h = 2, d_k = d_v = 64": HEADS.format(2, 64),
-    "h = 8, d_k = d_v = 16": HEADS.format(8, 16),
-    "d_k = 4": "head_dim=4,value_head_dim=32",
-    "no dropout": "dropout=0.0",
-    "no label smoothing": "label_smoothing=0.0",
-    "learned positions": "position_encoding=learned",
-    "embeddings not scaled": "scale_embedding=false",
-    "embeddings not tied": "tie_word_embeddings=false",
-    "pre-norm": "norm_position=pre",
-    "last 5 checkpoints averaged": "",
+    "base": Row("", 25.8),
+    "(A) h = 1, d_k = d_v = 128": Row(HEADS.format(1, 128), 24.9),
+    "(A) h = 2, d_k = d_v = 64": Row(HEADS.format(2, 64), 25.5),
+    "(A) h = 8, d_k = d_v = 16": Row(HEADS.format(8, 16), 25.8),
+    "(B) d_k = 8": Row("head_dim=8,value_head_dim=32", 25.1),
+    "(C) N = 1": Row(LAYERS.format(1), 23.7),
+    "(C) d_model = 64": Row("d_model=64,head_dim=16", 24.5),
+    "(C) d_model = 256": Row("d_model=256,head_dim=64", 26.0),
+    "(C) d_ff = 128": Row(FFN.format(128), 25.4),
+    "(C) d_ff = 512": Row(FFN.format(512), 26.2),
+    "(D) no dropout": Row("dropout=0.0", 24.6),
+    "(D) dropout 0.2": Row("dropout=0.2", 25.5),
+    "(D) no label smoothing": Row("label_smoothing=0.0", 25.3),
+    "(D) label smoothing 0.2": Row("label_smoothing=0.2", 25.7),
+    "(E) learned positions": Row("position_encoding=learned", 25.7),
+    "embeddings not scaled": Row("scale_embedding=false"),
+    "embeddings not tied": Row("tie_word_embeddings=false"),
+    "pre-norm": Row("norm_position=pre"),
+    "last 5 checkpoints averaged": Row(),
 }
-SETTINGS = ("steps", "train_size", "test_size")  # the same for all runs
+SETTINGS = ("steps", "train_size", "test_size", "options")  # the same for all runs
 
 
 @dataclass
@@ -68,12 +94,13 @@ class AblationArguments:
     )
     train_size: int = field(default=160_000, metadata={"help": "Phrases to train on."})
     test_size: int = field(default=1000, metadata={"help": "Phrases to test on."})
+    options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
     rows: list[str] | None = field(
         default=None, metadata={"help": "Only rows with one of these texts in their name."}
     )
 
     def __post_init__(self) -> None:
-        for name in SETTINGS:
+        for name in ("steps", "train_size", "test_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected a positive number")
         for part in self.rows or ():
@@ -109,7 +136,7 @@ def options_of(arguments: AblationArguments, row: str, seed: int, folder: str) -
         "phrases_train_size": arguments.train_size,
         "phrases_test_size": arguments.test_size,
         "phrases_validation_size": 0,
-        "config_overrides": ",".join(filter(None, (LIKE_THE_PAPER, ROWS[row]))),
+        "config_overrides": ",".join(filter(None, (LIKE_THE_PAPER, ROWS[row].changes))),
         "lr_scheduler_type": "inverse_sqrt",
         "max_steps": arguments.steps,
         "warmup_steps": arguments.steps // 4,
@@ -125,6 +152,7 @@ def options_of(arguments: AblationArguments, row: str, seed: int, folder: str) -
         flags |= {"average_checkpoints": 5, "save_strategy": "steps", "save_steps": each}
         flags |= {"save_total_limit": 5, "save_only_model": True}
     argv = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    argv += arguments.options.split()
     return parse_arguments((ModelArguments, DataArguments, TranslationTrainingArguments), argv)
 
 
@@ -147,13 +175,31 @@ def run(options: tuple[Any, ...], tokenizer: Any, splits: Any) -> dict[str, floa
 
 
 def to_markdown(rows: dict[str, list[dict]]) -> str:
-    """A table with a row per ablation."""
+    """A table with a row per ablation, and how its order agrees with the paper's."""
     table = []
     for row, runs in rows.items():
         exact_match, loss = ([run[name] for run in runs] for name in ("exact_match", "loss"))
         parameters = f"{runs[0]['parameters']:,}"
-        table.append([row, parameters, spread(exact_match, 1), spread(loss, 4)])
-    return markdown(["", "parameters", "exact match, %", "loss, nats per token"], table)
+        cells = [row, parameters, spread(exact_match, 1), spread(loss, 4), ROWS[row].paper]
+        table.append(cells)
+    header = ["", "parameters", "exact match, %", "loss, nats per token", "the paper's BLEU"]
+    return "\n\n".join(filter(None, (markdown(header, table), agreement(rows))))
+
+
+def agreement(rows: dict[str, list[dict]]) -> str:
+    """Spearman's rank correlation of exact match with the paper's BLEU, in a sentence."""
+    found = [
+        (statistics.mean(run["exact_match"] for run in runs), ROWS[row].paper)
+        for row, runs in rows.items()
+        if ROWS[row].paper is not None
+    ]
+    if len(found) < 3:
+        return ""
+    correlation = DataFrame(found).corr(method="spearman").iloc[0, 1]
+    return (
+        f"Rank correlation of exact match with the paper's BLEU, {len(found)} rows: "
+        f"{correlation:.2f} (Spearman)."
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from zipfile import ZipFile
 import pytest
 from conftest import REPOSITORY, random_ids, run_module
 
+from scripts.benchmarks import ablations
 from scripts.benchmarks.speed import with_setting
 from scripts.benchmarks.turns import Runner
 from scripts.overlay import make_overlay
@@ -243,16 +244,20 @@ def test_the_benchmark_of_programs_finds_shares_and_ratios(folder):
 @pytest.mark.slow
 def test_ablations_are_trained_once_and_tabled(folder):
     flags = ["--output_dir", "ablations", "--steps", 2, "--train_size", 40, "--test_size", 4]
-    flags += ["--seeds", 1, 2, "--rows", "h = 1", "averaged"]
+    flags += ["--seeds", 1, 2, "--rows", "h = 1", "d_model", "averaged"]
     table = run_module("scripts.benchmarks.ablations", *flags, cwd=folder).stdout
-    assert table.count("±") == 4
+    assert table.count("±") == 8
+    assert "Rank correlation of exact match with the paper's BLEU, 3 rows:" in table
     results = folder / "ablations/results.json"
     runs = json.loads(results.read_text())["runs"]
     assert {(run["row"], run["seed"]) for run in runs} == {
         (row, seed)
-        for row in ("h = 1, d_k = d_v = 128", "last 5 checkpoints averaged")
+        for row in (
+            "(A) h = 1, d_k = d_v = 128", "(C) d_model = 64", "(C) d_model = 256",
+            "last 5 checkpoints averaged",
+        )
         for seed in (1, 2)
-    }
+    }  # fmt: skip
     assert runs[0]["parameters"] > 100_000
     written = results.stat().st_mtime_ns
     assert run_module("scripts.benchmarks.ablations", *flags, cwd=folder).stdout == table
@@ -261,6 +266,19 @@ def test_ablations_are_trained_once_and_tabled(folder):
         "scripts.benchmarks.ablations", *flags, "--steps", 3, cwd=folder, check=False
     )
     assert "results.json is of --steps 2, not 3: choose another --output_dir" in refused.stderr
+
+
+def test_the_order_of_ablations_is_compared_with_the_papers():
+    def runs(*exact_match):
+        return [{"parameters": 1000, "exact_match": value, "loss": 1.0} for value in exact_match]
+
+    rows = {"base": runs(90.0, 80.0), "(C) N = 1": runs(50.0), "(E) learned positions": runs(70.0)}
+    table = ablations.to_markdown({**rows, "pre-norm": runs(99.0)})
+    assert table.splitlines()[2] == "| base | 1,000 | 85.0 ± 7.1 | 1.0000 ± 0.0000 | 25.8 |"
+    assert table.endswith("the paper's BLEU, 3 rows: 1.00 (Spearman).")
+    opposite = {**rows, "(C) N = 1": runs(95.0)}
+    assert ablations.agreement(opposite).endswith(": -0.50 (Spearman).")
+    assert ablations.agreement({"base": runs(90.0)}) == ""
 
 
 @pytest.mark.slow
