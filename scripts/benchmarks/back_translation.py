@@ -4,10 +4,9 @@ python -m scripts.benchmarks.back_translation --data FOLDER --output_dir outputs
 
 FOLDER holds train, val and test_2016_flickr in English (.en) and German (.de). The first `--pairs`
 pairs are the parallel text; of the others, only the German side is used. The command
-`vanilla-transformer train --config multi30k_tiny` trains three models: the reverse one, German to
-English; one on the pairs alone; and one on the pairs and the German rest with the reverse model's
-translations, which have a tag. Each training ends when the validation loss stops falling, and
-averages its best checkpoints. Finished runs are kept in results.json, so that an interrupted
+`vanilla-transformer train --config back_translation` trains three models: the reverse one, German
+to English; one on the pairs alone; and one on the pairs and the German rest with the reverse model's
+translations, which have a tag. Finished runs are kept in results.json, so that an interrupted
 command can be repeated. The table, back_translation.md, has the scores on the test set, and the
 p-value of the difference by sacreBLEU's paired bootstrap.
 """
@@ -26,12 +25,6 @@ from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.inference.metrics import compare_systems, make_metrics
 
 REVERSE, PAIRS, SYNTHETIC = ROWS = ("reverse", "pairs", "back_translation")
-TAG = "<BT>"
-UNTIL_THE_LOSS_RISES = (
-    "--eval_strategy=steps", "--save_strategy=steps", "--save_total_limit=100",
-    "--load_best_model_at_end=true", "--early_stopping_patience=4", "--average_checkpoints=4",
-    "--resume_from_checkpoint=auto",
-)  # fmt: skip
 
 
 @dataclass
@@ -76,20 +69,19 @@ def train_row(row: str, folder: Path, arguments: BackTranslationArguments) -> di
     data, before = Path(arguments.data).resolve(), cpu_seconds()
     source, target = ("de", "en") if row == REVERSE else ("en", "de")
     corpora = [(folder / f"pairs.{source}", folder / f"pairs.{target}")]
-    tags = []
+    tags = [] if row == SYNTHETIC else ["--corpus_tags", ""]
     if row == SYNTHETIC:
         corpora.append(back_translate(folder, arguments))
-        tags = ["--corpus_tags", "", TAG]
     sources, targets = (map(str, side) for side in zip(*corpora, strict=True))
     train(
         [
-            "--config=multi30k_tiny", "--train_source", *sources, "--train_target", *targets, *tags,
+            "--config=back_translation", "--train_source", *sources, "--train_target", *targets, *tags,
             f"--validation_source={data / f'val.{source}'}",
             f"--validation_target={data / f'val.{target}'}",
             f"--output_dir={folder / row}", f"--seed={arguments.seed}",
             f"--max_steps={arguments.updates}",
             f"--eval_steps={arguments.every}", f"--save_steps={arguments.every}",
-            *UNTIL_THE_LOSS_RISES, *arguments.options.split(),
+            "--resume_from_checkpoint=auto", *arguments.options.split(),
         ],
         log=folder / f"{row}.log",
     )  # fmt: skip

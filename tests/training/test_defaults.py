@@ -173,6 +173,10 @@ def test_the_limit_of_another_model_is_its_own():
     )
     extend_output_limit(marian, MULTI30K._replace(longest_excess=200))
     assert not hasattr(marian.generation_config, "extra_output_tokens")
+    assert marian.generation_config.max_length == 257
+    marian.generation_config.max_length = 512
+    extend_output_limit(marian, MULTI30K)
+    assert marian.generation_config.max_length == 512
 
 
 @pytest.mark.parametrize("side", ["input_ids", "labels"])

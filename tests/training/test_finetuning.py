@@ -31,8 +31,9 @@ from vanilla_transformer import (
 from vanilla_transformer.cli.plan import measurement_key
 from vanilla_transformer.data.parallel_text import DataArguments
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
-from vanilla_transformer.inference.translation import encode_prefixes
+from vanilla_transformer.inference.translation import encode_prefixes, output_limit
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages
 from vanilla_transformer.training.preparation import prepare
@@ -186,6 +187,15 @@ def test_nllb_marks_languages_at_the_start_and_forces_the_targets(tmp_path):
     assert ids[0, 1] == french
 
 
+def test_a_model_without_a_limit_is_not_cut_at_transformers_20_tokens(tmp_path):
+    saved = t5(tmp_path / "t5")
+    assert AutoModelForSeq2SeqLM.from_pretrained(saved).generation_config.max_length is None
+    model, tokenizer = LoadingArguments().load(saved)
+    ids = model.generate(torch.tensor([[5, 6]]), suppress_tokens=[tokenizer.eos_token_id])
+    assert ids.shape[1] == 1 + 256
+    assert output_limit(model, 2, {}) == 256
+
+
 def test_t5_reads_the_prefix_and_starts_with_padding(tmp_path):
     ready = prepared(tmp_path, t5(tmp_path / "t5"), source_prefix="a place: ")
     batch = batch_of(ready)
@@ -200,6 +210,24 @@ def test_marian_reads_each_side_with_its_model_and_starts_with_padding(tmp_path)
     assert batch["input_ids"][-1] == batch["labels"][-1] == "</s>"
     assert batch["decoder_input_ids"] == ["<pad>", *batch["labels"][:-1]]
     assert "<unk>" not in batch["input_ids"] + batch["labels"]
+
+
+def test_the_recipe_fine_tunes_a_marian(tmp_path, train_here):
+    model = marian(tmp_path / "marian")
+    files = []
+    for side, texts in (("source", SOURCES), ("target", TARGETS)):
+        (tmp_path / side).write_text("".join(f"{text}\n" for text in texts))
+        files += [f"--{split}_{side}={tmp_path / side}" for split in ("train", "validation")]
+    train_here(
+        "--config", "marian", "--model_name_or_path", model, "--output_dir", tmp_path / "tuned",
+        "--num_train_epochs", 1, *files,
+    )  # fmt: skip
+    state = json.loads((tmp_path / "tuned/trainer_state.json").read_text())
+    assert state["global_step"] == 1
+    assert "eval_bleu" in str(state["log_history"])
+    tuned = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "tuned")
+    assert isinstance(tuned, MarianMTModel)
+    assert tuned.generation_config.num_beams == 4
 
 
 @pytest.mark.parametrize(

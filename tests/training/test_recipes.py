@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from conftest import REPOSITORY, slow
-from transformers import AutoModelForSeq2SeqLM, get_scheduler
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, get_scheduler
 
 from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.parallel_text import DataArguments
@@ -19,7 +19,8 @@ from vanilla_transformer.training.arguments import (
 
 GROUPS = (ModelArguments, DataArguments, TranslationTrainingArguments)
 RECIPES = sorted((REPOSITORY / "vanilla_transformer/recipes").glob("*.yaml"))
-TRAINED_ALWAYS = ("g2p", "multi30k_tiny", "phrases")
+TRAINED_ALWAYS = ("back_translation", "g2p", "inflection", "multi30k_tiny", "phrases")
+FINE_TUNES = ("marian",)  # tested beside the stock models
 # The columns of data sets that don't have one column `translation` with a text in each language.
 COLUMNS = {"bentrevett/multi30k": ("en", "de")}
 TEXTS = ["a house by the lake", "the lake is deep", "see how deep the lake is"] * 8
@@ -48,13 +49,19 @@ def test_a_recipe_says_its_score_or_that_it_was_not_run(path):
 
 @pytest.mark.parametrize(
     "path",
-    [p for path in RECIPES for p in ([path] if path.stem in TRAINED_ALWAYS else slow(path))],
+    [
+        parameter
+        for path in RECIPES
+        if path.stem not in FINE_TUNES
+        for parameter in ([path] if path.stem in TRAINED_ALWAYS else slow(path))
+    ],
     ids=lambda path: path.stem,
 )
 def test_a_recipe_trains_and_names_its_source(path, tmp_path, train_here):
     assert "http" in path.read_text().partition("\n\n")[0] or path.stem == "phrases"
     recipe = yaml.safe_load(path.read_text())
     (tmp_path / "data").mkdir()
+    files = []
     flags = {
         "config": path,
         "output_dir": tmp_path / "model",
@@ -69,20 +76,24 @@ def test_a_recipe_trains_and_names_its_source(path, tmp_path, train_here):
         sizes = {"train": 40, "validation": 2, "test": 2}
         flags |= {f"phrases_{split}_size": size for split, size in sizes.items()}
     elif "dataset_name" not in recipe:  # it takes files
+        several = "corpus_tags" in recipe or "corpus_temperature" in recipe
         for split, side in product(("train", "validation"), ("source", "target")):
-            flags[f"{split}_{side}"] = tmp_path / "data" / f"{split}.{side}"
-            flags[f"{split}_{side}"].write_text("".join(f"{text}\n" for text in TEXTS))
+            file = tmp_path / "data" / f"{split}.{side}"
+            file.write_text("".join(f"{text}\n" for text in TEXTS))
+            files += [f"--{split}_{side}", *[file] * (1 + several)]
     else:
         flags |= {"dataset_name": stand_in(tmp_path / "data", recipe), "dataset_config_name": None}
         if "dataset_config_name" in recipe:
             flags["dataset_config_name"] = "default"
     given = [(f"--{name}", value) for name, value in flags.items() if value is not None]
-    train_here(*(part for pair in given for part in pair))
+    train_here(*(part for pair in given for part in pair), *files)
 
     state = json.loads((tmp_path / "model/trainer_state.json").read_text())
     assert state["global_step"] == 2
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
     assert model.generation_config.num_beams == recipe["generation_num_beams"]
+    vocabulary = AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab()
+    assert set(filter(None, recipe.get("corpus_tags", ()))) <= set(vocabulary)
     for name, value in recipe.get("generation_kwargs", {}).items():
         assert getattr(model.generation_config, name) == value
 

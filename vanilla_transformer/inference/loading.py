@@ -15,6 +15,7 @@ from transformers import (
 
 from .engines import ENGINES, find_engine, named_engine
 from .ensemble import VanillaTransformerEnsemble, expect_same_vocabulary
+from .translation import set_output_limit
 
 TORCH = "torch"
 ENGINE_NAMES = (TORCH, *(engine.NAME for engine in ENGINES))
@@ -127,6 +128,7 @@ class LoadingArguments:
         model = AutoModelForSeq2SeqLM.from_pretrained(
             name, dtype=self.dtype, attn_implementation=self.attn_implementation, **remote
         )
+        set_output_limit(model)
         return model.to(self.device), tokenizer
 
     def _load_ensemble(

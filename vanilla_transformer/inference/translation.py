@@ -10,6 +10,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
+
 # Lines are sorted by length within this many batches, so that little padding is needed.
 BATCHES_PER_WINDOW = 64
 
@@ -170,6 +172,15 @@ def output_limit(
     if getattr(config, "position_encoding", None) == "learned":
         limit = min(limit, config.max_position_embeddings - 1)
     return limit
+
+
+def set_output_limit(model: PreTrainedModel) -> None:
+    """Let a model without a limit of its own, such as T5, generate up to 256 tokens. transformers'
+    default is 20. Our models' limit grows with the source."""
+    config = model.generation_config
+    limited = config.max_length is not None or config.max_new_tokens is not None
+    if not limited and not hasattr(model, "extra_output_tokens"):
+        config.max_length = 1 + DEFAULT_NEW_TOKENS  # with the token that starts it
 
 
 def _options(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.token_batches import count_tokens
+from ..inference.translation import set_output_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
@@ -101,8 +102,9 @@ def advise_on_precision(arguments: Any) -> None:
 def extend_output_limit(model: PreTrainedModel, size: TextSize | None) -> None:
     """Let translations be as long as the targets of the text: input length + 50 is the paper's
     limit (section 6.1), and cuts the targets of some tasks. A checkpoint keeps a higher limit.
-    Other models have limits of their own.
+    Other models keep their own, or get one from `set_output_limit`.
     """
+    set_output_limit(model)
     limit = getattr(model, "extra_output_tokens", math.inf)
     limit = getattr(model.generation_config, "extra_output_tokens", limit)
     if size is not None and size.longest_excess > limit:
