@@ -31,9 +31,10 @@ from vanilla_transformer import (
 from vanilla_transformer.cli.plan import measurement_key
 from vanilla_transformer.data.parallel_text import DataArguments
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.inference.alignment import add_alignments
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
-from vanilla_transformer.inference.translation import encode_prefixes, output_limit
+from vanilla_transformer.inference.translation import Hypothesis, encode_prefixes, output_limit
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages
 from vanilla_transformer.training.preparation import prepare
@@ -249,6 +250,21 @@ def test_a_stock_model_scores_its_targets(make, languages, tmp_path):
     (score,) = score_pairs([(SOURCES[0], TARGETS[0])], model, tokenizer)
     assert score.tokens == tokens
     assert score.log_probability == pytest.approx(-tokens * model(**inputs).loss.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "languages"),
+    [(mbart, ("en_XX", "fr_XX")), (nllb, ("eng_Latn", "fra_Latn")), (t5, (None, None))],
+)
+def test_a_stock_model_aligns_its_targets(make, languages, tmp_path):
+    model = AutoModelForSeq2SeqLM.from_pretrained(make(tmp_path / "model")).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    set_languages(tokenizer, *languages)
+    target = Hypothesis(TARGETS[0], token_ids=tuple(tokenizer(text_target=TARGETS[0])["input_ids"]))
+    ((found,),) = add_alignments(SOURCES[:1], [[target]], model, tokenizer)
+    assert {place for _, place in found.alignment} == set(range(len(TARGETS[0].split())))
+    with pytest.raises(ValueError, match="alignment_layer=1: expected -1 to 0"):
+        list(add_alignments(SOURCES[:1], [[target]], model, tokenizer, layer=1))
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def expect_alignable(
     if unit not in UNITS:
         raise ValueError(f"alignments={unit!r}: expected one of {', '.join(UNITS)}")
     for member in _members(model):
-        layers = member.config.decoder_layers
+        layers = count_decoder_layers(member)
         if layer is not None and not -layers <= layer < layers:
             raise ValueError(f"alignment_layer={layer}: expected {-layers} to {layers - 1}")
     if not tokenizer.is_fast:
@@ -158,6 +158,12 @@ def _aligned_places(
 def penultimate_layer(layers: int) -> int:
     """The index of the layer that aligns by default: the last but one, if there are several."""
     return max(layers - 2, 0)
+
+
+def count_decoder_layers(model: PreTrainedModel) -> int:
+    """Also of T5, whose name for it differs."""
+    config = model.config
+    return getattr(config, "decoder_layers", None) or config.num_decoder_layers
 
 
 def _members(model: Any) -> Iterable[Any]:
