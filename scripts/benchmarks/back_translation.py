@@ -5,10 +5,10 @@ python -m scripts.benchmarks.back_translation --data FOLDER --output_dir outputs
 FOLDER holds train, val and test_2016_flickr in English (.en) and German (.de). The first `--pairs`
 pairs are the parallel text; of the others, only the German side is used. The command
 `vanilla-transformer train --config back_translation` trains three models: the reverse one, German
-to English; one on the pairs alone; and one on the pairs and the German rest with the reverse model's
-translations, which have a tag. Finished runs are kept in results.json, so that an interrupted
-command can be repeated. The table, back_translation.md, has the scores on the test set, and the
-p-value of the difference by sacreBLEU's paired bootstrap.
+to English; one on the pairs alone; and one on the pairs and the German rest with the reverse
+model's translations, which have a tag. Finished runs are kept in results.json, so that an
+interrupted command can be repeated. The table, back_translation.md, has the scores on the test set,
+and the p-value of the difference by sacreBLEU's paired bootstrap.
 """
 
 from dataclasses import dataclass, field
@@ -75,7 +75,8 @@ def train_row(row: str, folder: Path, arguments: BackTranslationArguments) -> di
     sources, targets = (map(str, side) for side in zip(*corpora, strict=True))
     train(
         [
-            "--config=back_translation", "--train_source", *sources, "--train_target", *targets, *tags,
+            "--config=back_translation", *tags,
+            "--train_source", *sources, "--train_target", *targets,
             f"--validation_source={data / f'val.{source}'}",
             f"--validation_target={data / f'val.{target}'}",
             f"--output_dir={folder / row}", f"--seed={arguments.seed}",
