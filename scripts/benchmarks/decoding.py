@@ -49,6 +49,9 @@ class DecodingArguments:
     options: str = field(
         default="", metadata={"help": "Further options of `translate`, in one text."}
     )
+    rows: list[str] | None = field(
+        default=None, metadata={"help": "Only rows with one of these texts in their name."}
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_beams", "candidates"):
@@ -57,6 +60,7 @@ class DecodingArguments:
         for utility in self.utilities:
             get_utility(utility)
         expect_parallel(self.source, self.target)
+        commands(self)
 
 
 def main() -> None:
@@ -81,7 +85,11 @@ def main() -> None:
 
 
 def commands(arguments: DecodingArguments) -> dict[str, list[str]]:
-    """The options of `translate` for each row. The others are compared with the first."""
+    """The options of `translate` for each row. The others are compared with the first.
+
+    Raises:
+        ValueError: A text of `--rows` is in the name of no row.
+    """
     beams, number = arguments.num_beams, arguments.candidates
     one, every = ([f"--source={arguments.source}", "--model", *models] for models in (
         arguments.model[:1], arguments.model
@@ -106,7 +114,14 @@ def commands(arguments: DecodingArguments) -> dict[str, list[str]]:
             f"--reverse_weight={arguments.reverse_weight}",
             f"--length_weight={arguments.length_weight}",
         ]  # fmt: skip
-    return {row: [*flags, *arguments.options.split()] for row, flags in rows.items()}
+    for part in arguments.rows or ():
+        if not any(part in row for row in rows):
+            raise ValueError(f"rows={part!r}: in none of {', '.join(rows)}")
+    return {
+        row: [*flags, *arguments.options.split()]
+        for row, flags in rows.items()
+        if arguments.rows is None or any(part in row for part in arguments.rows)
+    }
 
 
 def translate(flags: list[str]) -> dict[str, float]:

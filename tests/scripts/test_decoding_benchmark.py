@@ -47,6 +47,8 @@ def test_each_row_has_its_options(files):
     assert all(flags[-1] == "--dtype=bfloat16" for flags in rows.values())
     models = commands(DecodingArguments(["a", "b"], **files, output_dir="out", reverse_model="c"))
     assert models["ensemble_2_beam_5"][1:4] == ["--model", "a", "b"]
+    some = DecodingArguments(["a", "b"], **files, output_dir="out", rows=["beam_5"])
+    assert list(commands(some)) == ["beam_5", "ensemble_2_beam_5"]
     assert models["beam_5"][1:3] == ["--model", "a"]
     assert "b" not in models["beam_5"]
     assert "--reverse_model=c" in models["reverse_model_beam_32"]
@@ -69,6 +71,7 @@ def test_the_table_compares_with_the_first_row():
         ({"candidates": 1}, "candidates=1: expected at least 2"),
         ({"num_beams": 1}, "num_beams=1: expected at least 2"),
         ({"utilities": ["ter"]}, "ter"),
+        ({"rows": ["beam_4"]}, "rows='beam_4': in none of beam_5, greedy, mbr_chrf_32_samples"),
     ],
 )
 def test_what_no_row_can_use_is_refused_before_decoding(files, options, message):
