@@ -4,6 +4,7 @@ import logging
 
 import pytest
 from conftest import SMALL, seq2seq
+from datasets import Dataset
 from transformers import MarianConfig, MarianMTModel
 
 from vanilla_transformer import VanillaTransformerConfig
@@ -20,8 +21,10 @@ from vanilla_transformer.training.defaults import (
 from vanilla_transformer.training.preparation import expect_positions
 from vanilla_transformer.training.trainer import make_model
 
-MULTI30K = TextSize(pairs=29_000, target_tokens=420_000, longest_excess=20)
-WMT = TextSize(pairs=4_500_000, target_tokens=130_000_000, longest_excess=40)
+MULTI30K = TextSize(29_000, 420_000, longest_excess=20, distinct_target_tokens=9000)
+WMT = TextSize(4_500_000, 130_000_000, longest_excess=40, distinct_target_tokens=36_000)
+SCAN = TextSize(16_700, 240_000, longest_excess=40, distinct_target_tokens=7)
+G2P = TextSize(3600, 28_000, longest_excess=9, distinct_target_tokens=40)
 NAMES = ("max_tokens", "max_steps", "warmup_steps", "learning_rate")
 
 
@@ -51,7 +54,7 @@ def test_a_small_text_gets_small_batches_and_fewer_updates(tmp_path):
 
 @pytest.mark.parametrize(("tokens", "batch"), [(10, 1000), (1_000_000, 3000), (10**9, 25_000)])
 def test_a_batch_grows_with_the_root_of_the_text(tokens, batch):
-    assert tokens_per_update(TextSize(10, tokens, 0)) == batch
+    assert tokens_per_update(MULTI30K._replace(target_tokens=tokens)) == batch
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,24 @@ def test_without_a_choice_transformers_defaults_remain(tmp_path):
 )
 def test_the_rule_for_dropout_gives_the_published_choices(preset, tokens, dropout):
     config = VanillaTransformerConfig.from_preset(preset, vocab_size=37_000)
-    assert choose_dropout(config, TextSize(1, tokens, 0)) == dropout
+    assert choose_dropout(config, WMT._replace(target_tokens=tokens)) == dropout
+
+
+@pytest.mark.parametrize(
+    ("size", "dropout", "reason"),
+    [
+        (SCAN, 0.1, "few target tokens (7) that occur often; 240,000 in the text"),
+        (MULTI30K, 0.3, "fewer target tokens than the model has weights; 420,000 in the text"),
+        (G2P, 0.3, "fewer target tokens than the model has weights; 28,000 in the text"),
+        (WMT, 0.1, "no fewer target tokens than the model has weights; 130,000,000 in the text"),
+    ],
+    ids=["scan", "multi30k", "g2p", "wmt"],
+)
+def test_a_few_symbols_that_occur_often_need_little_dropout(size, dropout, reason, caplog):
+    config = VanillaTransformerConfig.from_preset("tiny", vocab_size=10_000)
+    with caplog.at_level(logging.INFO):
+        assert choose_dropout(config, size) == dropout
+    assert f"dropout={dropout}: the text has {reason}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -194,4 +214,4 @@ def test_a_text_that_is_longer_than_learned_positions_is_named(side):
 
 def test_the_size_of_a_text_is_counted_in_tokens():
     rows = [{"input_ids": [4, 2], "labels": [5, 6, 7, 2]}, {"input_ids": [4, 5, 2], "labels": [2]}]
-    assert TextSize.of(rows) == (2, 5, 2)
+    assert TextSize.of(rows) == TextSize.of(Dataset.from_list(rows)) == (2, 5, 2, 4)

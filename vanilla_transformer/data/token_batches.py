@@ -316,3 +316,21 @@ def count_tokens(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
         sides = zip(*pairs, strict=True) if has_labels else [[ids for ids, _ in pairs]]
         counts = [np.array([len(ids) for ids in side]) for side in sides]
     return counts[0], counts[-1]
+
+
+def count_distinct_labels(dataset: Any) -> int:
+    """The number of different tokens in the targets (`labels`) of a data set, or in its sources
+    (`input_ids`) if it has no targets. BPE-dropout is not taken into account."""
+    dataset = getattr(dataset, "tokenized", dataset)
+    found: set[int] = set()
+    if _is_from_datasets(dataset, "Dataset"):
+        import pyarrow.compute
+
+        name = "labels" if "labels" in dataset.column_names else "input_ids"
+        for table in dataset.select_columns([name]).with_format("arrow").iter(10_000):
+            tokens = pyarrow.compute.list_flatten(table[name])
+            found.update(pyarrow.compute.unique(tokens).to_pylist())
+    else:
+        for example in dataset:
+            found.update(example.get("labels", example["input_ids"]))
+    return len(found)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..data.token_batches import count_tokens
+from ..data.token_batches import count_distinct_labels, count_tokens
 from ..inference.translation import set_output_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -19,6 +19,7 @@ FEWEST_UPDATES, MOST_UPDATES = 3000, 100_000  # the paper trains its base model 
 EPOCHS = 30
 WARMUP_STEPS = 4000  # section 5.3
 UNKNOWN_SIZE_TOKENS = 4096
+OFTEN = 5000  # occurrences of a target token, on average: only those of a few symbols are so many
 
 
 class TextSize(NamedTuple):
@@ -27,6 +28,7 @@ class TextSize(NamedTuple):
     pairs: int
     target_tokens: int
     longest_excess: int  # the most tokens by which a target is longer than its source
+    distinct_target_tokens: int
 
     @classmethod
     def of(cls, dataset: Any) -> "TextSize | None":
@@ -34,19 +36,31 @@ class TextSize(NamedTuple):
         if not hasattr(dataset, "__len__"):
             return None
         source, target = count_tokens(dataset)
-        return cls(len(target), int(target.sum()), int((target - source).max(initial=0)))
+        longest_excess = int((target - source).max(initial=0))
+        distinct = count_distinct_labels(dataset)
+        return cls(len(target), int(target.sum()), longest_excess, distinct)
 
 
 def choose_dropout(config: VanillaTransformerConfig, size: TextSize) -> float:
-    """0.1, and 0.3 where the text has fewer target tokens than the model has weights. The paper's
-    choices follow the same rule: 0.1 for its base model and for big on the 36 million pairs of
-    WMT 2014 English-French, 0.3 for big on the 4.5 million of English-German (section 6.1)."""
+    """0.3 where the text has fewer target tokens than the model has weights, otherwise 0.1. The
+    paper's choices follow the same rule: 0.1 for its base model and for big on the 36 million pairs
+    of WMT 2014 English-French, 0.3 for big on the 4.5 million of English-German (section 6.1).
+
+    A few symbols that occur often, as in formal languages, get 0.1 from any model: how they combine
+    has to be learned exactly, and hardly a target is left to chance.
+    """
     with torch.device("meta"):
         weights = VanillaTransformerForConditionalGeneration(config).num_parameters()
-    dropout, relation = (0.3, "fewer") if size.target_tokens < weights else (0.1, "no fewer")
+    tokens, distinct = size.target_tokens, size.distinct_target_tokens
+    if tokens >= weights:
+        dropout, reason = 0.1, "no fewer target tokens than the model has weights"
+    elif tokens >= OFTEN * distinct:
+        dropout, reason = 0.1, f"few target tokens ({distinct}) that occur often"
+    else:
+        dropout, reason = 0.3, "fewer target tokens than the model has weights"
     logger.info(
-        "dropout=%s: the text has %s target tokens than the model has weights (%s, %s)",
-        dropout, relation, f"{size.target_tokens:,}", f"{weights:,}",
+        "dropout=%s: the text has %s; %s in the text, %s weights",
+        dropout, reason, f"{tokens:,}", f"{weights:,}",
     )  # fmt: skip
     return dropout
 
