@@ -1,6 +1,7 @@
 """BPE-dropout: the paper's algorithm, the same for one seed, epoch and text."""
 
 import json
+import math
 from collections import Counter
 from copy import deepcopy
 from functools import cache
@@ -277,10 +278,17 @@ def test_a_data_set_differs_from_epoch_to_epoch_and_says_the_same(tokenizer, pai
         assert len(example["labels"]) <= 6
 
 
-def test_its_lengths_are_those_without_dropout(encoded):
-    source, target = count_tokens(encoded)
-    assert source.tolist() == [len(ids) for ids in encoded.tokenized["input_ids"]]
-    assert target.tolist() == [len(ids) for ids in encoded.tokenized["labels"]]
+def test_its_lengths_are_those_without_dropout_times_their_mean_growth(encoded):
+    """So that batches hold `max_tokens`, and not as many times more as texts become longer."""
+    rows = encoded.__getitems__(list(range(len(encoded))))
+    for side, growth, counted in zip(
+        ("input_ids", "labels"), encoded.growth, count_tokens(encoded), strict=True
+    ):
+        plain = [len(ids) for ids in encoded.tokenized[side]]
+        longer = sum(len(row[side]) for row in rows) / sum(plain)
+        assert growth == pytest.approx(longer)
+        assert growth > 1.05 or side == "labels"  # which are cut at 6
+        assert counted.tolist() == [math.ceil(length * growth) for length in plain]
 
 
 def test_a_stream_gives_the_same_tokens(pairs, encoded):

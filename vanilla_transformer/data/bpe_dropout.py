@@ -7,6 +7,7 @@ text give the same tokens in any process, so that a run can be stopped and resum
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from itertools import groupby, pairwise, product
 from operator import itemgetter
 from random import Random
@@ -18,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
 from .token_batches import iter_all_shards
+
+SAMPLE = 1000  # pairs that show how much longer texts become
 
 
 class BPEDropout:
@@ -197,7 +200,8 @@ class BPEDropoutDataset(_BPEDropoutPairs, Dataset):
 
     Args:
         pairs: A data set with the columns `source` and `target`.
-        tokenized: The same pairs without dropout, for samplers that need lengths.
+        tokenized: The same pairs without dropout, a `datasets.Dataset`. Samplers estimate lengths
+            from its lengths and the mean `growth`.
         encoder: Encodes the texts.
         max_source_length: Truncate longer sources to this many tokens, special tokens included.
         max_target_length: The same for targets.
@@ -209,6 +213,17 @@ class BPEDropoutDataset(_BPEDropoutPairs, Dataset):
 
     def __len__(self) -> int:
         return len(self.pairs)
+
+    @cached_property
+    def growth(self) -> tuple[float, float]:
+        """How many times as many tokens the sources and the targets have as without dropout."""
+        rows = list(range(0, len(self), 1 + len(self) // SAMPLE))
+        found, plain = self.__getitems__(rows), self.tokenized.select(rows)
+
+        def ratio(side: str) -> float:
+            return sum(len(row[side]) for row in found) / sum(map(len, plain[side]))
+
+        return ratio("input_ids"), ratio("labels")
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         return self.__getitems__([index])[0]

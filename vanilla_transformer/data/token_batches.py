@@ -298,9 +298,12 @@ def _buffers(examples: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 def count_tokens(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     """The number of tokens of each source (`input_ids`) and each target (`labels`) of a data set,
-    two arrays. Without `labels`, the lengths of the sources stand for both. BPE-dropout is not
-    taken into account."""
-    dataset = getattr(dataset, "tokenized", dataset)
+    two arrays. Without `labels`, the lengths of the sources stand for both. With BPE-dropout, they
+    are estimates."""
+    if hasattr(dataset, "growth"):
+        source, target = count_tokens(dataset.tokenized)
+        of_source, of_target = dataset.growth
+        return np.ceil(source * of_source).astype(int), np.ceil(target * of_target).astype(int)
     if _is_from_datasets(dataset, "Dataset"):
         import pyarrow.compute
 
@@ -320,8 +323,7 @@ def count_tokens(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def count_distinct_labels(dataset: Any) -> int:
     """The number of different tokens in the targets (`labels`) of a data set, or in its sources
-    (`input_ids`) if it has no targets. BPE-dropout is not taken into account."""
-    dataset = getattr(dataset, "tokenized", dataset)
+    (`input_ids`) if it has no targets."""
     found: set[int] = set()
     if _is_from_datasets(dataset, "Dataset"):
         import pyarrow.compute
