@@ -1,10 +1,12 @@
 """Other tokenizers than the default: unigrams, characters, words; two vocabularies; user tokens."""
 
+import unicodedata
+
 import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from vanilla_transformer.data.tokenization import TOKENIZER_TYPES, train_tokenizer
+from vanilla_transformer.data.tokenization import TOKENIZER_TYPES, UNICODE_FORMS, train_tokenizer
 from vanilla_transformer.data.tokenizer_options import TokenizerArguments
 
 TEXTS = [
@@ -153,7 +155,7 @@ def test_each_side_may_have_a_unicode_form_of_its_own(tmp_path):
     pairs = Dataset.from_dict({"source": ["한국", "말"], "target": ["ç ɐ n", "é"]})
     tokenizer = TokenizerArguments(
         tokenizer_type="char", separate_vocabularies=True, target_tokenizer_type="word",
-        unicode_normalization="nfd", target_unicode_normalization="nfc",
+        unicode_normalization="jamo", target_unicode_normalization="nfc",
     ).train(pairs)  # fmt: skip
     for one in (tokenizer, reloaded(tokenizer, tmp_path)):
         encoded = one("한", text_target="ç é")
@@ -165,6 +167,19 @@ def test_each_side_may_have_a_unicode_form_of_its_own(tmp_path):
         ]
         assert len(encoded["labels"]) == 3
         assert one.decode(encoded["labels"], skip_special_tokens=True) == "ç é"
+
+
+@pytest.mark.parametrize(
+    "text", ["값 각가", "e\u0301tude", "й が क़", "\u1112\u1161\u11ab", "ᄀ a ᅡ", ""]
+)
+def test_jamo_is_nfc_with_the_letters_of_hangul(text):
+    """As Python's own Unicode data has them: NFD of each syllable, NFC of all else."""
+    composed = unicodedata.normalize("NFC", text)
+    expected = "".join(
+        unicodedata.normalize("NFD", character) if "가" <= character <= "힣" else character
+        for character in composed
+    )
+    assert UNICODE_FORMS["jamo"]().normalize_str(text) == expected
 
 
 def test_user_tokens_are_in_both_vocabularies():

@@ -34,11 +34,29 @@ logger = logging.getLogger(__name__)
 
 PAD, BOS, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+
+
+def _jamo() -> normalizers.Normalizer:
+    """NFC, except that Hangul syllables become their letters (jamo). A noncharacter, which is for
+    internal use such as this, keeps NFC from joining them again."""
+    between_letters = Regex("(?<=[\u1100-\u11ff])(?=[\u1160-\u11ff])")
+    wall = "\ufdd0"
+    return normalizers.Sequence(
+        [
+            normalizers.NFD(),
+            normalizers.Replace(between_letters, wall),
+            normalizers.NFC(),
+            normalizers.Replace(wall, ""),
+        ]
+    )
+
+
 UNICODE_FORMS: dict[str, Callable[[], normalizers.Normalizer] | None] = {
     "nfc": normalizers.NFC,
     "nfd": normalizers.NFD,
     "nfkc": normalizers.NFKC,
     "nfkd": normalizers.NFKD,
+    "jamo": _jamo,
     "none": None,
 }
 
@@ -78,7 +96,8 @@ def train_tokenizer(
             most frequent words, split at white space.
         user_tokens: Tokens that are never split, such as tags and placeholders.
         lowercase: Whether to lower-case all texts.
-        unicode_normalization: "nfc", "nfd", "nfkc", "nfkd" or "none".
+        unicode_normalization: "nfc", "nfd", "nfkc", "nfkd", "jamo" (NFC, except that Hangul
+            syllables become letters) or "none".
         min_frequency: How often a pair of pieces must occur to be merged ("bpe").
         model_max_length: The default length of `truncation=True`; no limit by default.
         show_progress: Whether to show progress bars.
