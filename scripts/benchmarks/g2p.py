@@ -9,7 +9,8 @@ language and a seed; `--options` adds to it. The model stays in the folder LANG-
 are kept in results.json, so that an interrupted command can be repeated, and a run resumes from its
 last checkpoint. The table, g2p.md, has the word error rate (words with any wrong phone, %) and the
 phone error rate (edit distance over the reference's phones, %): the mean and the standard deviation
-of the seeds, and the rates of their ensemble. Minutes are CPU time of one training.
+of the seeds, and the rates of their ensemble if the folder still has the models. Minutes are CPU
+time of one training.
 """
 
 import json
@@ -69,7 +70,8 @@ def main() -> None:
     if len(seeds) > 1:
         jobs.append((together, run_ensemble))
     for (seed, job), language in product(jobs, arguments.languages):
-        results.run(language, seed, partial(job, language, seed, results.folder, arguments))
+        if job is run or all(map(Path.exists, models_of(language, seed, results.folder))):
+            results.run(language, seed, partial(job, language, seed, results.folder, arguments))
         singles, ensembles = (
             {row: results.of(row, group) for row in arguments.languages}
             for group in (seeds, [together])
@@ -106,8 +108,13 @@ def run_ensemble(
     language: str, seeds: str, folder: Path, arguments: G2PArguments
 ) -> dict[str, float]:
     """Score the models of these seeds together."""
-    models = [folder / f"{language}-{seed}" for seed in seeds.split()]
-    return score(models, read(arguments.data, language, "test"))
+    pairs = read(arguments.data, language, "test")
+    return score(models_of(language, seeds, folder), pairs)
+
+
+def models_of(language: str, seeds: str, folder: Path) -> list[Path]:
+    """The folders of a language's models with these seeds."""
+    return [folder / f"{language}-{seed}" for seed in seeds.split()]
 
 
 def score(models: list[Path], pairs: Pairs) -> dict[str, float]:
@@ -137,7 +144,7 @@ Runs = dict[str, list[dict[str, float]]]
 
 
 def to_markdown(runs: Runs, ensembles: Runs) -> str:
-    """A row for each language that has been run, and the means of their values."""
+    """A row for each language that has been run, and the means of what all of them have."""
     columns = {name: (runs, name) for name in MEASURES}
     if any(ensembles.values()):
         columns |= {name: (ensembles, measure) for name, measure in ENSEMBLE.items()}
@@ -151,8 +158,11 @@ def to_markdown(runs: Runs, ensembles: Runs) -> str:
         + [spread(each[row], 2) if each[row] else None for each in values.values()]
         for row, language in enumerate(languages)
     ]
-    means = [statistics.mean(map(statistics.mean, filter(None, each))) for each in values.values()]
-    table.append(["mean", "", *(f"{mean:.2f}" for mean in means)])
+    means = [
+        f"{statistics.mean(map(statistics.mean, each)):.2f}" if all(each) else None
+        for each in values.values()
+    ]
+    table.append(["mean", "", *means])
     return markdown(["language", "seeds", *columns], table)
 
 

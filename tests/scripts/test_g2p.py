@@ -2,6 +2,7 @@
 
 import json
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 from conftest import run_module
@@ -36,6 +37,20 @@ def test_all_languages_are_trained_scored_and_kept(data, tiny_options, tmp_path)
     assert results.read_text() == before
 
 
+def test_scores_alone_have_no_ensemble(data, tmp_path):
+    """Scores of earlier runs, without their models, are shown as they are."""
+    runs = [
+        {"row": row, "seed": seed, **dict.fromkeys(MEASURES, 50.0)}
+        for row, seed in product(("fre", "kor"), (1, 2))
+    ]
+    results = json.dumps({"config": "g2p", "options": "", "runs": runs})
+    (tmp_path / "results.json").write_text(results)
+    flags = ["--data", data, "--output_dir", tmp_path, "--seeds", 1, 2]
+    table = run_module("scripts.benchmarks.g2p", *flags, cwd=tmp_path).stdout
+    assert table.splitlines()[-1] == "| mean |  | 50.00 | 50.00 | 50.00 |"
+    assert json.loads((tmp_path / "results.json").read_text())["runs"] == runs
+
+
 def test_the_table_has_means_of_seeds_and_languages_and_the_ensembles():
     def rates(*words):
         return [dict(zip(MEASURES, (9.0, word, 1.0), strict=True)) for word in words]
@@ -45,7 +60,7 @@ def test_the_table_has_means_of_seeds_and_languages_and_the_ensembles():
     assert lines[2:] == [
         "| fre | 2 | 9.00 ± 0.00 | 7.00 ± 1.41 | 1.00 ± 0.00 | 5.00 | 1.00 |",
         "| kor | 1 | 9.00 | 20.00 | 1.00 |  |  |",
-        "| mean |  | 9.00 | 13.50 | 1.00 | 5.00 | 1.00 |",
+        "| mean |  | 9.00 | 13.50 | 1.00 |  |  |",
     ]
     assert "ensemble" not in to_markdown({"kor": rates(20.0)}, {"kor": []})
 
