@@ -1,9 +1,11 @@
 """`translate` as users call it: options of generate(), several models, what it writes."""
 
+import json
 import os
 import pickle
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -40,6 +42,16 @@ def run(checkpoint, cwd, *flags, **options):
     flags = ("--model", checkpoint, "--device", "cpu", "--max_new_tokens", 6, *flags)
     options.setdefault("stdin", LINES)
     return run_command("translate", *flags, cwd=cwd, **options)
+
+
+def test_max_new_tokens_replaces_a_saved_max_length(checkpoint, tmp_path):
+    """transformers warns of two limits, once for each batch."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    saved = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(saved | {"max_length": 4}))
+    limited, default = (run(name, tmp_path) for name in (folder, checkpoint))
+    assert limited.stdout == default.stdout
+    assert "max_length" not in limited.stderr
 
 
 def test_every_option_of_the_generation_config_is_offered_or_left_out_by_name():

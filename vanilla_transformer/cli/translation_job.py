@@ -186,6 +186,8 @@ class TranslationJob:
             options["trust_remote_code"] = trusted
         expect_recipe(options)
         self.model, self.tokenizer = loading.load(arguments.model)
+        if options.get("max_new_tokens") is not None:
+            self.model.generation_config.max_length = None  # of two limits, `generate()` warns
         self.reverse: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         if arguments.reverse_model is not None:
             self.reverse = loading.load(arguments.reverse_model)
