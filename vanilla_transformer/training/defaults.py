@@ -19,7 +19,7 @@ FEWEST_UPDATES, MOST_UPDATES = 3000, 100_000  # the paper trains its base model 
 EPOCHS = 30
 WARMUP_STEPS = 4000  # section 5.3
 UNKNOWN_SIZE_TOKENS = 4096
-OFTEN = 5000  # occurrences of a target token, on average: only those of a few symbols are so many
+OFTEN = 5000  # occurrences of each distinct target token, on average
 
 
 class TextSize(NamedTuple):
@@ -46,8 +46,8 @@ def choose_dropout(config: VanillaTransformerConfig, size: TextSize) -> float:
     paper's choices follow the same rule: 0.1 for its base model and for big on the 36 million pairs
     of WMT 2014 English-French, 0.3 for big on the 4.5 million of English-German (section 6.1).
 
-    A few symbols that occur often, as in formal languages, get 0.1 from any model: how they combine
-    has to be learned exactly, and hardly a target is left to chance.
+    A text whose targets consist of a few frequent symbols, as in formal languages, also gets 0.1:
+    more dropout keeps the model from learning exact rules.
     """
     with torch.device("meta"):
         weights = VanillaTransformerForConditionalGeneration(config).num_parameters()
