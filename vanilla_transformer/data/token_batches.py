@@ -309,7 +309,7 @@ def count_tokens(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
 
         columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
         parts: list[list[np.ndarray]] = [[] for _ in columns]
-        for table in dataset.select_columns(columns).with_format("arrow").iter(10_000):
+        for table in arrow_tables(dataset, columns):
             for part, name in zip(parts, columns, strict=True):
                 part.append(pyarrow.compute.list_value_length(table[name]).to_numpy())
         counts = [np.concatenate(part) for part in parts]
@@ -329,10 +329,16 @@ def count_distinct_labels(dataset: Any) -> int:
         import pyarrow.compute
 
         name = "labels" if "labels" in dataset.column_names else "input_ids"
-        for table in dataset.select_columns([name]).with_format("arrow").iter(10_000):
+        for table in arrow_tables(dataset, [name]):
             tokens = pyarrow.compute.list_flatten(table[name])
             found.update(pyarrow.compute.unique(tokens).to_pylist())
     else:
         for example in dataset:
             found.update(example.get("labels", example["input_ids"]))
     return len(found)
+
+
+def arrow_tables(dataset: Any, columns: list[str]) -> Iterator[Any]:
+    """Columns of a `datasets.Dataset` as pyarrow tables of at most 10,000 rows."""
+    tables: Iterator[Any] = dataset.select_columns(columns).with_format("arrow").iter(10_000)
+    return tables

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, decoders
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from .parallel_text import iter_texts
+from .token_batches import arrow_tables
 from .tokenization import (
     BOS,
     BYTE_TOKENS,
@@ -254,8 +255,8 @@ def log_coverage(dataset: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         lacking = [vocab[token] for token in (tokenizer.unk_token, *BYTE_TOKENS) if token in vocab]
         uncovered = pa.array(lacking, pa.int32())
         tokens = missing = 0
-        for batch in dataset.select_columns(column).with_format("arrow").iter(10_000):
-            ids = pc.list_flatten(batch[column])
+        for table in arrow_tables(dataset, [column]):
+            ids = pc.list_flatten(table[column])
             tokens += len(ids)
             missing += pc.sum(pc.is_in(ids, value_set=uncovered)).as_py() or 0
         logger.info(
