@@ -65,19 +65,29 @@ class G2PArguments(SharedTaskArguments):
 def main() -> None:
     (arguments,) = HfArgumentParser(G2PArguments).parse_args_into_dataclasses()
     results = Results(arguments, "config", "options")
-    seeds, together = arguments.seeds, " ".join(map(str, arguments.seeds))
-    jobs = [(seed, run) for seed in seeds]
-    if len(seeds) > 1:
-        jobs.append((together, run_ensemble))
-    for (seed, job), language in product(jobs, arguments.languages):
-        if job is run or all(map(Path.exists, models_of(language, seed, results.folder))):
-            results.run(language, seed, partial(job, language, seed, results.folder, arguments))
-        singles, ensembles = (
-            {row: results.of(row, group) for row in arguments.languages}
-            for group in (seeds, [together])
-        )
-        table = results.write("g2p", to_markdown(singles, ensembles))
-    print(table)
+    for seed, language in product(arguments.seeds, arguments.languages):
+        results.run(language, seed, partial(run, language, seed, results.folder, arguments))
+        write_table(results, arguments)
+    for language in arguments.languages:
+        models = [results.folder / f"{language}-{seed}" for seed in arguments.seeds]
+        if len(models) > 1 and all(map(Path.exists, models)):
+            pairs = read(arguments.data, language, "test")
+            results.run(language, together(arguments), partial(score, models, pairs))
+    print(write_table(results, arguments))
+
+
+def together(arguments: G2PArguments) -> str:
+    """What stands for the seed of an ensemble of all seeds."""
+    return " ".join(map(str, arguments.seeds))
+
+
+def write_table(results: Results, arguments: G2PArguments) -> str:
+    """Write what has been scored so far to g2p.md, and return it."""
+    singles, ensembles = (
+        {language: results.of(language, seeds) for language in arguments.languages}
+        for seeds in (arguments.seeds, [together(arguments)])
+    )
+    return results.write("g2p", to_markdown(singles, ensembles))
 
 
 def run(language: str, seed: int, folder: Path, arguments: G2PArguments) -> dict[str, float]:
@@ -102,19 +112,6 @@ def run(language: str, seed: int, folder: Path, arguments: G2PArguments) -> dict
     dev = json.loads(process.stdout.splitlines()[-1])
     scores = score([model], rows["test"])
     return {DEV: 100 - dev["exact_match"], **scores, "cpu_minutes": minutes}
-
-
-def run_ensemble(
-    language: str, seeds: str, folder: Path, arguments: G2PArguments
-) -> dict[str, float]:
-    """Score the models of these seeds together."""
-    pairs = read(arguments.data, language, "test")
-    return score(models_of(language, seeds, folder), pairs)
-
-
-def models_of(language: str, seeds: str, folder: Path) -> list[Path]:
-    """The folders of a language's models with these seeds."""
-    return [folder / f"{language}-{seed}" for seed in seeds.split()]
 
 
 def score(models: list[Path], pairs: Pairs) -> dict[str, float]:
