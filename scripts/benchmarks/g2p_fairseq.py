@@ -7,8 +7,9 @@ words as characters, separate vocabularies, 4+4 layers, 4 heads, pre-norm, label
 with an inverse square root schedule of peak 1e-3 and 1,000 warm-up updates, at most 5,000 updates,
 beam 5, and the checkpoint with the lowest word error rate on the development set. The task also
 chose the best of several widths, dropouts and batches for each language: `--d_model`, `--dropout`
-and `--batch_size` set one of them. Finished runs are kept in results.json; the table is
-g2p_fairseq.md. fairseq must be importable; the package does not depend on it.
+and `--batch_size` set one of them. Finished runs are kept in results.json, and a run resumes from
+its last checkpoint; the table is g2p_fairseq.md. fairseq must be importable; the package does not
+depend on it.
 """
 
 import re
@@ -61,10 +62,11 @@ def train_and_score(
     language: str, seed: int, folder: Path, arguments: FairseqArguments
 ) -> dict[str, float]:
     """The error rates of one training."""
-    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run has left
-    folder.mkdir()
     before = cpu_seconds()
-    preprocess(language, folder, arguments.data)
+    if not (folder / "checkpoint_last.pt").exists():  # else fairseq resumes from it
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        preprocess(language, folder, arguments.data)
     train(seed, folder, arguments)
     minutes = (cpu_seconds() - before) / 60
     phones = {
@@ -111,7 +113,7 @@ def train(seed: int, folder: Path, arguments: FairseqArguments) -> None:
         "warmup-updates": 1000, "warmup-init-lr": 1e-7, "batch-size": arguments.batch_size,
         "max-update": arguments.max_steps, "save-dir": folder, "seed": seed, "cpu": True,
         "save-interval": arguments.save_epochs, "validate-interval": arguments.save_epochs,
-        "no-last-checkpoints": True, "no-progress-bar": True, "num-workers": 0,
+        "no-progress-bar": True, "num-workers": 0,
     }))  # fmt: skip
 
 

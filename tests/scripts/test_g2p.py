@@ -67,11 +67,17 @@ def test_the_table_has_means_of_seeds_and_languages_and_the_ensembles():
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("fairseq") is None, reason="fairseq is not installed")
-def test_fairseq_runs_the_same_task(data, tmp_path):
-    flags = ["--data", data, "--output_dir", "out", "--languages", "fre", "--max_steps", 2]
-    flags += ["--save_epochs", 1, "--d_model", 16]
-    table = run_module("scripts.benchmarks.g2p_fairseq", *flags, cwd=tmp_path).stdout
-    assert "| fre | 1 |" in table
+def test_fairseq_runs_the_same_task_and_resumes(data, tmp_path):
+    flags = ["--data", data, "--output_dir", "out", "--languages", "fre", "--d_model", 16]
+    written = []
+    for max_steps in (1, 2):
+        options = [*flags, "--save_epochs", 1, "--max_steps", max_steps]
+        table = run_module("scripts.benchmarks.g2p_fairseq", *options, cwd=tmp_path).stdout
+        assert "| fre | 1 |" in table
+        written.append((tmp_path / "out/fre-1/checkpoint1.pt").stat().st_mtime_ns)
+        (tmp_path / "out/results.json").unlink()
+    assert written[0] == written[1]
+    assert (tmp_path / "out/fre-1/checkpoint2.pt").exists()
 
 
 def test_a_language_without_data_is_named(data):
