@@ -8,8 +8,9 @@ with an inverse square root schedule of peak 1e-3 and 1,000 warm-up updates, at 
 beam 5, and the checkpoint with the lowest word error rate on the development set. The task also
 chose the best of several widths, dropouts and batches for each language: `--d_model`, `--dropout`
 and `--batch_size` set one of them. Finished runs are kept in results.json, and a run resumes from
-its last checkpoint; the table is g2p_fairseq.md. fairseq must be importable; the package does not
-depend on it.
+its last checkpoint; the table is g2p_fairseq.md. Minutes leave out what ran before an interruption.
+fairseq must be installed: a checkout of it on PYTHONPATH has a package `scripts` that hides this
+one. The package does not depend on fairseq.
 """
 
 import re
