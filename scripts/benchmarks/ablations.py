@@ -165,6 +165,7 @@ def run(options: tuple[Any, ...], tokenizer: Any, splits: Any) -> dict[str, floa
     trainer = make_trainer(model, tokenizer, training_args, splits)
     trainer.remove_callback(PrinterCallback)  # print nothing but the table
     trainer.train()
+    trainer.exit_if_interrupted()
     load_averaged_checkpoints(trainer)
     scores = trainer.evaluate(splits["test"], metric_key_prefix="test")
     return {

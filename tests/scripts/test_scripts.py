@@ -1,7 +1,9 @@
 """The scripts as contributors run them."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -11,6 +13,7 @@ from zipfile import ZipFile
 
 import pytest
 from conftest import REPOSITORY, random_ids, run_module
+from transformers import TrainerCallback
 
 from scripts.benchmarks import ablations
 from scripts.benchmarks.speed import with_setting
@@ -266,6 +269,30 @@ def test_ablations_are_trained_once_and_tabled(folder):
         "scripts.benchmarks.ablations", *flags, "--steps", 3, cwd=folder, check=False
     )
     assert "results.json is of --steps 2, not 3: choose another --output_dir" in refused.stderr
+
+
+class Terminate(TrainerCallback):
+    """Sends this process SIGTERM in its first step."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_an_interrupted_ablation_has_no_score(tmp_path, monkeypatch):
+    def make_trainer(*args):
+        trainer = make(*args)
+        trainer.add_callback(Terminate())
+        return trainer
+
+    make = ablations.make_trainer
+    monkeypatch.setattr(ablations, "make_trainer", make_trainer)
+    monkeypatch.setattr(ablations.transformers_logging, "set_verbosity_error", lambda: None)
+    flags = f"--output_dir {tmp_path} --steps 2 --train_size 40 --test_size 4 --rows base"
+    precision = "--options=--float32_matmul_precision=highest"  # that of the other tests
+    monkeypatch.setattr(sys, "argv", ["ablations", *flags.split(), precision])
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        ablations.main()
+    assert not (tmp_path / "results.json").exists()
 
 
 def test_the_order_of_ablations_is_compared_with_the_papers():
