@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 
 def expect_known(flag: str, values: Collection[str], known: Collection[str]) -> None:
     for value in values:
@@ -50,7 +52,7 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 class Results:
     """The scores of finished runs, in results.json of an output folder, so that an interrupted
-    command can be repeated.
+    command can be repeated. Processes with different rows or seeds may share a folder.
 
     Args:
         arguments: The options of the command. `output_dir` is the folder, which is created.
@@ -66,8 +68,7 @@ class Results:
         self.path = self.folder / "results.json"
         values = {name: getattr(arguments, name) for name in settings}
         self.content = {**values, "runs": []}
-        if self.path.exists():
-            self.content = json.loads(self.path.read_text())
+        self._read()
         for name, value in values.items():
             if self.content[name] != value:
                 raise ValueError(
@@ -81,9 +82,20 @@ class Results:
 
     def run(self, row: str, seed: int | str, job: Callable[[], dict[str, Any]]) -> None:
         """Run a job and save the scores that it returns, unless the file has them."""
+        self._read()
         if not self.of(row, [seed]):
-            self.content["runs"].append({"row": row, "seed": seed, **job()})
-            self.path.write_text(json.dumps(self.content, indent=1))
+            scores = job()
+            with FileLock(f"{self.path}.lock"):
+                self._read()
+                self.content["runs"].append({"row": row, "seed": seed, **scores})
+                complete = self.path.with_suffix(".new")
+                complete.write_text(json.dumps(self.content, indent=1))
+                complete.replace(self.path)
+
+    def _read(self) -> None:
+        """What the file has by now, other processes' runs included."""
+        if self.path.exists():
+            self.content = json.loads(self.path.read_text())
 
     def write(self, name: str, table: str) -> str:
         """Write the table to NAME.md in the folder. Returns it."""
