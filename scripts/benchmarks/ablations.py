@@ -88,13 +88,15 @@ SETTINGS = ("steps", "train_size", "test_size", "options")  # the same for all r
 @dataclass
 class AblationArguments:
     output_dir: str = field(metadata={"help": "Folder for results.json and ablations.md."})
-    steps: int = field(default=800, metadata={"help": "Updates per run."})
+    steps: int = field(default=2000, metadata={"help": "Updates per run."})
     seeds: list[int] = field(
         default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds; one run per row and seed."}
     )
     train_size: int = field(default=160_000, metadata={"help": "Phrases to train on."})
     test_size: int = field(default=1000, metadata={"help": "Phrases to test on."})
-    options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
+    options: str = field(
+        default="--max_tokens=900", metadata={"help": "Further options of `train`, in one text."}
+    )
     rows: list[str] | None = field(
         default=None, metadata={"help": "Only rows with one of these texts in their name."}
     )
