@@ -17,6 +17,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 from scripts.checks.fuzz_families import Family, named, some_of
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.token_batches import TokenBudgetSampler
+from vanilla_transformer.model.cache import CACHE_NAME
 
 VOCABULARY, TARGET_VOCABULARY, LONGEST = 20, 23, 7
 SIZES = {
@@ -168,7 +169,7 @@ def check_cached(batch: Batch) -> None:
     past, steps = None, []
     for token in target.split(1, 1):
         output = model(**inputs, decoder_input_ids=token, past_key_values=past, use_cache=True)
-        past = output.past_key_values
+        past = getattr(output, CACHE_NAME)
         steps.append(output.logits)
     assert_near(torch.cat(steps, 1), expected_logits)
 
@@ -269,7 +270,7 @@ def check_misuse(name: str) -> None:
 
 def _names(name: str) -> list[str]:
     said = ["input_ids", "inputs_embeds", "labels", "mask", "token id", "label", "targets"]
-    return [*said, "past_key_values"]
+    return [*said, CACHE_NAME]
 
 
 def comparison(check: Callable[[Batch], None], share: int) -> Family:

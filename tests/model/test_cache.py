@@ -1,12 +1,24 @@
 """The cache of a generation holds what transformers' does, and copies less."""
 
+import inspect
+import warnings
+
 import pytest
 import torch
-from conftest import ragged, random_ids, seq2seq
-from transformers import GenerationMixin
+from conftest import ragged, random_ids, seq2seq, small_config
+from transformers import BartModel, GenerationMixin
+from transformers import logging as transformers_logging
 from transformers.cache_utils import DynamicLayer
+from transformers.testing_utils import CaptureLogger
 
-from vanilla_transformer.model.cache import GrowingLayer, SourceLayer, generation_cache
+from vanilla_transformer import VanillaTransformerForCausalLM
+from vanilla_transformer.model.cache import (
+    CACHE_NAME,
+    CACHE_NAMES,
+    GrowingLayer,
+    SourceLayer,
+    generation_cache,
+)
 from vanilla_transformer.model.generation import VanillaTransformerGenerationMixin
 
 
@@ -39,6 +51,58 @@ def test_generation_is_as_with_transformers_own_caches(monkeypatch, options):
     theirs = generate()
     assert torch.equal(ours.sequences, theirs.sequences)
     torch.testing.assert_close(ours.scores, theirs.scores)
+
+
+def causal_lm():
+    torch.manual_seed(0)
+    return VanillaTransformerForCausalLM(small_config())
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+@pytest.mark.parametrize("make", [seq2seq, causal_lm])
+def test_a_cache_goes_by_either_name(make, name):
+    model, ids = make().eval(), random_ids(2, 6)
+    target = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    source = {"input_ids": random_ids(2, 4)} if model.config.is_encoder_decoder else {}
+    first = model(**source, **{target: ids[:, :4]}, use_cache=True)
+    cache = getattr(first, CACHE_NAME)
+    later = model(**source, **{target: ids[:, 4:], name: cache})
+    assert cache.get_seq_length() == 6
+    torch.testing.assert_close(later.logits, model(**source, **{target: ids}).logits[:, 4:])
+    options = {"max_new_tokens": 3, "return_dict_in_generate": True, "eos_token_id": None}
+    said = model.generate(**source, **options)
+    options[name] = getattr(said, CACHE_NAME)
+    more = model.generate(**source, **{target: said.sequences}, **options)
+    assert getattr(more, CACHE_NAME) is options[name]
+    at_once = model.generate(**source, **options | {name: None, "max_new_tokens": 6})
+    assert torch.equal(more.sequences, at_once.sequences)
+
+
+def test_two_caches_are_refused():
+    model = seq2seq()
+    caches = dict.fromkeys(CACHE_NAMES, generation_cache(model.config, 1, 4))
+    with pytest.raises(ValueError, match="cache and past_key_values are the same: expected one"):
+        model(input_ids=random_ids(1, 3), decoder_input_ids=random_ids(1, 3), **caches)
+    with pytest.raises(ValueError, match="cache and past_key_values are the same: expected one"):
+        model.generate(random_ids(1, 3), **caches)
+
+
+@pytest.mark.parametrize("make", [seq2seq, causal_lm])
+def test_the_cache_is_called_as_in_bart(make):
+    for part in (model := make(), model.get_decoder(), model.get_decoder().layers[0].self_attn):
+        ours = inspect.signature(part.forward).parameters.keys() & set(CACHE_NAMES)
+        assert ours == inspect.signature(BartModel.forward).parameters.keys() & set(CACHE_NAMES)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+def test_generation_uses_no_deprecated_name(options):
+    model = seq2seq().eval()
+    transformers_logging.set_verbosity_warning()
+    transformers_logging.warning_once.cache_clear()
+    with CaptureLogger(transformers_logging.get_logger()) as captured, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(random_ids(2, 5), max_new_tokens=4, return_dict_in_generate=True, **options)
+    assert "deprecated" not in captured.out
 
 
 def test_a_source_is_kept_once_for_its_beams_until_the_cache_is_handed_out(monkeypatch):
@@ -93,7 +157,7 @@ def test_a_cache_leads_to_no_tensor_but_keys_and_values(num_beams):
     seen = []
 
     def look(module, args, output):
-        cache = output.past_key_values
+        cache = getattr(output, CACHE_NAME)
         for part in (cache.self_attention_cache, cache.cross_attention_cache):
             for layer in part.layers:
                 kept = [id(layer.keys), id(layer.values)]

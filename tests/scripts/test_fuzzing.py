@@ -17,6 +17,7 @@ from vanilla_transformer import (
 )
 from vanilla_transformer.data.parallel_text import DataArguments, load_parallel_dataset
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.model.cache import CACHE_NAME
 
 FEW, MANY = 30, 1000
 
@@ -127,7 +128,7 @@ IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
             ValueError,
             r"encoder_outputs of shape \(2, 3, 7\) .* expected \(batch, length, 24\)",
         ),
-        ({"past_key_values": IDS}, TypeError, "past_key_values of type Tensor: expected a Cache"),
+        ({"past_key_values": IDS}, TypeError, f"{CACHE_NAME} of type Tensor: expected a Cache"),
     ],
 )
 def test_an_input_that_torch_would_have_refused_is_named(model, inputs, error, message):

@@ -168,7 +168,7 @@ class DecoderGraph(nn.Module):
             position_ids=positions[None],
             encoder_hidden_states=new_states,
             encoder_attention_mask=added_mask(encoder_attention_mask.bool(), dtype)[:, None, None],
-            past_key_values=cache,
+            cache=cache,
             inputs_embeds=self._embed(input_ids),
             use_cache=True,
         ).last_hidden_state

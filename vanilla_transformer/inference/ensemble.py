@@ -11,7 +11,7 @@ from torch import nn
 from transformers import EncoderDecoderCache, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from ..model.cache import generation_cache, new_cache
+from ..model.cache import CACHE_NAME, generation_cache, new_cache, takes_either_name
 from ..model.generation import (
     NO_PLAIN_CACHE,
     GenerationOptions,
@@ -74,13 +74,14 @@ class VanillaTransformerEnsemble(
         """
         raise NotImplementedError("an ensemble has no format of its own: save its members")
 
+    @takes_either_name
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.LongTensor | None = None,
         encoder_outputs: BaseModelOutput | tuple | None = None,
-        past_key_values: "EnsembleCache | None" = None,
+        cache: "EnsembleCache | None" = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
@@ -93,23 +94,23 @@ class VanillaTransformerEnsemble(
 
         Returns:
             `logits`, the logarithm of the mean probabilities (batch, target_length, vocabulary),
-            and `past_key_values`.
+            and the cache.
         """
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask)
-        if use_cache and past_key_values is None:
-            past_key_values = EnsembleCache([new_cache(member.config) for member in self.members])
-        caches = [None] * len(self.members) if past_key_values is None else past_key_values.members
+        if use_cache and cache is None:
+            cache = EnsembleCache([new_cache(member.config) for member in self.members])
+        caches = [None] * len(self.members) if cache is None else cache.members
         inputs = {"attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
         total: torch.Tensor | None = None
-        for member, states, cache in zip(
+        for member, states, own_cache in zip(
             self.members, self.encoder.split(encoder_outputs[0]), caches, strict=True
         ):
             outputs = member(
                 **inputs,
                 **kwargs,
                 encoder_outputs=BaseModelOutput(states),
-                past_key_values=cache,
+                cache=own_cache,
                 use_cache=use_cache,
             )
             log_probs = outputs.logits.log_softmax(-1, at_least_float32(outputs.logits.dtype))
@@ -117,7 +118,7 @@ class VanillaTransformerEnsemble(
         assert total is not None
         return Seq2SeqLMOutput(
             logits=total - math.log(len(self.members)),
-            past_key_values=past_key_values,
+            **{CACHE_NAME: cache},
             encoder_last_hidden_state=encoder_outputs[0],
         )
 
@@ -130,13 +131,13 @@ class VanillaTransformerEnsemble(
         for name in NO_PLAIN_CACHE:
             if options[name]:
                 raise ValueError(f"{name}={options[name]!r}: expected None for an ensemble")
-        if "past_key_values" in options.kwargs or options["use_cache"] is False:
+        if CACHE_NAME in options.kwargs or options["use_cache"] is False:
             return
         rows = max(options["num_beams"] or 1, options["num_return_sequences"] or 1)
         new_tokens = options["max_new_tokens"]
         length = options["max_length"] if new_tokens is None else prompt_length + new_tokens
         caches = [generation_cache(member.config, rows, length) for member in self.members]
-        options.kwargs["past_key_values"] = EnsembleCache(caches)
+        options.kwargs[CACHE_NAME] = EnsembleCache(caches)
 
 
 class EnsembleEncoder(nn.Module):

@@ -394,7 +394,7 @@ def pack_rows(
     attention_mask: torch.Tensor | None = None,
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     **inputs: Any,
 ) -> tuple[Rows, dict[str, Any]] | None:
     """The rows of a padded batch, and a stack's inputs of their tokens alone; None with a cache,
@@ -402,7 +402,7 @@ def pack_rows(
     sides = [(inputs.get("input_ids", inputs.get("inputs_embeds")), attention_mask)]
     if encoder_hidden_states is not None:
         sides.append((encoder_hidden_states, encoder_attention_mask))
-    if past_key_values is not None or not _can_be_packed(sides):
+    if cache is not None or not _can_be_packed(sides):
         return None
     masks = [_is_token(*side) for side in sides]
     rows = PackedInputs(*map(PackedRows, masks))

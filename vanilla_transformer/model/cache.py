@@ -1,17 +1,59 @@
 """Keys and values of earlier positions while `generate()` runs: transformers' caches, with layers
 that copy less."""
 
+import inspect
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.modeling_outputs import Seq2SeqLMOutput
+
+# What transformers calls the cache among inputs and outputs: "past_key_values" up to 5.23.
+CACHE_NAMES = ("cache", "past_key_values")
+CACHE_NAME = next(
+    name for name in CACHE_NAMES if name in inspect.signature(Seq2SeqLMOutput).parameters
+)
 
 # What layers hold besides keys and values. It is not among their attributes: transformers'
 # exporters take every tensor that an attribute leads to for an input or output of the graph.
 _BUFFERS: WeakKeyDictionary["GrowingLayer", tuple[torch.Tensor, ...]] = WeakKeyDictionary()
 _SPARE: WeakKeyDictionary["GrowingLayer", list[torch.Tensor]] = WeakKeyDictionary()
+
+
+def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A `forward` whose `cache` may be called `past_key_values` as well. Its signature has the name
+    that transformers uses, whose exporters look there."""
+    signature = inspect.signature(forward)
+
+    @wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **rename_cache(kwargs, "cache"))
+
+    wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[
+            parameter.replace(name=CACHE_NAME) if name == "cache" else parameter
+            for name, parameter in signature.parameters.items()
+        ]
+    )
+    return wrapper
+
+
+def rename_cache(inputs: dict[str, Any], name: str) -> dict[str, Any]:
+    """The inputs, with the cache under this name.
+
+    Raises:
+        ValueError: There are two caches.
+    """
+    caches = [inputs[one] for one in CACHE_NAMES if inputs.get(one) is not None]
+    if len(caches) > 1:
+        raise ValueError("cache and past_key_values are the same: expected one of them")
+    rest = {key: value for key, value in inputs.items() if key not in CACHE_NAMES}
+    return {**rest, name: caches[0]} if caches else rest
 
 
 def new_cache(config: PreTrainedConfig) -> Cache:
@@ -29,10 +71,17 @@ def update_kv_cache(
     is_cross_attention: bool,
     project: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     states: torch.Tensor,
+    options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all positions so far, (batch, heads, length, head_dim) each: those in the
-    cache, and `project(states)` for new ones. The source's are projected once per generation."""
+    cache, and `project(states)` for new ones. The source's are projected once per generation.
+    `options` of the attention function may change."""
     if cache is None:
+        return project(states)
+    if is_paged(cache):
+        if CACHE_NAME == "cache":
+            return cache.update(*project(states), layer_idx, options)
+        options["cache"] = cache  # up to transformers 5.23, the attention function updates it
         return project(states)
     if not is_cross_attention:
         own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
@@ -144,6 +193,11 @@ def generation_cache(
     own.layers = [GrowingLayer(spare, max_length) for _ in layers]
     cross.layers = [SourceLayer(rows_per_source) for _ in layers]
     return cache
+
+
+def is_paged(cache: object) -> bool:
+    """Whether this is the cache of continuous batching, which comes with masks and positions."""
+    return isinstance(cache, PagedAttentionCache)
 
 
 def is_generation_cache(cache: object) -> bool:

@@ -18,7 +18,14 @@ from transformers import (
 )
 
 from .beam_search import best_tokens, shallow_copy, with_fast_projection
-from .cache import generation_cache, is_generation_cache, repeat_for_each_beam
+from .cache import (
+    CACHE_NAME,
+    generation_cache,
+    is_generation_cache,
+    rename_cache,
+    repeat_for_each_beam,
+    takes_either_name,
+)
 from .running_rows import WatchedCriteria, running_rows
 from .validation import expect_generation_options, expect_in_range, expect_prompt
 
@@ -107,6 +114,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             with torch.no_grad():
                 return self.generate(inputs, generation_config, **kwargs)
         expect_prompt({"inputs": inputs, **kwargs})
+        kwargs = rename_cache(kwargs, CACHE_NAME)
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
         expect_generation_options(options.all(), self.config.target_vocab_size)
         options.use_length_penalty_type()
@@ -120,9 +128,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
                 config, kwargs = options.given, options.kwargs
                 output = GenerationMixin.generate(model, inputs, config, **kwargs)
         except IndexError:
-            expect_in_range(self, {"input_ids": inputs, **kwargs})
+            expect_in_range(self, {"input_ids": inputs, **rename_cache(kwargs, "cache")})
             raise
-        repeat_for_each_beam(getattr(output, "past_key_values", None))
+        repeat_for_each_beam(getattr(output, CACHE_NAME, None))
         is_inference = isinstance(output, torch.Tensor) and output.is_inference()
         return output.clone() if is_inference else output  # the clone takes part in training
 
@@ -169,20 +177,20 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
     def _use_fast_cache(self, prompt_length: int, options: "GenerationOptions") -> None:
         """Pass a cache that copies less, where transformers would make a plain dynamic one."""
-        if any(options[name] for name in NO_PLAIN_CACHE) or "past_key_values" in options.kwargs:
+        if any(options[name] for name in NO_PLAIN_CACHE) or CACHE_NAME in options.kwargs:
             return
         if options["use_cache"] is False or self.config._attn_implementation != "sdpa":
             return
         rows = max(options["num_beams"] or 1, options["num_return_sequences"] or 1)
         new_tokens = options["max_new_tokens"]
         length = options["max_length"] if new_tokens is None else prompt_length + new_tokens
-        options.kwargs["past_key_values"] = generation_cache(self.config, rows, length)
+        options.kwargs[CACHE_NAME] = generation_cache(self.config, rows, length)
 
     def _without_autograd(self, options: "GenerationOptions") -> AbstractContextManager:
         """torch's inference mode, which saves a twentieth of the time, but whose tensors can't take
         part in training: only where nothing but token ids remains of a generation."""
         kwargs, kind = options.kwargs, self.device.type
-        if not is_generation_cache(kwargs.get("past_key_values")):
+        if not is_generation_cache(kwargs.get(CACHE_NAME)):
             return nullcontext()
         if options["return_dict_in_generate"] or kwargs.get("synced_gpus") or _is_sharded(self):
             return nullcontext()
@@ -191,11 +199,12 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         # autocast keeps the weights that it has cast
         return nullcontext() if torch.is_autocast_enabled(kind) else torch.inference_mode()
 
+    @takes_either_name
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.LongTensor,
         next_sequence_length: int | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: torch.LongTensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         is_first_iteration: bool | None = False,
@@ -203,9 +212,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """As transformers', which looks in each step for all that any model might take, and hides
         the padding of a target behind the mask that it makes for a static cache."""
-        given = {"past_key_values": past_key_values, "attention_mask": attention_mask, **kwargs}
-        ours = isinstance(past_key_values, EncoderDecoderCache) and (
-            past_key_values.is_compileable or is_generation_cache(past_key_values)
+        given = {CACHE_NAME: cache, "attention_mask": attention_mask, **kwargs}
+        ours = isinstance(cache, EncoderDecoderCache) and (
+            cache.is_compileable or is_generation_cache(cache)
         )
         plain = not {"decoder_position_ids", "labels"} & given.keys()
         if ours and plain and input_ids.device == self.device:
@@ -221,7 +230,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         )
 
     def _sample(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
-        """As transformers' (5.17 to 5.23), with a faster projection onto a large vocabulary, and
+        """As transformers' (5.17 to 5.24), with a faster projection onto a large vocabulary, and
         without the rows that have ended."""
         model, criteria = with_fast_projection(self), kwargs["stopping_criteria"]
         rows = running_rows(self, input_ids, kwargs)
@@ -231,7 +240,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         return GenerationMixin._sample(model, input_ids, **kwargs)
 
     def _beam_search(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
-        """As transformers' (5.17 to 5.23), looking at the best tokens alone where these decide, and
+        """As transformers' (5.17 to 5.24), looking at the best tokens alone where these decide, and
         without the rows of sources that have ended."""
         config, rows = kwargs["generation_config"], running_rows(self, input_ids, kwargs)
         best = best_tokens(self, kwargs, nn.Identity() if rows is None else rows.expand)
@@ -252,7 +261,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
     def _with_target_vocabulary(self) -> "VanillaTransformerGenerationMixin":
         """This model or, where the target has a vocabulary of its own, one of the same weights
-        whose `config.vocab_size` is the target's: transformers (5.17 to 5.23) reads the number of
+        whose `config.vocab_size` is the target's: transformers (5.17 to 5.24) reads the number of
         tokens to generate from there."""
         if self.config.decoder_vocab_size in (None, self.config.vocab_size):
             return self

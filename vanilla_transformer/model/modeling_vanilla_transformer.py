@@ -29,7 +29,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import FastAttention, cast_once, mask_from_labels, repeat_sources, without_padding
-from .cache import new_cache, update_kv_cache
+from .cache import CACHE_NAME, is_paged, new_cache, takes_either_name, update_kv_cache
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .dropout import dropout
 from .generation import VanillaTransformerGenerationMixin
@@ -92,6 +92,7 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
     def _can_record_outputs(self) -> dict[str, Any]:
         return output_recorders(VanillaTransformerEncoderLayer, VanillaTransformerAttention)
 
+    @takes_either_name
     @merge_with_config_defaults
     @capture_outputs
     @without_padding
@@ -100,7 +101,7 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
         inputs_embeds: States = None, **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:  # fmt: skip
         """Encode (batch, source_length) token ids into (batch, source_length, d_model) states."""
-        kwargs.pop("past_key_values", None)  # nothing comes before a source
+        kwargs.pop("cache", None)  # nothing comes before a source
         hidden_states = self.embed(input_ids, inputs_embeds, position_ids, attention_mask)
         mask = padding_mask(self.config, hidden_states, attention_mask, hidden_states)
         for layer in self.layers:
@@ -118,34 +119,35 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
     def _can_record_outputs(self) -> dict[str, Any]:
         return output_recorders(VanillaTransformerDecoderLayer, VanillaTransformerAttention)
 
+    @takes_either_name
     @merge_with_config_defaults
     @capture_outputs
     @without_padding
     def forward(
         self, input_ids: Ids = None, attention_mask: Mask = None, position_ids: Ids = None,
         encoder_hidden_states: States = None, encoder_attention_mask: Mask = None,
-        past_key_values: Cache | None = None, inputs_embeds: States = None,
+        cache: Cache | None = None, inputs_embeds: States = None,
         use_cache: bool | None = None, **kwargs: Unpack[TransformersKwargs],
     ) -> DecoderOutput:  # fmt: skip
         """Decode (batch, target_length) token ids into (batch, target_length, d_model) states,
         with a mask (batch, past_length + target_length) of their own, the encoder's output
         (batch, source_length, d_model) and its mask (batch, source_length)."""
-        if use_cache and past_key_values is None:
-            past_key_values = new_cache(self.config)
-        past = kwargs.get("cache", past_key_values)  # "cache": that of continuous batching
-        hidden_states = self.embed(input_ids, inputs_embeds, position_ids, attention_mask, past)
+        if use_cache and cache is None:
+            cache = new_cache(self.config)
+        hidden_states = self.embed(input_ids, inputs_embeds, position_ids, attention_mask, cache)
         source, source_mask = encoder_hidden_states, encoder_attention_mask
         if source is not None:
             source = cast_once(source)
             source_mask = padding_mask(self.config, hidden_states, source_mask, source)
         # Position i sees the positions up to i ("masking out", section 3.2.3), but no padding.
+        past = None if is_paged(cache) else cache
         mask = create_causal_mask(
-            self.config, hidden_states, attention_mask, past_key_values, position_ids=position_ids
+            self.config, hidden_states, attention_mask, past, position_ids=position_ids
         )
-        kwargs["past_key_values"] = past_key_values
+        kwargs[CACHE_NAME] = cache
         for layer in self.layers:
             hidden_states = layer(hidden_states, mask, source, source_mask, **kwargs)
-        return DecoderOutput(self.layer_norm(hidden_states), past_key_values if use_cache else None)
+        return DecoderOutput(self.layer_norm(hidden_states), cache if use_cache else None)
 
 
 class VanillaTransformerLayer(GradientCheckpointingLayer):
@@ -262,9 +264,10 @@ class VanillaTransformerAttention(nn.Module):
         self.v_proj = nn.Linear(d_model, num_heads * self.d_v, bias=bias)
         self.out_proj = nn.Linear(num_heads * self.d_v, d_model, bias=bias)
 
+    @takes_either_name
     def forward(
         self, hidden_states: Tensor, mask: Mask = None, source: States = None,
-        past_key_values: Cache | None = None, **kwargs: Unpack[TransformersKwargs],
+        cache: Cache | None = None, **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attend from (batch, query_length, d_model) states to themselves and those in the cache,
         or to `source`, (batch, source_length, d_model): the output (batch, query_length, d_model)
@@ -272,8 +275,8 @@ class VanillaTransformerAttention(nn.Module):
         hidden_states = cast_once(hidden_states)
         query = _split_heads(self.q_proj(hidden_states), self.d_k)
         states, name = hidden_states if source is None else source, self.config._attn_implementation
-        layer = (past_key_values, self.layer_idx, self.is_cross_attention)
-        key, value = update_kv_cache(*layer, self._keys_and_values, states)
+        layer = (cache, self.layer_idx, self.is_cross_attention)
+        key, value = update_kv_cache(*layer, self._keys_and_values, states, kwargs)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, scaled_dot_product_attention)
         kwargs |= {"scaling": self.scaling, "dropout": self.dropout if self.training else 0.0}
         output, weights = attend(self, query, key, value, mask, **kwargs)
@@ -434,12 +437,13 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         stacks = {"encoder": VanillaTransformerEncoder, "decoder": VanillaTransformerDecoder}
         super().__init__(config.for_both_stacks(), **stacks)
 
+    @takes_either_name
     @can_return_tuple
     @validate_inputs
     def forward(
         self, input_ids: Ids = None, attention_mask: Mask = None, decoder_input_ids: Ids = None,
         decoder_attention_mask: Mask = None, encoder_outputs: BaseModelOutput | tuple | None = None,
-        past_key_values: Cache | None = None, inputs_embeds: States = None,
+        cache: Cache | None = None, inputs_embeds: States = None,
         decoder_inputs_embeds: States = None, decoder_position_ids: Ids = None,
         use_cache: bool | None = None, **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:  # fmt: skip
@@ -455,10 +459,10 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         source = repeat_sources(target, encoded.last_hidden_state, attention_mask)
         outputs = self.decoder(
             decoder_input_ids, decoder_attention_mask, decoder_position_ids, *source,
-            past_key_values, decoder_inputs_embeds, use_cache=use_cache, **kwargs,
+            cache, decoder_inputs_embeds, use_cache=use_cache, **kwargs,
         )  # fmt: skip
         return Seq2SeqModelOutput(
-            outputs.last_hidden_state, outputs.past_key_values, outputs.hidden_states,
+            outputs.last_hidden_state, getattr(outputs, CACHE_NAME), outputs.hidden_states,
             outputs.attentions, outputs.cross_attentions,
             encoded.last_hidden_state, encoded.hidden_states, encoded.attentions,
         )  # fmt: skip
@@ -474,7 +478,7 @@ class VanillaTransformerForConditionalGeneration(
         attention_mask: 1 for source tokens, 0 for padding on either side, (batch, source_length).
         decoder_input_ids: Target shifted right by one, (batch, target_length).
         decoder_attention_mask: (batch, past_length + target_length).
-        encoder_outputs, past_key_values: An earlier call's, to compute them only once.
+        encoder_outputs, cache: An earlier call's, to compute them only once.
         inputs_embeds, decoder_inputs_embeds: In place of ids, not scaled, (batch, length, d_model).
         position_ids, decoder_position_ids: (batch, length); counted from the mask by default.
         labels: Target, (batch, target_length), -100 outside the loss; makes `decoder_input_ids`.
@@ -490,11 +494,12 @@ class VanillaTransformerForConditionalGeneration(
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(VanillaTransformerModel(config))
 
+    @takes_either_name
     @can_return_tuple
     def forward(
         self, input_ids: Ids = None, attention_mask: Mask = None, decoder_input_ids: Ids = None,
         decoder_attention_mask: Mask = None, encoder_outputs: BaseModelOutput | tuple | None = None,
-        past_key_values: Cache | None = None, inputs_embeds: States = None,
+        cache: Cache | None = None, inputs_embeds: States = None,
         decoder_inputs_embeds: States = None, decoder_position_ids: Ids = None, labels: Ids = None,
         use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None, skip_logits: bool | None = None,
@@ -510,7 +515,7 @@ class VanillaTransformerForConditionalGeneration(
                 decoder_attention_mask = mask_from_labels(self.config, *target, kwargs)
         outputs = self.model(
             input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs,
-            past_key_values, inputs_embeds, decoder_inputs_embeds, decoder_position_ids, use_cache,
+            cache, inputs_embeds, decoder_inputs_embeds, decoder_position_ids, use_cache,
             **kwargs,
         )  # fmt: skip
         scored = (labels, logits_to_keep, num_items_in_batch, skip_logits)
@@ -556,6 +561,7 @@ class VanillaTransformerDecoderModel(VanillaTransformerEmbeddedStacks):
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(config.for_one_stack("decoder"), decoder=VanillaTransformerDecoder)
 
+    @takes_either_name
     @validate_inputs
     def forward(self, input_ids: Ids = None, **kwargs: Any) -> DecoderOutput:
         """See `VanillaTransformerDecoder.forward`."""
@@ -573,10 +579,11 @@ class VanillaTransformerForCausalLM(
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(VanillaTransformerDecoderModel(config))
 
+    @takes_either_name
     @can_return_tuple
     def forward(
         self, input_ids: Ids = None, attention_mask: Mask = None, position_ids: Ids = None,
-        past_key_values: Cache | None = None, inputs_embeds: States = None, labels: Ids = None,
+        cache: Cache | None = None, inputs_embeds: States = None, labels: Ids = None,
         shift_labels: Ids = None, use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None, skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -589,13 +596,13 @@ class VanillaTransformerForCausalLM(
             shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
         outputs = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, inputs_embeds=inputs_embeds,
+            cache=cache, inputs_embeds=inputs_embeds,
             use_cache=use_cache if shift_labels is None else False, **kwargs,
         )  # fmt: skip
         scored = (shift_labels, logits_to_keep, num_items_in_batch, skip_logits)
         logits, loss = self.logits_and_loss(outputs.last_hidden_state, *scored)
         return CausalLMOutputWithPast(
-            loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions
+            loss, logits, getattr(outputs, CACHE_NAME), outputs.hidden_states, outputs.attentions
         )
 
 

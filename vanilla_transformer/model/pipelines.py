@@ -309,7 +309,7 @@ def register_translation_pipelines() -> None:
             # the folder would demand trust in code that is installed. Our own models' config names
             # the pipeline for those who do not have it.
             del pipeline_class._registered_impl
-    # Patch: the registry of transformers 5 (5.17 to 5.23) knows no parametrised task names.
+    # Patch: the registry of transformers 5 (5.17 to 5.24) knows no parametrised task names.
     registry.check_task = _check_task
 
 

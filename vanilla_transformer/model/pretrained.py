@@ -66,7 +66,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     @staticmethod
     def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
         """As transformers', which takes memory for all that a checkpoint lacks before it says so
-        (5.17 to 5.23)."""
+        (5.17 to 5.24)."""
         if load_config.pretrained_model_name_or_path is not None:
             expect_weights(model, loading_info.missing_and_mismatched())
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)

@@ -9,7 +9,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from .beam_search import may_replace_forward, shallow_copy
-from .cache import is_generation_cache
+from .cache import CACHE_NAME, is_generation_cache
 
 MOST_RUNNING = 0.75  # of the rows that are computed; with more, it does not pay to copy the cache
 MASKS = {"attention_mask", "decoder_attention_mask"}
@@ -22,7 +22,7 @@ def running_rows(
     look at them, or at the cache, and where beams are drawn by chance: with fewer steps, the next
     batch would draw others."""
     config = options["generation_config"]
-    cache: Any = options.get("past_key_values")
+    cache: Any = options.get(CACHE_NAME)
     if not may_replace_forward(model) or not is_generation_cache(cache):
         return None
     if cache.get_seq_length() > 0:  # the caller's
@@ -74,7 +74,7 @@ class RunningRows:
     def has_unfinished(
         self, can_improve: torch.Tensor, is_finished: torch.Tensor, hits: torch.Tensor, early: Any
     ) -> torch.Tensor:
-        """As `GenerationMixin._beam_search_has_unfinished_sequences` (5.17 to 5.23). Nothing
+        """As `GenerationMixin._beam_search_has_unfinished_sequences` (5.17 to 5.24). Nothing
         changes for a source that can't improve, (sources, 1), nor with `early_stopping=True` for
         one whose hypotheses, (sources, beams), are all finished."""
         self._has_ended = ~can_improve[:, 0]
@@ -91,7 +91,7 @@ class RunningRows:
         """The inputs of `forward` for the rows that are computed."""
         running = (~self._has_ended).nonzero()[:, 0]
         if 0 < len(running) <= MOST_RUNNING * len(self._sources):
-            self._keep(running, inputs["past_key_values"])
+            self._keep(running, inputs[CACHE_NAME])
         if len(self._rows) == self.number:
             return inputs
         selected: dict[str, Any] = {

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .cache import CACHE_NAME
+
 # Parameters that a checkpoint may lack: a gigabyte's, or this many times as many as it has.
 LACKING_ANYWAY, LACKING_TIMES = 2**28, 8
 
@@ -40,11 +42,10 @@ def validate_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
 def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     """Raises an error unless the inputs of each stack are what it reads, and there are as many
     targets as sources, or the same number of targets for each source."""
-    config, dtype, cache = model.config, model.dtype, inputs.get("past_key_values")
+    config, dtype, cache = model.config, model.dtype, inputs.get("cache")
     if cache is not None and (isinstance(cache, dict) or not hasattr(cache, "update")):
-        raise TypeError(f"past_key_values of type {type(cache).__name__}: expected a Cache")
+        raise TypeError(f"{CACHE_NAME} of type {type(cache).__name__}: expected a Cache")
     if not config.is_encoder_decoder:
-        cache = inputs.get("cache", cache)  # "cache": that of continuous batching
         expect_stack_inputs(config, "encoder", inputs, "", dtype, cache)
         return
     encoded = inputs.get("encoder_outputs")
@@ -97,7 +98,7 @@ def expect_stack_inputs(
 
 def expect_in_range(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     """Raises IndexError about the first token id or position that has no embedding."""
-    config, cache = model.config, inputs.get("past_key_values")
+    config, cache = model.config, inputs.get("cache")
     limits = {"": config.vocab_size}
     if config.is_encoder_decoder:
         limits["decoder_"] = config.target_vocab_size

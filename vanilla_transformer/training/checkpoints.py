@@ -78,12 +78,12 @@ class AtomicCheckpointTrainer(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Same as in `Trainer` (5.17 to 5.23), or the staging folder while it saves."""
+        """Same as in `Trainer` (5.17 to 5.24), or the staging folder while it saves."""
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, STAGING_DIR) if self._is_staging else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Same as in `Trainer` (5.17 to 5.23), by way of the staging folder. If someone deletes
+        """Same as in `Trainer` (5.17 to 5.24), by way of the staging folder. If someone deletes
         that folder meanwhile, a single process writes the checkpoint again."""
         folder = Path(self._get_output_dir(trial))
         staged = folder / STAGING_DIR / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -122,7 +122,7 @@ class AtomicCheckpointTrainer(Trainer):
                 staged.parent.rmdir()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Same as in `Trainer` (5.17 to 5.23), but not before the checkpoint has its name, nor
+        """Same as in `Trainer` (5.17 to 5.24), but not before the checkpoint has its name, nor
         while an earlier upload reads the files that this one replaces. If the upload fails, a
         warning says so."""
         if self._is_staging:

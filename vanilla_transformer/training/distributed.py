@@ -83,7 +83,7 @@ def any_process(condition: bool, arguments: TrainingArguments) -> bool:
 
 
 def init_cpu_process_group(arguments: TrainingArguments) -> None:
-    """Apply `ddp_timeout` to processes on CPUs. transformers (5.17 to 5.23) ignores it there, and
+    """Apply `ddp_timeout` to processes on CPUs. transformers (5.17 to 5.24) ignores it there, and
     the other processes would wait for a stalled one for 30 minutes."""
     several = launched_world_size() > 1 and "RANK" in os.environ
     if arguments.use_cpu and several and not distributed.is_initialized():

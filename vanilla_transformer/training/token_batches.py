@@ -94,7 +94,7 @@ class TokenBudgetTrainer(Trainer):
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As `Trainer.evaluation_loop`, with predictions in the order of the data set. On several
         processes, metrics don't count the copies of pairs that fill the last batch, as those of
-        `Seq2SeqTrainer` (5.17 to 5.23) do."""
+        `Seq2SeqTrainer` (5.17 to 5.24) do."""
         if self.gather_function == self.accelerator.gather:  # type: ignore[has-type]
             self.gather_function = self.accelerator.gather_for_metrics
         if not isinstance(dataloader.batch_sampler, TokenBudgetSampler):

@@ -322,7 +322,7 @@ class TranslationTrainer(
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple:
         """Same as `Seq2SeqTrainer.prediction_step`, but it leaves the model's generation config as
-        it was. transformers (5.17 to 5.23) writes all defaults into it, among them a maximum of 20
+        it was. transformers (5.17 to 5.24) writes all defaults into it, among them a maximum of 20
         tokens, which would be saved with the model."""
         generation_config = copy.deepcopy(self.model.generation_config)
         try:

@@ -13,7 +13,7 @@ from transformers import EncoderDecoderCache, GenerationConfig
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from ...model.attention import repeat_sources
-from ...model.cache import is_generation_cache, new_cache
+from ...model.cache import CACHE_NAME, is_generation_cache, new_cache, takes_either_name
 from ...model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ...model.generation import VanillaTransformerGenerationMixin
 from ...model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -181,6 +181,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         VanillaTransformerForConditionalGeneration.prepare_decoder_input_ids_from_labels
     )
 
+    @takes_either_name
     @validate_inputs
     def forward(
         self,
@@ -189,7 +190,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: Any = None,
-        past_key_values: EncoderDecoderCache | None = None,
+        cache: EncoderDecoderCache | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
@@ -208,12 +209,10 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         states = encoder_outputs[0]
         states, mask = repeat_sources(decoder_input_ids, states, attention_mask)
         mask = states.new_ones(states.shape[:2]) if mask is None else mask
-        cache = new_cache(self.config) if past_key_values is None else past_key_values
+        expect_in_range(self, {"decoder_input_ids": decoder_input_ids, "cache": cache})
+        cache = new_cache(self.config) if cache is None else cache
         if cache.is_compileable:
             raise ValueError("cache_implementation: expected None, the graphs grow their cache")
-        expect_in_range(
-            self, {"decoder_input_ids": decoder_input_ids, "past_key_values": past_key_values}
-        )
         outputs = self._decoder(
             input_ids=decoder_input_ids.long(),
             encoder_hidden_states=states,
@@ -224,7 +223,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         self._fill(cache, outputs)
         return Seq2SeqLMOutput(
             logits=logits,
-            past_key_values=None if use_cache is False else cache,
+            **{CACHE_NAME: None if use_cache is False else cache},
             encoder_last_hidden_state=states,
         )
 
@@ -253,7 +252,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
     def _use_fast_cache(self, prompt_length: int, options: Any) -> None:
         """As a model's, but the beams of a source do not share its keys."""
         super()._use_fast_cache(prompt_length, options)
-        cache = options.kwargs.get("past_key_values")
+        cache = options.kwargs.get(CACHE_NAME)
         if is_generation_cache(cache):
             for layer in cache.cross_attention_cache.layers:
                 layer.rows_per_source = 1
