@@ -14,10 +14,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 # What transformers calls the cache among inputs and outputs: "past_key_values" up to 5.23.
-CACHE_NAMES = ("cache", "past_key_values")
-CACHE_NAME = next(
-    name for name in CACHE_NAMES if name in inspect.signature(Seq2SeqLMOutput).parameters
-)
+CACHE_NAME = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 
 # What layers hold besides keys and values. It is not among their attributes: transformers'
 # exporters take every tensor that an attribute leads to for an input or output of the graph.
@@ -49,11 +46,15 @@ def rename_cache(inputs: dict[str, Any], name: str) -> dict[str, Any]:
     Raises:
         ValueError: There are two caches.
     """
-    caches = [inputs[one] for one in CACHE_NAMES if inputs.get(one) is not None]
-    if len(caches) > 1:
+    other = "past_key_values" if name == "cache" else "cache"
+    if other not in inputs:
+        return inputs
+    renamed = {key: value for key, value in inputs.items() if key != other}
+    if inputs[other] is None:
+        return renamed
+    if renamed.get(name) is not None:
         raise ValueError("cache and past_key_values are the same: expected one of them")
-    rest = {key: value for key, value in inputs.items() if key not in CACHE_NAMES}
-    return {**rest, name: caches[0]} if caches else rest
+    return {**renamed, name: inputs[other]}
 
 
 def new_cache(config: PreTrainedConfig) -> Cache:
