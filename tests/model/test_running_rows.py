@@ -7,6 +7,7 @@ from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.model import generation
+from vanilla_transformer.model.cache import CACHE_NAME
 from vanilla_transformer.model.running_rows import RunningRows
 
 SEARCHES = {
@@ -192,7 +193,7 @@ def test_states_of_ended_rows_are_0():
     cache = search(make_model(), sources=3, num_beams=2, return_dict_in_generate=True)
     rows.select(
         {
-            "past_key_values": cache.past_key_values,
+            CACHE_NAME: getattr(cache, CACHE_NAME),
             "encoder_outputs": (torch.zeros(6, 7, 8),),
             "decoder_input_ids": torch.ones(6, 1),
         }
