@@ -80,6 +80,20 @@ def test_a_cache_goes_by_either_name(make, name):
     assert torch.equal(more.sequences, at_once.sequences)
 
 
+def test_the_older_name_is_deprecated_where_it_is_in_transformers():
+    model, ids = seq2seq(), random_ids(1, 3)
+    cache = generation_cache(model.config, 1, 4)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model(input_ids=ids, decoder_input_ids=ids, past_key_values=cache)
+    messages = [str(warning.message) for warning in warned]
+    assert messages == (
+        ["`past_key_values` is deprecated since transformers 5.24: use `cache`"]
+        if CACHE_NAME == "cache"
+        else []
+    )
+
+
 def test_two_caches_are_refused():
     model = seq2seq()
     caches = dict.fromkeys(CACHE_NAMES, generation_cache(model.config, 1, 4))

@@ -2,6 +2,7 @@
 that copy less."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -23,12 +24,15 @@ _SPARE: WeakKeyDictionary["GrowingLayer", list[torch.Tensor]] = WeakKeyDictionar
 
 
 def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `forward` whose `cache` may be called `past_key_values` as well. Its signature has the name
-    that transformers uses, whose exporters look there."""
+    """A `forward` whose `cache` may be called `past_key_values` as well, with a FutureWarning where
+    transformers gives one. Its signature has the name that transformers uses, whose exporters look
+    there."""
     signature = inspect.signature(forward)
 
     @wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if CACHE_NAME not in kwargs and "past_key_values" in kwargs:
+            _warn_of_past_key_values()
         return forward(self, *args, **rename_cache(kwargs, "cache"))
 
     wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -38,6 +42,12 @@ def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
         ]
     )
     return wrapper
+
+
+def _warn_of_past_key_values() -> None:
+    if not torch.compiler.is_compiling():
+        message = "`past_key_values` is deprecated since transformers 5.24: use `cache`"
+        warnings.warn(message, FutureWarning, stacklevel=3)
 
 
 def rename_cache(inputs: dict[str, Any], name: str) -> dict[str, Any]:
