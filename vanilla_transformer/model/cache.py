@@ -24,15 +24,12 @@ _SPARE: WeakKeyDictionary["GrowingLayer", list[torch.Tensor]] = WeakKeyDictionar
 
 
 def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `forward` whose `cache` may be called `past_key_values` as well, with a FutureWarning where
-    transformers gives one. Its signature has the name that transformers uses, whose exporters look
-    there."""
+    """A `forward` whose `cache` may be called `past_key_values` as well. Its signature has the name
+    that transformers uses, whose exporters look there."""
     signature = inspect.signature(forward)
 
     @wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if CACHE_NAME not in kwargs and "past_key_values" in kwargs:
-            _warn_of_past_key_values()
         return forward(self, *args, **rename_cache(kwargs, "cache"))
 
     wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -44,14 +41,9 @@ def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _warn_of_past_key_values() -> None:
-    if not torch.compiler.is_compiling():
-        message = "`past_key_values` is deprecated since transformers 5.24: use `cache`"
-        warnings.warn(message, FutureWarning, stacklevel=3)
-
-
 def rename_cache(inputs: dict[str, Any], name: str) -> dict[str, Any]:
-    """The inputs, with the cache under this name.
+    """The inputs, with the cache under this name, and a FutureWarning about `past_key_values` where
+    transformers gives one.
 
     Raises:
         ValueError: There are two caches.
@@ -59,6 +51,9 @@ def rename_cache(inputs: dict[str, Any], name: str) -> dict[str, Any]:
     other = "past_key_values" if name == "cache" else "cache"
     if other not in inputs:
         return inputs
+    if name == CACHE_NAME == "cache" and not torch.compiler.is_compiling():
+        message = "`past_key_values` is deprecated since transformers 5.24: use `cache`"
+        warnings.warn(message, FutureWarning, stacklevel=3)
     renamed = {key: value for key, value in inputs.items() if key != other}
     if inputs[other] is None:
         return renamed

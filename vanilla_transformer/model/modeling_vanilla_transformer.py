@@ -140,11 +140,11 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             source = cast_once(source)
             source_mask = padding_mask(self.config, hidden_states, source_mask, source)
         # Position i sees the positions up to i ("masking out", section 3.2.3), but no padding.
-        past = None if is_paged(cache) else cache
+        past = None if is_paged(cache) else cache  # continuous batching brings its own mask
         mask = create_causal_mask(
             self.config, hidden_states, attention_mask, past, position_ids=position_ids
         )
-        kwargs[CACHE_NAME] = cache
+        kwargs[CACHE_NAME] = cache  # gradient checkpointing knows it by this name
         for layer in self.layers:
             hidden_states = layer(hidden_states, mask, source, source_mask, **kwargs)
         return DecoderOutput(self.layer_norm(hidden_states), cache if use_cache else None)
