@@ -69,7 +69,8 @@ model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[2])
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
 generate, lines = model.generate, []
 model.generate = lambda **inputs: lines.extend(inputs["input_ids"]) or generate(**inputs)
-made = list(translate(TWO_WINDOWS, model, tokenizer, batch_size=2, together=True))
+options = {"batch_size": 2, "max_new_tokens": 4, "together": True}
+made = list(translate(TWO_WINDOWS, model, tokenizer, **options))
 with open(f"{accelerator.process_index}.json", "w") as file:
     json.dump([made, len(lines)], file)
 accelerator.end_training()
@@ -84,7 +85,7 @@ def test_two_processes_work_on_half_of_the_batches_each(model, checkpoint, token
     failed, output = run_ranks(2, *program, cwd=tmp_path)
     assert not failed, output
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    expected = list(translate(TWO_WINDOWS, model, tokenizer, batch_size=2))
+    expected = list(translate(TWO_WINDOWS, model, tokenizer, batch_size=2, max_new_tokens=4))
     assert [made for made, _ in ranks] == [expected] * 2
     assert sum(lines for _, lines in ranks) == sum(bool(line) for line in TWO_WINDOWS)
     assert abs(ranks[0][1] - ranks[1][1]) <= 2

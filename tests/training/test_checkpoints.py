@@ -24,9 +24,17 @@ from vanilla_transformer.training.checkpoints import (
 from vanilla_transformer.training.trainer import find_checkpoint
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("trained")
+    small_trainer(folder, tokenizer).train()
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path, tokenizer):
-    small_trainer(tmp_path, tokenizer).train()
+def run(trained, tmp_path):
+    """A training's folder, to do as a test likes with."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
