@@ -146,17 +146,7 @@ def bpe_codes(
     """
     alone = NO_BREAK_SPACE if splits_again else f"{PRIVATE}{separator}"
     plain = {*specials.names, specials.unk}
-    named: dict[str, int] = {}
-    for token, number in _filled(vocab, size).items():
-        if token in plain or separator is None or token.startswith(PRIVATE):
-            name = token
-        elif token == separator:
-            name = alone
-        elif token.endswith(separator):
-            name = token.removesuffix(separator)
-        else:
-            name = f"{token}</w>"
-        named[name if name not in named else f"{PRIVATE}{number}{name}"] = number
+    named = _with_word_ends(_filled(vocab, size), plain, separator, alone)
     if restrict:
         merges = _leading_to(merges, named)
     for left, right in merges:
@@ -181,6 +171,25 @@ def bpe_codes(
         if splits_again:
             backend.normalizer = normalizers.Replace(Regex(_INSIDE_WORDS), NO_BREAK_SPACE)
     return _wrap(backend, vocab, specials)
+
+
+def _with_word_ends(
+    vocab: Mapping[str, int], plain: set[str | None], separator: str | None, alone: str
+) -> dict[str, int]:
+    """Ids by the names that `models.BPE` has for pieces: without the separator inside a word, and
+    with `</w>` at its end. `alone` stands for the separator alone."""
+    named: dict[str, int] = {}
+    for token, number in vocab.items():
+        if token in plain or separator is None or token.startswith(PRIVATE):
+            name = token
+        elif token == separator:
+            name = alone
+        elif token.endswith(separator):
+            name = token.removesuffix(separator)
+        else:
+            name = f"{token}</w>"
+        named[name if name not in named else f"{PRIVATE}{number}{name}"] = number
+    return named
 
 
 def _leading_to(
@@ -227,16 +236,7 @@ def sentencepiece(
     build = _unigram if model.model_type == "unigram" else _sentencepiece_bpe
     backend = build(model, _filled(named, size), {*names, *whole}, unk, restrict)
 
-    rules: list[normalizers.Normalizer] = []
-    for symbol, stand_in in symbols.items():
-        rules.append(normalizers.Replace(symbol, stand_in))
-    if model.charsmap:
-        rules.append(normalizers.Precompiled(model.charsmap))
-    if model.squeezes_spaces:
-        rules.append(normalizers.Replace(Regex("^ +| +$"), ""))
-        rules.append(normalizers.Replace(Regex(" {2,}"), " "))
-    elif model.dummy_prefix:  # Metaspace puts no space before a space
-        rules.append(normalizers.Prepend(" "))
+    rules = _sentencepiece_rules(model, symbols)
     if not own and not model.byte_fallback:
         rules.append(_mark_unseen(model))
     backend.normalizer = normalizers.Sequence(rules)
@@ -260,6 +260,23 @@ def sentencepiece(
     )
     backend.add_tokens([AddedToken(token, normalized=False, rstrip=True) for token in whole])
     return _wrap(backend, named, specials)
+
+
+def _sentencepiece_rules(
+    model: SentencePieceModel, symbols: Mapping[str, str]
+) -> list[normalizers.Normalizer]:
+    """What happens to a text before it is split. `symbols` are those of `_with_stand_ins`."""
+    rules: list[normalizers.Normalizer] = [
+        normalizers.Replace(symbol, stand_in) for symbol, stand_in in symbols.items()
+    ]
+    if model.charsmap:
+        rules.append(normalizers.Precompiled(model.charsmap))
+    if model.squeezes_spaces:
+        rules.append(normalizers.Replace(Regex("^ +| +$"), ""))
+        rules.append(normalizers.Replace(Regex(" {2,}"), " "))
+    elif model.dummy_prefix:  # Metaspace puts no space before a space
+        rules.append(normalizers.Prepend(" "))
+    return rules
 
 
 def _with_stand_ins(
