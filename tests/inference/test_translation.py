@@ -60,23 +60,24 @@ TOGETHER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from accelerate import Accelerator
-from test_translation import TWO_WINDOWS
+from test_translation import SMALL_WINDOW, TWO_WINDOWS
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from vanilla_transformer.inference.translation import translate
+from vanilla_transformer.inference import translation
 
 accelerator = Accelerator(cpu=True)
 model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[2])
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
 generate, lines = model.generate, []
 model.generate = lambda **inputs: lines.extend(inputs["input_ids"]) or generate(**inputs)
-options = {"batch_size": 2, "max_new_tokens": 4, "together": True}
-made = list(translate(TWO_WINDOWS, model, tokenizer, **options))
+translation.BATCHES_PER_WINDOW = SMALL_WINDOW
+made = list(translation.translate(TWO_WINDOWS, model, tokenizer, batch_size=2, together=True))
 with open(f"{accelerator.process_index}.json", "w") as file:
     json.dump([made, len(lines)], file)
 accelerator.end_training()
 """
 
-TWO_WINDOWS = ["see " * (n % 7) for n in range(2 * BATCHES_PER_WINDOW + 9)]
+SMALL_WINDOW = 8  # in batches
+TWO_WINDOWS = ["see " * (n % 7) for n in range(2 * SMALL_WINDOW + 9)]
 
 
 def test_two_processes_work_on_half_of_the_batches_each(model, checkpoint, tokenizer, tmp_path):
@@ -85,7 +86,8 @@ def test_two_processes_work_on_half_of_the_batches_each(model, checkpoint, token
     failed, output = run_ranks(2, *program, cwd=tmp_path)
     assert not failed, output
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    expected = list(translate(TWO_WINDOWS, model, tokenizer, batch_size=2, max_new_tokens=4))
+    expected = list(translate(TWO_WINDOWS, model, tokenizer, batch_size=2))
+    assert len(set(expected)) == 7
     assert [made for made, _ in ranks] == [expected] * 2
     assert sum(lines for _, lines in ranks) == sum(bool(line) for line in TWO_WINDOWS)
     assert abs(ranks[0][1] - ranks[1][1]) <= 2

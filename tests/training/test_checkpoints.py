@@ -33,7 +33,7 @@ def trained(tmp_path_factory, tokenizer):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A training's folder, to do as a test likes with."""
+    """A copy of the folder of a training, which a test may change."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path
 

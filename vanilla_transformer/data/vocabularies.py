@@ -176,8 +176,8 @@ def bpe_codes(
 def _with_word_ends(
     vocab: Mapping[str, int], plain: set[str | None], separator: str | None, alone: str
 ) -> dict[str, int]:
-    """Ids by the names that `models.BPE` has for pieces: without the separator inside a word, and
-    with `</w>` at its end. `alone` stands for the separator alone."""
+    """The vocabulary with the names that `models.BPE` uses: no separator inside a word, `</w>` at
+    its end. `alone` is the name of the separator itself."""
     named: dict[str, int] = {}
     for token, number in vocab.items():
         if token in plain or separator is None or token.startswith(PRIVATE):
@@ -265,7 +265,7 @@ def sentencepiece(
 def _sentencepiece_rules(
     model: SentencePieceModel, symbols: Mapping[str, str]
 ) -> list[normalizers.Normalizer]:
-    """What happens to a text before it is split. `symbols` are those of `_with_stand_ins`."""
+    """The model's own normalisation of a text. `symbols` are those of `_with_stand_ins`."""
     rules: list[normalizers.Normalizer] = [
         normalizers.Replace(symbol, stand_in) for symbol, stand_in in symbols.items()
     ]
