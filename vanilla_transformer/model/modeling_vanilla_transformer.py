@@ -298,11 +298,11 @@ def padding_mask(
     """No query sees padding, the keys for which `attention_mask`, (batch, key_length), is 0."""
     if attention_mask is None:
         return None
-    is_other = config._attn_implementation != "sdpa" or attention_mask.ndim != 2
-    if is_other or torch.compiler.is_compiling():
+    broadcasts = config._attn_implementation == "sdpa" and attention_mask.ndim == 2
+    if torch.compiler.is_compiling() or not broadcasts:
         return create_bidirectional_mask(config, queries, attention_mask, keys)
     is_token = attention_mask.to(queries.device, torch.bool)
-    return None if is_token.all() else is_token[:, None, None]  # one row for all queries
+    return None if is_token.all() else is_token[:, None, None]  # the same row for all queries
 
 
 # ---------------------------------------------------------------- 3.3 Feed-forward networks
