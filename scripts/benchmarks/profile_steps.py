@@ -30,7 +30,7 @@ KINDS = {  # matched by parts of an operation's name, in this order
     "optimizer": ("Optimizer.step", "addcdiv", "addcmul", "lerp", "sqrt"),
     "choice of tokens": ("topk", "argmax", "sort"),
     "copies and casts": ("copy_", "::cat", "index_select", "embedding", "fill_", "zero_"),
-    "sums, views and others": ("",),
+    "sums, views, everything else": ("",),
 }
 REST = "Python"
 

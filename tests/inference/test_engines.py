@@ -281,6 +281,7 @@ def test_a_folder_is_opened_by_its_engine(folders, tmp_path):
     ("number", "options", "message"),
     [
         (0, {"engine": "ctranslate2"}, "vanilla-transformer export .*model --to ctranslate2"),
+        (0, {"engine": "onnxruntime"}, "vanilla-transformer export .*model --to onnx --output"),
         (1, {"engine": "torch"}, "expected a model that torch runs"),
         (1, {"attn_implementation": "eager"}, "attn_implementation='eager'"),
         (1, {"dtype": "float64"}, "dtype='float64' with ctranslate2"),

@@ -2,7 +2,7 @@ r"""List the packaged recipes, print one, or print the path of its file.
 
     vanilla-transformer recipes
     vanilla-transformer recipes multi30k_tiny > my_recipe.yaml
-    accelerate launch --config_file "$(vanilla-transformer recipes --path accelerate/fsdp2)" \
+    accelerate launch --config_file "$(vanilla-transformer recipes --path accelerate/ddp)" \
         -m vanilla_transformer train --config multi30k_tiny --output_dir outputs/multi30k
 
 A recipe holds options of `train`: `vanilla-transformer train --config NAME`. The recipes in

@@ -6,7 +6,7 @@ r"""Train a translation model from scratch, or fine-tune one.
         --validation_source valid.en --validation_target valid.de
     torchrun --nproc_per_node 2 -m vanilla_transformer train --config multi30k_tiny \
         --output_dir outputs/multi30k
-    accelerate launch --config_file "$(vanilla-transformer recipes --path accelerate/fsdp2)" \
+    accelerate launch --config_file "$(vanilla-transformer recipes --path accelerate/ddp)" \
         -m vanilla_transformer train --config multi30k_tiny --output_dir outputs/multi30k
 
 Options override those of the recipe (--config), and local files replace its data set. The output

@@ -92,7 +92,7 @@ class LoadingArguments:
         if not engine.recognizes(Path(name)):
             raise ValueError(
                 f"engine={engine.NAME!r}: {name} was not exported for it; "
-                f"vanilla-transformer export {name} --to {engine.NAME} --output_dir FOLDER "
+                f"vanilla-transformer export {name} --to {engine.TARGET} --output_dir FOLDER "
                 "writes such a folder"
             )
         if self.attn_implementation is not None:

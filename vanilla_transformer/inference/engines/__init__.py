@@ -3,6 +3,7 @@
 An engine is a module with
 
 - `NAME`: what the option `--engine` calls it;
+- `TARGET`: what `export --to` calls it;
 - `recognizes(folder)`: whether the folder was exported for it;
 - `load(folder, *, device, dtype)`: an object with `generate()`, `config`, `generation_config`,
   `device`, `dtype`, `eval()` and `to()`, which `translate`, `translate_n_best` and

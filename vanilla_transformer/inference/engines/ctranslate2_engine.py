@@ -13,7 +13,7 @@ from ...model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ...model.generation import GenerationOptions, VanillaTransformerGenerationMixin, first_given
 from ...model.validation import expect_generation_options
 
-NAME = "ctranslate2"
+NAME = TARGET = "ctranslate2"
 WEIGHTS = "model.bin"
 DTYPES = {
     "auto": "default",

@@ -20,7 +20,7 @@ from ...model.modeling_vanilla_transformer import VanillaTransformerForCondition
 from ...model.pretrained import VanillaTransformerPreTrainedModel
 from ...model.validation import expect_in_range, validate_inputs
 
-NAME = "onnxruntime"
+NAME, TARGET = "onnxruntime", "onnx"
 ENCODER, DECODER = "encoder_model.onnx", "decoder_model.onnx"
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
