@@ -533,6 +533,7 @@ def test_each_side_is_cut_to_its_own_limit_and_keeps_eos(parallel, tokenizer):
         assert short["input_ids"] == [*long["input_ids"][:3], tokenizer.eos_token_id]
         assert short["labels"] == [*long["labels"][:2], tokenizer.eos_token_id]
         assert short["length"] == 4
+    assert tokenizer.backend_tokenizer.truncation is None  # which would be saved
 
 
 def test_workers_give_the_same_ids(parallel, tokenizer):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import small_config
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import MBartConfig, MBartForConditionalGeneration, PreTrainedTokenizerFast
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.inference import alignment
@@ -43,6 +43,26 @@ def test_the_scores_of_a_beam_are_those_of_its_tokens(model, tokenizer):
     for row in add_token_scores(LINES, found, model, tokenizer):
         for h in row:
             assert sum(h.token_scores) == pytest.approx(h.score, abs=1e-4)
+
+
+@pytest.mark.parametrize("start", [2, 9])
+def test_token_scores_of_mbart_begin_where_its_search_does(tokenizer, start):
+    """Its labels end in the language that starts the decoder; a hypothesis does not."""
+    torch.manual_seed(0)
+    small = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "init_std": 0.3}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": None}
+    config = MBartConfig(
+        vocab_size=len(tokenizer), encoder_ffn_dim=16, decoder_ffn_dim=16,
+        decoder_start_token_id=start, **small, **heads, **ids,
+    )  # fmt: skip
+    mbart = MBartForConditionalGeneration(config).eval()
+    options = {"num_beams": 3, "max_new_tokens": 7, "length_penalty": 0.0}
+    found = list(translate_n_best(LINES, mbart, tokenizer, 3, **options))
+    scored = [h for row in add_token_scores(LINES, found, mbart, tokenizer) for h in row]
+    assert len(scored) == 7
+    for h in scored:
+        assert sum(h.token_scores) == pytest.approx(h.score or 0, abs=1e-4)
 
 
 # ---------------------------------------------------------------- Alignments

@@ -72,6 +72,16 @@ def test_an_unknown_word_of_a_reference_is_an_error():
     )
 
 
+def test_padding_is_no_error_where_its_token_is_the_unknown_one():
+    words = train_tokenizer(["a b c"] * 2, tokenizer_type="word", show_progress=False)
+    words.pad_token = words.unk_token
+    rows = [words(text)["input_ids"] for text in ("a b c", "a", "a x")]
+    labels = np.array([row + [-100] * (len(rows[0]) - len(row)) for row in rows])
+    metrics = make_compute_metrics(words, ["exact_match"])
+    found = metrics(EvalPrediction(labels, labels))
+    assert found == pytest.approx({"exact_match": 100 * 2 / 3})  # "x" is unknown
+
+
 # ---------------------------------------------------------------- Error rates
 
 SPOKEN = ["the lake is deep", "a house by a lake", "b l uː"]

@@ -37,6 +37,16 @@ def test_scores_are_log_probabilities_in_order(monkeypatch, translator, max_toke
         assert score.log_probability == pytest.approx(-loss.item() * score.tokens, abs=1e-4)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("names", [["input_ids"], ["input_ids", "attention_mask"]])
+def test_padding_of_a_tokenizer_changes_no_score(translator, side, names):
+    model, tokenizer = translator
+    expected = [next(score_pairs([pair], model, tokenizer))[0] for pair in PAIRS]
+    tokenizer.padding_side, tokenizer.model_input_names = side, names
+    found = [score.log_probability for score in score_pairs(PAIRS, model, tokenizer)]
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
 def test_the_script_writes_a_line_for_each_pair(translator, checkpoint, tmp_path):
     def script(*flags):
         model = ("--model", checkpoint)

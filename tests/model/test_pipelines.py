@@ -247,6 +247,16 @@ class TestNesting:
         assert len(one) == 3
         assert translator(TEXTS[:2], num_return_sequences=3)[0] == one
 
+    @pytest.mark.parametrize("own", [None, 2])
+    def test_a_given_config_leaves_the_models_number_of_sequences(
+        self, translator, monkeypatch, own
+    ):
+        config = GenerationConfig(num_beams=3, num_return_sequences=own)
+        expected = translator(TEXTS[:2], num_beams=3, num_return_sequences=3)
+        monkeypatch.setattr(translator.model.generation_config, "num_return_sequences", 3)
+        wanted = [row[: own or 3] for row in expected]
+        assert translator(TEXTS[:2], generation_config=config, batch_size=2) == wanted
+
     def test_generator_is_read_lazily(self, translator):
         seen = []
         results = translator(seen.append(text) or text for text in TEXTS)

@@ -4,6 +4,8 @@ import copy
 import pickle
 import shutil
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -141,6 +143,25 @@ def test_copies_switch_too(two_sided, copied):
     assert other("ein", text_target="a")["labels"] == [6, 3]
     assert other("ein")["input_ids"] == [2]
     assert other.decode([6]) == "a"
+
+
+def test_threads_do_not_change_each_others_side(two_sided):
+    """As in a server, which reads sources while it decodes targets."""
+    at_target, asked = threading.Event(), threading.Event()
+
+    def decode():
+        two_sided._switch_to_target_mode()
+        at_target.set()
+        asked.wait(10)
+        return two_sided.backend_tokenizer.decode([6, 7])
+
+    with ThreadPoolExecutor(1) as pool:
+        decoded = pool.submit(decode)
+        assert at_target.wait(10)
+        assert two_sided("ein haus")["input_ids"] == [2, 3]
+        assert two_sided.convert_ids_to_tokens([2]) == ["ein"]
+        asked.set()
+        assert decoded.result() == "a house"
 
 
 # ---------------------------------------------------------------- what is refused

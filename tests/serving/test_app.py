@@ -182,9 +182,10 @@ def test_other_paths_are_not_found(path):
 
 
 def test_a_key_opens_the_server(tmp_path, monkeypatch, caplog):
-    (tmp_path / "keys").write_text("one-key\n\nother-key\n")
+    (tmp_path / "keys").write_text("\ufeffone-key\n\nother-key\n", encoding="utf-8")
     monkeypatch.setenv(KEYS_VARIABLE, "third-key, fourth-key")
     for server, key in (
+        (client(api_keys=str(tmp_path / "keys")), "one-key"),
         (client(api_keys=str(tmp_path / "keys")), "other-key"),
         (client(), "fourth-key"),
     ):

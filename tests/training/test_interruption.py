@@ -345,3 +345,31 @@ def test_a_checkpoint_without_the_size_of_its_text_can_be_resumed(tokenizer, tmp
     small_trainer(tmp_path, tokenizer, OptionsCallback({}), max_steps=2).train()
     warn_of_another_text(tmp_path / "checkpoint-2", {"pairs": 3, "target_tokens": 20})
     assert not any("The training text" in each for each in caplog.messages)
+
+
+def test_epochs_of_other_batches_give_a_warning(tokenizer, tmp_path, caplog):
+    epochs = {"max_steps": -1, "num_train_epochs": 2}
+    small_trainer(tmp_path, tokenizer, per_device_train_batch_size=2, **epochs).train()
+    last = str(max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name[11:])))
+    again = small_trainer(tmp_path, tokenizer, per_device_train_batch_size=2, **epochs)
+    again.train(resume_from_checkpoint=last)
+    assert "epochs have" not in caplog.text
+    other = small_trainer(tmp_path, tokenizer, per_device_train_batch_size=1, **epochs)
+    other.train(resume_from_checkpoint=last)
+    before, now = again.state.max_steps, other.state.max_steps
+    assert now > before
+    assert f"2 epochs have {now} updates with this text and these batches, but had {before}" in (
+        caplog.text
+    )
+
+
+def test_patience_goes_on_from_a_checkpoint(tokenizer, tmp_path):
+    """With a rate of 0, no evaluation after the first is an improvement."""
+    options = {
+        "learning_rate": 0.0, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1,
+        "load_best_model_at_end": True, "early_stopping_patience": 3,
+    }  # fmt: skip
+    small_trainer(tmp_path, tokenizer, max_steps=3, **options).train()
+    resumed = small_trainer(tmp_path, tokenizer, max_steps=8, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.state.global_step == 4

@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
     EvalPrediction,
+    GenerationConfig,
     PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -96,6 +97,10 @@ def test_a_flag_replaces_a_recipes_option_that_says_the_same_otherwise(
         (
             {"max_tokens": 9, "per_device_train_batch_size": 2},
             "per_device_train_batch_size=2 has no effect: max_tokens=9",
+        ),
+        (
+            {"max_tokens": 9, "train_sampling_strategy": "sequential"},
+            "train_sampling_strategy=sequential has no effect: max_tokens=9",
         ),
     ],
 )
@@ -376,6 +381,38 @@ def weights_after(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
+def test_decoding_options_add_to_a_given_generation_config(tokenizer, splits, tmp_path):
+    GenerationConfig(num_beams=4, max_length=30).save_pretrained(tmp_path / "given")
+    model = small_model(tokenizer)
+    model.generation_config.extra_output_tokens = 77
+    arguments = training_arguments(
+        tmp_path,
+        generation_config=str(tmp_path / "given"),
+        generation_kwargs={"length_penalty": 0.6, "length_penalty_type": "gnmt"},
+    )
+    own = model.generation_config.decoder_start_token_id
+    found = make_trainer(model, tokenizer, arguments, splits).model.generation_config
+    assert (found.num_beams, found.max_length, found.decoder_start_token_id) == (4, 30, own)
+    assert (found.length_penalty, found.length_penalty_type) == (0.6, "gnmt")
+    assert found.extra_output_tokens == 77
+    arguments.generation_num_beams = 2
+    make_trainer(model, tokenizer, arguments, splits)
+    assert model.generation_config.num_beams == 2
+
+
+def test_labels_are_padded_on_the_right(tokenizer, splits, tmp_path, monkeypatch):
+    batches = []
+    for side in ("left", "right"):
+        monkeypatch.setattr(tokenizer, "padding_side", side)
+        arguments = training_arguments(tmp_path)
+        collate = make_trainer(small_model(tokenizer), tokenizer, arguments, splits).data_collator
+        batches.append(collate([splits["train"][row] for row in range(3)]))
+    for name in ("labels", "decoder_input_ids"):
+        assert torch.equal(batches[0][name], batches[1][name])
+    assert not torch.equal(batches[0]["input_ids"], batches[1]["input_ids"])
+    assert (batches[0]["labels"] == -100).any()
+
+
 def test_the_trainer_learns_and_leaves_a_whole_folder(tokenizer, splits, tmp_path):
     arguments = training_arguments(
         tmp_path,
@@ -579,6 +616,29 @@ def test_the_mean_of_the_last_checkpoints_becomes_the_model(tokenizer, splits, t
         expected = torch.stack([weights[name] for weights in saved]).mean(0)
         torch.testing.assert_close(weight, expected, atol=1e-6, rtol=1e-5)
     assert trainer.model.lm_head.weight is trainer.model.model.shared.weight
+
+
+def test_the_mean_leaves_out_steps_that_come_after_the_end(tokenizer, tmp_path, caplog):
+    """As of a longer run in the same folder, from whose middle this one resumes."""
+    small_trainer(tmp_path, tokenizer).train()
+    trainer = small_trainer(tmp_path, tokenizer, average_checkpoints=2, max_steps=6)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    with caplog.at_level("INFO"):
+        load_averaged_checkpoints(trainer)
+    assert "the mean of the checkpoints at steps [4, 6]" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["checkpoint-3/trainer_state.json", "config.json"])
+def test_a_checkpoint_of_another_run_does_not_replace_a_model(tokenizer, tmp_path, content):
+    small_trainer(tmp_path / "run", tokenizer, max_steps=2).train()
+    (tmp_path / "other" / content).parent.mkdir(parents=True)
+    (tmp_path / "other" / content).write_text("{}")
+    wanted = str(tmp_path / "run/checkpoint-2")
+    arguments = training_arguments(tmp_path / "other", resume_from_checkpoint=wanted)
+    with pytest.raises(FileExistsError, match="already holds a model: choose another folder"):
+        find_checkpoint(arguments)
+    arguments = training_arguments(tmp_path / "new", resume_from_checkpoint=wanted)
+    assert find_checkpoint(arguments) == wanted
 
 
 def test_without_checkpoints_the_model_stays_as_it_is(tokenizer, tmp_path, caplog):

@@ -4,7 +4,7 @@
     iter_texts              both columns, for `train_tokenizer`
     tokenize_dataset        source, target                 ->  columns input_ids, labels, length
 
-`DataCollatorForSeq2Seq` of transformers makes batches of these. No corpus is read into memory: a
+`PairCollator` (`collation.py`) makes batches of these. No corpus is read into memory: a
 data set is a memory-mapped Arrow file or a stream.
 """
 
@@ -262,7 +262,7 @@ def tokenize_dataset(
     Returns:
         The same splits with the columns `input_ids` and `labels` (lists of ids that end in `</s>`,
         also after truncation) and `length` (the longer of the two, as
-        `train_sampling_strategy="group_by_length"` expects). `DataCollatorForSeq2Seq` adds the
+        `train_sampling_strategy="group_by_length"` expects). `PairCollator` adds the
         `attention_mask` and pads; `Seq2SeqTrainer` removes `length`.
     """
     limits = {
@@ -293,6 +293,8 @@ def _tokenize(
 
     sources = tokenizer(batch["source"], **limit(max_source_length))["input_ids"]
     targets = tokenizer(text_target=batch["target"], **limit(max_target_length))["input_ids"]
+    for side in ("text", "text_target"):
+        tokenizer(**{side: ""})  # a fast tokenizer keeps the last limit, and saves it
     lengths = [max(len(ids), len(labels)) for ids, labels in zip(sources, targets, strict=True)]
     return {"input_ids": sources, "labels": targets, "length": lengths}
 

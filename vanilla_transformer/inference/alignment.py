@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .scoring import map_pairs, reading_inputs, token_scores
-from .translation import Hypothesis
+from .translation import Hypothesis, decoder_start
 
 UNITS = ("words", "pieces")
 LINES_PER_WINDOW = 512
@@ -43,7 +43,7 @@ def add_token_scores(
         scores = map_pairs(
             lambda inputs: token_scores(model, inputs).tolist(),
             tokenizer(sources)["input_ids"], [list(h.token_ids) for h in hypotheses],
-            model, tokenizer, max_tokens,
+            model, tokenizer, max_tokens, start=decoder_start(model),
         )  # fmt: skip
         for hypothesis, row in zip(hypotheses, scores, strict=True):
             yield hypothesis._replace(token_scores=tuple(row[: len(hypothesis.token_ids)]))
@@ -89,7 +89,7 @@ def add_alignments(
         places = map_pairs(
             lambda inputs: _aligned_places(model, inputs, layer, special),
             encoded["input_ids"], [list(h.token_ids) for h in hypotheses],
-            model, tokenizer, max_tokens,
+            model, tokenizer, max_tokens, start=decoder_start(model),
         )  # fmt: skip
         columns = (encoded["input_ids"], encoded["offset_mapping"], places)
         for row in zip(sources, hypotheses, *columns, strict=True):

@@ -333,20 +333,20 @@ def make_compute_metrics(
     def decode(token_ids: Iterable[np.ndarray]) -> list[str]:
         return tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
 
-    def decode_references(token_ids: np.ndarray) -> list[str]:
-        """The texts with their unknown tokens, which no prediction matches."""
-        texts = decode(token_ids)
-        for row in np.flatnonzero((token_ids == unknown).any(1)):
-            parts = np.split(token_ids[row], np.flatnonzero(token_ids[row] == unknown))
-            texts[row] = f" {tokenizer.unk_token} ".join(decode(parts)).strip()
-        return texts
+    def decode_reference(token_ids: np.ndarray) -> str:
+        """The text with its unknown tokens, which no prediction matches."""
+        parts = np.split(token_ids, np.flatnonzero(token_ids == unknown))
+        return f" {tokenizer.unk_token} ".join(decode(parts)).strip()
 
     def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
         outputs, labels = (
-            np.where(ids == -100, tokenizer.pad_token_id, ids)
+            [row[row != -100] for row in ids]
             for ids in (evaluation.predictions, evaluation.label_ids)
         )
-        predictions, references = decode(outputs), decode_references(labels)
+        predictions, references = decode(outputs), decode(labels)
+        for number, row in enumerate(labels):
+            if (row == unknown).any():
+                references[number] = decode_reference(row)
         scores = score_translations(predictions, references, metrics=scorers)
         return {name: scores[name] for name in scorers}
 

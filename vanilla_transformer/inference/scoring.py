@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn import functional as F
 from tqdm.auto import tqdm
-from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.collation import PairCollator
 from ..data.token_batches import TokenBudgetSampler
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together
@@ -63,6 +64,8 @@ def map_pairs(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
     progress: Any = None,
+    *,
+    start: int | None = None,
 ) -> list[T]:
     """The result of `work` for each pair of token ids, in their order.
 
@@ -73,9 +76,11 @@ def map_pairs(
         max_tokens: The maximum number of source tokens, and of target tokens, in a batch, including
             padding. A longer pair is a batch of its own.
         progress: A progress bar.
+        start: The id that starts each target. By default, the model makes `decoder_input_ids` of
+            the targets, which must be whole: mBART's start with the language at a target's end.
     """
     results: dict[int, T] = {}
-    for rows, inputs in pair_batches(sources, targets, model, tokenizer, max_tokens):
+    for rows, inputs in pair_batches(sources, targets, model, tokenizer, max_tokens, start):
         with torch.inference_mode():
             results.update(zip(rows, work(inputs), strict=True))
         if progress is not None:
@@ -89,21 +94,27 @@ def pair_batches(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
+    start: int | None = None,
 ) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
     """Yield batches of pairs of similar length: the indices of the pairs, and the model's inputs.
 
     Args:
         sources, targets: Token ids.
-        max_tokens: As for `map_pairs`.
+        max_tokens, start: As for `map_pairs`.
     """
     if not sources:
         return
-    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
+    collate = PairCollator(tokenizer, model=model)
+    pad = tokenizer.pad_token_id
     source_lengths, target_lengths = (list(map(len, side)) for side in (sources, targets))
     budget = max(max_tokens, min(map(max, source_lengths, target_lengths)))
     for rows in TokenBudgetSampler(source_lengths, target_lengths, budget, shuffle=False):
         batch = [{"input_ids": sources[row], "labels": targets[row]} for row in rows]
-        yield rows, collate(batch).to(model.device)
+        inputs = collate(batch)
+        if start is not None:
+            shifted = F.pad(inputs["labels"][:, :-1], (1, 0), value=start)
+            inputs["decoder_input_ids"] = shifted.masked_fill(shifted == -100, pad)
+        yield rows, inputs.to(model.device)
 
 
 def token_scores(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:

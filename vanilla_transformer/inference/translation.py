@@ -183,6 +183,15 @@ def set_output_limit(model: PreTrainedModel) -> None:
         config.max_length = 1 + DEFAULT_NEW_TOKENS  # with the token that starts it
 
 
+def decoder_start(
+    model: PreTrainedModel, generate_kwargs: dict[str, Any] | None = None
+) -> int | None:
+    """The id of the token with which `generate` starts each target."""
+    options = _options(model, generate_kwargs or {})
+    start: int | None = options.get("decoder_start_token_id", options.get("bos_token_id"))
+    return start
+
+
 def _options(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> dict[str, Any]:
     """The options of `generate` that are set."""
     options = {**vars(model.generation_config), **generate_kwargs}
@@ -267,10 +276,10 @@ class Batches(NamedTuple):
     ) -> list[list[Hypothesis]]:
         model, options = self.model, dict(self.generate_kwargs)
         ids = {"input_ids": [source for source, _ in rows]}
-        inputs = self.tokenizer.pad(ids, return_tensors="pt").to(model.device)
+        padded = self.tokenizer.pad(ids, return_attention_mask=True, return_tensors="pt")
+        inputs = padded.to(model.device)
         if rows[0][1]:
-            known = _options(model, options)
-            start = known.get("decoder_start_token_id", known.get("bos_token_id"))
+            start = decoder_start(model, options)
             prompts = [[start, *prefix] for _, prefix in rows]
             inputs["decoder_input_ids"] = torch.tensor(prompts, device=model.device)
         if n_best is not None:

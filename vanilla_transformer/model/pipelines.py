@@ -164,17 +164,23 @@ class Text2TextGenerationPipeline(Pipeline):
         """
         if generate_kwargs.get("generation_config") is None:
             generate_kwargs = {**self._weaker_params(generate_kwargs), **generate_kwargs}
-        config = generate_kwargs.get("generation_config") or self.model.generation_config
-        returned = generate_kwargs.get("num_return_sequences", config.num_return_sequences) or 1
-
         has_text = model_inputs["attention_mask"].any(dim=1)
         generated: Iterator[torch.Tensor] = iter(())
+        returned = self._returned_sequences(**generate_kwargs)
         if has_text.any():
             inputs = {name: _select(value, has_text) for name, value in model_inputs.items()}
             output = self.model.generate(**inputs, **generate_kwargs)
             generated = iter(getattr(output, "sequences", output).unflatten(0, (-1, returned)))
         blank = model_inputs["input_ids"].new_empty((returned, 0))
         return {"output_ids": [next(generated) if kept else blank for kept in has_text.tolist()]}
+
+    def _returned_sequences(
+        self, num_return_sequences: int | None = None, generation_config: Any = None, **rest: Any
+    ) -> int:
+        """How many sequences `generate()` returns for each source."""
+        configs = [each for each in (generation_config, self.model.generation_config) if each]
+        given = (num_return_sequences, *(config.num_return_sequences for config in configs))
+        return next((number for number in given if number is not None), 1)
 
     def _weaker_params(self, generate_kwargs: dict[str, Any]) -> dict[str, Any]:
         """The task's parameters, and the defaults for what neither they nor the model set."""

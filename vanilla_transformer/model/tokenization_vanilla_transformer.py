@@ -5,6 +5,7 @@ One vocabulary for both needs none of this: a plain `PreTrainedTokenizerFast` se
 """
 
 import os
+import threading
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -12,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from .moses import Moses
 
 TARGET_FILE = "target_tokenizer.json"
+
+_mode = threading.local()  # in each thread, the tokenizer that is at its target
 
 
 class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
@@ -50,6 +53,8 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
     vocab_files_names = {"tokenizer_file": "tokenizer.json", "target_tokenizer_file": TARGET_FILE}
     model_input_names = ["input_ids", "attention_mask"]
     _auto_class = "AutoTokenizer"  # saved folders carry this file
+    _source: Any = None
+    _target: Any = None
 
     def __init__(
         self,
@@ -88,13 +93,11 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
             **kwargs,
         )
         self._moses = Moses(**moses) if moses else None
-        self._target = self.backend_tokenizer
         self._source = PreTrainedTokenizerFast(
             tokenizer_file=tokenizer_file,
             tokenizer_object=tokenizer_object,
             split_special_tokens=self.split_special_tokens,
         ).backend_tokenizer
-        self._switch_to_input_mode()
         for kind in ("pad_token", "unk_token"):
             token = self.special_tokens_map.get(kind)
             ids = [side.token_to_id(token) for side in (self._source, self._target) if token]
@@ -111,13 +114,23 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         kwargs.pop("added_tokens_decoder", None)
         return kwargs
 
+    @property
+    def _tokenizer(self) -> Any:
+        """The side that this thread is at; the target while there is no other."""
+        is_at_target = getattr(_mode, "at_target", None) is self
+        return self._target if is_at_target or self._source is None else self._source
+
+    @_tokenizer.setter
+    def _tokenizer(self, tokenizer: Any) -> None:
+        self._target = tokenizer  # the base class sets it, before there is a source
+
     def _switch_to_input_mode(self) -> None:
         """Called by transformers before it reads `text`, and after `text_target`."""
-        self._tokenizer = self._source
+        _mode.at_target = None
 
     def _switch_to_target_mode(self) -> None:
         """Called by transformers before it reads `text_target`."""
-        self._tokenizer = self._target
+        _mode.at_target = self
 
     def __call__(self, text: Any = None, *args: Any, text_target: Any = None, **kwargs: Any) -> Any:
         """As every tokenizer; what comes after `text_target` is given by name. After an error it
@@ -187,9 +200,7 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         return self._target_id(self.eos_token)
 
     def _target_id(self, token: str | None) -> int | None:
-        # The base class asks while it starts.
-        target = self.__dict__.get("_target", self._tokenizer)
-        return None if token is None else target.token_to_id(token)
+        return None if token is None else self._target.token_to_id(token)
 
     def _save_pretrained(
         self,

@@ -83,7 +83,7 @@ class ServingArguments:
         if self.api_keys is not None:
             if not Path(self.api_keys).is_file():
                 raise FileNotFoundError(f"api_keys={self.api_keys!r}: expected a file")
-            keys = Path(self.api_keys).read_text(encoding="utf-8").splitlines()
+            keys = Path(self.api_keys).read_text(encoding="utf-8-sig").splitlines()
         elif (variable := os.environ.get(KEYS_VARIABLE)) is not None:
             keys = variable.split(",")
         else:

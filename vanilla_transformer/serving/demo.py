@@ -221,7 +221,7 @@ def make_demo(
         examples: A text file with one source per line.
         loading: How to load it.
     """
-    lines = Path(examples).read_text(encoding="utf-8").splitlines() if examples else []
+    lines = Path(examples).read_text(encoding="utf-8-sig").splitlines() if examples else []
     card = Path(model, "README.md")
     languages = ModelCard.load(card).data.language if card.is_file() else None
     pair = languages if isinstance(languages, list) and len(languages) == 2 else []

@@ -305,6 +305,8 @@ class TranslationTrainingArguments(
         """Collect the options that a training from scratch chooses later, and set them to
         transformers' defaults until then."""
         self._warn_of_second("max_tokens", "per_device_train_batch_size")
+        if self.train_sampling_strategy != "random":
+            self._warn_of_second("max_tokens", "train_sampling_strategy")
         if self.max_steps > 0:
             self._warn_of_second("max_steps", "num_train_epochs")
         self.left_open = {name for name in CHOSEN if getattr(self, name) is None}

@@ -44,14 +44,25 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Same as `Trainer.set_initial_training_values`, but with no epochs left if the checkpoint
-        is at the last step: `Trainer` would make one more step before it stops."""
+        is at the last step: `Trainer` would make one more step before it stops. A warning says if
+        an epoch has another number of updates now, as with other batches."""
         epochs, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
         if self.resumed_checkpoint is not None:
             state = TrainerState.load_from_json(
                 str(Path(self.resumed_checkpoint, TRAINER_STATE_NAME))
             )
+            if self.args.max_steps < 1 and state.num_train_epochs == epochs:
+                self._warn_of_other_epochs(state.max_steps, max_steps)
             epochs = 0 if state.global_step >= max_steps else epochs
         return epochs, *others, max_steps
+
+    def _warn_of_other_epochs(self, before: int, now: int) -> None:
+        if before != now:
+            logger.warning(
+                "%g epochs have %d updates with this text and these batches, but had %d in %s: "
+                "training ends after update %d",
+                self.args.num_train_epochs, now, before, self.resumed_checkpoint, now,
+            )  # fmt: skip
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Same as `Trainer.evaluate`, but it leaves the random number generators as they were:

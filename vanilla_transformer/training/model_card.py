@@ -205,7 +205,8 @@ def _on_the_hub(name: str | None, *built_in: str) -> str | None:
 def _data_name(arguments: DataArguments) -> str:
     if arguments.dataset_name is not None:
         return f"`{arguments.dataset_name}`"
-    return f"`{Path(arguments.paths('train')[0]).name}`"
+    sources = [corpus[0] for corpus in arguments.corpora("train")]
+    return ", ".join(f"`{Path(source).name}`" for source in sources)
 
 
 def _eval_results(

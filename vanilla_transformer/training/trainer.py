@@ -15,7 +15,6 @@ from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    DataCollatorForSeq2Seq,
     EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,6 +28,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer import OPTIMIZER_NAME
 
 from ..data.bpe_dropout import BPEDropoutDataset
+from ..data.collation import PairCollator
 from ..inference.metrics import METRICS, make_compute_metrics
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -114,13 +114,20 @@ def _find_checkpoint(output_dir: Path, wanted: str | None, layout: str) -> str |
         defect = find_defect(wanted)
         if defect is not None:
             raise ValueError(f"resume_from_checkpoint={wanted}: {defect}")
-        return _expect_optimizer_state(Path(wanted), layout)
+        _expect_optimizer_state(Path(wanted), layout)
+        if Path(wanted).resolve().parent != output_dir.resolve():
+            _expect_no_model(output_dir)
+        return str(wanted)
+    _expect_no_model(output_dir)
+    return None
+
+
+def _expect_no_model(output_dir: Path) -> None:
     if checkpoints_by_step(output_dir) or (output_dir / "config.json").exists():
         raise FileExistsError(
             f"output_dir={output_dir} already holds a model: choose another folder, or resume its "
             "training with --resume_from_checkpoint true"
         )
-    return None
 
 
 # How an optimizer's state is saved, and the file or folder in a checkpoint that shows it.
@@ -250,37 +257,48 @@ def make_trainer(
     """
     # Trainer writes this into the model's configuration, which is saved.
     arguments.use_cache = not arguments.gradient_checkpointing
-    own = model.generation_config.num_beams  # of a model to fine-tune
-    model.generation_config.num_beams = arguments.generation_num_beams or own or 1
-    for name, value in (arguments.generation_kwargs or {}).items():
-        setattr(model.generation_config, name, value)
+    set_generation_options(model, arguments)
     metrics = None
     if arguments.predict_with_generate:
         names = getattr(arguments, "metrics", METRICS)
         tokenize = getattr(arguments, "bleu_tokenize", None)
         metrics = make_compute_metrics(tokenizer, names, tokenize)
+    patience = getattr(arguments, "early_stopping_patience", None)
     trainer = TranslationTrainer(
         model=model,
         args=arguments,
         train_dataset=splits["train"],
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        data_collator=PairCollator(tokenizer, model=model),
         compute_metrics=metrics,
         callbacks=[
             EpochCallback(),
             FiniteGradientsCallback(),
             SourceUseCallback(),
             LossGapCallback(),
+            *([] if patience is None else [ResumableEarlyStoppingCallback(patience)]),
         ],
     )
     trainer.add_callback(CurvesCallback(trainer))
-    patience = getattr(arguments, "early_stopping_patience", None)
-    if patience is not None:
-        trainer.add_callback(EarlyStoppingCallback(patience))
     if trainer.pop_callback(TensorBoardCallback) is not None:
         trainer.add_callback(ResilientTensorBoardCallback())
     return trainer
+
+
+def set_generation_options(model: PreTrainedModel, arguments: Seq2SeqTrainingArguments) -> None:
+    """Put the decoding options into the model's generation config: `generation_num_beams` and
+    `generation_kwargs`, then what the file `generation_config` sets, then the model's own."""
+    if arguments.generation_config is not None:
+        own = model.generation_config.to_dict()
+        given = Seq2SeqTrainer.load_generation_config(arguments.generation_config)
+        given.update(**own, defaults_only=True, allow_custom_entries=True)
+        model.generation_config = given
+        arguments.generation_config = None  # which `Seq2SeqTrainer` would put in its place
+    config = model.generation_config
+    config.num_beams = arguments.generation_num_beams or config.num_beams or 1
+    for name, value in (arguments.generation_kwargs or {}).items():
+        setattr(config, name, value)
 
 
 class TranslationTrainer(
@@ -342,12 +360,13 @@ def load_averaged_checkpoints(trainer: Seq2SeqTrainer) -> None:
     if args.average_checkpoints is None:
         return
     checkpoints = checkpoints_with_weights(args.output_dir)
-    steps = list(checkpoints)
+    # A run that resumed from an earlier step may end before the last one's checkpoints.
+    steps = [step for step in checkpoints if step <= trainer.state.global_step]
     if args.load_best_model_at_end:
         metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
         scores = {log["step"]: log[metric] for log in trainer.state.log_history if metric in log}
         sign = 1 if args.greater_is_better else -1
-        steps = sorted(checkpoints.keys() & scores.keys(), key=lambda step: sign * scores[step])
+        steps = sorted(scores.keys() & steps, key=lambda step: sign * scores[step])
     chosen = sorted(steps[-args.average_checkpoints :])
     if len(chosen) < args.average_checkpoints:
         logger.warning(
@@ -361,6 +380,24 @@ def load_averaged_checkpoints(trainer: Seq2SeqTrainer) -> None:
     with tempfile.TemporaryDirectory() as averaged:
         average_checkpoints([checkpoints[step] for step in chosen], averaged)
         load_full_weights(trainer.model, averaged)
+
+
+class ResumableEarlyStoppingCallback(EarlyStoppingCallback):
+    """Counts on from the checkpoint's evaluations without an improvement."""
+
+    def on_train_begin(
+        self,
+        args: Seq2SeqTrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Take the number from the state that the trainer has loaded."""
+        super().on_train_begin(args, state, control, **kwargs)
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        if saved:
+            name = "early_stopping_patience_counter"
+            self.early_stopping_patience_counter = saved["attributes"][name]
 
 
 class EpochCallback(TrainerCallback):

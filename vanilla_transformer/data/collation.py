@@ -1,0 +1,27 @@
+"""Batches of tokenized pairs."""
+
+from typing import Any
+
+import torch
+from transformers import DataCollatorForSeq2Seq
+
+
+class PairCollator(DataCollatorForSeq2Seq):
+    """`DataCollatorForSeq2Seq`, except that two settings of a tokenizer don't change the result:
+    labels are padded on the right, as the decoder needs them, whatever its `padding_side`; and
+    there is an `attention_mask`, even if its `model_input_names` lack one."""
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> Any:
+        """From token ids `input_ids` and `labels` of each pair, tensors (pairs, length)."""
+        longest = max(len(pair["labels"]) for pair in features)
+        padded = [
+            {**pair, "labels": [*pair["labels"], *[-100] * (longest - len(pair["labels"]))]}
+            for pair in features
+        ]
+        batch = super().__call__(padded, return_tensors)
+        if "attention_mask" not in batch:
+            lengths = torch.tensor([len(pair["input_ids"]) for pair in features])[:, None]
+            is_token = torch.arange(batch["input_ids"].shape[1]) < lengths
+            on_left = self.tokenizer.padding_side == "left"
+            batch["attention_mask"] = (is_token.flip(1) if on_left else is_token).long()
+        return batch
