@@ -15,7 +15,6 @@ time of one training.
 
 import json
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -23,15 +22,16 @@ from pathlib import Path
 
 from transformers import HfArgumentParser
 
+from scripts.benchmarks.sigmorphon import PHONES, WORDS, error_rates, languages_of, read
 from scripts.benchmarks.tasks import Pairs, write_side
 from scripts.commands import cpu_seconds, train
 from scripts.reports import Results, markdown, spread, write_lines
 from vanilla_transformer.inference.loading import LoadingArguments
-from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.inference.translation import translate
 
 SPLITS = {"train": "train", "dev": "validation", "test": "test"}
-DEV, WORDS, PHONES = MEASURES = ("dev WER", "test WER", "test PER")
+DEV = "dev WER"
+MEASURES = (DEV, WORDS, PHONES)
 ENSEMBLE = {"ensemble WER": WORDS, "ensemble PER": PHONES}
 
 
@@ -45,9 +45,7 @@ class SharedTaskArguments:
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds."})
 
     def __post_init__(self) -> None:
-        known = sorted(
-            path.name[: -len("_train.tsv")] for path in Path(self.data).glob("*_train.tsv")
-        )
+        known = languages_of(self.data)
         self.languages = known if self.languages is None else self.languages
         if not known:
             raise ValueError(f"data={self.data}: expected a folder with LANG_train.tsv")
@@ -122,19 +120,6 @@ def score(models: list[Path], pairs: Pairs) -> dict[str, float]:
     name = "test.output" if len(models) == 1 else "ensemble.output"
     write_lines(models[0] / name, found)
     return error_rates(found, phones)
-
-
-def error_rates(found: Sequence[str], phones: Sequence[str]) -> dict[str, float]:
-    """Of words and of phones, %."""
-    references = [" ".join(each.split()) for each in phones]
-    scores = score_translations(found, references, metrics=("ser", "per"))
-    return {WORDS: scores["ser"], PHONES: scores["per"]}
-
-
-def read(data: str, language: str, split: str) -> Pairs:
-    """Words and their phones."""
-    text = Path(data, f"{language}_{split}.tsv").read_text(encoding="utf-8")
-    return [(word, phones) for word, phones in (line.split("\t") for line in text.splitlines())]
 
 
 Runs = dict[str, list[dict[str, float]]]

@@ -22,14 +22,8 @@ from pathlib import Path
 
 from transformers import HfArgumentParser
 
-from scripts.benchmarks.g2p import (
-    DEV,
-    WORDS,
-    SharedTaskArguments,
-    error_rates,
-    read,
-    to_markdown,
-)
+from scripts.benchmarks.g2p import DEV, SharedTaskArguments, to_markdown
+from scripts.benchmarks.sigmorphon import WORDS, error_rates, read
 from scripts.checks.toolkit_training import options, run
 from scripts.commands import cpu_seconds
 from scripts.reports import Results, write_lines

@@ -45,7 +45,9 @@ def dry_run(tmp_path_factory):
         for suffix in ("en", "de"):
             lines = [f"a man in a red shirt sees dog number {count}" for count in range(20)]
             (folder / f"{split}.{suffix}").write_text("\n".join(lines) + "\n")
-    flags = ["--output_dir", "results", "--data", ".", "--dry_run"]
+    for split in ("train", "test"):
+        (folder / f"fre_{split}.tsv").write_text("où\tu\nnous\tn u\n" * 10)
+    flags = ["--output_dir", "results", "--data", ".", "--g2p_data", ".", "--dry_run"]
     process = run_module("scripts.benchmarks.gpu", *flags, cwd=folder)
     return folder / "results", process.stdout
 
@@ -89,11 +91,13 @@ def test_the_tests_that_need_a_gpu_are_among_the_cells(dry_run):
 
 @pytest.mark.slow
 def test_the_recipes_train_and_score(dry_run):
-    wmt, multi30k = read(dry_run[0], "recipes")[0]["rows"]
-    assert wmt["updates"] == multi30k["updates"] == 2
+    wmt, multi30k, g2p = read(dry_run[0], "recipes")[0]["rows"]
+    assert wmt["updates"] == multi30k["updates"] == g2p["updates"] == 2
     assert wmt["tokens_per_second"] > 0 < wmt["days_to_100000_updates"]
     assert 0 <= multi30k["bleu"] <= 100
     assert "tok:none" in multi30k["bleu_signature"]
+    assert g2p["language"] == "fre"
+    assert 0 <= g2p["word_error_rate"] <= 100
 
 
 @pytest.mark.parametrize(
@@ -102,6 +106,7 @@ def test_the_recipes_train_and_score(dry_run):
         (["--parts", "speed"], "--parts speed: expected one of tests; training"),
         (["--limit_s", 0], "--limit_s 0.0: expected a positive number"),
         (["--data", "."], "--data .: expected a file train.en in it"),
+        (["--g2p_data", "."], "--g2p_data .: expected a file LANG_train.tsv in it"),
         pytest.param(
             [],
             "--dry_run is not given: expected an NVIDIA GPU",
@@ -119,9 +124,9 @@ def test_what_cannot_be_measured_is_refused(tmp_path, flags, message):
 
 
 @pytest.mark.slow
-def test_no_part_needs_the_packages_that_only_read_or_make_data():
-    script = "import sys\n"
-    script += "for name in ('datasets', 'babel', 'num2words'): sys.modules[name] = None\n"
+def test_no_part_needs_the_packages_that_only_read_or_score_data():
+    absent = ("datasets", "babel", "num2words", "rapidfuzz")
+    script = f"import sys\nfor name in {absent}: sys.modules[name] = None\n"
     script += f"from scripts.benchmarks.gpu import tests, {', '.join(PARTS)}\n"
     subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True)
 

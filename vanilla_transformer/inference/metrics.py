@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rapidfuzz.distance import Levenshtein
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Metric, Score
 from sacrebleu.significance import PairedTest
@@ -104,6 +103,7 @@ class Comet(LineMetric):
 def edits(split: Callable[[str], Sequence[str]]) -> LineStatistics:
     """Counts the edits from a translation to the nearest reference, and the units of that
     reference."""
+    from rapidfuzz.distance import Levenshtein
 
     def statistics(hypothesis: str, references: Sequence[str]) -> Sequence[float]:
         units = split(hypothesis)

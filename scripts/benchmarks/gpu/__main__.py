@@ -1,13 +1,14 @@
 """Measure this package on one NVIDIA GPU.
 
-python -m scripts.benchmarks.gpu --output_dir outputs/gpu --data FOLDER
+python -m scripts.benchmarks.gpu --output_dir outputs/gpu --data FOLDER --g2p_data FOLDER
 python -m scripts.benchmarks.gpu --output_dir outputs/gpu --parts training decoding
 python -m scripts.benchmarks.gpu --output_dir outputs/dry --dry_run
 
 There are four parts. tests runs `pytest -m gpu`. training measures tokens per second, MFU and
 memory at base and big, and the loss alone. decoding measures greedy and beam search. recipes trains
-the paper's base model for some time, and Multi30k to its score if FOLDER holds it: train.en,
-train.de, test_2016_flickr.en and test_2016_flickr.de, lower-cased and tokenised.
+the paper's base model for some time, and to their scores Multi30k, if `--data` holds it (train.en,
+train.de, test_2016_flickr.en and test_2016_flickr.de, lower-cased and tokenised), and the first
+language of SIGMORPHON 2020, if `--g2p_data` holds it (LANG_train.tsv and LANG_test.tsv).
 
 Together they take 25 minutes at most. What can't be measured is a row with its reason: an error, a
 package that is not installed, or the end of a part's time. `--dry_run` does next to nothing of
@@ -28,6 +29,7 @@ from scripts.benchmarks.gpu.cells import Cell, Worker, describe, measure_all
 from scripts.benchmarks.gpu.multi30k import expect_multi30k
 from scripts.benchmarks.gpu.plan import DRY_RUN, Plan
 from scripts.benchmarks.gpu.timing import environment
+from scripts.benchmarks.sigmorphon import languages_of
 from scripts.reports import expect_known, markdown, save
 
 PARTS = ("tests", "training", "decoding", "recipes")
@@ -38,6 +40,9 @@ class GPUArguments:
     output_dir: str = field(metadata={"help": "Folder for the files, two for each part."})
     parts: list[str] = field(default_factory=lambda: list(PARTS))
     data: str | None = field(default=None, metadata={"help": "Folder with Multi30k."})
+    g2p_data: str | None = field(
+        default=None, metadata={"help": "Folder with the words of SIGMORPHON 2020."}
+    )
     limit_s: float | None = field(
         default=None, metadata={"help": "Seconds that each part may take. Default: its own limit."}
     )
@@ -51,11 +56,14 @@ class GPUArguments:
             raise ValueError(f"--limit_s {self.limit_s}: expected a positive number")
         if self.data is not None:
             expect_multi30k(self.data)
+        if self.g2p_data is not None and not languages_of(self.g2p_data):
+            raise ValueError(f"--g2p_data {self.g2p_data}: expected a file LANG_train.tsv in it")
         if not (self.dry_run or torch.cuda.is_available()):
             raise ValueError("--dry_run is not given: expected an NVIDIA GPU that torch can use")
 
     def plan(self) -> Plan:
-        plan = Plan(data=self.data, **(DRY_RUN if self.dry_run else {}))
+        settings = DRY_RUN if self.dry_run else {}
+        plan = Plan(data=self.data, g2p_data=self.g2p_data, **settings)
         if self.limit_s is None:
             return plan
         return replace(plan, limits=dict.fromkeys(PARTS, self.limit_s))

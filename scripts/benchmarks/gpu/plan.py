@@ -19,8 +19,10 @@ class Plan:
         sentences: Sizes of the batches to decode.
         updates: Of the WMT recipe, at most.
         multi30k_updates: Of the Multi30k recipe.
+        g2p_updates: Of the G2P recipe.
         vocab_size: Of the Multi30k recipe.
         data: A folder with Multi30k.
+        g2p_data: A folder with the words of SIGMORPHON 2020.
         limits: The seconds that each part may take.
     """
 
@@ -35,10 +37,12 @@ class Plan:
     new_tokens: int = 32
     updates: int = 3000
     multi30k_updates: int = 8000
+    g2p_updates: int = 3800
     vocab_size: int = 10_000
     data: str | None = None
+    g2p_data: str | None = None
     limits: dict[str, float] = field(
-        default_factory=lambda: {"tests": 230, "training": 480, "decoding": 300, "recipes": 470}
+        default_factory=lambda: {"tests": 220, "training": 460, "decoding": 290, "recipes": 520}
     )
 
     @property
@@ -59,5 +63,6 @@ DRY_RUN: dict[str, Any] = {
     "new_tokens": 3,
     "updates": 2,
     "multi30k_updates": 2,
+    "g2p_updates": 2,
     "vocab_size": 300,
 }

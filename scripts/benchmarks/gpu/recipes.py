@@ -1,7 +1,7 @@
-"""Two recipes with transformers' trainer: the paper's base model on random text with the lengths of
-WMT, and Multi30k to its score.
+"""Recipes with transformers' trainer: the paper's base model on random text with the lengths of
+WMT, and to their scores Multi30k and a language of SIGMORPHON 2020 (words to phones).
 
-Both use `TokenBudgetTrainer`, as `vanilla-transformer train` does, and no package that this command
+They use `TokenBudgetTrainer`, as `vanilla-transformer train` does, and no package that this command
 would need for its data.
 """
 
@@ -31,16 +31,18 @@ from scripts.benchmarks.gpu.plan import Plan
 from scripts.benchmarks.gpu.timing import begin, peak_gib
 from scripts.benchmarks.gpu.training import SOURCE_MEAN, wmt_lengths
 from scripts.benchmarks.peers import EOS, PEERS
+from scripts.benchmarks.sigmorphon import WORDS, error_rates, languages_of, read
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.token_batches import TokenBudgetSampler
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.data.vocabularies import pair
 from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.inference.translation import translate
 from vanilla_transformer.training.averaging import average_checkpoints, checkpoints_with_weights
 from vanilla_transformer.training.recipes import find_recipe
 from vanilla_transformer.training.token_batches import TokenBudgetArguments, TokenBudgetTrainer
 
-WMT = "wmt14_en_de_base"
+WMT, G2P = "wmt14_en_de_base", "g2p"
 EPOCH_BATCHES = 100  # of random text
 WARM_UP = 20  # steps that are not timed
 PAPER_UPDATES = 100_000  # section 5.2
@@ -58,8 +60,9 @@ MULTI30K = {
     "save_total_limit": 10,
 }
 BEAMS = 5
-SHARES = {"wmt": 0.2, "multi30k": 0.65}  # of the part's time, for training
+SHARES = {"wmt": 0.15, "multi30k": 0.55, "g2p": 0.2}  # of the part's time, for training
 LABELS = ("recipe",)
+Pairs = list[dict[str, list[int]]]  # `input_ids` and `labels`
 COLUMNS = {
     "updates": "{:,}",
     "wanted_updates": "{:,}",
@@ -67,20 +70,23 @@ COLUMNS = {
     "days_to_100000_updates": "{:.2f}",
     "minutes": "{:.1f}",
     "bleu": "{:.2f}",
+    "word_error_rate": "{:.2f}",
     "peak_gib": "{:.2f}",
 }
 NOTES = """\
 tokens_per_second counts source and target tokens without padding. Multi30k: BLEU (tokenised,
-lower-cased, as the text is) of the mean of the last 10 epochs on test 2016 with 5 beams; minutes
-are those of training. Time may end training before the wanted updates."""
+lower-cased, as the text is) of the mean of the last 10 epochs on test 2016 with 5 beams. Words to
+phones: word error rate on the test words with 5 beams, %. minutes are those of training. Time may
+end training before the wanted updates."""
 
 
 def cells(plan: Plan, worker: Worker) -> list[Cell]:
     limit = plan.limits["recipes"]
-    wmt, multi30k = (SHARES[name] * limit for name in ("wmt", "multi30k"))
+    wmt, multi30k, g2p = (share * limit for share in SHARES.values())
     return [
         Cell({"recipe": f"{WMT}, random text"}, measure_wmt, (plan, wmt), limit),
         Cell({"recipe": "Multi30k"}, measure_multi30k, (plan, multi30k), limit),
+        Cell({"recipe": "words to phones"}, measure_g2p, (plan, g2p), limit),
     ]
 
 
@@ -127,11 +133,36 @@ def now() -> float:
     return time.monotonic()
 
 
+def read_recipe(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All options of a packaged recipe, and those of the trainer."""
+    options = yaml.safe_load(find_recipe(name).read_text(encoding="utf-8"))
+    known = RecipeArguments.__dataclass_fields__
+    settings = {name: value for name, value in options.items() if name in known}
+    return options, {**settings, "eval_strategy": "no", "save_strategy": "no"}
+
+
+def to_pairs(tokenizer: PreTrainedTokenizerBase, sources: list[str], targets: list[str]) -> Pairs:
+    """The token ids of each source and its target."""
+    ids = tokenizer(sources)["input_ids"], tokenizer(text_target=targets)["input_ids"]
+    return [{"input_ids": one, "labels": other} for one, other in zip(*ids, strict=True)]
+
+
+def make_model(
+    tokenizer: PreTrainedTokenizerBase, **fields: Any
+) -> VanillaTransformerForConditionalGeneration:
+    """A new tiny model for this tokenizer, with these fields of the configuration."""
+    config = VanillaTransformerConfig.from_preset("tiny", vocab_size=len(tokenizer), **fields)
+    special = ("pad_token_id", "bos_token_id", "eos_token_id")
+    assert all(getattr(config, name) == getattr(tokenizer, name) for name in special)
+    torch.manual_seed(1)
+    return VanillaTransformerForConditionalGeneration(config)
+
+
 def train(
     plan: Plan,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    pairs: list[dict[str, list[int]]],
+    pairs: Pairs,
     clock: Clock,
     **settings: Any,
 ) -> int:
@@ -153,14 +184,7 @@ def train(
 def measure_wmt(plan: Plan, seconds: float) -> dict[str, Any]:
     begin(plan)
     size = plan.sizes["base"]
-    recipe = yaml.safe_load(find_recipe(WMT).read_text(encoding="utf-8"))
-    settings = {
-        name: value
-        for name, value in recipe.items()
-        if name in RecipeArguments.__dataclass_fields__
-    }
-    settings |= {"max_tokens": plan.tokens, "max_steps": plan.updates}
-    settings |= {"eval_strategy": "no", "save_strategy": "no"}
+    settings = read_recipe(WMT)[1] | {"max_tokens": plan.tokens, "max_steps": plan.updates}
     lengths = wmt_lengths(EPOCH_BATCHES * plan.tokens // SOURCE_MEAN, seed=0)
     random = np.random.default_rng(0)
 
@@ -187,7 +211,16 @@ def measure_wmt(plan: Plan, seconds: float) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- Multi30k
+# ---------------------------------------------------------------- To a score
+
+
+def beam_search(
+    plan: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lines: list[str]
+) -> list[str]:
+    """The best translation of each line."""
+    limit = {"max_new_tokens": plan.new_tokens} if plan.is_dry else {}
+    model = model.to(plan.device)
+    return [*translate(lines, model, tokenizer, batch_size=128, num_beams=BEAMS, **limit)]
 
 
 def measure_multi30k(plan: Plan, seconds: float) -> dict[str, Any]:
@@ -196,17 +229,7 @@ def measure_multi30k(plan: Plan, seconds: float) -> dict[str, Any]:
     begin(plan)
     texts = read_split(plan.data, TRAINING)
     tokenizer = train_tokenizer([*texts[0], *texts[1]], plan.vocab_size, show_progress=False)
-    sources = tokenizer(texts[0])["input_ids"]
-    targets = tokenizer(text_target=texts[1])["input_ids"]
-    pairs = [
-        {"input_ids": source, "labels": target}
-        for source, target in zip(sources, targets, strict=True)
-    ]
-    config = VanillaTransformerConfig.from_preset("tiny", vocab_size=len(tokenizer))
-    special = ("pad_token_id", "bos_token_id", "eos_token_id")
-    assert all(getattr(config, name) == getattr(tokenizer, name) for name in special)
-    torch.manual_seed(1)
-    model = VanillaTransformerForConditionalGeneration(config)
+    pairs, model = to_pairs(tokenizer, *texts), make_model(tokenizer)
     started = now()
     clock = Clock(seconds, 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -216,16 +239,51 @@ def measure_multi30k(plan: Plan, seconds: float) -> dict[str, Any]:
         averaged = Path(folder, "averaged")
         average_checkpoints(list(checkpoints_with_weights(folder).values()), averaged)
         model = VanillaTransformerForConditionalGeneration.from_pretrained(averaged)
-    model = model.to(plan.device)
     lines, references = read_split(plan.data, TEST)
-    limit = {"max_new_tokens": plan.new_tokens} if plan.is_dry else {}
-    translations = translate(lines, model, tokenizer, batch_size=128, num_beams=BEAMS, **limit)
-    scores = score_translations(list(translations), references, tokenize="none")
+    translations = beam_search(plan, model, tokenizer, lines)
+    scores = score_translations(translations, references, tokenize="none")
     return {
         "updates": updates,
         "wanted_updates": plan.multi30k_updates,
         "minutes": minutes,
         "bleu": scores["bleu"],
         "bleu_signature": scores["bleu_signature"],
+        "peak_gib": peak_gib(plan),
+    }
+
+
+def measure_g2p(plan: Plan, seconds: float) -> dict[str, Any]:
+    if plan.g2p_data is None:
+        raise ValueError("--g2p_data is not given: expected a folder with words and phones")
+    begin(plan)
+    language = languages_of(plan.g2p_data)[0]
+    recipe, settings = read_recipe(G2P)
+    sides = [[*side] for side in zip(*read(plan.g2p_data, language, "train"), strict=True)]
+    tokenizer = pair(
+        *(
+            train_tokenizer(
+                texts,
+                tokenizer_type=recipe[f"{side}tokenizer_type"],
+                unicode_normalization=recipe[f"{side}unicode_normalization"],
+                show_progress=False,
+            )
+            for side, texts in zip(("", "target_"), sides, strict=True)
+        )
+    )
+    shape = yaml.safe_load(f"{{{recipe['config_overrides'].replace('=', ': ')}}}")
+    model = make_model(tokenizer, decoder_vocab_size=tokenizer.target_vocab_size, **shape)
+    started, clock = now(), Clock(seconds, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        settings |= {"max_steps": plan.g2p_updates, "output_dir": folder}
+        updates = train(plan, model, tokenizer, to_pairs(tokenizer, *sides), clock, **settings)
+    minutes = (now() - started) / 60
+    words, phones = zip(*read(plan.g2p_data, language, "test"), strict=True)
+    found = beam_search(plan, model, tokenizer, [*words])
+    return {
+        "language": language,
+        "updates": updates,
+        "wanted_updates": plan.g2p_updates,
+        "minutes": minutes,
+        "word_error_rate": error_rates(found, phones, [WORDS])[WORDS],
         "peak_gib": peak_gib(plan),
     }
