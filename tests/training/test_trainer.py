@@ -618,6 +618,19 @@ def test_the_mean_of_the_last_checkpoints_becomes_the_model(tokenizer, splits, t
     assert trainer.model.lm_head.weight is trainer.model.model.shared.weight
 
 
+def test_a_recipes_average_can_be_switched_off(tokenizer, tmp_path, caplog):
+    """0, as `--average_checkpoints 0` on the command line, leaves the weights of the last step."""
+    trainer = small_trainer(tmp_path, tokenizer, average_checkpoints=0)
+    trainer.train()
+    last = load_file(tmp_path / "checkpoint-8/model.safetensors")
+    with caplog.at_level("INFO"):
+        load_averaged_checkpoints(trainer)
+    assert "checkpoints" not in caplog.text
+    for name, weight in last.items():
+        assert torch.equal(trainer.model.get_parameter(name), weight), name
+    TranslationTrainingArguments(str(tmp_path), average_checkpoints=0, save_strategy="no")
+
+
 def test_the_mean_leaves_out_steps_that_come_after_the_end(tokenizer, tmp_path, caplog):
     """As of a longer run in the same folder, from whose middle this one resumes."""
     small_trainer(tmp_path, tokenizer).train()
@@ -726,7 +739,7 @@ def test_a_field_that_no_generation_config_has_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"average_checkpoints": 0}, "average_checkpoints=0: expected a positive number"),
+        ({"average_checkpoints": -1}, "average_checkpoints=-1: expected a positive number, or 0"),
         (
             {"average_checkpoints": 5, "save_total_limit": 2, "save_strategy": "steps"},
             "average_checkpoints=5: save_total_limit=2 keeps fewer",

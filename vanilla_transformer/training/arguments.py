@@ -180,8 +180,8 @@ class TranslationTrainingArguments(
         default=None,
         metadata={
             "help": "Number of last checkpoints to average for the final model (the paper: 5, and "
-            "20 for the big model). With load_best_model_at_end, the best checkpoints by "
-            "metric_for_best_model."
+            "20 for the big model); 0 averages none. With load_best_model_at_end, the best "
+            "checkpoints by metric_for_best_model."
         },
     )
     metrics: list[str] = field(
@@ -344,10 +344,12 @@ class TranslationTrainingArguments(
 
     def _check_averages(self) -> None:
         wanted, limit = self.average_checkpoints, self.save_total_limit
-        if wanted is None:
+        if not wanted:
             return
-        if wanted < 1:
-            raise ValueError(f"average_checkpoints={wanted}: expected a positive number")
+        if wanted < 0:
+            raise ValueError(
+                f"average_checkpoints={wanted}: expected a positive number, or 0 for no average"
+            )
         if limit is not None and limit < wanted:
             raise ValueError(
                 f"average_checkpoints={wanted}: save_total_limit={limit} keeps fewer, expected at "

@@ -357,7 +357,7 @@ def load_averaged_checkpoints(trainer: Seq2SeqTrainer) -> None:
     finished run in another folder, the model stays as it is.
     """
     args = trainer.args
-    if args.average_checkpoints is None:
+    if not args.average_checkpoints:
         return
     checkpoints = checkpoints_with_weights(args.output_dir)
     # A run that resumed from an earlier step may end before the last one's checkpoints.
