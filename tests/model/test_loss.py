@@ -7,13 +7,14 @@ from accelerate.state import AcceleratorState
 from conftest import random_ids, seq2seq, slow, small_config
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
 )
 from vanilla_transformer.model import loss as loss_module
-from vanilla_transformer.model.loss import fused_linear_cross_entropy
+from vanilla_transformer.model.loss import FusedLinearCrossEntropy, fused_linear_cross_entropy
 from vanilla_transformer.model.modeling_vanilla_transformer import label_smoothed_cross_entropy
 from vanilla_transformer.model.validation import expect_labels
 
@@ -182,6 +183,31 @@ def test_a_gradient_that_nobody_wants_is_not_computed(monkeypatch, frozen, dtype
         loss.backward()
         wanted = projection.weight if frozen == "states" else states
         assert wanted.grad.any()
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def test_off_the_cpu_a_larger_vocabulary_is_not_more_kernels():
+    """In bfloat16, the product of each part was added up in slices of 256 tokens, as is best on a
+    CPU: thousands of kernels in each step of a GPU. ("meta" stands for any other device.)"""
+    counts = []
+    for vocab_size in (1000, 30_000):
+        options = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+        states, matrix = torch.empty(500, 8, **options), torch.empty(vocab_size, 8, **options)
+        labels = torch.empty(500, dtype=torch.long, device="meta")
+        rest = (labels, 0.1, torch.bfloat16, 500, True, True)
+        with Operations() as operations:
+            FusedLinearCrossEntropy.apply(states, matrix, *rest).backward()
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
 
 
 def test_softmax_is_not_asked_to_write_over_its_input(monkeypatch):
