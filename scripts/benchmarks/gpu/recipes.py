@@ -55,6 +55,8 @@ MULTI30K = {
     "adam_beta2": 0.98,
     "adam_epsilon": 1e-9,
     "bf16": True,
+    "dataloader_num_workers": 2,
+    "dataloader_persistent_workers": True,
     "save_strategy": "epoch",
     "save_only_model": True,
     "save_total_limit": 10,
