@@ -98,6 +98,11 @@ def test_the_recipes_train_and_score(dry_run):
     assert "tok:none" in multi30k["bleu_signature"]
     assert g2p["language"] == "fre"
     assert 0 <= g2p["word_error_rate"] <= 100
+    speeds = json.loads((dry_run[0] / "speeds.json").read_text())
+    assert speeds == [row["speed"] for row in (wmt, multi30k, g2p)]
+    for row, speed in zip((wmt, multi30k, g2p), speeds, strict=True):
+        assert 0 < speed["target_tokens_per_second"] < row["tokens_per_second"]
+    assert [speed["batch"] for speed in speeds] == [DRY_RUN["tokens"], 8192, 512]
 
 
 @pytest.mark.parametrize(

@@ -2,24 +2,24 @@ r"""Estimate the time and memory of a training on this machine, and print the op
 
     vanilla-transformer plan --preset base --train_source train.en --train_target train.de
     vanilla-transformer plan --config multi30k_tiny --speeds outputs/speeds.json
+    vanilla-transformer plan --config wmt14_en_de_base --speeds gpu/speeds.json \
+        --hardware "NVIDIA H200"
 
 Takes the options of `train`, and its own. The command trains for a few updates, discards them, and
 extrapolates. Evaluation and checkpoints are not included. With --speeds, it keeps the measurement
-in a file, and measures each model, batch and device only once.
+in a file, and measures each model, batch and device only once. --hardware plans for a device that
+this machine lacks, from such a file; `python -m scripts.benchmarks.gpu` writes one.
 """
 
 import copy
-import json
 import logging
 import math
-import platform
 import resource
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +33,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..data.parallel_text import DataArguments
-from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
 from ..training.defaults import updates_per_epoch
 from ..training.preparation import Preparation, prepare
+from ..training.speeds import find_speed, measurement_key, read_speeds, write_speeds
 from ..training.trainer import CurvesCallback, make_trainer
 from .train_options import make_parser, names
 
@@ -50,7 +50,7 @@ class PlanArguments:
     """How to measure.
 
     Raises:
-        ValueError: `measured_steps` is not positive.
+        ValueError: `measured_steps` is not positive, or `hardware` has no `speeds` with it.
     """
 
     measured_steps: int = field(default=20, metadata={"help": "Updates to measure."})
@@ -58,10 +58,22 @@ class PlanArguments:
         default=None,
         metadata={"help": "JSON file that keeps measurements. Default: measure each time."},
     )
+    hardware: str | None = field(
+        default=None,
+        metadata={"help": "Device of a measurement in --speeds to plan for. Default: this one."},
+    )
 
     def __post_init__(self) -> None:
         if self.measured_steps < 1:
             raise ValueError(f"measured_steps={self.measured_steps}: expected a positive number")
+        if self.hardware is None:
+            return
+        known = sorted({row["device"] for row in read_speeds(self.speeds)})
+        if self.hardware not in known:
+            raise ValueError(
+                f"hardware={self.hardware!r}: expected a device that speeds={self.speeds} has "
+                f"measured: {', '.join(known) or 'none'}"
+            )
 
 
 class Stopwatch(TrainerCallback):
@@ -107,37 +119,20 @@ def main() -> None:
     prepared = prepare(model_args, data_args, training_args)
     if prepared.size is None:
         sys.exit("vanilla-transformer plan: expected data without --streaming, whose size is known")
-    key = measurement_key(prepared, training_args)
-    speed = read_speed(plan_args.speeds, key)
+    key = measurement_key(prepared.model, training_args)
+    key["device"] = plan_args.hardware or key["device"]
+    known = read_speeds(plan_args.speeds)
+    speed = find_speed(known, key)
+    if speed is None and plan_args.hardware is not None:
+        sys.exit(
+            f"vanilla-transformer plan: {plan_args.speeds} has no measurement of "
+            f"{', '.join(f'{name} {value}' for name, value in key.items())}"
+        )
     if speed is None:
         speed = measure(prepared, copy.copy(training_args), plan_args.measured_steps)
-        write_speed(plan_args.speeds, {**key, **speed})
+        if plan_args.speeds is not None:
+            write_speeds(plan_args.speeds, [*known, {**key, **speed}])
     print(report(prepared, training_args, key, speed))
-
-
-def measurement_key(prepared: Preparation, args: TranslationTrainingArguments) -> dict[str, Any]:
-    """What the speed depends on: device, model, precision and batch."""
-    model, config = prepared.model, prepared.model.config
-    shape = f"{config.model_type}, {model.num_parameters():,} parameters"
-    if isinstance(config, VanillaTransformerConfig):
-        layers = f"{config.encoder_layers}+{config.decoder_layers}"
-        shape = f"d_model {config.d_model}, {layers} layers, d_ff {config.encoder_ffn_dim}"
-    batch = args.max_tokens or -int(args.per_device_train_batch_size or 0)  # in tokens, or in pairs
-    return {
-        "device": device_name(args.device),
-        "shape": shape,
-        "vocabulary": getattr(config, "target_vocab_size", config.vocab_size),
-        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        "batch": batch * args.gradient_accumulation_steps,
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the CPU with its number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    processor = platform.processor() or platform.machine()
-    return f"{device.type} {processor}, {torch.get_num_threads()} threads"
 
 
 def measure(
@@ -175,24 +170,6 @@ def peak_gib() -> float:
         return torch.cuda.max_memory_allocated() / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def read_speed(path: str | None, key: dict[str, Any]) -> dict[str, float] | None:
-    """The measurement with this key, if the file has it."""
-    if path is None or not Path(path).exists():
-        return None
-    rows = json.loads(Path(path).read_text(encoding="utf-8"))
-    return next((row for row in rows if all(row.get(name) == key[name] for name in key)), None)
-
-
-def write_speed(path: str | None, row: dict[str, Any]) -> None:
-    """Add a measurement to the file."""
-    if path is None:
-        return
-    file = Path(path)
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps([*rows, row], indent=1) + "\n", encoding="utf-8")
 
 
 def report(

@@ -12,13 +12,15 @@ language of SIGMORPHON 2020, if `--g2p_data` holds it (LANG_train.tsv and LANG_t
 
 Together they take 25 minutes at most. What can't be measured is a row with its reason: an error, a
 package that is not installed, or the end of a part's time. `--dry_run` does next to nothing of
-everything on a CPU. Each part writes NAME.json and NAME.md after each of its rows.
+everything on a CPU. Each part writes NAME.json and NAME.md after each of its rows; recipes also
+writes speeds.json, for `vanilla-transformer plan --speeds`.
 """
 
 import os
 import time
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +33,7 @@ from scripts.benchmarks.gpu.plan import DRY_RUN, Plan
 from scripts.benchmarks.gpu.timing import environment
 from scripts.benchmarks.sigmorphon import languages_of
 from scripts.reports import expect_known, markdown, save
+from vanilla_transformer.training.speeds import write_speeds
 
 PARTS = ("tests", "training", "decoding", "recipes")
 
@@ -94,6 +97,8 @@ def run_part(name: str, plan: Plan, worker: Worker, output_dir: str) -> str:
         nonlocal report
         labelled = [row for row in rows if part.LABELS[0] in row]
         result.update(seconds=time.monotonic() - begin, rows=rows, goals=part.goals(labelled))
+        if speeds := [row["speed"] for row in rows if "speed" in row]:
+            write_speeds(Path(output_dir, "speeds.json"), speeds)
         report = to_markdown(result, part)
         save(output_dir, name, result, report)
 

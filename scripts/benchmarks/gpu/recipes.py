@@ -33,13 +33,13 @@ from scripts.benchmarks.gpu.training import SOURCE_MEAN, wmt_lengths
 from scripts.benchmarks.peers import EOS, PEERS
 from scripts.benchmarks.sigmorphon import WORDS, error_rates, languages_of, read
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
-from vanilla_transformer.data.token_batches import TokenBudgetSampler
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.data.vocabularies import pair
 from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.inference.translation import translate
 from vanilla_transformer.training.averaging import average_checkpoints, checkpoints_with_weights
 from vanilla_transformer.training.recipes import find_recipe
+from vanilla_transformer.training.speeds import measurement_key
 from vanilla_transformer.training.token_batches import TokenBudgetArguments, TokenBudgetTrainer
 
 WMT, G2P = "wmt14_en_de_base", "g2p"
@@ -68,6 +68,7 @@ Pairs = list[dict[str, list[int]]]  # `input_ids` and `labels`
 COLUMNS = {
     "updates": "{:,}",
     "wanted_updates": "{:,}",
+    "updates_per_second": "{:.2f}",
     "tokens_per_second": "{:,.0f}",
     "days_to_100000_updates": "{:.2f}",
     "minutes": "{:.1f}",
@@ -76,10 +77,10 @@ COLUMNS = {
     "peak_gib": "{:.2f}",
 }
 NOTES = """\
-tokens_per_second counts source and target tokens without padding. Multi30k: BLEU (tokenised,
-lower-cased, as the text is) of the mean of the last 10 epochs on test 2016 with 5 beams. Words to
-phones: word error rate on the test words with 5 beams, %. minutes are those of training. Time may
-end training before the wanted updates."""
+tokens_per_second counts source and target tokens without padding; `vanilla-transformer plan` takes
+the speeds from speeds.json. Multi30k: BLEU (tokenised, lower-cased, as the text is) of the mean of
+the last 10 epochs on test 2016 with 5 beams. Words to phones: word error rate on the test words with
+5 beams, %. minutes are those of training. Time may end training before the wanted updates."""
 
 
 def cells(plan: Plan, worker: Worker) -> list[Cell]:
@@ -165,12 +166,18 @@ def train(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     pairs: Pairs,
-    clock: Clock,
+    seconds: float,
     **settings: Any,
-) -> int:
-    """Train on pairs of `input_ids` and `labels`, and return the number of updates."""
-    quiet = {"report_to": "none", "disable_tqdm": True, "logging_steps": 100}
+) -> dict[str, Any]:
+    """Train on pairs of `input_ids` and `labels`. `speed` among the figures is a measurement for
+    `vanilla-transformer plan`.
+
+    Raises:
+        RuntimeError: Time was up before the first update that is timed.
+    """
+    started, quiet = now(), {"report_to": "none", "disable_tqdm": True, "logging_steps": 100}
     arguments = RecipeArguments(**{**settings, **quiet, "use_cpu": plan.is_dry})
+    clock = Clock(seconds, min(WARM_UP, arguments.max_steps // 2))
     trainer = RecipeTrainer(
         model=model,
         args=arguments,
@@ -180,13 +187,25 @@ def train(
         callbacks=[clock],
     )
     trainer.train()
-    return trainer.state.global_step
+    end, updates = now(), trainer.state.global_step
+    figures = {"updates": updates, "wanted_updates": arguments.max_steps}
+    figures |= {"minutes": (end - started) / 60, "peak_gib": peak_gib(plan)}
+    if updates <= clock.warm_up:
+        raise RuntimeError(f"{updates} updates in {seconds:.0f} s: expected more to measure")
+    rate = (updates - clock.warm_up) / (end - clock.begin)
+    batches = len(trainer.get_train_dataloader())
+    source, target = (rate / batches * sum(len(pair[side]) for pair in pairs) for side in pairs[0])
+    key = measurement_key(model, arguments)
+    row = {**key, "target_tokens_per_second": target, "gib": figures["peak_gib"]}
+    figures |= {"updates_per_second": rate, "tokens_per_second": source + target}
+    return {**figures, "speed": row}
 
 
 def measure_wmt(plan: Plan, seconds: float) -> dict[str, Any]:
     begin(plan)
     size = plan.sizes["base"]
     settings = read_recipe(WMT)[1] | {"max_tokens": plan.tokens, "max_steps": plan.updates}
+    settings["dataloader_persistent_workers"] = True  # the epochs are short
     lengths = wmt_lengths(EPOCH_BATCHES * plan.tokens // SOURCE_MEAN, seed=0)
     random = np.random.default_rng(0)
 
@@ -198,19 +217,11 @@ def measure_wmt(plan: Plan, seconds: float) -> dict[str, Any]:
         for source, target in zip(*lengths, strict=True)
     ]
     tokenizer = train_tokenizer(["only for its padding"], 300, show_progress=False)
-    clock = Clock(seconds, min(WARM_UP, plan.updates // 2))
     with tempfile.TemporaryDirectory() as folder:
         model = PEERS["vanilla_transformer"](size)
-        updates = train(plan, model, tokenizer, pairs, clock, output_dir=folder, **settings)
-    rate = (updates - clock.warm_up) / (now() - clock.begin)  # updates per second
-    batches = len(TokenBudgetSampler(*lengths, plan.tokens))
-    return {
-        "updates": updates,
-        "wanted_updates": plan.updates,
-        "tokens_per_second": rate * sum(int(side.sum()) for side in lengths) / batches,
-        "days_to_100000_updates": PAPER_UPDATES / rate / 86_400,
-        "peak_gib": peak_gib(plan),
-    }
+        figures = train(plan, model, tokenizer, pairs, seconds, output_dir=folder, **settings)
+    days = PAPER_UPDATES / figures["updates_per_second"] / 86_400
+    return {**figures, "days_to_100000_updates": days}
 
 
 # ---------------------------------------------------------------- To a score
@@ -232,26 +243,16 @@ def measure_multi30k(plan: Plan, seconds: float) -> dict[str, Any]:
     texts = read_split(plan.data, TRAINING)
     tokenizer = train_tokenizer([*texts[0], *texts[1]], plan.vocab_size, show_progress=False)
     pairs, model = to_pairs(tokenizer, *texts), make_model(tokenizer)
-    started = now()
-    clock = Clock(seconds, 0)
     with tempfile.TemporaryDirectory() as folder:
         settings = {**MULTI30K, "max_steps": plan.multi30k_updates, "output_dir": folder}
-        updates = train(plan, model, tokenizer, pairs, clock, **settings)
-        minutes = (now() - started) / 60
+        figures = train(plan, model, tokenizer, pairs, seconds, **settings)
         averaged = Path(folder, "averaged")
         average_checkpoints(list(checkpoints_with_weights(folder).values()), averaged)
         model = VanillaTransformerForConditionalGeneration.from_pretrained(averaged)
     lines, references = read_split(plan.data, TEST)
     translations = beam_search(plan, model, tokenizer, lines)
     scores = score_translations(translations, references, tokenize="none")
-    return {
-        "updates": updates,
-        "wanted_updates": plan.multi30k_updates,
-        "minutes": minutes,
-        "bleu": scores["bleu"],
-        "bleu_signature": scores["bleu_signature"],
-        "peak_gib": peak_gib(plan),
-    }
+    return {**figures, **{name: scores[name] for name in ("bleu", "bleu_signature")}}
 
 
 def measure_g2p(plan: Plan, seconds: float) -> dict[str, Any]:
@@ -274,18 +275,10 @@ def measure_g2p(plan: Plan, seconds: float) -> dict[str, Any]:
     )
     shape = yaml.safe_load(f"{{{recipe['config_overrides'].replace('=', ': ')}}}")
     model = make_model(tokenizer, decoder_vocab_size=tokenizer.target_vocab_size, **shape)
-    started, clock = now(), Clock(seconds, 0)
     with tempfile.TemporaryDirectory() as folder:
         settings |= {"max_steps": plan.g2p_updates, "output_dir": folder}
-        updates = train(plan, model, tokenizer, to_pairs(tokenizer, *sides), clock, **settings)
-    minutes = (now() - started) / 60
+        figures = train(plan, model, tokenizer, to_pairs(tokenizer, *sides), seconds, **settings)
     words, phones = zip(*read(plan.g2p_data, language, "test"), strict=True)
     found = beam_search(plan, model, tokenizer, [*words])
-    return {
-        "language": language,
-        "updates": updates,
-        "wanted_updates": plan.g2p_updates,
-        "minutes": minutes,
-        "word_error_rate": error_rates(found, phones, [WORDS])[WORDS],
-        "peak_gib": peak_gib(plan),
-    }
+    word_error_rate = error_rates(found, phones, [WORDS])[WORDS]
+    return {**figures, "language": language, "word_error_rate": word_error_rate}

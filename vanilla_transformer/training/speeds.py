@@ -1,0 +1,56 @@
+"""Measured speeds of training, in a JSON file: what `vanilla-transformer plan` extrapolates."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, TrainingArguments
+
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+
+
+def measurement_key(model: PreTrainedModel, args: TrainingArguments) -> dict[str, Any]:
+    """What the speed depends on: device, model, precision and batch."""
+    config = model.config
+    shape = f"{config.model_type}, {model.num_parameters():,} parameters"
+    if isinstance(config, VanillaTransformerConfig):
+        layers = f"{config.encoder_layers}+{config.decoder_layers}"
+        shape = f"d_model {config.d_model}, {layers} layers, d_ff {config.encoder_ffn_dim}"
+    pairs = int(args.per_device_train_batch_size or 0)
+    batch = getattr(args, "max_tokens", None) or -pairs  # in tokens, or in pairs
+    return {
+        "device": device_name(args.device),
+        "shape": shape,
+        "vocabulary": getattr(config, "target_vocab_size", config.vocab_size),
+        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "batch": batch * args.gradient_accumulation_steps,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the CPU with its number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    processor = platform.processor() or platform.machine()
+    return f"{device.type} {processor}, {torch.get_num_threads()} threads"
+
+
+def read_speeds(path: str | Path | None) -> list[dict[str, Any]]:
+    """The measurements of a file: none if it does not exist. Each is its key, with
+    `target_tokens_per_second` of a device and `gib`, the peak memory in GiB."""
+    if path is None or not Path(path).exists():
+        return []
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def find_speed(rows: list[dict[str, Any]], key: dict[str, Any]) -> dict[str, Any] | None:
+    """The measurement with this key, if there is one."""
+    return next((row for row in rows if all(row.get(name) == key[name] for name in key)), None)
+
+
+def write_speeds(path: str | Path, rows: list[dict[str, Any]]) -> None:
+    """Write measurements to a file, in a folder that need not exist."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
