@@ -193,6 +193,16 @@ def test_packed_rows_train_as_padded_rows_do_on_a_gpu(cls):
     assert {rows for rows, _ in packed} == {1}
 
 
+def test_all_layers_share_where_rows_end(monkeypatch, flash):
+    """Each attention of each layer used to ask again, and a GPU waits for every answer."""
+    asked, ends = [], attention.PackedRows.ends
+    monkeypatch.setattr(attention.PackedRows, "ends", lambda rows: asked.append(1) or ends(rows))
+    model = seq2seq("flash_attention_2", encoder_layers=3, decoder_layers=4)
+    model(**batch_of(VanillaTransformerForConditionalGeneration))
+    model.train()(**batch_of(VanillaTransformerForConditionalGeneration))
+    assert len(asked) == 2 * len(["encoder", "target", "source"])
+
+
 def test_gradient_checkpointing_takes_packed_rows(flash):
     inputs = batch_of(VanillaTransformerForConditionalGeneration)
     loss, grads, _ = train_once(seq2seq("flash_attention_2"), inputs)

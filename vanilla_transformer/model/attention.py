@@ -140,14 +140,14 @@ def flash_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    rows: "PackedInputs | None" = None,
+    rows: "RowEnds | None" = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Flash attention, told where packed rows end. It does not know masks of four dimensions, nor
     that of keys which are not the queries' own: SDPA takes these."""
     if rows is not None:
-        keys = rows.target if module.is_causal or rows.source is None else rows.source
-        attention_mask, options = None, options | rows.target.ends_with(keys)
+        ends = rows.source if module.is_cross_attention else rows.own
+        attention_mask, options = None, options | ends
     elif attention_mask is not None and (attention_mask.ndim == 4 or module.is_cross_attention):
         if attention_mask.ndim == 2:
             attention_mask = attention_mask[:, None, None].bool()
@@ -251,16 +251,9 @@ class PackedRows(Rows):
         unpacked = self.unpack(states.transpose(1, 2).flatten(2))
         return unpacked.unflatten(2, (states.shape[1], -1)).transpose(1, 2)
 
-    def ends_with(self, keys: "PackedRows") -> dict[str, Any]:
-        """Where these rows and those of the keys end, as flash attention takes it."""
-        ends = [F.pad(rows._lengths.cumsum(0), (1, 0)).int() for rows in (self, keys)]
-        longest = [int(rows._lengths.max()) for rows in (self, keys)]
-        return {
-            "cu_seq_lens_q": ends[0],
-            "cu_seq_lens_k": ends[1],
-            "max_length_q": longest[0],
-            "max_length_k": longest[1],
-        }
+    def ends(self) -> tuple[torch.Tensor, int]:
+        """Where each row ends, after a 0, (batch + 1,), and the longest row's length."""
+        return F.pad(self._lengths.cumsum(0), (1, 0)).int(), int(self._lengths.max())
 
 
 class PackedInputs(NamedTuple):
@@ -268,6 +261,23 @@ class PackedInputs(NamedTuple):
 
     target: PackedRows
     source: PackedRows | None = None
+
+
+class RowEnds(NamedTuple):
+    """Where packed rows end, as flash attention takes it: in the attention to a stack's own
+    positions, and in a decoder's to the source. The layers share it, as a GPU has to wait for the
+    lengths."""
+
+    own: dict[str, Any]
+    source: dict[str, Any]
+
+    @classmethod
+    def of(cls, rows: PackedInputs) -> "RowEnds":
+        """Those of a stack's inputs."""
+        own = rows.target.ends()
+        source = own if rows.source is None else rows.source.ends()
+        names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
+        return cls(*(dict(zip(names, (*own, *keys), strict=True)) for keys in (own, source)))
 
 
 class RowsByLength(Rows):
@@ -428,7 +438,7 @@ def _kept_apart(config: PreTrainedConfig, rows: PackedInputs, is_decoder: bool) 
     if is_decoder:
         masks["encoder_attention_mask"] = None
     if is_flash(config._attn_implementation):
-        return {**masks, "rows": rows}
+        return {**masks, "rows": RowEnds.of(rows)}
     masks["attention_mask"] = _block_mask(config, rows.target, rows.target, is_decoder)
     if rows.source is not None:
         masks["encoder_attention_mask"] = _block_mask(config, rows.target, rows.source)
