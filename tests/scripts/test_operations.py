@@ -1,0 +1,48 @@
+"""The benchmark that counts operations as on a GPU."""
+
+import json
+
+import torch
+from conftest import run_module
+
+from scripts.benchmarks.operations import GPU, count_on_gpu, on_gpu
+
+
+def test_code_in_the_context_takes_the_paths_of_a_gpu():
+    numbers = torch.arange(4.0)
+    with on_gpu():
+        assert numbers.device == GPU
+        assert numbers.is_cuda
+        assert not numbers.is_cpu
+        moved = torch.ones(4, device="cuda") + numbers.to(numbers.device)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert torch.is_autocast_enabled("cuda")
+    assert moved.tolist() == [1, 2, 3, 4]
+    assert moved.device.type == "cpu"
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_views_and_new_memory_are_no_operations_and_reading_a_result_is_a_wait():
+    numbers = torch.arange(4.0)
+
+    def run():
+        torch.empty(3)
+        return (numbers.view(2, 2).t() * 2 + 1).sum().item(), numbers.nonzero(), numbers.tolist()
+
+    assert count_on_gpu(run) == {"operations": 4, "waits": 3}
+
+
+def test_a_step_of_ours_is_fewer_operations_and_waits_do_not_grow_with_layers(tmp_path):
+    counts = []
+    for layers in (1, 2):
+        flags = ["--layers", layers, "--vocab_size", 100, "--sentences", 8, "--output_dir", layers]
+        printed = run_module("scripts.benchmarks.operations", *flags, cwd=tmp_path).stdout
+        rows = json.loads((tmp_path / f"{layers}/operations.json").read_text())
+        assert f"| training | ours | {rows[0]['operations']} | {rows[0]['waits']} |" in printed
+        counts.append({(row["step"], row["what"]): row for row in rows})
+    for (step, what), row in counts[1].items():
+        if what == "ours":
+            assert row["operations"] < counts[1][step, "marian"]["operations"], step
+    for what in ("ours", "ours, packed"):
+        fewer, more = (count["training", what] for count in counts)
+        assert fewer["waits"] == more["waits"] < fewer["operations"] < more["operations"]
