@@ -57,7 +57,7 @@ def main() -> None:
     settle()
     size = Size(64, 128, 2, arguments.layers, arguments.vocab_size)  # widths do not matter
     rows = [*training_rows(size, arguments.sentences), *decoding_rows(size)]
-    table = markdown(LABELS, [[f"{row[name]}" for name in LABELS] for row in rows])
+    table = markdown(LABELS, [[row[name] for name in LABELS] for row in rows])
     write(arguments.output_dir, "operations", rows, table)
 
 
