@@ -28,7 +28,6 @@ from vanilla_transformer import (
     VanillaTransformerConfig,
     VanillaTransformerForConditionalGeneration,
 )
-from vanilla_transformer.cli.plan import measurement_key
 from vanilla_transformer.data.parallel_text import DataArguments
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.inference.alignment import add_alignments
@@ -38,6 +37,7 @@ from vanilla_transformer.inference.translation import Hypothesis, encode_prefixe
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages
 from vanilla_transformer.training.preparation import prepare
+from vanilla_transformer.training.speeds import measurement_key
 
 SOURCES, TARGETS = ["the lake is deep", "a lake"] * 4, ["le lac est profond", "un lac"] * 4
 LETTERS = sorted(set("".join(SOURCES + TARGETS)) - {" "})
@@ -149,7 +149,8 @@ def test_a_target_prefix_ends_before_what_marks_the_end_and_the_language(tmp_pat
 def test_a_plan_knows_the_size_of_a_stock_model(make, tmp_path):
     languages = {"source_lang": "en_XX", "target_lang": "fr_XX"}
     ready = prepared(tmp_path, make(tmp_path / "stock"), **languages)
-    key = measurement_key(ready, TranslationTrainingArguments(str(tmp_path / "out"), use_cpu=True))
+    arguments = TranslationTrainingArguments(str(tmp_path / "out"), use_cpu=True)
+    key = measurement_key(ready.model, arguments)
     expected = f"{ready.model.config.model_type}, {ready.model.num_parameters():,} parameters"
     assert (key["shape"], key["vocabulary"]) == (expected, len(ready.tokenizer))
 
