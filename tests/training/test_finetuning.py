@@ -262,10 +262,33 @@ def test_a_stock_model_aligns_its_targets(make, languages, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     set_languages(tokenizer, *languages)
     target = Hypothesis(TARGETS[0], token_ids=tuple(tokenizer(text_target=TARGETS[0])["input_ids"]))
-    ((found,),) = add_alignments(SOURCES[:1], [[target]], model, tokenizer)
+    try:
+        ((found,),) = add_alignments(SOURCES[:1], [[target]], model, tokenizer)
+    except ValueError as error:
+        if make is not t5 or "returns none of its attentions" not in str(error):
+            raise
+        pytest.skip(str(error))  # transformers 5.17
     assert {place for _, place in found.alignment} == set(range(len(TARGETS[0].split())))
     with pytest.raises(ValueError, match="alignment_layer=1: expected -1 to 0"):
         list(add_alignments(SOURCES[:1], [[target]], model, tokenizer, layer=1))
+
+
+def test_a_model_that_returns_no_attentions_aligns_nothing(monkeypatch, tmp_path):
+    """As T5 in transformers 5.17."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(t5(tmp_path / "model")).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    forward = model.forward
+
+    def without_attentions(**inputs):
+        outputs = forward(**inputs)
+        outputs.cross_attentions = ()
+        return outputs
+
+    monkeypatch.setattr(model, "forward", without_attentions)
+    target = Hypothesis(TARGETS[0], token_ids=tuple(tokenizer(text_target=TARGETS[0])["input_ids"]))
+    message = "alignments with T5ForConditionalGeneration: .* returns none of its attentions"
+    with pytest.raises(ValueError, match=message):
+        list(add_alignments(SOURCES[:1], [[target]], model, tokenizer))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, __version__
 
 from .scoring import map_pairs, reading_inputs, token_scores
 from .translation import Hypothesis, decoder_start
@@ -78,7 +78,7 @@ def add_alignments(
     Raises:
         TypeError: The model is not a PyTorch model.
         ValueError: The unit or the layer does not exist, the tokenizer is not a fast one, or it
-            has no unknown token to replace.
+            has no unknown token to replace; the model returns no attentions.
     """
     expect_alignable(model, tokenizer, unit, layer, replace_unknown)
     reader = _AlignmentReader(tokenizer, unit, replace_unknown)
@@ -149,6 +149,11 @@ def _aligned_places(
         with _eager_attention(member):
             outputs = member(**inputs, output_attentions=True, use_cache=False)
         maps = outputs.cross_attentions
+        if not maps:  # T5's, in transformers 5.17
+            raise ValueError(
+                f"alignments with {type(member).__name__}: transformers {__version__} returns none "
+                "of its attentions, expected a newer version"
+            )
         chosen = penultimate_layer(len(maps)) if layer is None else layer
         weights = weights.to(maps[0]) + maps[chosen].mean(1)
     hidden = torch.isin(inputs["input_ids"], special) | (inputs["attention_mask"] == 0)
