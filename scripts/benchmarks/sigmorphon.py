@@ -13,13 +13,13 @@ WORDS, PHONES = "test WER", "test PER"
 METRICS = {WORDS: "ser", PHONES: "per"}  # a word is a line
 
 
-def languages_of(folder: str) -> list[str]:
+def languages_of(folder: str | Path) -> list[str]:
     """The languages that the folder has a training set of."""
     ending = "_train.tsv"
     return sorted(path.name.removesuffix(ending) for path in Path(folder).glob(f"*{ending}"))
 
 
-def read(folder: str, language: str, split: str) -> list[tuple[str, str]]:
+def read(folder: str | Path, language: str, split: str) -> list[tuple[str, str]]:
     """Words and their phones."""
     text = Path(folder, f"{language}_{split}.tsv").read_text(encoding="utf-8")
     return [(word, phones) for word, phones in (line.split("\t") for line in text.splitlines())]

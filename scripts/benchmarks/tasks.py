@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts.benchmarks import sigmorphon
 from scripts.reports import write_lines
 from vanilla_transformer.data.phrases import load_phrases
 
@@ -92,12 +93,11 @@ def phrases(language: str) -> Task:
 def g2p(language: str, data: Path) -> Task:
     """Words as characters, and their phones."""
 
-    def read(split: str) -> Pairs:
-        lines = (data / f"{language}_{split}.tsv").read_text(encoding="utf-8").splitlines()
-        pairs = (line.split("\t") for line in lines)
+    def spelled(split: str) -> Pairs:
+        pairs = sigmorphon.read(data, language, split)
         return [(" ".join(word), phones) for word, phones in pairs]
 
-    return Task(read("train"), read("test"))
+    return Task(spelled("train"), spelled("test"))
 
 
 def multi30k(data: Path) -> Task:

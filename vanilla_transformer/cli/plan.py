@@ -121,8 +121,7 @@ def main() -> None:
         sys.exit("vanilla-transformer plan: expected data without --streaming, whose size is known")
     key = measurement_key(prepared.model, training_args)
     key["device"] = plan_args.hardware or key["device"]
-    known = read_speeds(plan_args.speeds)
-    speed = find_speed(known, key)
+    speed = find_speed(read_speeds(plan_args.speeds), key)
     if speed is None and plan_args.hardware is not None:
         sys.exit(
             f"vanilla-transformer plan: {plan_args.speeds} has no measurement of "
@@ -130,8 +129,9 @@ def main() -> None:
         )
     if speed is None:
         speed = measure(prepared, copy.copy(training_args), plan_args.measured_steps)
-        if plan_args.speeds is not None:
-            write_speeds(plan_args.speeds, [*known, {**key, **speed}])
+        if plan_args.speeds is not None:  # another process may have added to it meanwhile
+            rows = [*read_speeds(plan_args.speeds), {**key, **speed}]
+            write_speeds(plan_args.speeds, rows)
     print(report(prepared, training_args, key, speed))
 
 

@@ -140,7 +140,7 @@ def read_recipe(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """All options of a packaged recipe, and those of the trainer."""
     options = yaml.safe_load(find_recipe(name).read_text(encoding="utf-8"))
     known = RecipeArguments.__dataclass_fields__
-    settings = {name: value for name, value in options.items() if name in known}
+    settings = {option: value for option, value in options.items() if option in known}
     return options, {**settings, "eval_strategy": "no", "save_strategy": "no"}
 
 
