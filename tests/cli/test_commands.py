@@ -266,18 +266,20 @@ def test_a_plan_says_how_long_a_training_takes(folder):
     assert not (folder / "trainer_output").exists()
 
 
+H200 = {
+    "device": "NVIDIA H200",
+    "shape": "d_model 16, 1+1 layers, d_ff 16",
+    "vocabulary": 320,
+    "precision": "fp32",
+    "batch": 500,
+    "target_tokens_per_second": 1e-3,
+    "gib": 7.0,
+}
+
+
 def test_a_plan_for_a_device_that_this_machine_lacks(folder):
     """It takes the speed from a file that was written elsewhere, and measures nothing."""
-    row = {
-        "device": "NVIDIA H200",
-        "shape": "d_model 16, 1+1 layers, d_ff 16",
-        "vocabulary": 320,
-        "precision": "fp32",
-        "batch": 500,
-        "target_tokens_per_second": 1e-3,
-        "gib": 7.0,
-    }
-    (folder / "elsewhere.json").write_text(json.dumps([row]))
+    (folder / "elsewhere.json").write_text(json.dumps([H200]))
     options = [
         "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
         "--phrases_train_size", 200, "--vocab_size", 320, "--use_cpu", "--num_train_epochs", 1,
@@ -290,10 +292,14 @@ def test_a_plan_for_a_device_that_this_machine_lacks(folder):
     assert rows["memory"] == "7.0 GiB per device"
     tokens = int(rows["text"].split(", ")[1].split()[0].replace(",", ""))
     assert float(rows["duration"].split()[0]) == pytest.approx(tokens / 1e-3 / 3600, rel=1e-3)
-    process = run_command("plan", *options, "--max_tokens", 600, cwd=folder, check=False)
-    message = "elsewhere.json has no measurement of device NVIDIA H200, "
+    assert "measured with" not in rows
+    process = run_command(
+        "plan", *options, "--per_device_train_batch_size", 8, cwd=folder, check=False
+    )
+    message = (
+        "elsewhere.json has no measurement of NVIDIA H200 with d_model 16, 1+1 layers, d_ff 16"
+    )
     assert message in process.stderr.splitlines()[-1]
-    assert process.stderr.splitlines()[-1].endswith("precision fp32, batch 600")
     process = run_command("plan", *options, "--hardware", "A100", cwd=folder, check=False)
     message = "hardware='A100': expected a device that speeds=elsewhere.json has measured: NVIDIA"
     assert message in process.stderr.splitlines()[-1]

@@ -8,7 +8,8 @@ r"""Estimate the time and memory of a training on this machine, and print the op
 Takes the options of `train`, and its own. The command trains for a few updates, discards them, and
 extrapolates. Evaluation and checkpoints are not included. With --speeds, it keeps the measurement
 in a file, and measures each model, batch and device only once. --hardware plans for a device that
-this machine lacks, from such a file; `python -m scripts.benchmarks.gpu` writes one.
+this machine lacks, from the nearest measurement of the same layers and precision in such a file;
+`python -m scripts.benchmarks.gpu` writes one.
 """
 
 import copy
@@ -36,7 +37,7 @@ from ..data.parallel_text import DataArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
 from ..training.defaults import updates_per_epoch
 from ..training.preparation import Preparation, prepare
-from ..training.speeds import find_speed, measurement_key, read_speeds, write_speeds
+from ..training.speeds import find_speed, measurement_key, nearest_speed, read_speeds, write_speeds
 from ..training.trainer import CurvesCallback, make_trainer
 from .train_options import make_parser, names
 
@@ -119,14 +120,17 @@ def main() -> None:
     prepared = prepare(model_args, data_args, training_args)
     if prepared.size is None:
         sys.exit("vanilla-transformer plan: expected data without --streaming, whose size is known")
-    key = measurement_key(prepared.model, training_args)
-    key["device"] = plan_args.hardware or key["device"]
-    speed = find_speed(read_speeds(plan_args.speeds), key)
-    if speed is None and plan_args.hardware is not None:
-        sys.exit(
-            f"vanilla-transformer plan: {plan_args.speeds} has no measurement of "
-            f"{', '.join(f'{name} {value}' for name, value in key.items())}"
-        )
+    key, rows = measurement_key(prepared.model, training_args), read_speeds(plan_args.speeds)
+    if plan_args.hardware is None:
+        speed = find_speed(rows, key)
+    else:
+        key["device"] = plan_args.hardware
+        speed = nearest_speed(rows, key, prepared.model)
+        if speed is None:
+            sys.exit(
+                f"vanilla-transformer plan: {plan_args.speeds} has no measurement of "
+                f"{key['device']} with {key['shape']} in {key['precision']}"
+            )
     if speed is None:
         speed = measure(prepared, copy.copy(training_args), plan_args.measured_steps)
         if plan_args.speeds is not None:  # another process may have added to it meanwhile
@@ -176,7 +180,7 @@ def report(
     prepared: Preparation,
     args: TranslationTrainingArguments,
     key: dict[str, Any],
-    speed: dict[str, float],
+    speed: dict[str, Any],
 ) -> str:
     """The plan as a Markdown table."""
     size = prepared.size
@@ -197,6 +201,15 @@ def report(
         "speed": f"{speed['target_tokens_per_second']:,.0f} target tokens per second and device",
         "duration": f"{hours:.2f} hours",
         "memory": f"{speed['gib']:.1f} GiB per device",
+        **measured_with(speed, key),
         "recipe for a text of this size": nearest,
     }
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def measured_with(speed: dict[str, Any], key: dict[str, Any]) -> dict[str, str]:
+    """A row that says what was measured, where that is not what was asked for."""
+    if all(speed.get(name, key[name]) == key[name] for name in ("batch", "vocabulary")):
+        return {}
+    batch = f"{abs(speed['batch']):,} {'tokens' if speed['batch'] > 0 else 'pairs'}"
+    return {"measured with": f"a vocabulary of {speed['vocabulary']:,}, {batch} per update"}

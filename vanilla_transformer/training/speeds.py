@@ -1,6 +1,7 @@
 """Measured speeds of training, in a JSON file: what `vanilla-transformer plan` extrapolates."""
 
 import json
+import math
 import platform
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,32 @@ def read_speeds(path: str | Path | None) -> list[dict[str, Any]]:
 def find_speed(rows: list[dict[str, Any]], key: dict[str, Any]) -> dict[str, Any] | None:
     """The measurement with this key, if there is one."""
     return next((row for row in rows if all(row.get(name) == key[name] for name in key)), None)
+
+
+def nearest_speed(
+    rows: list[dict[str, Any]], key: dict[str, Any], model: PreTrainedModel
+) -> dict[str, Any] | None:
+    """The measurement of this device, shape and precision, with batches of tokens or of pairs as
+    here, whose batch and vocabulary are nearest; None if there is none. Its speed is scaled to the
+    weights that `model` has with its own vocabulary."""
+    same = [name for name in key if name not in ("batch", "vocabulary")]
+    rows = [
+        row
+        for row in rows
+        if all(row.get(name) == key[name] for name in same) and row["batch"] * key["batch"] > 0
+    ]
+    if not rows:
+        return None
+    nearest = min(
+        rows,
+        key=lambda row: sum(
+            abs(math.log(row[name] / key[name])) for name in ("batch", "vocabulary")
+        ),
+    )
+    weights = model.num_parameters()
+    more = (nearest["vocabulary"] - key["vocabulary"]) * model.get_output_embeddings().in_features
+    speed = nearest["target_tokens_per_second"] * (weights + more) / weights
+    return {**nearest, "target_tokens_per_second": speed}
 
 
 def write_speeds(path: str | Path, rows: list[dict[str, Any]]) -> None:

@@ -1,0 +1,51 @@
+"""The measurement from which `plan` estimates a training on a device that this machine lacks."""
+
+import pytest
+
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.training.speeds import nearest_speed
+
+KEY = {
+    "device": "NVIDIA H200", "shape": "base", "vocabulary": 500, "precision": "bf16", "batch": 4000,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = VanillaTransformerConfig(
+        vocab_size=500, d_model=16, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32,
+    )  # fmt: skip
+    return VanillaTransformerForConditionalGeneration(config)
+
+
+def row(speed=100.0, **changes):
+    return {**KEY, "target_tokens_per_second": speed, "gib": 1.0, **changes}
+
+
+def test_the_same_measurement_is_taken_as_it_is(model):
+    rows = [row(batch=4100), row(50.0), row(vocabulary=501)]
+    assert nearest_speed(rows, KEY, model) == rows[1]
+
+
+def test_the_nearest_batch_counts_by_its_ratio(model):
+    rows = [row(batch=1000), row(batch=8000), row(batch=40_000)]
+    assert nearest_speed(rows, KEY, model) == rows[1]
+
+
+def test_the_speed_follows_the_weights_of_another_vocabulary(model):
+    """A token takes as long as the products with all weights, and twice the vocabulary has 500
+    times d_model more."""
+    found = nearest_speed([row(vocabulary=1000)], KEY, model)
+    weights = model.num_parameters()
+    expected = 100 * (weights + 500 * 16) / weights
+    assert found["target_tokens_per_second"] == pytest.approx(expected)
+    assert found["vocabulary"] == 1000
+
+
+@pytest.mark.parametrize(
+    "changes", [{"device": "A100"}, {"shape": "big"}, {"precision": "fp32"}, {"batch": -64}]
+)
+def test_other_devices_shapes_precisions_and_units_do_not_count(model, changes):
+    assert nearest_speed([row(**changes)], KEY, model) is None
