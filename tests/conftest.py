@@ -59,6 +59,14 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def verbosity():
+    """What transformers logs in a test does not depend on the programs that ran before it."""
+    before = transformers_logging.get_verbosity()
+    yield
+    transformers_logging.set_verbosity(before)
+
+
 def needs_transformers(version, feature):
     """Skips a test of what transformers is too old for."""
     too_old = Version(transformers.__version__) < Version(version)
@@ -249,11 +257,9 @@ def train_here(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     precision = torch.get_float32_matmul_precision()
-    verbosity = transformers_logging.get_verbosity()
     handlers, level = logging.root.handlers[:], logging.root.level
     yield train_with
     torch.set_float32_matmul_precision(precision)
-    transformers_logging.set_verbosity(verbosity)
     logging.root.handlers[:] = handlers
     logging.root.setLevel(level)
 
