@@ -61,12 +61,22 @@ def test_every_preset_changes_what_its_row_says_and_nothing_else(name):
         for field in VanillaTransformerConfig.__dataclass_fields__
         if getattr(base, field) != getattr(preset, field)
     }
-    assert changed == {k for k, v in PRESETS[name].items() if getattr(base, k) != v}
+    named = {k for k, v in PRESETS[name].items() if getattr(base, k) != v}
+    assert changed - {"head_dim"} == named - {"head_dim"}
+    d_k = preset.d_model // preset.encoder_attention_heads
+    assert preset.head_dim == PRESETS[name].get("head_dim", d_k)
 
 
 def test_a_preset_takes_overrides():
     config = VanillaTransformerConfig.from_preset("big", dropout=0.1, vocab_size=100)
     assert (config.d_model, config.dropout, config.vocab_size) == (1024, 0.1, 100)
+
+
+def test_the_heads_of_a_preset_follow_another_width():
+    config = VanillaTransformerConfig.from_preset("tiny", d_model=256)
+    assert (config.head_dim, config.encoder_attention_heads) == (64, 4)
+    assert VanillaTransformerConfig.from_preset("big", d_model=512).head_dim == 32
+    assert VanillaTransformerConfig.from_preset("B-dk16", d_model=256).head_dim == 16
 
 
 def test_an_unknown_preset_is_named():

@@ -217,6 +217,19 @@ def test_a_recipe_may_have_config_overrides_as_a_mapping(tmp_path):
     assert parse_arguments(GROUPS, flags)[0].overrides() == overrides
 
 
+@pytest.mark.parametrize(
+    "of_recipe", ["encoder_layers=2,dropout=0.3", {"encoder_layers": 2, "dropout": 0.3}]
+)
+def test_config_overrides_add_to_those_of_the_recipe(tmp_path, of_recipe):
+    """A change of dropout does not bring back the preset's layers."""
+    recipe = write_recipe(tmp_path, config_overrides=of_recipe)
+    flags = ["--config", recipe, "--output_dir", str(tmp_path), "--config_overrides", "dropout=0.1"]
+    expected = {"encoder_layers": 2, "dropout": 0.1}
+    assert parse_arguments(GROUPS, flags)[0].overrides() == expected
+    flags += ["--config_overrides", "norm_position=pre"]
+    assert parse_arguments(GROUPS, flags)[0].overrides() == {**expected, "norm_position": "pre"}
+
+
 def test_config_overrides_are_typed():
     arguments = ModelArguments(config_overrides="dropout=0.2, norm_position=pre,head_dim=null")
     assert arguments.overrides() == {"dropout": 0.2, "norm_position": "pre", "head_dim": None}

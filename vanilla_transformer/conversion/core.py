@@ -59,7 +59,11 @@ class ConversionOptions:
     """
 
     format: str | None = field(
-        default=None, metadata={"help": "The toolkit. Default: recognised from the files."}
+        default=None,
+        metadata={
+            "help": "The toolkit, such as fairseq or opennmt_py (docs/conversion/README.md names "
+            "all). Default: recognised from the files."
+        },
     )
     like: str | None = field(
         default=None,

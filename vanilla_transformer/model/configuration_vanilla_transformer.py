@@ -55,8 +55,8 @@ def _layers(n: int) -> dict[str, Any]:
     return {"encoder_layers": n, "decoder_layers": n}
 
 
-def _heads(h: int, d_k: int) -> dict[str, Any]:
-    return {"encoder_attention_heads": h, "decoder_attention_heads": h, "head_dim": d_k}
+def _heads(h: int) -> dict[str, Any]:
+    return {"encoder_attention_heads": h, "decoder_attention_heads": h}
 
 
 def _ffn(d_ff: int) -> dict[str, Any]:
@@ -67,17 +67,17 @@ def _ffn(d_ff: int) -> dict[str, Any]:
 # "tiny" is not the paper's: the Multi30k model of Wu et al. (2021), https://aclanthology.org/2021.acl-long.480
 PRESETS: dict[str, dict[str, Any]] = {
     "base": {},
-    "A-h1": _heads(1, 512),
-    "A-h4": _heads(4, 128),
-    "A-h16": _heads(16, 32),
-    "A-h32": _heads(32, 16),
+    "A-h1": _heads(1),
+    "A-h4": _heads(4),
+    "A-h16": _heads(16),
+    "A-h32": _heads(32),
     "B-dk16": {"head_dim": 16, "value_head_dim": 64},
     "B-dk32": {"head_dim": 32, "value_head_dim": 64},
     "C-N2": _layers(2),
     "C-N4": _layers(4),
     "C-N8": _layers(8),
-    "C-d256": {"d_model": 256, "head_dim": 32},
-    "C-d1024": {"d_model": 1024, "head_dim": 128},
+    "C-d256": {"d_model": 256},
+    "C-d1024": {"d_model": 1024},
     "C-ff1024": _ffn(1024),
     "C-ff4096": _ffn(4096),
     "D-drop0.0": {"dropout": 0.0},
@@ -85,8 +85,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "D-ls0.0": {"label_smoothing": 0.0},
     "D-ls0.2": {"label_smoothing": 0.2},
     "E-learned": {"position_encoding": "learned"},
-    "big": {"d_model": 1024, **_ffn(4096), **_heads(16, 64), "dropout": 0.3},
-    "tiny": {"d_model": 128, **_ffn(256), **_heads(4, 32), **_layers(4), "dropout": 0.3},
+    "big": {"d_model": 1024, **_ffn(4096), **_heads(16), "dropout": 0.3},
+    "tiny": {"d_model": 128, **_ffn(256), **_heads(4), **_layers(4), "dropout": 0.3},
 }
 
 # What no model has more of, so that a hostile file can't name what takes all memory or time: a

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from argparse import Namespace
+from argparse import Action, Namespace
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +55,16 @@ ALTERNATIVES = (
 )
 
 
+class AddFields(Action):
+    """An option whose fields add to those of the recipe, and of the same option before it."""
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, *args: Any) -> None:
+        """Replace those that are there already."""
+        before = getattr(namespace, self.dest)
+        fields = _as_fields(before) | _as_fields(values) if before else values
+        setattr(namespace, self.dest, fields)
+
+
 @dataclass
 class ModelArguments(TokenizerArguments):
     """Which model to train, and with which tokenizer.
@@ -73,7 +83,8 @@ class ModelArguments(TokenizerArguments):
         default=None,
         metadata={
             "help": "Configuration fields that override the preset or the checkpoint to fine-tune, "
-            "such as dropout=0.2,norm_position=pre."
+            "such as dropout=0.2,norm_position=pre. They add to those of a recipe.",
+            "action": AddFields,
         },
     )
     attn_implementation: str | None = field(
@@ -114,18 +125,19 @@ class ModelArguments(TokenizerArguments):
 
     def overrides(self) -> dict[str, Any]:
         """`config_overrides` as fields and values. A recipe may have them as a mapping."""
-        given: Any = self.config_overrides or ""
-        fields = given if isinstance(given, dict) else _read_fields(given)
+        fields = _as_fields(self.config_overrides)
         for name in fields:
             if name not in VanillaTransformerConfig.__dataclass_fields__:
                 raise ValueError(f"config_overrides has {name!r}: no field of the configuration")
-        return dict(fields)
+        return fields
 
 
-def _read_fields(text: str) -> dict[str, Any]:
-    """The fields of "dropout=0.2,norm_position=pre"."""
+def _as_fields(given: Any) -> dict[str, Any]:
+    """The fields of "dropout=0.2,norm_position=pre", or of a mapping."""
+    if isinstance(given, dict):
+        return dict(given)
     fields = {}
-    for item in text.split(","):
+    for item in (given or "").split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
         if name and not equals:
             raise ValueError(f"config_overrides has {item!r}: expected name=value")
