@@ -74,7 +74,8 @@ def test_the_card_names_data_recipe_command_and_scores(trained):
     assert "vanilla-transformer train --config phrases" in card
     recipe = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
     assert recipe["phrases_train_size"] == 200
-    assert recipe["config_overrides"] == SHAPE
+    shape = yaml.safe_load("{" + SHAPE.replace("=", ": ") + "}")
+    assert recipe["config_overrides"] == {"dropout": 0.0, "label_smoothing": 0.0, **shape}
     assert "| test | " in card
 
 
