@@ -389,6 +389,20 @@ def test_predictions_come_in_the_order_of_the_data(make_trainer, data):
         )
 
 
+@pytest.mark.parametrize("budget", [40, 150])
+def test_the_loss_of_an_evaluation_is_the_mean_of_all_labels(make_trainer, data, budget):
+    """Not of the batches, which have different sizes."""
+    trainer = make_trainer(data, eval_max_tokens=budget)
+    model = trainer.model.eval()
+    total = labels = 0
+    for row in data:
+        batch = trainer.data_collator([row])
+        with torch.no_grad():
+            total += model(**batch).loss.item() * len(row["labels"])
+        labels += len(row["labels"])
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(total / labels, rel=1e-5)
+
+
 def test_without_a_budget_batches_are_transformers_own(make_trainer, data):
     trainer = make_trainer(data, max_tokens=None, per_device_train_batch_size=7)
     assert trainer.get_train_dataloader().batch_sampler.batch_size == 7
@@ -452,7 +466,9 @@ for row, labels in zip(output.label_ids, data["labels"], strict=True):
 if trainer.is_world_process_zero():
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tensors = {name: weight.detach() for name, weight in model.named_parameters()}
-    save_file({"losses": torch.tensor(losses), **tensors}, folder + "/trained.safetensors")
+    tested = torch.tensor(output.metrics["test_loss"])
+    scores = {"losses": torch.tensor(losses), "tested": tested}
+    save_file({**scores, **tensors}, folder + "/trained.safetensors")
 torch.save(trainer.seen, f"{folder}/seen-{trainer.args.process_index}.pt")
 trainer.accelerator.end_training()
 """

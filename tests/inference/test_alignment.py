@@ -7,6 +7,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import MBartConfig, MBartForConditionalGeneration, PreTrainedTokenizerFast
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.vocabularies import Specials, with_moses
+from vanilla_transformer.data.vocabularies import words as words_tokenizer
 from vanilla_transformer.inference import alignment
 from vanilla_transformer.inference.alignment import add_alignments, add_token_scores
 from vanilla_transformer.inference.ensemble import VanillaTransformerEnsemble
@@ -174,6 +176,14 @@ def test_an_ensemble_averages_attention(model, tokenizer):
 def test_what_cannot_be_aligned_is_named(model, tokenizer, options, message):
     with pytest.raises(ValueError, match=message):
         list(add_alignments([], [], model, tokenizer, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"unit": "pieces", "replace_unknown": True}])
+def test_words_that_moses_splits_are_not_those_of_the_text(model, options):
+    vocabulary = dict(zip(["<pad>", "<s>", "</s>", "<unk>", "Hello", ","], range(6), strict=True))
+    tokenizer = with_moses(words_tokenizer(vocabulary, Specials()), "en", "de")
+    with pytest.raises(ValueError, match="splits text as Moses does: expected 'pieces'"):
+        list(add_alignments(["Hello, you"], [[]], model, tokenizer, **options))
 
 
 def test_a_tokenizer_without_an_unknown_token_has_none_to_replace(model):

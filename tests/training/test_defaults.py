@@ -21,10 +21,12 @@ from vanilla_transformer.training.defaults import (
 from vanilla_transformer.training.preparation import expect_positions
 from vanilla_transformer.training.trainer import make_model
 
-MULTI30K = TextSize(29_000, 420_000, longest_excess=20, distinct_target_tokens=9000)
-WMT = TextSize(4_500_000, 130_000_000, longest_excess=40, distinct_target_tokens=36_000)
-SCAN = TextSize(16_700, 240_000, longest_excess=40, distinct_target_tokens=7)
-G2P = TextSize(3600, 28_000, longest_excess=9, distinct_target_tokens=40)
+MULTI30K = TextSize(29_000, 410_000, 420_000, longest_excess=20, distinct_target_tokens=9000)
+WMT = TextSize(
+    4_500_000, 120_000_000, 130_000_000, longest_excess=40, distinct_target_tokens=36_000
+)
+SCAN = TextSize(16_700, 130_000, 240_000, longest_excess=40, distinct_target_tokens=7)
+G2P = TextSize(3600, 28_000, 28_000, longest_excess=9, distinct_target_tokens=40)
 NAMES = ("max_tokens", "max_steps", "warmup_steps", "learning_rate")
 
 
@@ -52,9 +54,18 @@ def test_a_small_text_gets_small_batches_and_fewer_updates(tmp_path):
     assert warmup_steps == pytest.approx(max_steps / 10, abs=1)
 
 
+def test_long_sources_count_as_long_targets_do(tmp_path):
+    """A batch is full when either side is: 30 epochs of summaries are as many as of articles."""
+    summaries = MULTI30K._replace(source_tokens=8_000_000, target_tokens=420_000)
+    reverse = MULTI30K._replace(source_tokens=420_000, target_tokens=8_000_000)
+    assert chosen(tmp_path, summaries) == chosen(tmp_path, reverse)
+    max_tokens, max_steps, *_ = chosen(tmp_path, summaries)
+    assert max_steps == round(30 * 8_000_000 / max_tokens)
+
+
 @pytest.mark.parametrize(("tokens", "batch"), [(10, 1000), (1_000_000, 3000), (10**9, 25_000)])
 def test_a_batch_grows_with_the_root_of_the_text(tokens, batch):
-    assert tokens_per_update(MULTI30K._replace(target_tokens=tokens)) == batch
+    assert tokens_per_update(MULTI30K._replace(source_tokens=1, target_tokens=tokens)) == batch
 
 
 @pytest.mark.parametrize(
@@ -90,7 +101,9 @@ def test_every_choice_is_logged_with_its_reason(tmp_path, caplog):
         chosen(tmp_path, MULTI30K)
     for name in NAMES:
         assert any(message.startswith(f"{name}=") for message in caplog.messages), name
-    assert "max_tokens=1944: 1944 target tokens per update; 420,000 in the text" in caplog.messages
+    assert "max_tokens=1944: 1944 tokens per update; 420,000 on the longer side of the text" in (
+        caplog.messages
+    )
 
 
 @pytest.mark.parametrize("has_products", [True, False])
@@ -214,4 +227,4 @@ def test_a_text_that_is_longer_than_learned_positions_is_named(side):
 
 def test_the_size_of_a_text_is_counted_in_tokens():
     rows = [{"input_ids": [4, 2], "labels": [5, 6, 7, 2]}, {"input_ids": [4, 5, 2], "labels": [2]}]
-    assert TextSize.of(rows) == TextSize.of(Dataset.from_list(rows)) == (2, 5, 2, 4)
+    assert TextSize.of(rows) == TextSize.of(Dataset.from_list(rows)) == (2, 5, 5, 2, 4)

@@ -1,6 +1,7 @@
 """Recipes, output folders, and a `Seq2SeqTrainer` over our model."""
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -29,7 +30,11 @@ from transformers import (
 )
 from transformers.integrations import TensorBoardCallback
 
-from vanilla_transformer import VanillaTransformerForConditionalGeneration, plotting
+from vanilla_transformer import (
+    VanillaTransformerConfig,
+    VanillaTransformerForConditionalGeneration,
+    plotting,
+)
 from vanilla_transformer.data.parallel_text import DataArguments
 from vanilla_transformer.inference.metrics import make_compute_metrics
 from vanilla_transformer.training.arguments import (
@@ -37,6 +42,7 @@ from vanilla_transformer.training.arguments import (
     TranslationTrainingArguments,
     parse_arguments,
 )
+from vanilla_transformer.training.checkpoints import checkpoints_by_step
 from vanilla_transformer.training.model_card import write_model_card
 from vanilla_transformer.training.trainer import (
     CurvesCallback,
@@ -231,8 +237,61 @@ def test_config_overrides_add_to_those_of_the_recipe(tmp_path, of_recipe):
 
 
 def test_config_overrides_are_typed():
-    arguments = ModelArguments(config_overrides="dropout=0.2, norm_position=pre,head_dim=null")
-    assert arguments.overrides() == {"dropout": 0.2, "norm_position": "pre", "head_dim": None}
+    text = "dropout=0.2, norm_position=pre,head_dim=null,layer_norm_eps=1e-6"
+    assert ModelArguments(config_overrides=text).overrides() == {
+        "dropout": 0.2, "norm_position": "pre", "head_dim": None, "layer_norm_eps": 1e-6,
+
+    }  # fmt: skip
+
+
+def test_config_overrides_may_change_special_tokens(tokenizer):
+    arguments = ModelArguments(preset="tiny", config_overrides="eos_token_id=5,layer_norm_eps=1e-6")
+    config = make_model(arguments, tokenizer, None).config
+    assert (config.eos_token_id, config.layer_norm_eps) == (5, 1e-6)
+    assert config.pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("name", ["eval_strategy", "save_strategy", "logging_strategy"])
+def test_batches_of_tokens_from_a_stream_have_no_epochs(tmp_path, name):
+    arguments = TranslationTrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=5, report_to="none", **{name: "epoch"}
+    )
+    arguments.expect_data(["train", "validation"])
+    with pytest.raises(ValueError, match=f"{name}=epoch: expected steps or no, as batches of"):
+        arguments.expect_data(["train", "validation"], streaming=True)
+
+
+def test_training_with_gradient_checkpointing_can_be_resumed(tokenizer, tmp_path):
+    """It is another way to the same gradients, with which the model keeps its cache."""
+    options = {"gradient_checkpointing": True, "config": {"dropout": 0.0}}
+    trainer = small_trainer(tmp_path, tokenizer, **options)
+    trainer.train()
+    saved = VanillaTransformerConfig.from_pretrained(tmp_path / "checkpoint-8")
+    assert saved.use_cache
+    arguments = ModelArguments(preset="tiny")
+    checkpoint = tmp_path / "without_cache"
+    config = make_model(arguments, tokenizer, None).config
+    config.use_cache = False  # as versions before 0.1.0 left it
+    config.save_pretrained(checkpoint)
+    assert make_model(arguments, tokenizer, str(checkpoint)).config.use_cache
+
+
+def test_the_checkpoints_to_average_stay_under_a_limit(tokenizer, tmp_path, monkeypatch):
+    """The best three, not the best and the last two."""
+    losses = itertools.chain([5.0, 4.0, 6.0], itertools.count(7.0))
+
+    def evaluate(self, *args, **kwargs):
+        metrics = {"eval_loss": next(losses)}
+        self.log(metrics)
+        return metrics
+
+    monkeypatch.setattr(TranslationTrainer, "evaluate", evaluate)
+    steps = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_total_limit": 3}
+    trainer = small_trainer(
+        tmp_path, tokenizer, load_best_model_at_end=True, average_checkpoints=3, **steps
+    )
+    trainer.train()
+    assert list(checkpoints_by_step(tmp_path)) == [1, 2, 3, 8]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +300,7 @@ def test_config_overrides_are_typed():
         ({"preset": "huge"}, "preset='huge': expected one of base"),
         ({"config_overrides": "dropuot=1"}, "config_overrides has 'dropuot': no field"),
         ({"config_overrides": "dropout"}, "config_overrides has 'dropout': expected name=value"),
+        ({"config_overrides": "vocab_size=9"}, "'vocab_size', which follows from the tokenizer"),
         ({"float32_matmul_precision": "low"}, "float32_matmul_precision='low': expected highest"),
     ],
 )
@@ -462,9 +522,10 @@ def test_curves_are_drawn_as_often_as_they_may(tokenizer, tmp_path, monkeypatch,
     assert drawn == [tmp_path / "curves.png"] * times
 
 
-@pytest.mark.parametrize(("ours", "longest"), [(False, 20), (True, 1 + 3 + 50)])
-def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_path, ours, longest):
-    """Seq2SeqTrainer leaves max_length=20 in the model: our trainer is there to undo it."""
+@pytest.mark.parametrize("ours", [False, True])
+def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_path, ours):
+    """Seq2SeqTrainer leaves max_length=20 in the model: our trainer undoes it, and where there is
+    another one, the model does not take it for a wish."""
     model = small_model(tokenizer, eos_token_id=None)
     trainer = (TranslationTrainer if ours else Seq2SeqTrainer)(
         model=model,
@@ -476,7 +537,15 @@ def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_p
     trainer.evaluate(splits["validation"])
     trainer.save_model()
     saved = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path)
-    assert saved.generate(torch.tensor([[5, 6, 7]])).shape[1] == longest
+    source = torch.tensor([[5, 6, 7]])
+    for each in (model, saved):
+        assert each.generate(source).shape[1] == 1 + 3 + 50
+    assert model.generate(source, max_length=20).shape[1] == 20
+    limited = GenerationConfig(max_length=20, eos_token_id=None, decoder_start_token_id=0)
+    assert model.generate(source, generation_config=limited).shape[1] == 20
+    fresh = small_model(tokenizer, eos_token_id=None)
+    fresh.generation_config.max_length = 20
+    assert fresh.generate(source).shape[1] == 20
 
 
 def test_accumulated_steps_equal_one_large_batch(tokenizer, splits, tmp_path):

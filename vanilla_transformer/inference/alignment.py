@@ -131,6 +131,11 @@ def expect_alignable(
             raise ValueError(f"alignment_layer={layer}: expected {-layers} to {layers - 1}")
     if not tokenizer.is_fast:
         raise ValueError(f"alignments with {type(tokenizer).__name__}: expected a fast tokenizer")
+    if getattr(tokenizer, "_moses", None) is not None and (replace_unknown or unit == "words"):
+        raise ValueError(
+            f"alignments={unit!r}, replace_unknown={replace_unknown} with a tokenizer that splits "
+            "text as Moses does: expected 'pieces', as its places are not those of the text"
+        )
     if replace_unknown and unknown_id(tokenizer) is None:
         raise ValueError(
             f"replace_unknown=True with {type(tokenizer).__name__} without an unknown token: "

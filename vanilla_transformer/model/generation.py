@@ -113,6 +113,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             torch.distributed.fsdp.register_fsdp_forward_method(self, "generate")
             with torch.no_grad():
                 return self.generate(inputs, generation_config, **kwargs)
+        self._forget_limit_of_trainer()
         expect_prompt({"inputs": inputs, **kwargs})
         kwargs = rename_cache(kwargs, CACHE_NAME)
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
@@ -133,6 +134,15 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         repeat_for_each_beam(getattr(output, CACHE_NAME, None))
         is_inference = isinstance(output, torch.Tensor) and output.is_inference()
         return output.clone() if is_inference else output  # the clone takes part in training
+
+    def _forget_limit_of_trainer(self) -> None:
+        """Unset the limit of 20 tokens that `Seq2SeqTrainer` (5.17 to 5.24) writes into the model's
+        generation config after its first batch, with all other defaults of transformers."""
+        config, defaults = self.generation_config, GenerationConfig._get_default_generation_params()
+        wanted = [name for name, value in defaults.items() if value is not None]
+        is_filled = all(getattr(config, name, None) is not None for name in wanted)
+        if is_filled and config.max_length == defaults["max_length"]:
+            config.max_length = None
 
     def _limit_by_source(
         self, inputs: torch.Tensor | None, prompt_length: int, options: "GenerationOptions"

@@ -4,6 +4,7 @@ import logging
 import sys
 from argparse import Action, Namespace
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,8 @@ class ModelArguments(TokenizerArguments):
         for name in fields:
             if name not in VanillaTransformerConfig.__dataclass_fields__:
                 raise ValueError(f"config_overrides has {name!r}: no field of the configuration")
+            if name in ("vocab_size", "decoder_vocab_size"):
+                raise ValueError(f"config_overrides has {name!r}, which follows from the tokenizer")
         return fields
 
 
@@ -142,8 +145,16 @@ def _as_fields(given: Any) -> dict[str, Any]:
         if name and not equals:
             raise ValueError(f"config_overrides has {item!r}: expected name=value")
         if name:
-            fields[name] = yaml.safe_load(value)
+            fields[name] = _typed(value)
     return fields
+
+
+def _typed(text: str) -> Any:
+    """The value that a YAML file would have here, and 1e-6, which is no number in YAML 1.1."""
+    value = yaml.safe_load(text)
+    with suppress(TypeError, ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 @dataclass
@@ -404,6 +415,13 @@ class TranslationTrainingArguments(
                     f"{need}: expected {split} data ({split}_source and {split}_target, "
                     f"{split}_file, or that split of dataset_name), found only "
                     f"{', '.join(splits)} data"
+                )
+        by_tokens = self.max_tokens is not None or "max_tokens" in self.left_open
+        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+            if streaming and by_tokens and getattr(self, name) == "epoch":
+                raise ValueError(
+                    f"{name}=epoch: expected steps or no, as batches of tokens from a stream have "
+                    "no epochs"
                 )
         if streaming and self.max_steps < 1:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 AtomicCheckpointTrainer   a `Trainer` that writes a checkpoint to a staging folder, then renames it
 checkpoints_by_step       the checkpoints in an output folder
+from_worst_to_best        their steps, by the score of an evaluation
 last_complete_checkpoint  the newest checkpoint that training can resume from
 find_defect               what is wrong with a checkpoint
 """
@@ -11,7 +12,7 @@ import logging
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -141,8 +142,13 @@ class AtomicCheckpointTrainer(Trainer):
         if not limit or limit < 0 or self.is_uploading():
             return
         *older, _ = map(Path, sort_checkpoints(str(folder), use_mtime=True))
-        best = Path(self.state.best_model_checkpoint or folder).resolve()
-        removable = [path for path in older if path.resolve() != best]
+        kept = {Path(self.state.best_model_checkpoint or folder).resolve()}
+        averaged = getattr(self.args, "average_checkpoints", None)
+        if averaged and self.args.load_best_model_at_end:  # the mean of the best ones
+            checkpoints = checkpoints_by_step(folder)
+            best = from_worst_to_best(self.args, self.state, checkpoints)[-averaged:]
+            kept |= {checkpoints[step].resolve() for step in best}
+        removable = [path for path in older if path.resolve() not in kept]
         for path in removable[: max(0, len(older) + 1 - limit)]:
             _delete(path)
 
@@ -245,6 +251,14 @@ def checkpoints_by_step(folder: str | Path) -> dict[int, Path]:
         if step.isdecimal() and path.is_dir():
             found[int(step)] = path
     return dict(sorted(found.items()))
+
+
+def from_worst_to_best(args: Any, state: TrainerState, steps: Iterable[int]) -> list[int]:
+    """Those of these steps at which the model was evaluated, by `metric_for_best_model`."""
+    metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+    scores = {log["step"]: log[metric] for log in state.log_history if metric in log}
+    sign = 1 if args.greater_is_better else -1
+    return sorted(scores.keys() & set(steps), key=lambda step: sign * scores[step])
 
 
 def find_defect(checkpoint: str | Path) -> str | None:

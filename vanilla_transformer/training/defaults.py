@@ -26,6 +26,7 @@ class TextSize(NamedTuple):
     """The size of a tokenized training text."""
 
     pairs: int
+    source_tokens: int
     target_tokens: int
     longest_excess: int  # the most tokens by which a target is longer than its source
     distinct_target_tokens: int
@@ -38,7 +39,12 @@ class TextSize(NamedTuple):
         source, target = count_tokens(dataset)
         longest_excess = int((target - source).max(initial=0))
         distinct = count_distinct_labels(dataset)
-        return cls(len(target), int(target.sum()), longest_excess, distinct)
+        return cls(len(target), int(source.sum()), int(target.sum()), longest_excess, distinct)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the side that has more: it decides how many batches there are."""
+        return max(self.source_tokens, self.target_tokens)
 
 
 def choose_dropout(config: VanillaTransformerConfig, size: TextSize) -> float:
@@ -81,8 +87,10 @@ def choose_open_options(arguments: Any, d_model: int, size: TextSize | None) -> 
 
     tokens = tokens_per_update(size)
     batches = arguments.world_size * arguments.gradient_accumulation_steps
-    known = "a stream's size is unknown" if size is None else f"{size.target_tokens:,} in the text"
-    choose("max_tokens", max(1, tokens // batches), f"{tokens} target tokens per update; {known}")
+    known = "a stream's size is unknown"
+    if size is not None:
+        known = f"{size.tokens:,} on the longer side of the text"
+    choose("max_tokens", max(1, tokens // batches), f"{tokens} tokens per update; {known}")
     epoch = updates_per_epoch(arguments, size)
     updates = min(max(round(EPOCHS * epoch), FEWEST_UPDATES), MOST_UPDATES)
     limits = f"from {FEWEST_UPDATES:,} to {MOST_UPDATES:,}"
@@ -131,11 +139,12 @@ def extend_output_limit(model: PreTrainedModel, size: TextSize | None) -> None:
 
 
 def tokens_per_update(size: TextSize | None) -> int:
-    """Target tokens of a batch: three times the square root of the text's. That makes 2,000 for
-    Multi30k, 6,000 for IWSLT 2014, and the paper's 25,000 for WMT 2014."""
+    """Tokens of a batch, on either side: three times the square root of those on the text's longer
+    side. That makes 2,000 for Multi30k, 6,000 for IWSLT 2014, and the paper's 25,000 for WMT 2014.
+    """
     if size is None:
         return UNKNOWN_SIZE_TOKENS
-    return min(max(round(3 * math.sqrt(size.target_tokens)), FEWEST_TOKENS), MOST_TOKENS)
+    return min(max(round(3 * math.sqrt(size.tokens)), FEWEST_TOKENS), MOST_TOKENS)
 
 
 def updates_per_epoch(arguments: Any, size: TextSize | None) -> float:
@@ -145,4 +154,4 @@ def updates_per_epoch(arguments: Any, size: TextSize | None) -> float:
     batches = arguments.world_size * arguments.gradient_accumulation_steps
     if arguments.max_tokens is None:
         return max(1.0, size.pairs / (arguments.per_device_train_batch_size * batches))
-    return max(1.0, size.target_tokens / (arguments.max_tokens * batches))
+    return max(1.0, size.tokens / (arguments.max_tokens * batches))

@@ -65,6 +65,8 @@ class TokenBudgetTrainer(Trainer):
     transformers does. Predictions come in the order of the data set, on any number of processes.
     """
 
+    _loss_and_labels: torch.Tensor | None = None  # the sum over an evaluation so far
+
     def get_train_dataloader(self) -> DataLoader:
         """As `Trainer.get_train_dataloader`, with batches of at most `max_tokens`."""
         args = self.args
@@ -91,25 +93,64 @@ class TokenBudgetTrainer(Trainer):
             return super().get_test_dataloader(test_dataset)
         return self._make_ordered_dataloader(test_dataset, "Prediction")
 
-    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As `Trainer.evaluation_loop`, with predictions in the order of the data set. On several
-        processes, metrics don't count the copies of pairs that fill the last batch, as those of
-        `Seq2SeqTrainer` (5.17 to 5.24) do."""
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """As `Trainer.evaluation_loop`, with predictions in the order of the data set, and with the
+        mean loss of all labels: transformers' mean of the batches would depend on their sizes. On
+        several processes, metrics don't count the copies of pairs that fill the last batch, as
+        those of `Seq2SeqTrainer` (5.17 to 5.24) do."""
+        args = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.gather_function == self.accelerator.gather:  # type: ignore[has-type]
             self.gather_function = self.accelerator.gather_for_metrics
         if not isinstance(dataloader.batch_sampler, TokenBudgetSampler):
-            return super().evaluation_loop(dataloader, *args, **kwargs)
-        before = self.gather_function
+            return super().evaluation_loop(*args)
+        before, average = self.gather_function, self.args.average_tokens_across_devices
         self.gather_function = self._gather_without_copies
+        self._loss_and_labels = torch.zeros(2, device=self.args.device)
+        self.args.average_tokens_across_devices = False  # each process divides by its own labels
         try:
-            output = super().evaluation_loop(dataloader, *args, **kwargs)
+            output = super().evaluation_loop(*args)
+            loss, labels = self.accelerator.reduce(self._loss_and_labels).tolist()
         finally:
-            self.gather_function = before
+            self.gather_function, self._loss_and_labels = before, None
+            self.args.average_tokens_across_devices = average
+        if labels:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss / labels
         places = np.argsort(dataloader.batch_sampler.order[: output.num_samples])
         return output._replace(
             predictions=_reorder(output.predictions, places),
             label_ids=_reorder(output.label_ids, places),
         )
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """As the trainer's, noting the loss and the number of labels."""
+        loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
+        is_noted = self._loss_and_labels is not None and loss is not None and "labels" in inputs
+        if is_noted and not self._is_copy():
+            labels = (inputs["labels"] != -100).sum().to(loss.device)
+            self._loss_and_labels += torch.stack([loss * labels, labels])
+        return loss, *rest
+
+    def _is_copy(self) -> bool:
+        """Whether this process works on a row that only fills the last batch."""
+        rest = self._rows_of_last_batch()
+        return rest is not None and self.args.process_index // self._processes_per_batch() >= rest
+
+    def _rows_of_last_batch(self) -> int | None:
+        """How many rows of the batch that is being evaluated are no copies; None for all."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader:
+            return None
+        sampler = state.active_dataloader.batch_sampler
+        return len(sampler.lengths[0]) % sampler.num_replicas or None
 
     def _processes_per_batch(self) -> int:
         """The number of processes that work on the same batch, each with a part of the model."""
@@ -117,11 +158,7 @@ class TokenBudgetTrainer(Trainer):
 
     def _gather_without_copies(self, values: Any) -> Any:
         """Gather predictions from one process per batch, without the rows that pad the last one."""
-        copies, state = self._processes_per_batch(), self.accelerator.gradient_state
-        rest = None
-        if state.end_of_dataloader:
-            sampler = state.active_dataloader.batch_sampler
-            rest = len(sampler.lengths[0]) % sampler.num_replicas or None
+        copies, rest = self._processes_per_batch(), self._rows_of_last_batch()
 
         def without_copies(gathered: torch.Tensor) -> torch.Tensor:
             parts = gathered.unflatten(0, (self.args.world_size, -1))

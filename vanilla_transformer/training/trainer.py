@@ -39,6 +39,7 @@ from .checkpoints import (
     AtomicCheckpointTrainer,
     checkpoints_by_step,
     find_defect,
+    from_worst_to_best,
     last_complete_checkpoint,
 )
 from .defaults import TextSize, choose_dropout
@@ -214,16 +215,18 @@ def make_model(
     separate = {}
     if isinstance(tokenizer, VanillaTransformerTokenizer):
         separate["decoder_vocab_size"] = tokenizer.target_vocab_size
+    tokens = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": bos,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": tokenizer.pad_token_id if bos is None else bos,
+    }
     config = VanillaTransformerConfig.from_preset(
         arguments.preset,
         vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=bos,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id if bos is None else bos,
         **separate,
         **attention,
-        **arguments.overrides(),
+        **{**tokens, **arguments.overrides()},
     )
     if size is not None and not arguments.states_dropout():
         config.dropout = choose_dropout(config, size)
@@ -235,7 +238,7 @@ def make_model(
 def _check_same_model(config: VanillaTransformerConfig, checkpoint: str) -> None:
     saved = AutoConfig.from_pretrained(checkpoint)
     for name in ("model_type", *type(config).__dataclass_fields__):
-        if name in ("architectures", "dtype", "transformers_version"):
+        if name in ("architectures", "dtype", "transformers_version", "use_cache"):
             continue
         if getattr(saved, name, None) != getattr(config, name):
             raise ValueError(
@@ -255,8 +258,8 @@ def make_trainer(
     Args:
         splits: "train" and optionally "validation", with columns `input_ids` and `labels`.
     """
-    # Trainer writes this into the model's configuration, which is saved.
-    arguments.use_cache = not arguments.gradient_checkpointing
+    # Trainer writes this into the model's configuration, which is saved. Losses need no cache.
+    arguments.use_cache = True
     set_generation_options(model, arguments)
     metrics = None
     if arguments.predict_with_generate:
@@ -363,10 +366,7 @@ def load_averaged_checkpoints(trainer: Seq2SeqTrainer) -> None:
     # A run that resumed from an earlier step may end before the last one's checkpoints.
     steps = [step for step in checkpoints if step <= trainer.state.global_step]
     if args.load_best_model_at_end:
-        metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-        scores = {log["step"]: log[metric] for log in trainer.state.log_history if metric in log}
-        sign = 1 if args.greater_is_better else -1
-        steps = sorted(scores.keys() & steps, key=lambda step: sign * scores[step])
+        steps = from_worst_to_best(args, trainer.state, steps)
     chosen = sorted(steps[-args.average_checkpoints :])
     if len(chosen) < args.average_checkpoints:
         logger.warning(
