@@ -278,6 +278,16 @@ def test_text_in_columns_arrives_unchanged(tmp_path, suffix, streaming):
     assert pairs_of(loaded["train"]) == pairs
 
 
+@pytest.mark.parametrize(
+    ("header", "is_suspicious"), [("en\tde", False), ("a dog\tein Hund", True)]
+)
+def test_a_first_line_that_is_no_header_is_named(tmp_path, caplog, header, is_suspicious):
+    file = write(tmp_path / "train.tsv", f"{header}\nx\ty\n")
+    assert load(train_file=file)["train"][0] == {"source": "x", "target": "y"}
+    message = "its first line is taken for the names of the columns, 'a dog' and 'ein Hund'"
+    assert any(message in line for line in caplog.messages) == is_suspicious
+
+
 def test_tsv_knows_no_quoting(tmp_path):
     file = write(tmp_path / "test.tsv", 'en\tde\n"open, quote\tsay "a" ""\r\n\t\\n\n')
     assert pairs_of(load(test_file=file)["test"]) == [('"open, quote', 'say "a" ""'), ("", "\\n")]

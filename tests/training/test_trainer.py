@@ -36,6 +36,7 @@ from vanilla_transformer import (
     plotting,
 )
 from vanilla_transformer.data.parallel_text import DataArguments
+from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.inference.metrics import make_compute_metrics
 from vanilla_transformer.training.arguments import (
     ModelArguments,
@@ -44,6 +45,7 @@ from vanilla_transformer.training.arguments import (
 )
 from vanilla_transformer.training.checkpoints import checkpoints_by_step
 from vanilla_transformer.training.model_card import write_model_card
+from vanilla_transformer.training.preparation import warn_of_another_vocabulary
 from vanilla_transformer.training.trainer import (
     CurvesCallback,
     TranslationTrainer,
@@ -249,6 +251,40 @@ def test_config_overrides_may_change_special_tokens(tokenizer):
     config = make_model(arguments, tokenizer, None).config
     assert (config.eos_token_id, config.layer_norm_eps) == (5, 1e-6)
     assert config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_options_of_what_is_not_made_are_named(caplog):
+    given = {"vocab_size": 1000, "tokenizer_type": "char", "preset": "big"}
+    ModelArguments(**given).warn_of_what_has_no_effect()
+    ModelArguments(model_name_or_path="m").warn_of_what_has_no_effect()
+    assert not caplog.messages
+    ModelArguments(**given, model_name_or_path="m").warn_of_what_has_no_effect()
+    assert set(caplog.messages) == {
+        f"{name}={value} has no effect: model_name_or_path=m decides"
+        for name, value in given.items()
+    }
+    caplog.clear()
+    ModelArguments(**given, tokenizer_name="t").warn_of_what_has_no_effect()
+    assert "vocab_size=1000 has no effect: tokenizer_name=t decides" in caplog.messages
+    assert not any(message.startswith("preset") for message in caplog.messages)
+
+
+def test_a_tokenizer_that_does_not_belong_to_the_model_is_named(tokenizer, tmp_path, caplog):
+    small_model(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = ModelArguments(model_name_or_path=str(tmp_path / "model"), tokenizer_name="other")
+    warn_of_another_vocabulary(arguments, tokenizer)
+    assert not caplog.messages
+    other = train_tokenizer(["x y z"] * 3, 290, show_progress=False)
+    warn_of_another_vocabulary(arguments, other)
+    assert "tokenizer_name=other has a different vocabulary than model_name_or" in caplog.text
+
+
+def test_noise_that_transformers_would_not_add_is_named(tokenizer, splits, tmp_path):
+    arguments = training_arguments(tmp_path, neftune_noise_alpha=5.0)
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha=5.0: expected a model whose source"):
+        make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    make_trainer(small_model(tokenizer, tie_word_embeddings=False), tokenizer, arguments, splits)
 
 
 @pytest.mark.parametrize("name", ["eval_strategy", "save_strategy", "logging_strategy"])

@@ -98,7 +98,8 @@ class DataArguments(CorpusArguments):
         "Truncate sources to this many tokens, including the final </s>. Default: no limit."
     )
     max_target_length: int | None = _option(
-        "Truncate targets to this many tokens, including the final </s>. Default: no limit."
+        "Truncate targets to this many tokens, including the final </s>. Default: no limit. "
+        "Scores during training have the same limit, those at its end do not."
     )
     bpe_dropout: float = _option(
         "BPE-dropout: the probability of skipping a merge, so that training texts are split "
@@ -545,6 +546,11 @@ def _choose_columns(present: list[str], arguments: DataArguments, name: str) -> 
             choices.append((present[0], present[1]))
     for source, target in choices:
         if source in present and target in present:
+            if any(" " in column.strip() for column in (source, target)):
+                logger.warning(
+                    "%s: its first line is taken for the names of the columns, %r and %r",
+                    name, source, target,
+                )  # fmt: skip
             return source, target
     source, target = choices[0]
     raise ValueError(

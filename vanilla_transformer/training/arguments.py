@@ -120,6 +120,25 @@ class ModelArguments(TokenizerArguments):
             )
         self.overrides()
 
+    def warn_of_what_has_no_effect(self) -> None:
+        """Name the options of a new tokenizer or a new model where an existing one is taken."""
+        decides: dict[str, str] = {}
+        if self.tokenizer_name is not None or self.model_name_or_path is not None:
+            of_new = TokenizerArguments.__dataclass_fields__.keys() - {
+                "tokenizer_name",
+                "user_tokens",
+            }
+            existing = "model_name_or_path" if self.tokenizer_name is None else "tokenizer_name"
+            decides = dict.fromkeys(sorted(of_new), existing)
+        if self.model_name_or_path is not None:
+            decides["preset"] = "model_name_or_path"
+        for name, other in decides.items():
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default:
+                logger.warning(
+                    "%s=%s has no effect: %s=%s decides", name, value, other, getattr(self, other)
+                )
+
     def states_dropout(self) -> bool:
         """Whether `config_overrides`, or a row of Table 3 about dropout, names a rate."""
         return "dropout" in self.overrides() or self.preset.startswith("D-drop")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
 from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_dataset
@@ -53,6 +53,7 @@ def prepare(
         ValueError, FileNotFoundError: An option, a file or the text is not what training needs.
     """
     training_args.limit(data_args)
+    model_args.warn_of_what_has_no_effect()
     set_seed(training_args.seed)
     pairs = load_parallel_dataset(data_args, training_args.seed)
     training_args.expect_data(pairs, data_args.streaming)
@@ -60,6 +61,7 @@ def prepare(
     wanted = replace(model_args, user_tokens=[*model_args.user_tokens, *tags])
     tokenizer = make_tokenizer(wanted, pairs["train"], checkpoint)
     expect_whole(wanted.user_tokens, tokenizer)
+    warn_of_another_vocabulary(model_args, tokenizer)
     set_languages(tokenizer, data_args.source_lang, data_args.target_lang)
     with training_args.main_process_first(desc="tokenising"):
         splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
@@ -79,6 +81,24 @@ def prepare(
         splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
     logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
     return Preparation(tokenizer, model, pairs, splits, size)
+
+
+def warn_of_another_vocabulary(
+    arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Warn if a model to fine-tune comes with a tokenizer that gives its tokens other ids."""
+    if arguments.model_name_or_path is None or arguments.tokenizer_name is None:
+        return
+    try:
+        own = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+    except (OSError, ValueError):  # it has none
+        return
+    if own.get_vocab() != tokenizer.get_vocab():
+        logger.warning(
+            "tokenizer_name=%s has a different vocabulary than model_name_or_path=%s: the model's "
+            "embeddings belong to other tokens",
+            arguments.tokenizer_name, arguments.model_name_or_path,
+        )  # fmt: skip
 
 
 def expect_positions(model: PreTrainedModel, splits: Mapping[str, Any]) -> None:

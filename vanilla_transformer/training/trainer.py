@@ -257,10 +257,18 @@ def make_trainer(
 
     Args:
         splits: "train" and optionally "validation", with columns `input_ids` and `labels`.
+
+    Raises:
+        ValueError: An option would have no effect on this model.
     """
     # Trainer writes this into the model's configuration, which is saved. Losses need no cache.
     arguments.use_cache = True
     set_generation_options(model, arguments)
+    if arguments.neftune_noise_alpha and getattr(model.config, "shares_embeddings", False):
+        raise ValueError(
+            f"neftune_noise_alpha={arguments.neftune_noise_alpha}: expected a model whose source "
+            "and target don't share their embeddings, or transformers adds no noise"
+        )
     metrics = None
     if arguments.predict_with_generate:
         names = getattr(arguments, "metrics", METRICS)
