@@ -123,6 +123,16 @@ def test_prefixes_scores_and_alignments_from_file_to_file(checkpoint, tmp_path):
     assert "2 of 3 translations reached their length limit" in process.stderr.splitlines()[-1]
 
 
+def test_scores_start_where_the_translation_does(checkpoint, tmp_path):
+    (tmp_path / "in").write_text("three\n")
+    flags = ["--source", "in", "--output", "out", "--n_best", 2, "--num_beams", 2, "--token_scores"]
+    flags += ["--length_penalty", 0, "--max_new_tokens", 5, "--decoder_start_token_id", 7]
+    run(checkpoint, tmp_path, *flags)
+    for line in (tmp_path / "out").read_text().splitlines():
+        *_, score, tokens = line.split(" ||| ")
+        assert sum(map(float, tokens.split())) == pytest.approx(float(score), abs=2e-3)
+
+
 # ---------------------------------------------------------------- Searches of other people
 
 RECIPE = """

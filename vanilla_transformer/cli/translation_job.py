@@ -188,6 +188,8 @@ class TranslationJob:
         self.model, self.tokenizer = loading.load(arguments.model)
         if options.get("max_new_tokens") is not None:
             self.model.generation_config.max_length = None  # of two limits, `generate()` warns
+        if (start := options.get("decoder_start_token_id")) is not None:
+            self.model.generation_config.decoder_start_token_id = start  # for scores as well
         self.reverse: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         if arguments.reverse_model is not None:
             self.reverse = loading.load(arguments.reverse_model)
