@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,10 @@ from vanilla_transformer.training.arguments import (
 )
 from vanilla_transformer.training.checkpoints import checkpoints_by_step
 from vanilla_transformer.training.model_card import write_model_card
-from vanilla_transformer.training.preparation import warn_of_another_vocabulary
+from vanilla_transformer.training.preparation import (
+    warn_of_another_vocabulary,
+    warn_of_changed_references,
+)
 from vanilla_transformer.training.trainer import (
     CurvesCallback,
     TranslationTrainer,
@@ -278,6 +282,18 @@ def test_a_tokenizer_that_does_not_belong_to_the_model_is_named(tokenizer, tmp_p
     other = train_tokenizer(["x y z"] * 3, 290, show_progress=False)
     warn_of_another_vocabulary(arguments, other)
     assert "tokenizer_name=other has a different vocabulary than model_name_or" in caplog.text
+
+
+def test_references_that_no_translation_can_equal_are_named(caplog):
+    """In another Unicode normal form, the score after a training without an error would be 0."""
+    composed = [unicodedata.normalize("NFC", text) for text in ("café", "öl", "a naïve idea", "b")]
+    decomposed = [unicodedata.normalize("NFD", text) for text in composed]
+    tokenizer = train_tokenizer(composed, 300, show_progress=False)
+    for name, texts in {"test": composed, "validation": decomposed}.items():
+        pairs = {name: Dataset.from_dict({"source": texts, "target": texts})}
+        warn_of_changed_references(pairs, tokenizer)
+        assert ("changes 3 of the first 4 targets" in caplog.text) == (texts is decomposed)
+    warn_of_changed_references({"train": None, "test": iter([])}, tokenizer)
 
 
 def test_noise_that_transformers_would_not_add_is_named(tokenizer, splits, tmp_path):

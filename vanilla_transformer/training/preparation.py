@@ -23,6 +23,8 @@ from .trainer import make_model, make_tokenizer
 
 logger = logging.getLogger(__name__)
 
+SAMPLE = 100  # references to look at
+
 
 class Preparation(NamedTuple):
     """All that a trainer needs.
@@ -66,6 +68,7 @@ def prepare(
     with training_args.main_process_first(desc="tokenising"):
         splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
     log_coverage(splits["train"], tokenizer)
+    warn_of_changed_references(pairs, tokenizer)
     size = TextSize.of(splits["train"])
     model = make_model(model_args, tokenizer, checkpoint, size)
     expect_positions(model, splits)
@@ -99,6 +102,31 @@ def warn_of_another_vocabulary(
             "embeddings belong to other tokens",
             arguments.tokenizer_name, arguments.model_name_or_path,
         )  # fmt: skip
+
+
+def warn_of_changed_references(
+    pairs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Warn if the tokenizer changes most of the first targets to score by, as it does in another
+    case or Unicode normal form, or with unknown words: no translation can equal them. Streams are
+    not checked."""
+    for name in ("validation", "test"):
+        if not hasattr(pairs.get(name), "__len__"):
+            continue
+        texts = pairs[name][:SAMPLE]["target"]
+        ids = tokenizer(text_target=texts)["input_ids"]
+        returned = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        changed = [
+            (text, back)
+            for text, back in zip(texts, returned, strict=True)
+            if text.split() != back.split()
+        ]
+        if 2 * len(changed) > len(texts):
+            logger.warning(
+                "The tokenizer changes %d of the first %d targets of the %s data, such as %r to "
+                "%r: no translation can equal these, which lowers the scores after training",
+                len(changed), len(texts), name, *changed[0],
+            )  # fmt: skip
 
 
 def expect_positions(model: PreTrainedModel, splits: Mapping[str, Any]) -> None:
