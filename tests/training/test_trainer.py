@@ -323,7 +323,7 @@ def test_training_with_gradient_checkpointing_can_be_resumed(tokenizer, tmp_path
     arguments = ModelArguments(preset="tiny")
     checkpoint = tmp_path / "without_cache"
     config = make_model(arguments, tokenizer, None).config
-    config.use_cache = False  # as versions before 0.1.0 left it
+    config.use_cache = False  # as earlier versions left it
     config.save_pretrained(checkpoint)
     assert make_model(arguments, tokenizer, str(checkpoint)).config.use_cache
 
