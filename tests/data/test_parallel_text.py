@@ -286,6 +286,10 @@ def test_a_first_line_that_is_no_header_is_named(tmp_path, caplog, header, is_su
     assert load(train_file=file)["train"][0] == {"source": "x", "target": "y"}
     message = "its first line is taken for the names of the columns, 'a dog' and 'ein Hund'"
     assert any(message in line for line in caplog.messages) == is_suspicious
+    caplog.clear()
+    source, target = header.split("\t")
+    load(train_file=file, source_column=source, target_column=target)
+    assert not caplog.messages  # the user has named the columns
 
 
 def test_tsv_knows_no_quoting(tmp_path):

@@ -533,6 +533,7 @@ class _ColumnChoice:
 
 def _choose_columns(present: list[str], arguments: DataArguments, name: str) -> tuple[str, str]:
     """The source and target columns among those present. A key in a dictionary is named a.b."""
+    by_order = False
     if arguments.source_column is not None and arguments.target_column is not None:
         choices = [(arguments.source_column, arguments.target_column)]
     else:
@@ -542,16 +543,17 @@ def _choose_columns(present: list[str], arguments: DataArguments, name: str) -> 
             inside = (f"translation.{languages[0]}", f"translation.{languages[1]}")
             choices = [inside, languages, *choices]
         several = any(len(arguments.corpora(split)) > 1 for split in SPLITS)
-        if len(present) == 2 and not present[0].startswith("translation.") and not several:
-            choices.append((present[0], present[1]))
+        by_order = len(present) == 2 and not present[0].startswith("translation.") and not several
     for source, target in choices:
         if source in present and target in present:
-            if any(" " in column.strip() for column in (source, target)):
-                logger.warning(
-                    "%s: its first line is taken for the names of the columns, %r and %r",
-                    name, source, target,
-                )  # fmt: skip
             return source, target
+    if by_order:
+        if _suffix(name) in (".csv", ".tsv") and any(" " in column.strip() for column in present):
+            logger.warning(
+                "%s: its first line is taken for the names of the columns, %r and %r",
+                name, *present,
+            )  # fmt: skip
+        return present[0], present[1]
     source, target = choices[0]
     raise ValueError(
         f"{name}: there are no columns {source!r} and {target!r}, only: {', '.join(present)}"

@@ -139,9 +139,11 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """Unset the limit of 20 tokens that `Seq2SeqTrainer` (5.17 to 5.24) writes into the model's
         generation config after its first batch, with all other defaults of transformers."""
         config, defaults = self.generation_config, GenerationConfig._get_default_generation_params()
-        wanted = [name for name, value in defaults.items() if value is not None]
-        is_filled = all(getattr(config, name, None) is not None for name in wanted)
-        if is_filled and config.max_length == defaults["max_length"]:
+        if config.max_length == defaults["max_length"] and all(
+            getattr(config, name, None) is not None
+            for name, value in defaults.items()
+            if value is not None
+        ):
             config.max_length = None
 
     def _limit_by_source(

@@ -133,11 +133,8 @@ class ModelArguments(TokenizerArguments):
         if self.model_name_or_path is not None:
             decides["preset"] = "model_name_or_path"
         for name, other in decides.items():
-            value = getattr(self, name)
-            if value != type(self).__dataclass_fields__[name].default:
-                logger.warning(
-                    "%s=%s has no effect: %s=%s decides", name, value, other, getattr(self, other)
-                )
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                _warn_of_second(self, other, name)
 
     def states_dropout(self) -> bool:
         """Whether `config_overrides`, or a row of Table 3 about dropout, names a rate."""
@@ -152,6 +149,13 @@ class ModelArguments(TokenizerArguments):
             if name in ("vocab_size", "decoder_vocab_size"):
                 raise ValueError(f"config_overrides has {name!r}, which follows from the tokenizer")
         return fields
+
+
+def _warn_of_second(options: Any, one: str, other: str) -> None:
+    """Warn if both are given, because the first makes the second ineffective."""
+    values = getattr(options, one), getattr(options, other)
+    if None not in values:
+        logger.warning("%s=%s has no effect: %s=%s decides", other, values[1], one, values[0])
 
 
 def _as_fields(given: Any) -> dict[str, Any]:
@@ -171,7 +175,7 @@ def _as_fields(given: Any) -> dict[str, Any]:
 def _typed(text: str) -> Any:
     """The value that a YAML file would have here, and 1e-6, which is no number in YAML 1.1."""
     value = yaml.safe_load(text)
-    with suppress(TypeError, ValueError):
+    with suppress(ValueError):
         return float(value) if isinstance(value, str) else value
     return value
 
@@ -346,11 +350,11 @@ class TranslationTrainingArguments(
     def _find_left_open(self) -> None:
         """Collect the options that a training from scratch chooses later, and set them to
         transformers' defaults until then."""
-        self._warn_of_second("max_tokens", "per_device_train_batch_size")
+        _warn_of_second(self, "max_tokens", "per_device_train_batch_size")
         if self.train_sampling_strategy != "random":
-            self._warn_of_second("max_tokens", "train_sampling_strategy")
+            _warn_of_second(self, "max_tokens", "train_sampling_strategy")
         if self.max_steps > 0:
-            self._warn_of_second("max_steps", "num_train_epochs")
+            _warn_of_second(self, "max_steps", "num_train_epochs")
         self.left_open = {name for name in CHOSEN if getattr(self, name) is None}
         if "num_train_epochs" in self.left_open and self.max_steps < 1:
             self.left_open.add("max_steps")
@@ -360,12 +364,6 @@ class TranslationTrainingArguments(
         for name, value in {**CHOSEN, "per_device_train_batch_size": 8}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-
-    def _warn_of_second(self, one: str, other: str) -> None:
-        """Warn if both are given, because the first makes the second ineffective."""
-        values = getattr(self, one), getattr(self, other)
-        if None not in values:
-            logger.warning("%s=%s has no effect: %s=%s decides", other, values[1], one, values[0])
 
     def _set_gradient_accumulation(self) -> None:
         wanted, processes = self.batches_per_update, launched_world_size()
