@@ -5,9 +5,10 @@ python -m scripts.benchmarks.ablations --output_dir outputs/ablations
 The base has N = 2 layers, d_model = 128, d_ff = 256 and h = 4 heads of d_k = d_v = 32, dropout and
 label smoothing 0.1. Each row changes one setting. It is trained with the recipe `phrases` and the
 paper's schedule. The table shows exact match and loss on held-out phrases, mean and standard
-deviation over the seeds, and the BLEU that the paper reports for the same change; below it stands
-the rank correlation of the two. Finished runs are kept in results.json, so that an interrupted
-command can be repeated. The table is written to ablations.md.
+deviation over the seeds, and the BLEU that the paper reports for the same change. Below it stand
+the rank correlation of the two, and whether each claim of the paper holds in every seed. Finished
+runs are kept in results.json, so that an interrupted command can be repeated. The tables are
+written to ablations.md.
 """
 
 import statistics
@@ -82,6 +83,36 @@ ROWS = {
     "pre-norm": Row("norm_position=pre"),
     "last 5 checkpoints averaged": Row(),
 }
+
+
+class Claim(NamedTuple):
+    """What the paper says of two rows (section 6.2, label smoothing 5.4, averages 6.1).
+
+    Attributes:
+        measure: What it speaks of: "exact_match", in place of BLEU, or "loss", of perplexity.
+    """
+
+    text: str
+    better: str
+    worse: str
+    measure: str = "exact_match"
+
+
+CLAIMS = (
+    Claim("a single head is worse", "base", "(A) h = 1, d_k = d_v = 128"),
+    Claim("too many heads are worse", "base", "(A) h = 8, d_k = d_v = 16"),
+    Claim("a smaller d_k is worse", "base", "(B) d_k = 8"),
+    Claim("more layers are better", "base", "(C) N = 1"),
+    Claim("a wider model is better", "base", "(C) d_model = 64"),
+    Claim("a wider model is better", "(C) d_model = 256", "base"),
+    Claim("a wider FFN is better", "base", "(C) d_ff = 128"),
+    Claim("a wider FFN is better", "(C) d_ff = 512", "base"),
+    Claim("dropout helps", "base", "(D) no dropout"),
+    Claim("label smoothing raises the score", "base", "(D) no label smoothing"),
+    Claim("label smoothing raises perplexity", "(D) no label smoothing", "base", "loss"),
+    Claim("learned positions are as good", "(E) learned positions", "base"),
+    Claim("averaged checkpoints are better", "last 5 checkpoints averaged", "base"),
+)
 SETTINGS = ("steps", "train_size", "test_size", "options")  # the same for all runs
 
 
@@ -178,7 +209,7 @@ def run(options: tuple[Any, ...], tokenizer: Any, splits: Any) -> dict[str, floa
 
 
 def to_markdown(rows: dict[str, list[dict]]) -> str:
-    """A table with a row per ablation, and how its order agrees with the paper's."""
+    """A table with a row per ablation, how its order agrees with the paper's, and the claims."""
     table = []
     for row, runs in rows.items():
         exact_match, loss = ([run[name] for run in runs] for name in ("exact_match", "loss"))
@@ -186,7 +217,7 @@ def to_markdown(rows: dict[str, list[dict]]) -> str:
         cells = [row, parameters, spread(exact_match, 1), spread(loss, 4), ROWS[row].paper]
         table.append(cells)
     header = ["", "parameters", "exact match, %", "loss, nats per token", "the paper's BLEU"]
-    return "\n\n".join(filter(None, (markdown(header, table), agreement(rows))))
+    return "\n\n".join(filter(None, (markdown(header, table), agreement(rows), claims(rows))))
 
 
 def agreement(rows: dict[str, list[dict]]) -> str:
@@ -203,6 +234,24 @@ def agreement(rows: dict[str, list[dict]]) -> str:
         f"Rank correlation of exact match with the paper's BLEU, {len(found)} rows: "
         f"{correlation:.2f} (Spearman)."
     )
+
+
+def claims(rows: dict[str, list[dict]]) -> str:
+    """A table of the paper's claims: by how much the better row is ahead in each seed."""
+    table = []
+    for claim in CLAIMS:
+        better, worse = (
+            {run["seed"]: run[claim.measure] for run in rows.get(row, ())}
+            for row in (claim.better, claim.worse)
+        )
+        sign, digits = (1, 1) if claim.measure == "exact_match" else (-1, 4)
+        ahead = [sign * (better[seed] - worse[seed]) for seed in sorted(better.keys() & worse)]
+        if ahead:
+            verdict = {len(ahead): "yes", 0: "no"}.get(sum(each > 0 for each in ahead), "unclear")
+            by_seed = ", ".join(f"{each:+.{digits}f}" for each in ahead)
+            table.append([claim.text, claim.better, claim.worse, by_seed, verdict])
+    header = ["the paper", "better", "worse", "difference in each seed", "confirmed"]
+    return markdown(header, table) if table else ""
 
 
 if __name__ == "__main__":

@@ -297,15 +297,48 @@ def test_an_interrupted_ablation_has_no_score(tmp_path, monkeypatch):
 
 def test_the_order_of_ablations_is_compared_with_the_papers():
     def runs(*exact_match):
-        return [{"parameters": 1000, "exact_match": value, "loss": 1.0} for value in exact_match]
+        return [
+            {"parameters": 1000, "exact_match": value, "loss": 1.0, "seed": seed}
+            for seed, value in enumerate(exact_match)
+        ]
 
     rows = {"base": runs(90.0, 80.0), "(C) N = 1": runs(50.0), "(E) learned positions": runs(70.0)}
     table = ablations.to_markdown({**rows, "pre-norm": runs(99.0)})
     assert table.splitlines()[2] == "| base | 1,000 | 85.0 ± 7.1 | 1.0000 ± 0.0000 | 25.8 |"
-    assert table.endswith("the paper's BLEU, 3 rows: 1.00 (Spearman).")
+    assert "the paper's BLEU, 3 rows: 1.00 (Spearman).\n" in table
     opposite = {**rows, "(C) N = 1": runs(95.0)}
     assert ablations.agreement(opposite).endswith(": -0.50 (Spearman).")
     assert ablations.agreement({"base": runs(90.0)}) == ""
+
+
+def test_a_claim_of_the_paper_is_confirmed_if_it_holds_in_every_seed():
+    def runs(*pairs):
+        return [
+            {"exact_match": value, "loss": loss, "seed": seed}
+            for seed, (value, loss) in enumerate(pairs, 1)
+        ]
+
+    rows = {
+        "base": runs((80.0, 0.2), (90.0, 0.25)),
+        "(C) N = 1": runs((70.0, 0.3), (85.5, 0.4), (1.0, 1.0)),  # the base lacks a seed
+        "(C) d_ff = 128": runs((81.0, 0.2), (89.0, 0.2)),
+        "(D) no label smoothing": runs((79.0, 0.1), (80.0, 0.2)),
+        "(E) learned positions": runs((40.0, 0.5), (90.0, 0.5)),
+    }
+    assert [line.split(" | ")[-2:] for line in ablations.claims(rows).splitlines()[2:]] == [
+        ["+10.0, +4.5", "yes |"],
+        ["-1.0, +1.0", "unclear |"],
+        ["+1.0, +10.0", "yes |"],
+        ["+0.1000, +0.0500", "yes |"],
+        ["-40.0, +0.0", "no |"],
+    ]
+    assert ablations.claims({"base": rows["base"]}) == ""
+
+
+def test_the_claims_are_about_rows_of_the_table():
+    assert {row for claim in ablations.CLAIMS for row in (claim.better, claim.worse)} <= set(
+        ablations.ROWS
+    )
 
 
 @pytest.mark.slow
