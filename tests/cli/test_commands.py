@@ -9,6 +9,7 @@ from subprocess import PIPE
 import pytest
 import yaml
 from conftest import run_command, run_ranks
+from transformers import TrainerState
 
 SHAPE = (
     "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,"
@@ -260,11 +261,31 @@ def test_a_plan_says_how_long_a_training_takes(folder):
     speed = measured["target_tokens_per_second"]
     assert speed > 0
     assert rows["speed"] == f"{speed:,.0f} target tokens per second and device"
-    tokens = float(rows["epochs"]) * int(rows["text"].split(", ")[1].split()[0].replace(",", ""))
+    epochs = float(rows["epochs"].split(",")[0])
+    tokens = epochs * int(rows["text"].split(", ")[1].split()[0].replace(",", ""))
+    assert rows["epochs"].endswith(f", {tokens / 1e6:,.1f} million target tokens")
     assert float(rows["duration"].split()[0]) == pytest.approx(tokens / speed / 3600, abs=0.02)
     again = run_command("plan", *options, cwd=folder)
     assert again.stdout.split() == process.stdout.split()  # nothing was measured again
     assert not (folder / "trainer_output").exists()
+
+
+def test_a_plan_counts_the_epochs_of_the_training(folder):
+    """Batches hold padding, so that an epoch has more of them than its tokens would fill."""
+    options = [
+        "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
+        "--phrases_train_size", 200, "--vocab_size", 320, "--max_tokens", 60, "--max_steps", 50,
+        "--save_strategy", "no", "--report_to", "none", "--use_cpu",
+    ]  # fmt: skip
+    table = run_command("plan", *options, "--measured_steps", 1, cwd=folder).stdout
+    run_command("train", *options, "--output_dir", "planned", cwd=folder)
+    state = TrainerState.load_from_json(folder / "planned/trainer_state.json")
+    text = state.stateful_callbacks["OptionsCallback"]["args"]["text"]
+    tokens = state.epoch * text["target_tokens"]
+    assert f"| epochs | {state.epoch:.1f}, {tokens / 1e6:.1f} million target tokens |" in table
+    assert state.epoch < 0.97 * 50 / (max(text["source_tokens"], text["target_tokens"]) / 60)
+    line = f"50 steps, {state.epoch:.2f} epochs, {round(tokens):,} target tokens, on cpu, with"
+    assert line in (folder / "planned/README.md").read_text()
 
 
 H200 = {

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from transformers import (
     PrinterCallback,
+    Seq2SeqTrainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -35,7 +36,6 @@ from transformers.utils import logging as transformers_logging
 
 from ..data.parallel_text import DataArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
-from ..training.defaults import updates_per_epoch
 from ..training.preparation import Preparation, prepare
 from ..training.speeds import find_speed, measurement_key, nearest_speed, read_speeds, write_speeds
 from ..training.trainer import CurvesCallback, make_trainer
@@ -78,22 +78,10 @@ class PlanArguments:
 
 
 class Stopwatch(TrainerCallback):
-    """The time of each update, and the number of batches of an epoch."""
+    """The time of each update."""
 
     def __init__(self) -> None:
         self.times = [time.perf_counter()]
-        self.batches = 0
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        train_dataloader: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        """Count the batches."""
-        self.batches = len(train_dataloader)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -131,41 +119,48 @@ def main() -> None:
                 f"vanilla-transformer plan: {plan_args.speeds} has no measurement of "
                 f"{key['device']} with {key['shape']} in {key['precision']}"
             )
-    if speed is None:
-        speed = measure(prepared, copy.copy(training_args), plan_args.measured_steps)
-        if plan_args.speeds is not None:  # another process may have added to it meanwhile
-            rows = [*read_speeds(plan_args.speeds), {**key, **speed}]
-            write_speeds(plan_args.speeds, rows)
-    print(report(prepared, training_args, key, speed))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_quiet_trainer(prepared, copy.copy(training_args), folder)
+        batches = len(trainer.get_train_dataloader())
+        updates = batches / training_args.gradient_accumulation_steps  # of an epoch
+        if speed is None:
+            speed = measure(trainer, plan_args.measured_steps)
+            tokens = prepared.size.target_tokens / updates / training_args.world_size
+            speed = {"target_tokens_per_second": tokens / speed.pop("seconds"), **speed}
+            if plan_args.speeds is not None and training_args.process_index == 0:
+                # another process may have added to the file meanwhile
+                rows = [*read_speeds(plan_args.speeds), {**key, **speed}]
+                write_speeds(plan_args.speeds, rows)
+    if training_args.process_index == 0:
+        print(report(prepared, training_args, key, speed, updates))
 
 
-def measure(
-    prepared: Preparation, args: TranslationTrainingArguments, steps: int
-) -> dict[str, float]:
-    """Train for a few updates in a temporary folder. This changes some of the arguments.
+def make_quiet_trainer(
+    prepared: Preparation, args: TranslationTrainingArguments, folder: str
+) -> Seq2SeqTrainer:
+    """A trainer that keeps nothing and prints nothing. It changes the arguments."""
+    quiet = {
+        "output_dir": folder, "eval_strategy": "no", "save_strategy": "no",
+        "logging_strategy": "no", "report_to": [], "disable_tqdm": True,
+    }  # fmt: skip
+    for name, value in quiet.items():
+        setattr(args, name, value)
+    trainer = make_trainer(prepared.model, prepared.tokenizer, args, prepared.splits)
+    trainer.remove_callback(CurvesCallback)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
-    Returns:
-        `target_tokens_per_second` of a device, and `gib`, the peak memory in GiB.
-    """
+
+def measure(trainer: Seq2SeqTrainer, steps: int) -> dict[str, float]:
+    """Train for a few updates: `seconds` of one, and `gib`, the peak memory in GiB."""
     stopwatch = Stopwatch()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder:
-        quiet = {
-            "output_dir": folder, "max_steps": steps + WARMUP, "eval_strategy": "no",
-            "save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True,
-        }  # fmt: skip
-        for name, value in quiet.items():
-            setattr(args, name, value)
-        trainer = make_trainer(prepared.model, prepared.tokenizer, args, prepared.splits)
-        trainer.remove_callback(CurvesCallback)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(stopwatch)
-        trainer.train()
+    trainer.args.max_steps = steps + WARMUP
+    trainer.add_callback(stopwatch)
+    trainer.train()
     seconds = (stopwatch.times[-1] - stopwatch.times[WARMUP]) / steps
-    updates = stopwatch.batches / args.gradient_accumulation_steps  # of an epoch
-    tokens = prepared.size.target_tokens / updates if prepared.size else math.nan
-    return {"target_tokens_per_second": tokens / seconds, "gib": peak_gib()}
+    return {"seconds": seconds, "gib": peak_gib()}
 
 
 def peak_gib() -> float:
@@ -181,23 +176,23 @@ def report(
     args: TranslationTrainingArguments,
     key: dict[str, Any],
     speed: dict[str, Any],
+    updates_per_epoch: float,
 ) -> str:
     """The plan as a Markdown table."""
     size = prepared.size
     assert size is not None
     epochs = args.num_train_epochs or 0.0
     if args.max_steps > 0:
-        epochs = args.max_steps / updates_per_epoch(args, size)
-    hours = (
-        epochs * size.target_tokens / (speed["target_tokens_per_second"] * args.world_size) / 3600
-    )
+        epochs = args.max_steps / updates_per_epoch
+    tokens = epochs * size.target_tokens
+    hours = tokens / (speed["target_tokens_per_second"] * args.world_size) / 3600
     nearest = min(RECIPES, key=lambda name: abs(math.log(RECIPES[name] / size.pairs)))
     rows = {
         "model": f"{key['shape']}, {prepared.model.num_parameters():,} weights",
         "text": f"{size.pairs:,} pairs, {size.target_tokens:,} target tokens",
         "hardware": f"{args.world_size} x {key['device']}, {key['precision']}",
-        "updates": f"{args.max_steps:,}" if args.max_steps > 0 else "as many as the epochs take",
-        "epochs": f"{epochs:.1f}",
+        "updates": f"{round(epochs * updates_per_epoch):,}",
+        "epochs": f"{epochs:.1f}, {tokens / 1e6:,.1f} million target tokens",
         "speed": f"{speed['target_tokens_per_second']:,.0f} target tokens per second and device",
         "duration": f"{hours:.2f} hours",
         "memory": f"{speed['gib']:.1f} GiB per device",

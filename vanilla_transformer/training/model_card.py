@@ -22,9 +22,10 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import get_model_param_count
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from ..data.parallel_text import DataArguments
+from ..data.token_batches import count_tokens
 from ..inference.metrics import LABELS
 from .arguments import ModelArguments
 
@@ -54,8 +55,8 @@ A {{ model_type }} with {{ parameters }} parameters for {{ direction }}, trained
 
 ## Training
 
-{{ steps }} steps, {{ epochs }} epochs, on {{ device }}, with torch {{ torch }} and
-transformers {{ transformers }}.
+{{ steps }} steps, {{ epochs }} epochs{% if target_tokens %}, {{ target_tokens }} target tokens\
+{% endif %}, on {{ device }}, with torch {{ torch }} and transformers {{ transformers }}.
 {% if curves %}
 ![Loss and scores over steps](curves.png)
 {% endif %}
@@ -112,7 +113,11 @@ class ModelCardTrainer(Trainer):
             )
 
     def _write_card(self, model: PreTrainedModel) -> Path:
-        log = {"steps": self.state.global_step, "epochs": round(self.state.epoch or 0.0, 2)}
+        steps, epochs = self.state.global_step, self.state.epoch or 0.0
+        log: dict[str, Any] = {"steps": steps, "epochs": round(epochs, 2)}
+        if has_length(self.train_dataset):
+            tokens = epochs * int(count_tokens(self.train_dataset)[1].sum())
+            log["target_tokens"] = f"{round(tokens):,}"
         model_arguments, data_arguments = self.card_arguments
         return write_model_card(
             model, self.scores, log, model_arguments, data_arguments, self.args, self.hub_model_id
@@ -153,7 +158,7 @@ def write_model_card(
     Args:
         scores: For each split, the result of `metrics.score_translations`; `None` if not measured
             yet.
-        log: `steps` and `epochs` done.
+        log: `steps` and `epochs` done, and in them `target_tokens`, if these were counted.
         repository: The name on the Hub, if the model is pushed.
 
     Returns:
