@@ -249,7 +249,8 @@ def test_a_plan_says_how_long_a_training_takes(folder):
     options = [
         "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
         "--phrases_train_size", 200, "--vocab_size", 320, "--use_cpu", "--measured_steps", 2,
-        "--speeds", "plan/speeds.json",
+        "--speeds", "plan/speeds.json", "--eval_strategy", "steps", "--save_strategy", "steps",
+        "--load_best_model_at_end", "--early_stopping_patience", 3,
     ]  # fmt: skip
     process = run_command("plan", *options, cwd=folder)
     table = [line for line in process.stdout.splitlines() if line.startswith("|")]

@@ -140,8 +140,8 @@ def make_quiet_trainer(
 ) -> Seq2SeqTrainer:
     """A trainer that keeps nothing and prints nothing. It changes the arguments."""
     quiet = {
-        "output_dir": folder, "eval_strategy": "no", "save_strategy": "no",
-        "logging_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "output_dir": folder, "eval_strategy": "no", "early_stopping_patience": None,
+        "save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True,
     }  # fmt: skip
     for name, value in quiet.items():
         setattr(args, name, value)
