@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from transformers import MarianConfig, MarianMTModel
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.training import r_drop
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
-from vanilla_transformer.training.r_drop import r_drop_loss
+from vanilla_transformer.training.r_drop import fused_r_drop_loss, r_drop_loss
 from vanilla_transformer.training.trainer import make_trainer
 
 BATCH, LENGTH, VOCABULARY = 3, 5, 11
@@ -53,6 +54,39 @@ def test_loss_and_gradient_are_the_papers(logits, labels, label_smoothing, items
     torch.testing.assert_close(gradient, wanted, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("items", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_without_logits_loss_and_gradients_are_the_same(labels, label_smoothing, items, dtype):
+    torch.manual_seed(0)
+    shapes = (2 * BATCH, LENGTH, 8), (VOCABULARY, 8)
+    given = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    states, matrix = (value.detach().double().requires_grad_() for value in given)
+    options = (labels, 5.0, label_smoothing, items)
+    expected = r_drop_loss(states @ matrix.t(), *options)
+    loss = fused_r_drop_loss(*given, *options)
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    close = {"atol": tolerance, "rtol": tolerance, "check_dtype": False}
+    torch.testing.assert_close(loss, expected, **close)
+    found = torch.autograd.grad(loss, given)
+    wanted = torch.autograd.grad(expected, (states, matrix))
+    torch.testing.assert_close(found, wanted, **close)
+
+
+def test_without_logits_many_parts_are_the_same():
+    """Several parts, whose numbers of rows are odd where passes don't keep together."""
+    torch.manual_seed(0)
+    states, matrix = torch.randn(2 * 30, 20, 4).double(), torch.randn(40_000, 4).double()
+    labels = torch.randint(40_000, (30, 20))
+    expected = r_drop_loss(states @ matrix.t(), labels, 1.0, 0.1)
+    torch.testing.assert_close(fused_r_drop_loss(states, matrix, labels, 1.0, 0.1), expected)
+
+
+def test_without_a_label_it_is_0(labels):
+    states, matrix = torch.randn(2 * BATCH, LENGTH, 8), torch.randn(VOCABULARY, 8)
+    assert fused_r_drop_loss(states, matrix, torch.full_like(labels, -100), 5.0, 0.1) == 0
+
+
 def trainer_for(model, tokenizer, folder, **options):
     arguments = TranslationTrainingArguments(
         output_dir=as_typed(folder), report_to="none", disable_tqdm=True, use_cpu=True, **options
@@ -65,12 +99,22 @@ def inputs_of(trainer):
     return next(iter(trainer.get_train_dataloader()))
 
 
-def test_a_training_step_takes_two_passes_with_other_dropout(tokenizer, model, tmp_path):
+@pytest.mark.parametrize("norm_position", ["post", "pre"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_training_step_takes_two_passes_with_other_dropout(
+    tokenizer, tmp_path, norm_position, attention, monkeypatch
+):
+    config = small_config(norm_position=norm_position, attn_implementation=attention)
+    model = VanillaTransformerForConditionalGeneration(config)
     trainer = trainer_for(model, tokenizer, tmp_path, r_drop_alpha=5.0)
     inputs = inputs_of(trainer)
     model.train()
+    fused, name = [], "fused_linear_cross_entropy"
+    fuse = getattr(r_drop, name)
+    monkeypatch.setattr(r_drop, name, lambda *args: fused.append(1) or fuse(*args))
     torch.manual_seed(1)
     loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=torch.tensor(20))
+    assert len(fused) == (attention == "sdpa")  # the plain path has logits
     labels = inputs.pop("labels")
     torch.manual_seed(1)
     twice = model(**{name: torch.cat([value, value]) for name, value in inputs.items()}).logits

@@ -139,7 +139,7 @@ def make_quiet_trainer(
     prepared: Preparation, args: TranslationTrainingArguments, folder: str
 ) -> Seq2SeqTrainer:
     """A trainer that keeps nothing and prints nothing. It changes the arguments."""
-    quiet = {
+    quiet: dict[str, Any] = {
         "output_dir": folder, "eval_strategy": "no", "early_stopping_patience": None,
         "save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True,
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """The label-smoothed loss without logits: from states to loss and gradients, a few rows at a time,
 as in Liger's fused linear cross-entropy."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 
 ROWS = 256  # of logits, worked on at a time
+# Returns a further loss of log-probabilities (rows, vocabulary). Adds its gradient at the logits to
+# the probabilities.
+Regularizer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def can_fuse(config: PreTrainedConfig, projection: nn.Module) -> bool:
@@ -24,22 +27,30 @@ def fused_linear_cross_entropy(
     labels: torch.Tensor,
     label_smoothing: float = 0.0,
     num_items_in_batch: torch.Tensor | int | None = None,
+    regularizer: Regularizer | None = None,
 ) -> torch.Tensor:
     """The model file's `label_smoothed_cross_entropy` of logits that never exist as a whole.
 
     Args:
-        states: (batch, length, d_model).
+        states: (batch, length, d_model), or of several passes over a batch, (passes * batch,
+            length, d_model).
         matrix: The projection, (vocabulary, d_model).
         labels: (batch, length); -100 takes no part, and its row is not projected.
         label_smoothing: eps.
         num_items_in_batch: What the sum is divided by; by default the number of labels.
+        regularizer: A further loss of each token's predictions, those of all passes next to each
+            other.
     """
-    rows, flat = states.flatten(0, -2), labels.to(states.device).flatten()
+    flat, passes = labels.to(states.device).flatten(), len(states) // max(1, len(labels))
+    rows = states.flatten(0, -2)
     with_label = (flat != -100).nonzero()[:, 0]
     items = max(1, len(with_label)) if num_items_in_batch is None else num_items_in_batch
     if isinstance(items, torch.Tensor):
         items = items.to(states.device)
-    if len(with_label) < len(flat):
+    if passes > 1:
+        of_pass = torch.arange(passes, device=flat.device) * len(flat)
+        with_label, flat = (with_label[:, None] + of_pass).flatten(), flat.repeat(passes)
+    if len(with_label) < len(flat) or passes > 1:
         rows, flat = rows[with_label], flat[with_label]
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else matrix.dtype
@@ -47,7 +58,7 @@ def fused_linear_cross_entropy(
     wanted = [torch.is_grad_enabled() and one.requires_grad for one in (rows, matrix)]
     with torch.autocast(kind, enabled=False):
         return FusedLinearCrossEntropy.apply(
-            rows, matrix, flat, label_smoothing, dtype, items, *wanted
+            rows, matrix, flat, label_smoothing, dtype, items, *wanted, passes, regularizer
         )
 
 
@@ -70,9 +81,11 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         items: torch.Tensor | int,
         wants_grad_states: bool,
         wants_grad_projection: bool,
+        passes: int = 1,
+        regularizer: Regularizer | None = None,
     ) -> torch.Tensor:
         """(rows, d_model) states and a (vocabulary, d_model) matrix, which are multiplied in
-        `dtype`, to a sum of -log p over `items`."""
+        `dtype`, to a sum of -log p over `items`. Rows of `passes` stay together."""
         eps, wide = label_smoothing, at_least_float32(dtype)
         ctx.dtypes, ctx.items = (states.dtype, projection.dtype), items
         mean_row = projection.mean(0).to(wide)
@@ -83,14 +96,17 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         if wants_grad_projection:
             grad_projection = torch.zeros_like(projection, dtype=wide)
             product = torch.empty_like(projection) if wide != dtype else None
-        rows, cached_rows = _rows_at_a_time(states, len(projection))
+        rows, cached_rows = (
+            max(passes, number // passes * passes)
+            for number in _rows_at_a_time(states, len(projection))
+        )
         logits = states.new_empty(min(rows, len(states)), len(projection))
         errors = torch.empty_like(logits)
         for part, gold, grad_part in _split(rows, states, labels, grad_states):
             scores = torch.mm(part, projection.t(), out=logits[: len(part)])
             error = errors[: len(part)]
             for piece, piece_gold, out in _split(cached_rows, scores, gold, error):
-                total += _softmax_less_label(piece, piece_gold[:, None], 1 - eps, out)
+                total += _softmax_less_label(piece, piece_gold[:, None], 1 - eps, out, regularizer)
             if wants_grad_states:
                 torch.mm(error, projection, out=grad_part)
             if grad_projection is not None:
@@ -115,7 +131,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             grad_projection = grad_projection.to(ctx.dtypes[1])
             if grad_total.device.type != "cpu" or grad_total != 1:
                 grad_projection = grad_projection * grad_total
-        return grad_states, grad_projection, *(None,) * 6
+        return grad_states, grad_projection, *(None,) * 8
 
 
 def _add_product(
@@ -146,20 +162,27 @@ def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:
 
 
 def _softmax_less_label(
-    scores: torch.Tensor, labels: torch.Tensor, weight: float, out: torch.Tensor
+    scores: torch.Tensor,
+    labels: torch.Tensor,
+    weight: float,
+    out: torch.Tensor,
+    regularizer: Regularizer | None = None,
 ) -> torch.Tensor:
     """Writes softmax(scores), less `weight` on each row's label, into `out`; returns the sum of
-    log(normaliser) - weight * score of the label."""
+    log(normaliser) - weight * score of the label. The regularizer adds to both."""
     wide = at_least_float32(scores.dtype)
     highest = scores.amax(-1, keepdim=True).to(wide)
     label_score = scores.gather(-1, labels).to(wide)
     same = out if out.dtype == wide else None
     probabilities = torch.softmax(scores, -1, dtype=wide, out=same)
     log_normalizer = highest - probabilities.amax(-1, keepdim=True).log()  # exp(0) / normaliser
+    total = (log_normalizer - weight * label_score).sum()
+    if regularizer is not None:
+        total += regularizer(scores - log_normalizer, probabilities)
     probabilities.scatter_add_(-1, labels, torch.full_like(highest, -weight))
     if same is None:
         out.copy_(probabilities)
-    return (log_normalizer - weight * label_score).sum()
+    return total
 
 
 def _split(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

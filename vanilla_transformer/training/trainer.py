@@ -55,7 +55,7 @@ from .distributed import (
 from .finite_gradients import FiniteGradientsCallback
 from .interruption import InterruptibleTrainer
 from .model_card import ModelCardTrainer
-from .r_drop import r_drop_loss
+from .r_drop import can_fuse_r_drop, fused_r_drop_loss, r_drop_loss
 from .token_batches import TokenBudgetTrainer
 
 logger = logging.getLogger(__name__)
@@ -335,11 +335,20 @@ class TranslationTrainer(
             name: torch.cat([value, value]) for name, value in inputs.items() if name != "labels"
         }
         eps = self.args.label_smoothing_factor or getattr(self.model.config, "label_smoothing", 0.0)
+        whole = self.accelerator.unwrap_model(model)
+        fuses = can_fuse_r_drop(whole) and not (uses_fsdp() or self.args.deepspeed_plugin)
+        if fuses:
+            twice |= {"output_hidden_states": True, "logits_to_keep": 1}
 
         def r_drop(
             outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
         ) -> torch.Tensor:
-            return r_drop_loss(outputs.logits, labels, alpha, eps, num_items_in_batch)
+            options = (labels, alpha, eps, num_items_in_batch)
+            if not fuses:
+                return r_drop_loss(outputs.logits, *options)
+            with self.accelerator.autocast():
+                states = outputs.decoder_hidden_states[-1]
+                return fused_r_drop_loss(states, whole.lm_head.weight, *options)
 
         before = self.compute_loss_func  # type: ignore[has-type]  # a stock one, if any
         self.compute_loss_func = r_drop
