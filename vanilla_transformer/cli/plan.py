@@ -124,9 +124,9 @@ def main() -> None:
         batches = len(trainer.get_train_dataloader())
         updates = batches / training_args.gradient_accumulation_steps  # of an epoch
         if speed is None:
-            speed = measure(trainer, plan_args.measured_steps)
             tokens = prepared.size.target_tokens / updates / training_args.world_size
-            speed = {"target_tokens_per_second": tokens / speed.pop("seconds"), **speed}
+            seconds = measure(trainer, plan_args.measured_steps)
+            speed = {"target_tokens_per_second": tokens / seconds, "gib": peak_gib()}
             if plan_args.speeds is not None and training_args.process_index == 0:
                 # another process may have added to the file meanwhile
                 rows = [*read_speeds(plan_args.speeds), {**key, **speed}]
@@ -151,16 +151,15 @@ def make_quiet_trainer(
     return trainer
 
 
-def measure(trainer: Seq2SeqTrainer, steps: int) -> dict[str, float]:
-    """Train for a few updates: `seconds` of one, and `gib`, the peak memory in GiB."""
+def measure(trainer: Seq2SeqTrainer, steps: int) -> float:
+    """Train for a few updates: the seconds that one takes."""
     stopwatch = Stopwatch()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     trainer.args.max_steps = steps + WARMUP
     trainer.add_callback(stopwatch)
     trainer.train()
-    seconds = (stopwatch.times[-1] - stopwatch.times[WARMUP]) / steps
-    return {"seconds": seconds, "gib": peak_gib()}
+    return (stopwatch.times[-1] - stopwatch.times[WARMUP]) / steps
 
 
 def peak_gib() -> float:

@@ -22,10 +22,9 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import get_model_param_count
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data.parallel_text import DataArguments
-from ..data.token_batches import count_tokens
 from ..inference.metrics import LABELS
 from .arguments import ModelArguments
 
@@ -77,9 +76,11 @@ class ModelCardTrainer(Trainer):
 
     Set `card_arguments` to the model and data arguments. The trainer then writes its card with
     `write_model_card`, and every push to the Hub includes it, with the model's code.
+    With `target_tokens_per_epoch`, it also says how many the model saw.
     """
 
     card_arguments: tuple[Any, ...] = ()
+    target_tokens_per_epoch: int | None = None
     scores: dict[str, dict[str, Any]] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,9 +116,8 @@ class ModelCardTrainer(Trainer):
     def _write_card(self, model: PreTrainedModel) -> Path:
         steps, epochs = self.state.global_step, self.state.epoch or 0.0
         log: dict[str, Any] = {"steps": steps, "epochs": round(epochs, 2)}
-        if has_length(self.train_dataset):
-            tokens = epochs * int(count_tokens(self.train_dataset)[1].sum())
-            log["target_tokens"] = f"{round(tokens):,}"
+        if self.target_tokens_per_epoch is not None:
+            log["target_tokens"] = f"{round(epochs * self.target_tokens_per_epoch):,}"
         model_arguments, data_arguments = self.card_arguments
         return write_model_card(
             model, self.scores, log, model_arguments, data_arguments, self.args, self.hub_model_id
