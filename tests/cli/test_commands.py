@@ -1,6 +1,7 @@
 """The commands as a user runs them: one small training run, then all that follows from it."""
 
 import json
+import re
 import select
 import subprocess
 import sys
@@ -295,9 +296,29 @@ H200 = {
     "vocabulary": 320,
     "precision": "fp32",
     "batch": 500,
+    "attention": "sdpa",
+    "options": [],
     "target_tokens_per_second": 1e-3,
     "gib": 7.0,
 }
+
+
+def test_a_plan_adds_up_the_updates_without_and_with_r_drop(folder):
+    (folder / "phases.json").write_text(
+        json.dumps([H200, {**H200, "options": ["R-Drop"], "target_tokens_per_second": 2.5e-4}])
+    )
+    options = [
+        "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
+        "--phrases_train_size", 200, "--vocab_size", 320, "--use_cpu", "--max_tokens", 500,
+        "--max_steps", 40, "--speeds", "phases.json", "--hardware", "NVIDIA H200",
+        "--r_drop_alpha", 5,
+    ]  # fmt: skip
+    hours = {}
+    for start in (0, 10, 30, 50):
+        table = run_command("plan", *options, "--r_drop_start", start, cwd=folder).stdout
+        hours[start] = float(re.search(r"([\d.]+) hours", table).group(1))
+    found = [hours[start] / hours[50] for start in hours]
+    assert found == pytest.approx([4.0, 3.25, 1.75, 1.0], rel=1e-3)
 
 
 def test_a_plan_for_a_device_that_this_machine_lacks(folder):
@@ -323,6 +344,10 @@ def test_a_plan_for_a_device_that_this_machine_lacks(folder):
         "elsewhere.json has no measurement of NVIDIA H200 with d_model 16, 1+1 layers, d_ff 16"
     )
     assert message in process.stderr.splitlines()[-1]
+    process = run_command(
+        "plan", *options, "--max_tokens", 500, "--r_drop_alpha", 5, cwd=folder, check=False
+    )
+    assert "1+1 layers, d_ff 16, R-Drop in fp32" in process.stderr.splitlines()[-1]
     process = run_command("plan", *options, "--hardware", "A100", cwd=folder, check=False)
     message = "hardware='A100': expected a device that speeds=elsewhere.json has measured: NVIDIA"
     assert message in process.stderr.splitlines()[-1]

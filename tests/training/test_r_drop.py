@@ -144,6 +144,19 @@ def test_evaluation_is_plain(tokenizer, model, tmp_path):
     assert losses[0] == losses[1]
 
 
+def test_it_starts_at_the_update_that_is_asked_for(tokenizer, tmp_path):
+    """Without dropout, so that the loss doubles."""
+    model = VanillaTransformerForConditionalGeneration(small_config(dropout=0.0))
+    options = {"max_steps": 4, "logging_steps": 1, "learning_rate": 0.0, "save_strategy": "no"}
+    losses = []
+    for given in ({}, {"r_drop_alpha": 5.0, "r_drop_start": 2}):
+        trainer = trainer_for(model, tokenizer, tmp_path, **options, **given)
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    plain, found = losses
+    assert found == pytest.approx([*plain[:2], 2 * plain[2], 2 * plain[3]], rel=1e-4)
+
+
 def test_accumulated_passes_equal_those_of_one_batch(tokenizer, tmp_path):
     """Without dropout: with it no two runs draw alike. What is tested is the weighing of tokens."""
     weights = []
@@ -178,6 +191,17 @@ def test_any_sequence_to_sequence_model_will_do(tokenizer, tmp_path):
     assert losses[-1] < losses[0] / 2
 
 
-def test_alpha_is_not_negative(tmp_path):
-    with pytest.raises(ValueError, match="r_drop_alpha=-1: expected a number from 0"):
-        TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True, r_drop_alpha=-1)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"r_drop_alpha": -1}, "r_drop_alpha=-1: expected a number from 0"),
+        (
+            {"r_drop_alpha": 1, "r_drop_start": -1},
+            "r_drop_start=-1: expected a number from 0",
+        ),
+        ({"r_drop_start": 9}, "r_drop_start=9: expected r_drop_alpha with it"),
+    ],
+)
+def test_what_is_expected_of_its_options(given, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)

@@ -1,12 +1,15 @@
 """The measurement from which `plan` estimates a training on a device that this machine lacks."""
 
 import pytest
+import torch
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
-from vanilla_transformer.training.speeds import nearest_speed
+from vanilla_transformer.training.arguments import TranslationTrainingArguments
+from vanilla_transformer.training.speeds import measurement_key, nearest_speed
 
 KEY = {
     "device": "NVIDIA H200", "shape": "base", "vocabulary": 500, "precision": "bf16", "batch": 4000,
+    "attention": "sdpa", "options": [],
 }  # fmt: skip
 
 
@@ -45,7 +48,29 @@ def test_the_speed_follows_the_weights_of_another_vocabulary(model):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"device": "A100"}, {"shape": "big"}, {"precision": "fp32"}, {"batch": -64}]
-)
-def test_other_devices_shapes_precisions_and_units_do_not_count(model, changes):
+    "changes",
+    [
+        {"device": "A100"}, {"shape": "big"}, {"precision": "fp32"}, {"batch": -64},
+        {"attention": "eager"}, {"options": ["R-Drop"]},
+    ],
+)  # fmt: skip
+def test_what_was_measured_with_something_else_does_not_count(model, changes):
     assert nearest_speed([row(**changes)], KEY, model) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, []),
+        ({"r_drop_alpha": 5.0}, ["R-Drop"]),
+        (
+            {"gradient_checkpointing": True, "torch_compile": True},
+            ["gradient checkpointing", "torch.compile"],
+        ),
+    ],
+)
+def test_what_changes_the_speed_is_part_of_the_key(given, expected, model, tmp_path):
+    arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **given)
+    key = measurement_key(model, arguments)
+    assert (key["options"], key["attention"]) == (expected, "sdpa")
+    assert torch.backends.cpu.get_cpu_capability() in key["device"]

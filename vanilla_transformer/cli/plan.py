@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    PreTrainedModel,
     PrinterCallback,
     Seq2SeqTrainer,
     TrainerCallback,
@@ -108,37 +109,94 @@ def main() -> None:
     prepared = prepare(model_args, data_args, training_args)
     if prepared.size is None:
         sys.exit("vanilla-transformer plan: expected data without --streaming, whose size is known")
-    key, rows = measurement_key(prepared.model, training_args), read_speeds(plan_args.speeds)
-    if plan_args.hardware is None:
-        speed = find_speed(rows, key)
-    else:
-        key["device"] = plan_args.hardware
-        speed = nearest_speed(rows, key, prepared.model)
-        if speed is None:
-            sys.exit(
-                f"vanilla-transformer plan: {plan_args.speeds} has no measurement of "
-                f"{key['device']} with {key['shape']} in {key['precision']}"
-            )
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_quiet_trainer(prepared, copy.copy(training_args), folder)
+        trainer = make_quiet_trainer(prepared, training_args, folder)
         batches = len(trainer.get_train_dataloader())
         updates = batches / training_args.gradient_accumulation_steps  # of an epoch
-        if speed is None:
-            tokens = prepared.size.target_tokens / updates / training_args.world_size
-            seconds = measure(trainer, plan_args.measured_steps)
-            speed = {"target_tokens_per_second": tokens / seconds, "gib": peak_gib()}
-            if plan_args.speeds is not None and training_args.process_index == 0:
-                # another process may have added to the file meanwhile
-                rows = [*read_speeds(plan_args.speeds), {**key, **speed}]
-                write_speeds(plan_args.speeds, rows)
+        tokens = prepared.size.target_tokens / updates / training_args.world_size
+        speeds = []
+        for phase, share in phases(training_args, updates):
+            trainer = make_quiet_trainer(prepared, phase, folder)
+            speeds.append((speed_of(trainer, phase, plan_args, tokens), share))
     if training_args.process_index == 0:
-        print(report(prepared, training_args, key, speed, updates))
+        key = device_key(prepared.model, training_args, plan_args)
+        print(report(prepared, training_args, key, mean_speed(speeds), updates))
+
+
+Phase = tuple[TranslationTrainingArguments, float]
+
+
+def phases(args: TranslationTrainingArguments, updates_per_epoch: float) -> list[Phase]:
+    """The parts of a training, without and with R-Drop, and their share of its updates."""
+    updates = total_updates(args, updates_per_epoch)
+    before = min(args.r_drop_start, updates)
+    if not before:
+        return [(args, 1.0)]
+    plain, r_drop = copy.copy(args), copy.copy(args)
+    plain.r_drop_alpha = 0.0
+    r_drop.r_drop_start = 0
+    parts = [(plain, before / updates), (r_drop, 1.0 - before / updates)]
+    return [(part, share) for part, share in parts if share]
+
+
+def total_updates(args: TranslationTrainingArguments, updates_per_epoch: float) -> float:
+    if args.max_steps > 0:
+        return args.max_steps
+    return (args.num_train_epochs or 0.0) * updates_per_epoch
+
+
+def device_key(
+    model: PreTrainedModel, args: TranslationTrainingArguments, plan_args: PlanArguments
+) -> dict[str, Any]:
+    """What the speed depends on, with the device to plan for."""
+    key = measurement_key(model, args)
+    return key if plan_args.hardware is None else {**key, "device": plan_args.hardware}
+
+
+def speed_of(
+    trainer: Seq2SeqTrainer,
+    args: TranslationTrainingArguments,
+    plan_args: PlanArguments,
+    tokens: float,
+) -> dict[str, Any]:
+    """The measurement in --speeds, or a new one, which is added there.
+
+    Args:
+        trainer: What measures.
+        args: The training to plan.
+        plan_args: How to measure.
+        tokens: Target tokens in an update on one device.
+    """
+    rows, key = read_speeds(plan_args.speeds), device_key(trainer.model, args, plan_args)
+    if plan_args.hardware is not None:
+        if nearest := nearest_speed(rows, key, trainer.model):
+            return nearest
+        sys.exit(
+            f"vanilla-transformer plan: {plan_args.speeds} has no measurement of {key['device']} "
+            f"with {', '.join([key['shape'], *key['options']])} in {key['precision']}"
+        )
+    if found := find_speed(rows, key):
+        return found
+    seconds = measure(trainer, plan_args.measured_steps)
+    speed = {"target_tokens_per_second": tokens / seconds, "gib": peak_gib()}
+    if plan_args.speeds is not None and args.process_index == 0:
+        # another process may have added to the file meanwhile
+        write_speeds(plan_args.speeds, [*read_speeds(plan_args.speeds), {**key, **speed}])
+    return speed
+
+
+def mean_speed(speeds: list[tuple[dict[str, Any], float]]) -> dict[str, Any]:
+    """The speed of the whole training, and the most memory, from those of its phases."""
+    seconds = sum(share / speed["target_tokens_per_second"] for speed, share in speeds)
+    memory = max(speed["gib"] for speed, _ in speeds)
+    return {**speeds[0][0], "target_tokens_per_second": 1 / seconds, "gib": memory}
 
 
 def make_quiet_trainer(
     prepared: Preparation, args: TranslationTrainingArguments, folder: str
 ) -> Seq2SeqTrainer:
-    """A trainer that keeps nothing and prints nothing. It changes the arguments."""
+    """A trainer that keeps nothing and prints nothing."""
+    args = copy.copy(args)
     quiet: dict[str, Any] = {
         "output_dir": folder, "eval_strategy": "no", "early_stopping_patience": None,
         "save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True,
@@ -180,9 +238,7 @@ def report(
     """The plan as a Markdown table."""
     size = prepared.size
     assert size is not None
-    epochs = args.num_train_epochs or 0.0
-    if args.max_steps > 0:
-        epochs = args.max_steps / updates_per_epoch
+    epochs = total_updates(args, updates_per_epoch) / updates_per_epoch
     tokens = epochs * size.target_tokens
     hours = tokens / (speed["target_tokens_per_second"] * args.world_size) / 3600
     nearest = min(RECIPES, key=lambda name: abs(math.log(RECIPES[name] / size.pairs)))

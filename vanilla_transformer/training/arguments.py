@@ -259,6 +259,13 @@ class TranslationTrainingArguments(
             "which double the batch. Its paper uses 5 for translation. 0 turns R-Drop off."
         },
     )
+    r_drop_start: int = field(
+        default=0,
+        metadata={
+            "help": "Updates before R-Drop begins. They take one pass, and half as long. Needs "
+            "r_drop_alpha."
+        },
+    )
     report_to: None | str | list[str] = field(  # noqa: RUF036  # HfArgumentParser wants this order
         default_factory=lambda: "tensorboard" if is_tensorboard_available() else "none",
         metadata={"help": "Where to log: tensorboard (default if installed), none, ..."},
@@ -308,6 +315,10 @@ class TranslationTrainingArguments(
             raise ValueError(f"oversized={self.oversized!r}: expected max_tokens with it")
         if self.r_drop_alpha < 0:
             raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected a number from 0")
+        if self.r_drop_start < 0:
+            raise ValueError(f"r_drop_start={self.r_drop_start}: expected a number from 0")
+        if self.r_drop_start and not self.r_drop_alpha:
+            raise ValueError(f"r_drop_start={self.r_drop_start}: expected r_drop_alpha with it")
         known = GenerationConfig().to_dict().keys() | set(OWN_OPTIONS)
         for name in self.generation_kwargs or {}:
             if name not in known:

@@ -13,7 +13,7 @@ from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 
 
 def measurement_key(model: PreTrainedModel, args: TrainingArguments) -> dict[str, Any]:
-    """What the speed depends on: device, model, precision and batch."""
+    """What the speed depends on: device, model, precision, batch and options."""
     config = model.config
     shape = f"{config.model_type}, {model.num_parameters():,} parameters"
     if isinstance(config, VanillaTransformerConfig):
@@ -21,21 +21,29 @@ def measurement_key(model: PreTrainedModel, args: TrainingArguments) -> dict[str
         shape = f"d_model {config.d_model}, {layers} layers, d_ff {config.encoder_ffn_dim}"
     pairs = int(args.per_device_train_batch_size or 0)
     batch = getattr(args, "max_tokens", None) or -pairs  # in tokens, or in pairs
+    options = {
+        "R-Drop": getattr(args, "r_drop_alpha", 0.0),
+        "gradient checkpointing": args.gradient_checkpointing,
+        "torch.compile": args.torch_compile,
+    }
     return {
         "device": device_name(args.device),
         "shape": shape,
         "vocabulary": getattr(config, "target_vocab_size", config.vocab_size),
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         "batch": batch * args.gradient_accumulation_steps,
+        "attention": config._attn_implementation,
+        "options": [name for name, used in options.items() if used],
     }
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the CPU with its number of threads."""
+    """The name of the GPU, or of the CPU with its vector instructions and number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     processor = platform.processor() or platform.machine()
-    return f"{device.type} {processor}, {torch.get_num_threads()} threads"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"{device.type} {processor} {instructions}, {torch.get_num_threads()} threads"
 
 
 def read_speeds(path: str | Path | None) -> list[dict[str, Any]]:
@@ -54,9 +62,9 @@ def find_speed(rows: list[dict[str, Any]], key: dict[str, Any]) -> dict[str, Any
 def nearest_speed(
     rows: list[dict[str, Any]], key: dict[str, Any], model: PreTrainedModel
 ) -> dict[str, Any] | None:
-    """The measurement of this device, shape and precision, with batches of tokens or of pairs as
-    here, whose batch and vocabulary are nearest; None if there is none. Its speed is scaled to the
-    weights that `model` has with its own vocabulary."""
+    """The measurement of this device, shape, precision, attention and options, with batches of
+    tokens or of pairs as here, whose batch and vocabulary are nearest; None if there is none. Its
+    speed is scaled to the weights that `model` has with its own vocabulary."""
     same = [name for name in key if name not in ("batch", "vocabulary")]
     rows = [
         row

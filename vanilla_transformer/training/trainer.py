@@ -325,10 +325,11 @@ class TranslationTrainer(
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Same as `Trainer.compute_loss`; in training, with `r_drop_alpha`, the R-Drop loss of two
-        passes."""
+        """Same as `Trainer.compute_loss`; in training, with `r_drop_alpha`, from the update
+        `r_drop_start` on, the R-Drop loss of two passes."""
         alpha = getattr(self.args, "r_drop_alpha", 0.0)
-        if not alpha or not model.training:
+        starts = self.state.global_step >= getattr(self.args, "r_drop_start", 0)
+        if not (alpha and starts and model.training):
             return super().compute_loss(model, inputs, *args, **kwargs)
         # Both passes share their labels. Models that are given no labels return all logits.
         twice: dict[str, Any] = {
