@@ -41,7 +41,7 @@ def commands(text):
     starts = r"(vanilla-transformer |-m vanilla_transformer |python -m |^scripts/)([\w.-]+)"
     for line in [*lines.splitlines(), *(" ".join(span.split()) for span in spans)]:
         if match := re.search(starts, line.partition("#")[0]):
-            yield *match.groups(), re.findall(r" --(\w+)", line[match.end() :])
+            yield *match.groups(), re.findall(r'[ "=]--(\w+)', line[match.end() :])
 
 
 def headings(text):
