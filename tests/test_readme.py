@@ -96,7 +96,8 @@ def test_named_files_exist(name):
 def test_commands_and_their_options_exist(name):
     package, scripts = sources("vanilla_transformer"), sources("scripts")
     inherited = {field.name for field in fields(Seq2SeqTrainingArguments)} | {"config"}
-    training = [text for path, text in package.items() if "/data/" in path or "/training/" in path]
+    of_train = ("/data/", "/training/")
+    training = [text for path, text in package.items() if any(map(path.count, of_train))]
     for program, target, options in commands(DOCUMENTS[name]):
         if program == "scripts/":
             assert os.access(REPOSITORY / "scripts" / target, os.X_OK), target
@@ -115,7 +116,7 @@ def test_commands_and_their_options_exist(name):
             own = f"vanilla_transformer/cli/{target}.py"
             assert find_spec(f"vanilla_transformer.cli.{target}"), target
             shared = {
-                "train": ("/data/", "/training/"),
+                "train": of_train,
                 "convert": ("/conversion/core.py",),
                 "serve": ("/serving/", "/loading.py"),
                 "translate": ("/cli/translation_job.py", "/loading.py", "/ray_workers.py"),

@@ -115,28 +115,24 @@ def main() -> None:
         updates = batches / training_args.gradient_accumulation_steps  # of an epoch
         tokens = prepared.size.target_tokens / updates / training_args.world_size
         speeds = []
-        for phase, share in phases(training_args, updates):
-            trainer = make_quiet_trainer(prepared, phase, folder)
-            speeds.append((speed_of(trainer, phase, plan_args, tokens), share))
+        for r_drop_alpha, share in phases(training_args, updates):
+            trainer.args.r_drop_alpha, trainer.args.r_drop_start = r_drop_alpha, 0
+            speeds.append((speed_of(trainer, plan_args, tokens), share))
     if training_args.process_index == 0:
         key = device_key(prepared.model, training_args, plan_args)
         print(report(prepared, training_args, key, mean_speed(speeds), updates))
 
 
-Phase = tuple[TranslationTrainingArguments, float]
-
-
-def phases(args: TranslationTrainingArguments, updates_per_epoch: float) -> list[Phase]:
-    """The parts of a training, without and with R-Drop, and their share of its updates."""
+def phases(
+    args: TranslationTrainingArguments, updates_per_epoch: float
+) -> list[tuple[float, float]]:
+    """R-Drop's weight in each part of a training, and the part's share of the updates."""
     updates = total_updates(args, updates_per_epoch)
     before = min(args.r_drop_start, updates)
     if not before:
-        return [(args, 1.0)]
-    plain, r_drop = copy.copy(args), copy.copy(args)
-    plain.r_drop_alpha = 0.0
-    r_drop.r_drop_start = 0
-    parts = [(plain, before / updates), (r_drop, 1.0 - before / updates)]
-    return [(part, share) for part, share in parts if share]
+        return [(args.r_drop_alpha, 1.0)]
+    parts = [(0.0, before / updates), (args.r_drop_alpha, 1.0 - before / updates)]
+    return [(r_drop_alpha, share) for r_drop_alpha, share in parts if share]
 
 
 def total_updates(args: TranslationTrainingArguments, updates_per_epoch: float) -> float:
@@ -153,21 +149,11 @@ def device_key(
     return key if plan_args.hardware is None else {**key, "device": plan_args.hardware}
 
 
-def speed_of(
-    trainer: Seq2SeqTrainer,
-    args: TranslationTrainingArguments,
-    plan_args: PlanArguments,
-    tokens: float,
-) -> dict[str, Any]:
-    """The measurement in --speeds, or a new one, which is added there.
-
-    Args:
-        trainer: What measures.
-        args: The training to plan.
-        plan_args: How to measure.
-        tokens: Target tokens in an update on one device.
-    """
-    rows, key = read_speeds(plan_args.speeds), device_key(trainer.model, args, plan_args)
+def speed_of(trainer: Seq2SeqTrainer, plan_args: PlanArguments, tokens: float) -> dict[str, Any]:
+    """The measurement in --speeds, or a new one, which is added there. An update has this many
+    target tokens on one device."""
+    rows = read_speeds(plan_args.speeds)
+    key = device_key(trainer.model, trainer.args, plan_args)
     if plan_args.hardware is not None:
         if nearest := nearest_speed(rows, key, trainer.model):
             return nearest
@@ -179,7 +165,7 @@ def speed_of(
         return found
     seconds = measure(trainer, plan_args.measured_steps)
     speed = {"target_tokens_per_second": tokens / seconds, "gib": peak_gib()}
-    if plan_args.speeds is not None and args.process_index == 0:
+    if plan_args.speeds is not None and trainer.args.process_index == 0:
         # another process may have added to the file meanwhile
         write_speeds(plan_args.speeds, [*read_speeds(plan_args.speeds), {**key, **speed}])
     return speed
@@ -217,6 +203,7 @@ def measure(trainer: Seq2SeqTrainer, steps: int) -> float:
     trainer.args.max_steps = steps + WARMUP
     trainer.add_callback(stopwatch)
     trainer.train()
+    trainer.remove_callback(stopwatch)
     return (stopwatch.times[-1] - stopwatch.times[WARMUP]) / steps
 
 
