@@ -321,6 +321,20 @@ def test_a_plan_adds_up_the_updates_without_and_with_r_drop(folder):
     assert found == pytest.approx([4.0, 3.25, 1.75, 1.0], rel=1e-3)
 
 
+def test_a_plan_for_two_processes_is_printed_once(folder):
+    (folder / "two.json").write_text(json.dumps([H200]))
+    plan = (
+        "-m", "vanilla_transformer", "plan", "--preset", "tiny", "--config_overrides", SHAPE,
+        "--dataset_name", "phrases", "--phrases_train_size", 200, "--vocab_size", 320, "--use_cpu",
+        "--ddp_backend", "gloo", "--max_tokens", 500, "--max_steps", 40,
+        "--speeds", "two.json", "--hardware", "NVIDIA H200",
+    )  # fmt: skip
+    failed, output = run_ranks(2, *plan, cwd=folder)
+    assert not failed, output
+    assert output.count("learning_rate=") == 1
+    assert output.count("| hardware | 2 x NVIDIA H200, fp32 |") == 1
+
+
 def test_a_plan_for_a_device_that_this_machine_lacks(folder):
     """It takes the speed from a file that was written elsewhere, and measures nothing."""
     (folder / "elsewhere.json").write_text(json.dumps([H200]))

@@ -104,7 +104,8 @@ def main() -> None:
         ),
     )
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("vanilla_transformer.training.defaults").setLevel(logging.INFO)
+    if training_args.process_index == 0:
+        logging.getLogger("vanilla_transformer.training.defaults").setLevel(logging.INFO)
     transformers_logging.set_verbosity_error()
     prepared = prepare(model_args, data_args, training_args)
     if prepared.size is None:
@@ -118,6 +119,7 @@ def main() -> None:
         for r_drop_alpha, share in phases(training_args, updates):
             trainer.args.r_drop_alpha, trainer.args.r_drop_start = r_drop_alpha, 0
             speeds.append((speed_of(trainer, plan_args, tokens), share))
+    trainer.accelerator.end_training()  # torch aborts processes, at times, that don't leave a group
     if training_args.process_index == 0:
         key = device_key(prepared.model, training_args, plan_args)
         print(report(prepared, training_args, key, mean_speed(speeds), updates))
