@@ -32,7 +32,7 @@ class BackTranslationArguments:
     data: str = field(metadata={"help": "Folder with Multi30k, a file for each side of a split."})
     output_dir: str = field(metadata={"help": "Folder for texts, models, results and table."})
     pairs: int = field(default=5000, metadata={"help": "Pairs of parallel text."})
-    seed: int = field(default=1, metadata={"help": "Seed of the trainings."})
+    seed: int = field(default=1, metadata={"help": "Seed of the runs."})
     updates: int = field(default=8000, metadata={"help": "Most updates of a training."})
     every: int = field(default=250, metadata={"help": "Updates between two evaluations."})
     method: str = field(default="beam", metadata={"help": "Option of `back-translate`."})

@@ -83,7 +83,7 @@ def make_parser() -> ArgumentParser:
     def add_text(part: ArgumentParser, required: bool) -> None:
         part.add_argument("--source", required=required, help="File of sentences.")
         part.add_argument("--target", required=required, help="File of their translations.")
-        most = "Most tokens in a batch, on either side. Default: 2048."
+        most = "Maximum number of tokens in a batch, on either side. Default: 2048."
         part.add_argument("--max_tokens", type=int, default=2048, help=most)
 
     heads = add("heads", show_heads, "How important each head is.")

@@ -65,7 +65,8 @@ class BackTranslateArguments:
     )
     batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
     lines_per_chunk: int = field(
-        default=LINES_PER_CHUNK, metadata={"help": "Most lines that an interruption loses."}
+        default=LINES_PER_CHUNK,
+        metadata={"help": "Maximum number of lines that an interruption loses."},
     )
     seed: int = field(default=0, metadata={"help": "Seed of sampling and noise."})
 

@@ -37,7 +37,8 @@ HELP = {
     "source's length plus 50.",
     "length_penalty": "Exponent of the length, which divides the scores of hypotheses.",
     "length_penalty_type": "power, gnmt (the paper's), avg or wu.",
-    "early_stopping": "true, false, or never: search until no hypothesis can become better.",
+    "early_stopping": "When beam search stops: true, false, or never (only when no hypothesis can "
+    "become better).",
     "do_sample": "Sample instead of searching for the most probable translation.",
     "temperature": "Divides the logits before sampling.",
     "top_k": "Sample from this many of the most probable tokens. 0: all.",

@@ -7,7 +7,7 @@ r"""Plot training and what a model does, as PNG and SVG.
     vanilla-transformer plot attention --model outputs/a --source "A dog runs." --layer all \
         --output pictures/attention.svg
 
-curves      loss and scores of finished or running trainings
+curves      loss and scores of finished or running training runs
 schedule    the paper's learning rate
 positions   the sinusoids, or the positions of --model
 attention   the weights of each head, for a sentence and its --target or the model's own translation
@@ -66,8 +66,8 @@ def make_parser() -> ArgumentParser:
         picture.add_argument("--output", required=True, help=formats)
         return picture
 
-    curves = add("curves", draw_curves, "Loss and scores of trainings over steps.")
-    curves.add_argument("runs", nargs="+", help="Output folders of trainings.")
+    curves = add("curves", draw_curves, "Loss and scores of training runs over steps.")
+    curves.add_argument("runs", nargs="+", help="Output folders of training runs.")
 
     schedule = add("schedule", draw_schedule, "The paper's learning rate over steps.")
     usual = "512/4000 512/8000 256/4000"

@@ -29,7 +29,8 @@ class ScoreArguments:
         default=None, metadata={"help": "File for the scores. Default: standard output."}
     )
     max_tokens: int = field(
-        default=2048, metadata={"help": "Most tokens in a batch, on either side, with padding."}
+        default=2048,
+        metadata={"help": "Maximum number of tokens in a batch, on either side, with padding."},
     )
 
     def __post_init__(self) -> None:

@@ -72,7 +72,9 @@ class TranslateArguments:
     batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
     max_tokens: int | None = field(
         default=None,
-        metadata={"help": "Source tokens decoded together, with padding, instead of lines."},
+        metadata={
+            "help": "Maximum number of source tokens in a batch, with padding. Replaces batch_size."
+        },
     )
     compile: bool = field(
         default=False, metadata={"help": "Compile the model, and use a static cache."}
@@ -118,7 +120,8 @@ class TranslateArguments:
         default=1.0, metadata={"help": "Weight of log p(source | translation)."}
     )
     length_weight: float = field(
-        default=0.0, metadata={"help": "Reward of each token in --reverse_model's ranking."}
+        default=0.0,
+        metadata={"help": "Weight of the translation's length in the ranking by --reverse_model."},
     )
     candidates: int | None = field(
         default=None,

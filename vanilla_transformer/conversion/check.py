@@ -54,7 +54,7 @@ class Toolkit(ABC):
         Args:
             sources: Ids of the lines of a batch.
             num_beams: 1 is greedy search.
-            longest: Most tokens of a translation.
+            longest: Maximum number of tokens in a translation.
 
         Raises:
             NotImplementedError: The toolkit has no beam search.

@@ -68,7 +68,7 @@ class ConversionOptions:
     like: str | None = field(
         default=None,
         metadata={
-            "help": "'transformers': compute what transformers makes of these files, where that "
+            "help": "'transformers': compute what transformers computes from these files, if it "
             "differs from the toolkit."
         },
     )
@@ -106,10 +106,14 @@ class ConversionOptions:
     )
     names: str | None = field(
         default=None,
-        metadata={"help": "YAML file that completes the table of names, for a bare state dict."},
+        metadata={"help": "YAML file with names of tensors and tokens, for a bare state dict."},
     )
     target_space_id: int | None = field(
-        default=None, metadata={"help": "tensor2tensor: the problem's target space. Default: 0."}
+        default=None,
+        metadata={
+            "help": "tensor2tensor: the problem's target space. Default: inferred from the "
+            "optimizer's variables, else 0."
+        },
     )
     license: str | None = field(
         default=None, metadata={"help": "The licence of the weights, for the model card."}

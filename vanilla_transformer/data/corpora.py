@@ -75,7 +75,8 @@ class CorpusArguments:
     max_pair_ratio: float | None = field(
         default=None,
         metadata={
-            "help": "Drop training pairs if a side is more than this times as long as the other."
+            "help": "Drop training pairs with one side more than this many times as long as "
+            "the other."
         },
     )
     length_unit: str = field(

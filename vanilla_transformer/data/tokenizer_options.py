@@ -51,7 +51,7 @@ class TokenizerArguments:
         metadata={"help": "Folder or Hub name of a tokenizer. Default: train one on the data."},
     )
     vocab_size: int = field(
-        default=8000, metadata={"help": "Most tokens in the vocabulary of a new tokenizer."}
+        default=8000, metadata={"help": "Maximum vocabulary size of a new tokenizer."}
     )
     tokenizer_type: str = field(
         default="bpe",

@@ -33,7 +33,8 @@ class LoadingArguments:
     engine: str | None = field(
         default=None,
         metadata={
-            "help": f"One of {', '.join(ENGINE_NAMES)}. Default: the one that the model is for."
+            "help": f"One of {', '.join(ENGINE_NAMES)}. Default: the engine that the folder was "
+            "exported for, else torch."
         },
     )
 

@@ -29,7 +29,7 @@ class ServingArguments:
         default=None, metadata={"help": "Beam size. Default: the model's own."}
     )
     max_batch_tokens: int = field(
-        default=4096, metadata={"help": "Most source tokens in a batch, with padding."}
+        default=4096, metadata={"help": "Maximum number of source tokens in a batch, with padding."}
     )
     batch_wait: float = field(
         default=0.005, metadata={"help": "Seconds that an idle model waits for more requests."}
@@ -38,13 +38,21 @@ class ServingArguments:
         default=200,
         metadata={"help": "Split lines with more characters than this into sentences."},
     )
-    max_characters: int = field(default=5000, metadata={"help": "Most characters in a request."})
-    max_texts: int = field(default=100, metadata={"help": "Most texts in a request."})
-    max_alternatives: int = field(default=3, metadata={"help": "Most alternatives in a request."})
-    max_body: int = field(default=1_000_000, metadata={"help": "Most bytes in a request."})
+    max_characters: int = field(
+        default=5000, metadata={"help": "Maximum number of characters in a request."}
+    )
+    max_texts: int = field(default=100, metadata={"help": "Maximum number of texts in a request."})
+    max_alternatives: int = field(
+        default=3, metadata={"help": "Maximum number of alternatives in a request."}
+    )
+    max_body: int = field(
+        default=1_000_000, metadata={"help": "Maximum size in bytes of a request."}
+    )
     max_requests: int = field(
         default=1000,
-        metadata={"help": "Most requests under way. The server refuses others with status 429."},
+        metadata={
+            "help": "Maximum number of requests under way. The server refuses more with status 429."
+        },
     )
     timeout: float = field(default=60.0, metadata={"help": "Seconds that a request may take."})
     api_keys: str | None = field(
@@ -105,7 +113,9 @@ class RayArguments(RayWorkerArguments):
     num_replicas: int = field(default=1, metadata={"help": "Fewest replicas of each model."})
     max_replicas: int | None = field(
         default=None,
-        metadata={"help": "Most replicas of each model, under load. Default: num_replicas."},
+        metadata={
+            "help": "Maximum number of replicas of each model, under load. Default: num_replicas."
+        },
     )
 
     def __post_init__(self) -> None:

@@ -104,7 +104,7 @@ class ModelArguments(TokenizerArguments):
         default=None,
         metadata={
             "help": "Precision of float32 matrix products: highest, high or medium. On some CPUs "
-            "medium trains up to twice as fast with almost the same result."
+            "medium trains faster with almost the same result."
         },
     )
 
@@ -210,8 +210,8 @@ class TranslationTrainingArguments(
     num_train_epochs: float | None = field(
         default=None,
         metadata={
-            "help": "Number of epochs. Default: 30, but 3,000 to 100,000 updates; 3 for "
-            "fine-tuning."
+            "help": "Number of epochs. Default: 30, but at least 3,000 and at most 100,000 "
+            "updates; 3 for fine-tuning."
         },
     )
     per_device_train_batch_size: int | None = field(
@@ -262,7 +262,7 @@ class TranslationTrainingArguments(
     r_drop_start: int = field(
         default=0,
         metadata={
-            "help": "Updates before R-Drop begins. They take one pass, and half as long. Needs "
+            "help": "Train without R-Drop for this many updates, which are faster. Needs "
             "r_drop_alpha."
         },
     )

@@ -1,4 +1,4 @@
-"""Callbacks that warn of trainings that go wrong without an error."""
+"""Callbacks that warn if training goes wrong without an error."""
 
 import logging
 from typing import Any

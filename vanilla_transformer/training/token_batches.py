@@ -33,8 +33,9 @@ class TokenBudgetArguments:
     max_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Most source tokens, and most target tokens, in a batch, per device and with "
-            "padding. Replaces per_device_train_batch_size. The paper uses 25000 over all devices."
+            "help": "Maximum number of source tokens, and of target tokens, in a batch, per "
+            "device and with padding. Replaces per_device_train_batch_size. The paper uses 25000 "
+            "over all devices."
         },
     )
     eval_max_tokens: int | None = field(
