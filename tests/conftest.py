@@ -113,8 +113,10 @@ def as_typed(folder):
     return f"./{os.path.relpath(folder)}/"
 
 
-def small_trainer(folder, tokenizer, *callbacks, config=None, **options):
-    """A trainer of 8 quiet steps with a checkpoint after every other one, over `PAIRS`."""
+def small_trainer(
+    folder, tokenizer, *callbacks, config=None, pairs=PAIRS, streaming=False, **options
+):
+    """A trainer of 8 quiet steps with a checkpoint after every other one."""
     from datasets import Dataset
 
     from vanilla_transformer.training.arguments import TranslationTrainingArguments
@@ -133,9 +135,10 @@ def small_trainer(folder, tokenizer, *callbacks, config=None, **options):
         "use_cpu": True,
     }
     arguments = TranslationTrainingArguments(as_typed(folder), **{**defaults, **options})
-    data = Dataset.from_list(PAIRS)
+    data = Dataset.from_list(pairs)
+    splits = {"train": data.to_iterable_dataset() if streaming else data, "validation": data}
     model = VanillaTransformerForConditionalGeneration(config)
-    trainer = make_trainer(model, tokenizer, arguments, {"train": data, "validation": data})
+    trainer = make_trainer(model, tokenizer, arguments, splits)
     for callback in callbacks:
         trainer.add_callback(callback)
     return trainer

@@ -10,6 +10,7 @@ from conftest import REPOSITORY, run_ranks, small_trainer
 from transformers import TrainerCallback
 
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
+from vanilla_transformer.training.averaging import select_checkpoints
 from vanilla_transformer.training.checkpoints import checkpoints_by_step, find_defect
 from vanilla_transformer.training.resumption import (
     OptionsCallback,
@@ -162,11 +163,7 @@ def test_a_run_that_is_resumed_at_its_end_makes_no_more_steps(tokenizer, tmp_pat
     """As one that is killed while its checkpoints are averaged, or in its last evaluation."""
 
     def train(resumed=None):
-        streaming = {"streaming": False, **options}.pop("streaming")
-        others = {name: value for name, value in options.items() if name != "streaming"}
-        trainer = small_trainer(tmp_path, tokenizer, average_checkpoints=2, **others)
-        if streaming:
-            trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+        trainer = small_trainer(tmp_path, tokenizer, average_checkpoints=2, **options)
         trainer.train(resume_from_checkpoint=resumed)
         trained = weights_of(trainer)
         load_averaged_checkpoints(trainer)
@@ -180,6 +177,41 @@ def test_a_run_that_is_resumed_at_its_end_makes_no_more_steps(tokenizer, tmp_pat
     assert checkpoints_again == checkpoints
     for ours, expected in zip(weights_again, weights, strict=True):
         assert torch.equal(ours, expected)
+
+
+DIFFERENT = [{"input_ids": [n, *[6] * (n % 3), 2], "labels": [n + 1, 2]} for n in range(5, 17)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train_sampling_strategy": "group_by_length"},
+        {"streaming": True},
+        {"streaming": True, "gradient_accumulation_steps": 4},
+        pytest.param({"streaming": True, "dataloader_num_workers": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_second_epoch_resumes_with_the_pair_that_comes_next(options, tokenizer, tmp_path):
+    """The epoch has 6 batches of pairs that all differ."""
+    options = {"pairs": DIFFERENT, "max_steps": 10, **options}
+    whole = small_trainer(tmp_path / "whole", tokenizer, **options)
+    whole.train()
+    resumed = small_trainer(tmp_path / "resumed", tokenizer, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-8"))
+    assert torch.equal(weights_of(resumed), weights_of(whole))
+
+
+def test_an_update_may_begin_in_one_pass_over_a_stream_and_end_in_the_next(tokenizer, tmp_path):
+    """An update has 4 batches, a pass 6, so that two passes are 3 updates."""
+    options = {"streaming": True, "gradient_accumulation_steps": 4, "max_steps": 3}
+    options["config"] = {"dropout": 0.0}
+    weights = []
+    for name, pairs in (("once", DIFFERENT), ("twice", [*DIFFERENT, *DIFFERENT])):
+        trainer = small_trainer(tmp_path / name, tokenizer, pairs=pairs, **options)
+        trainer.train()
+        weights.append(weights_of(trainer))
+    assert torch.equal(*weights)
 
 
 def test_a_run_with_more_steps_goes_on_from_the_end_of_another(tokenizer, tmp_path):
@@ -363,12 +395,70 @@ def test_epochs_of_other_batches_give_a_warning(tokenizer, tmp_path, caplog):
     )
 
 
+def test_another_place_in_the_text_gives_a_warning(tokenizer, tmp_path, caplog):
+    """With another batch, the same number of updates is another part of an epoch."""
+    small_trainer(tmp_path, tokenizer, per_device_train_batch_size=2).train()
+    last = str(tmp_path / "checkpoint-8")
+    for size in (2, 3):
+        assert "An epoch has" not in caplog.text
+        again = small_trainer(tmp_path, tokenizer, per_device_train_batch_size=size, max_steps=9)
+        again.train(resume_from_checkpoint=last)
+    message = "An epoch has 4 updates with this text and these batches, but had about 6 in "
+    assert f"{message}{last}: training resumes at epoch 2.00 instead of 1.33" in caplog.text
+
+
+LAST_TWO = {"average_checkpoints": 2, "save_total_limit": 2}
+
+
+def test_a_checkpoint_that_only_a_signal_made_is_not_averaged(tokenizer, tmp_path):
+    """Nor does it take the place of one that is."""
+    whole = small_trainer(tmp_path / "whole", tokenizer, **LAST_TWO)
+    whole.train()
+    load_averaged_checkpoints(whole)
+    folder = tmp_path / "stopped"
+    one = Signal(signal.SIGTERM, 7)
+    small_trainer(folder, tokenizer, one, **LAST_TWO).train()
+    assert list(checkpoints_by_step(folder)) == [4, 6, 7]
+    assert select_checkpoints(folder, last=2) == [folder / "checkpoint-4", folder / "checkpoint-6"]
+    resumed = small_trainer(folder, tokenizer, **LAST_TWO)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-7"))
+    load_averaged_checkpoints(resumed)
+    assert list(checkpoints_by_step(folder)) == [6, 8]
+    assert torch.equal(weights_of(resumed), weights_of(whole))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"save_strategy": "epoch"}, {"save_strategy": "epoch", "max_steps": 6}]
+)
+def test_a_checkpoint_that_was_due_counts_even_after_a_signal(options, tokenizer, tmp_path):
+    small_trainer(tmp_path, tokenizer, Signal(signal.SIGTERM, 6), **options).train()
+    assert select_checkpoints(tmp_path, last=1) == [tmp_path / "checkpoint-6"]
+
+
+NO_GAIN = {  # after the first evaluation
+    "learning_rate": 0.0, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1,
+    "load_best_model_at_end": True,
+}  # fmt: skip
+
+
+def test_a_training_that_stopped_early_is_not_continued(tokenizer, tmp_path):
+    options = {**NO_GAIN, "early_stopping_patience": 2}
+    small_trainer(tmp_path, tokenizer, **options).train()
+    for patience, steps in ((2, 3), (4, 5)):
+        options["early_stopping_patience"] = patience
+        again = small_trainer(tmp_path, tokenizer, **options)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        assert again.state.global_step == steps
+
+
+def test_the_last_checkpoint_stays_beside_the_best(tokenizer, tmp_path):
+    """Without it, the same command would train again."""
+    small_trainer(tmp_path, tokenizer, max_steps=4, save_total_limit=1, **NO_GAIN).train()
+    assert list(checkpoints_by_step(tmp_path)) == [1, 4]
+
+
 def test_patience_goes_on_from_a_checkpoint(tokenizer, tmp_path):
-    """With a rate of 0, no evaluation after the first is an improvement."""
-    options = {
-        "learning_rate": 0.0, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1,
-        "load_best_model_at_end": True, "early_stopping_patience": 3,
-    }  # fmt: skip
+    options = {**NO_GAIN, "early_stopping_patience": 3}
     small_trainer(tmp_path, tokenizer, max_steps=3, **options).train()
     resumed = small_trainer(tmp_path, tokenizer, max_steps=8, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

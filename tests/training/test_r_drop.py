@@ -5,7 +5,7 @@ import torch
 from conftest import as_typed, random_ids, small_config
 from datasets import Dataset
 from torch.nn import functional as F
-from transformers import MarianConfig, MarianMTModel
+from transformers import M2M100Config, M2M100ForConditionalGeneration, MarianConfig, MarianMTModel
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.training import r_drop
@@ -178,14 +178,18 @@ def test_accumulated_passes_equal_those_of_one_batch(tokenizer, tmp_path):
     torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-5)
 
 
-def test_any_sequence_to_sequence_model_will_do(tokenizer, tmp_path):
-    config = MarianConfig(
-        vocab_size=50, decoder_vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
-        decoder_ffn_dim=16, pad_token_id=0, decoder_start_token_id=0, eos_token_id=2,
+@pytest.mark.parametrize(
+    ("config_class", "model_class"),
+    [(MarianConfig, MarianMTModel), (M2M100Config, M2M100ForConditionalGeneration)],
+)
+def test_any_sequence_to_sequence_model_will_do(config_class, model_class, tokenizer, tmp_path):
+    config = config_class(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, pad_token_id=0,
+        decoder_start_token_id=0, eos_token_id=2,
     )  # fmt: skip
     options = {"max_steps": 20, "logging_steps": 1, "learning_rate": 1e-2}
-    trainer = trainer_for(MarianMTModel(config), tokenizer, tmp_path, r_drop_alpha=1.0, **options)
+    trainer = trainer_for(model_class(config), tokenizer, tmp_path, r_drop_alpha=1.0, **options)
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert losses[-1] < losses[0] / 2

@@ -58,6 +58,20 @@ def test_what_was_measured_with_something_else_does_not_count(model, changes):
     assert nearest_speed([row(**changes)], KEY, model) is None
 
 
+def test_products_that_torch_may_round_have_a_speed_of_their_own(model, tmp_path):
+    found = []
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            for options in ({}, {"bf16": True}):
+                arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **options)
+                found.append(measurement_key(model, arguments)["precision"])
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == ["fp32", "bf16", "fp32 (medium)", "bf16"]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -24,6 +24,10 @@ from transformers import (
     DataCollatorForSeq2Seq,
     EvalPrediction,
     GenerationConfig,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
     PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -36,6 +40,7 @@ from vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
     plotting,
 )
+from vanilla_transformer.data.collation import PairCollator
 from vanilla_transformer.data.parallel_text import DataArguments
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.inference.metrics import make_compute_metrics
@@ -614,6 +619,50 @@ def test_accumulated_steps_equal_one_large_batch(tokenizer, splits, tmp_path):
             weights_after(make_trainer(small_model(tokenizer), tokenizer, arguments, splits))
         )
     torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
+
+
+def stock_model(tokenizer, config_class, model_class):
+    torch.manual_seed(0)
+    width = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_layers": 1}
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    tokens["decoder_start_token_id"] = tokenizer.eos_token_id
+    names = ("dropout", "attention_dropout", "encoder_layerdrop", "decoder_layerdrop")
+    return model_class(
+        config_class(
+            **width, **heads, **tokens, **dict.fromkeys(names, 0.0), vocab_size=len(tokenizer)
+        )
+    )
+
+
+STOCK = [(MarianConfig, MarianMTModel), (M2M100Config, M2M100ForConditionalGeneration)]
+
+
+@pytest.mark.parametrize("classes", STOCK)
+def test_accumulated_steps_of_a_stock_model_count_by_their_labels(
+    classes, tokenizer, splits, tmp_path
+):
+    results = []
+    for size, accumulation in ((12, 1), (3, 4)):
+        arguments = training_arguments(
+            tmp_path,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            max_steps=3,
+            optim="sgd",
+        )
+        trainer = make_trainer(stock_model(tokenizer, *classes), tokenizer, arguments, splits)
+        weights = weights_after(trainer)
+        results.append((weights, trainer.state.log_history[0]["loss"]))
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_shifts_labels_only_by_itself_gets_the_same_inputs(tokenizer, splits):
+    model = stock_model(tokenizer, *STOCK[1]).eval()
+    batch = PairCollator(tokenizer, model=model)([splits["train"][row] for row in range(3)])
+    given = model(**batch).logits
+    del batch["decoder_input_ids"]
+    assert torch.equal(model(**batch).logits, given)
 
 
 def test_trainers_own_label_smoothing_equals_ours(tokenizer, splits, tmp_path):

@@ -45,19 +45,12 @@ class BPEDropout:
             raise ValueError(f"bpe_dropout={dropout}: expected a probability")
         self.dropout, self.seed = dropout, seed
         self._tokenizer = tokenizer
-        model = _read_model(tokenizer)
-        vocab: dict[str, int] = model["vocab"]
-        prefix = len(model.get("continuing_subword_prefix") or "")
-        # For each pair of adjacent tokens: the rank of their merge, and the merged token.
+        source = getattr(tokenizer, "backend_tokenizer", None)
+        target = getattr(tokenizer, "target_tokenizer", source)
         self._merges = {
-            (vocab[left], vocab[right]): (rank, vocab[left + right[prefix:]])
-            for rank, (left, right) in enumerate(model["merges"])
+            "text": _Merges(source, type(tokenizer).__name__),
+            "text_target": _Merges(target, type(tokenizer).__name__),
         }
-        self._parents: dict[int, list[tuple[int, int]]] = {}
-        for pair, (_, merged) in self._merges.items():
-            self._parents.setdefault(merged, []).append(pair)
-        self._added = set(tokenizer.added_tokens_decoder)
-        self._pieces: dict[int, list[int]] = {}
         self._check_tokenizer()
 
     def encode(
@@ -79,6 +72,7 @@ class BPEDropout:
         self, text: str, max_length: int | None, as_target: bool, drop: Callable[[], bool]
     ) -> list[int]:
         side = "text_target" if as_target else "text"
+        merges = self._merges[side]
         encoding = self._tokenizer(**{side: text}, verbose=False).encodings[0]
         opening: list[int] = []
         body: list[int] = []
@@ -87,7 +81,7 @@ class BPEDropout:
         for word, part in groupby(zip(encoding.word_ids, encoding.ids, strict=True), itemgetter(0)):
             tokens = [token for _, token in part]
             if word is not None:
-                body += self._merge(self._split_word(tokens), drop)
+                body += merges.merge(merges.split_word(tokens), drop)
             else:
                 (closing if body else opening).extend(tokens)
         if max_length is not None:
@@ -97,7 +91,57 @@ class BPEDropout:
                 body = body[len(body) - room :] if left else body[:room]
         return opening + body + closing
 
-    def _split_word(self, word: list[int]) -> list[int]:
+    def _check_tokenizer(self) -> None:
+        """Refuse a tokenizer that does more than its merges define. A tokenizer keeps the
+        truncation of its last call, also when it is saved, so the last call here is without
+        truncation."""
+        for side, max_length in product(self._merges, (20, None)):
+            text = self._merges[side].sample()
+            options = {"truncation": max_length is not None, "max_length": max_length}
+            expected = self._tokenizer(**{side: text}, **options, verbose=False)["input_ids"]
+            if self._encode(text, max_length, side == "text_target", lambda: False) != expected:
+                raise ValueError(
+                    f"bpe_dropout: without dropout the tokens of {side}={text[:50]!r} differ from "
+                    f"those of {type(self._tokenizer).__name__}: expected a plain BPE tokenizer"
+                )
+
+
+class _Merges:
+    """The merges of a BPE tokenizer.
+
+    Args:
+        backend: The `tokenizers.Tokenizer`; None if there is none.
+        name: What an error calls a tokenizer without one.
+    """
+
+    def __init__(self, backend: Any, name: str):
+        model = {} if backend is None else json.loads(backend.to_str())["model"]
+        kind = model.get("type", name)
+        extras = [f"{key}={model[key]}" for key in ("dropout", "ignore_merges") if model.get(key)]
+        if kind != "BPE" or extras:
+            kind = " with ".join([kind, *extras])
+            raise ValueError(f"bpe_dropout: expected a plain BPE tokenizer, not this {kind}")
+        self._backend = backend
+        vocab: dict[str, int] = model["vocab"]
+        prefix = len(model.get("continuing_subword_prefix") or "")
+        # For each pair of adjacent tokens: the rank of their merge, and the merged token.
+        self._merges = {
+            (vocab[left], vocab[right]): (rank, vocab[left + right[prefix:]])
+            for rank, (left, right) in enumerate(model["merges"])
+        }
+        self._parents: dict[int, list[tuple[int, int]]] = {}
+        for pair, (_, merged) in self._merges.items():
+            self._parents.setdefault(merged, []).append(pair)
+        self._added = set(backend.get_added_tokens_decoder())
+        self._pieces: dict[int, list[int]] = {}
+
+    def sample(self) -> str:
+        """A text of 200 tokens from the whole vocabulary."""
+        size = self._backend.get_vocab_size()
+        ids = list(range(0, size, 1 + size // 200))
+        return self._backend.decode(ids, skip_special_tokens=True)
+
+    def split_word(self, word: list[int]) -> list[int]:
         """The pieces that a word was merged from. An added token is not split."""
         if len(word) == 1 and word[0] in self._added:
             return word
@@ -112,7 +156,7 @@ class BPEDropout:
             self._pieces[token] = max(ways, key=len, default=[token])
         return self._pieces[token]
 
-    def _merge(self, pieces: list[int], drop: Callable[[], bool]) -> list[int]:
+    def merge(self, pieces: list[int], drop: Callable[[], bool]) -> list[int]:
         """Algorithm 1 of the paper."""
         tokens = list(pieces)
         while True:
@@ -124,34 +168,6 @@ class BPEDropout:
             if best is None:
                 return tokens
             tokens[place : place + 2] = [best[1]]
-
-    def _check_tokenizer(self) -> None:
-        """Refuse a tokenizer that does more than its merges define. A tokenizer keeps the
-        truncation of its last call, also when it is saved, so the last call here is without
-        truncation."""
-        size = len(self._tokenizer)
-        text = self._tokenizer.decode(range(0, size, 1 + size // 200), skip_special_tokens=True)
-        for as_target, max_length in product((False, True), (20, None)):
-            options = {"truncation": max_length is not None, "max_length": max_length}
-            side = "text_target" if as_target else "text"
-            expected = self._tokenizer(**{side: text}, **options, verbose=False)["input_ids"]
-            if self._encode(text, max_length, as_target, lambda: False) != expected:
-                raise ValueError(
-                    f"bpe_dropout: without dropout the tokens of {side}={text[:50]!r} differ from "
-                    f"those of {type(self._tokenizer).__name__}: expected a plain BPE tokenizer"
-                )
-
-
-def _read_model(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The vocabulary and merges of a BPE tokenizer."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    model = {} if backend is None else json.loads(backend.to_str())["model"]
-    kind = model.get("type", type(tokenizer).__name__)
-    extras = [f"{name}={model[name]}" for name in ("dropout", "ignore_merges") if model.get(name)]
-    if kind != "BPE" or extras:
-        kind = " with ".join([kind, *extras])
-        raise ValueError(f"bpe_dropout: expected a plain BPE tokenizer, not this {kind}")
-    return model
 
 
 def with_bpe_dropout(

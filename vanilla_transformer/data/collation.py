@@ -3,13 +3,15 @@
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import DataCollatorForSeq2Seq
 
 
 class PairCollator(DataCollatorForSeq2Seq):
     """`DataCollatorForSeq2Seq`, except that two settings of a tokenizer don't change the result:
     labels are padded on the right, as the decoder needs them, whatever its `padding_side`; and
-    there is an `attention_mask`, even if its `model_input_names` lack one."""
+    there is an `attention_mask`, even if its `model_input_names` lack one. Models that can't make
+    `decoder_input_ids` from labels for a collator, such as M2M100 and NLLB, get them too."""
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> Any:
         """From token ids `input_ids` and `labels` of each pair, tensors (pairs, length)."""
@@ -24,4 +26,9 @@ class PairCollator(DataCollatorForSeq2Seq):
             is_token = torch.arange(batch["input_ids"].shape[1]) < lengths
             on_left = self.tokenizer.padding_side == "left"
             batch["attention_mask"] = (is_token.flip(1) if on_left else is_token).long()
+        if "decoder_input_ids" not in batch and self.model is not None:
+            start = self.model.config.decoder_start_token_id
+            shifted = F.pad(batch["labels"][:, :-1], (1, 0), value=start)
+            pad = self.tokenizer.pad_token_id
+            batch["decoder_input_ids"] = shifted.masked_fill(shifted == -100, pad)
         return batch

@@ -264,6 +264,26 @@ class TokenBudgetStream(IterableDataset):
             raise ValueError(f"the stream holds no sentence pair in epoch {epoch}")
 
 
+class RepeatedStream(IterableDataset):
+    """A stream of examples, epoch after epoch without an end. `Trainer` (5.17 to 5.24) resumes
+    within the first epoch of a stream only, and at the end of an epoch it adds the gradients of
+    what is left to those of the next update."""
+
+    def __init__(self, examples: Iterable[dict[str, Any]]):
+        self.examples = examples
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for epoch in count():
+            if hasattr(self.examples, "set_epoch"):
+                self.examples.set_epoch(epoch)
+            is_empty = True  # as the part of a loading process may be
+            for example in self.examples:
+                is_empty = False
+                yield example
+            if is_empty:
+                return
+
+
 def iter_all_shards(stream: Any) -> Iterator[dict[str, Any]]:
     """All examples of a stream. In a `DataLoader` worker, an `IterableDataset` of `datasets` yields
     only the shards of that worker. A class that wraps one defines `iter_all_shards()`."""

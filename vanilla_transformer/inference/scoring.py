@@ -129,7 +129,5 @@ def token_scores(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tor
 
 
 def reading_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A batch without labels, unless the model has to make the decoder's inputs from them, as
-    M2M-100 and NLLB do."""
-    has_decoder_inputs = "decoder_input_ids" in inputs
-    return {k: v for k, v in inputs.items() if k != "labels" or not has_decoder_inputs}
+    """A batch without labels: the model computes logits, and no loss."""
+    return {name: value for name, value in inputs.items() if name != "labels"}

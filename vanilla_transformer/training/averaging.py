@@ -13,7 +13,7 @@ from safetensors import safe_open
 from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step
+from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, is_off_schedule
 
 # Files of a trainer's checkpoint that do not belong to an averaged model.
 TRAINER_FILES = {
@@ -41,6 +41,7 @@ def select_checkpoints(
     folder: str | Path, last: int | None = None, steps: Sequence[int] | None = None
 ) -> list[Path]:
     """The last `last` checkpoints with weights in a trainer's output folder, or those of `steps`.
+    Checkpoints that only a signal made don't count among the last.
 
     Raises:
         FileNotFoundError: There are fewer, or none of such a step. The message names those that
@@ -53,9 +54,10 @@ def select_checkpoints(
         if missing:
             raise FileNotFoundError(f"{there}, expected {missing}")
         return [found[step] for step in steps]
-    if last is None or last > len(found):
+    on_schedule = [path for path in found.values() if not is_off_schedule(path)]
+    if last is None or last > len(on_schedule):
         raise FileNotFoundError(f"{there}, expected {last or 'some'}")
-    return list(found.values())[-last:]
+    return on_schedule[-last:]
 
 
 def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -> Path:

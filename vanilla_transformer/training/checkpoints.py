@@ -2,6 +2,7 @@
 
 AtomicCheckpointTrainer   a `Trainer` that writes a checkpoint to a staging folder, then renames it
 checkpoints_by_step       the checkpoints in an output folder
+is_off_schedule           whether only a signal made a checkpoint
 from_worst_to_best        their steps, by the score of an evaluation
 last_complete_checkpoint  the newest checkpoint that training can resume from
 find_defect               what is wrong with a checkpoint
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 # pushes no folder with a leading underscore to the Hub.
 STAGING_DIR = "_incomplete"
 CHECKSUMS_NAME = "checksums.json"
+OFF_SCHEDULE = "off_schedule"  # in a checkpoint's `TrainerState.stateful_callbacks`
 REQUIRED_FILES = {  # of any trainer's checkpoint: what it must hold, and the files that may hold it
     "weights": ("*model*.safetensors", "pytorch_model*", "global_step*"),
     "optimizer state": ("optimizer*", "global_step*"),
@@ -141,7 +143,7 @@ class AtomicCheckpointTrainer(Trainer):
         limit = self.args.save_total_limit
         if not limit or limit < 0 or self.is_uploading():
             return
-        *older, _ = map(Path, sort_checkpoints(str(folder), use_mtime=True))
+        *older, newest = map(Path, sort_checkpoints(str(folder), use_mtime=True))
         kept = {Path(self.state.best_model_checkpoint or folder).resolve()}
         averaged = getattr(self.args, "average_checkpoints", None)
         if averaged and self.args.load_best_model_at_end:  # the mean of the best ones
@@ -149,7 +151,10 @@ class AtomicCheckpointTrainer(Trainer):
             best = from_worst_to_best(self.args, self.state, checkpoints)[-averaged:]
             kept |= {checkpoints[step].resolve() for step in best}
         removable = [path for path in older if path.resolve() not in kept]
-        for path in removable[: max(0, len(older) + 1 - limit)]:
+        removable.sort(key=lambda path: not is_off_schedule(path))
+        # One that a signal made must not take the place of one that an average needs.
+        total = len(older) + (not is_off_schedule(newest))
+        for path in removable[: max(0, total - limit)]:
             _delete(path)
 
     def is_uploading(self) -> bool:
@@ -251,6 +256,15 @@ def checkpoints_by_step(folder: str | Path) -> dict[int, Path]:
         if step.isdecimal() and path.is_dir():
             found[int(step)] = path
     return dict(sorted(found.items()))
+
+
+def is_off_schedule(checkpoint: Path) -> bool:
+    """Whether only a signal made this checkpoint of an `InterruptibleTrainer`."""
+    try:
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):  # of another trainer, or damaged
+        return False
+    return OFF_SCHEDULE in state.get("stateful_callbacks", {})
 
 
 def from_worst_to_best(args: Any, state: TrainerState, steps: Iterable[int]) -> list[int]:

@@ -15,8 +15,9 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import has_length
 
-from .checkpoints import AtomicCheckpointTrainer
+from .checkpoints import OFF_SCHEDULE, AtomicCheckpointTrainer
 from .distributed import any_process
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
     evaluation stops at once. A second, equal signal ends the program immediately. The signal may
     reach one process or several: all of them stop after the same step. When training resumes, it
     first repeats the evaluation that was interrupted. A run that had made its last step makes no
-    other.
+    other. A checkpoint that only a signal made takes no part in averages, and is the first to be
+    deleted.
 
     This replaces transformers' `enable_jit_checkpoint`, which waits for three seconds, knows only
     SIGTERM, and lets the processes stop at different steps.
@@ -42,17 +44,21 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
         self.interruption = _InterruptionCallback(self)
         self.add_callback(self.interruption)
 
-    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: Any
+    ) -> tuple[Any, ...]:
         """Same as `Trainer.set_initial_training_values`, but with no epochs left if the checkpoint
         is at the last step: `Trainer` would make one more step before it stops. A warning says if
         an epoch has another number of updates now, as with other batches."""
-        epochs, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
+        epochs, *others, max_steps = super().set_initial_training_values(args, dataloader)
         if self.resumed_checkpoint is not None:
             state = TrainerState.load_from_json(
                 str(Path(self.resumed_checkpoint, TRAINER_STATE_NAME))
             )
             if self.args.max_steps < 1 and state.num_train_epochs == epochs:
                 self._warn_of_other_epochs(state.max_steps, max_steps)
+            elif self.args.max_steps > 0 and has_length(dataloader):
+                self._warn_of_another_place(state, others[0])
             epochs = 0 if state.global_step >= max_steps else epochs
         return epochs, *others, max_steps
 
@@ -62,6 +68,15 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
                 "%g epochs have %d updates with this text and these batches, but had %d in %s: "
                 "training ends after update %d",
                 self.args.num_train_epochs, now, before, self.resumed_checkpoint, now,
+            )  # fmt: skip
+
+    def _warn_of_another_place(self, state: TrainerState, now: int) -> None:
+        if state.epoch and abs(state.epoch * now - state.global_step) >= 1:
+            logger.warning(
+                "An epoch has %d updates with this text and these batches, but had about %.0f in "
+                "%s: training resumes at epoch %.2f instead of %.2f",
+                now, state.global_step / state.epoch, self.resumed_checkpoint,
+                state.global_step / now, state.epoch,
             )  # fmt: skip
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -74,6 +89,7 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
                 return super().evaluate(*args, **kwargs)
         except _InterruptedError:
             if self.state.global_step > self.interruption.first_step:
+                self.interruption.note_schedule(self.args, self.state, self.control)
                 self._save_checkpoint(self.model, trial=None)
             self._exit()
 
@@ -129,6 +145,7 @@ class _InterruptionCallback(TrainerCallback):
         """Install the handlers, which only a main thread can do, and make up for an evaluation that
         was interrupted."""
         self.first_step = state.global_step
+        state.stateful_callbacks.pop(OFF_SCHEDULE, None)
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         if _missed_evaluation(args, state):
@@ -139,6 +156,7 @@ class _InterruptionCallback(TrainerCallback):
     ) -> None:
         """Request a checkpoint, and no evaluation before it."""
         if self.stop_requested():
+            self.note_schedule(args, state, control)
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
@@ -154,6 +172,15 @@ class _InterruptionCallback(TrainerCallback):
     ) -> None:
         """Restore the previous handlers."""
         self._restore_handlers()
+
+    def note_schedule(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """Note in the state, and so in the checkpoint, if it would not be saved without a signal:
+        the schedule asks for none at this step, nor soon, at the end of the epoch or of the run."""
+        at_end = state.global_step >= state.max_steps or state.epoch == int(state.epoch or 0)
+        if not control.should_save and not (args.save_strategy == "epoch" and at_end):
+            state.stateful_callbacks[OFF_SCHEDULE] = {}
 
     def stop_requested(self) -> bool:
         """Whether any process has received a signal. All of them must call it."""

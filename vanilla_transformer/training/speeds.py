@@ -30,11 +30,19 @@ def measurement_key(model: PreTrainedModel, args: TrainingArguments) -> dict[str
         "device": device_name(args.device),
         "shape": shape,
         "vocabulary": getattr(config, "target_vocab_size", config.vocab_size),
-        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "precision": precision(args),
         "batch": batch * args.gradient_accumulation_steps,
         "attention": config._attn_implementation,
         "options": [name for name, used in options.items() if used],
     }
+
+
+def precision(args: TrainingArguments) -> str:
+    """The precision of products; for float32, also what torch is allowed to round."""
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    products = torch.get_float32_matmul_precision()
+    return "fp32" if products == "highest" else f"fp32 ({products})"
 
 
 def device_name(device: torch.device) -> str:

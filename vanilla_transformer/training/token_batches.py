@@ -1,6 +1,7 @@
 """A trainer whose batches hold at most `max_tokens` tokens, and its arguments."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from ..data.token_batches import (
@@ -78,6 +80,14 @@ class TokenBudgetTrainer(Trainer):
         options = {"oversized": oversized, "seed": seed}
         options["multiple_of"] = getattr(args, "batches_per_update", None) or 1
         return self._make_dataloader(self.train_dataset, "Training", args.max_tokens, **options)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Same as in `Trainer` (5.17 to 5.24), except that with `group_by_length` the order depends
+        on the seed and the epoch only, so that training resumes in the same order."""
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            return _SeededLengthGroupedSampler(sampler, self)
+        return sampler
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As `Trainer.get_eval_dataloader`, with batches of at most `eval_max_tokens`."""
@@ -200,6 +210,20 @@ class TokenBudgetTrainer(Trainer):
             "dropped" if sampler.num_dropped else "in batches of their own",
         )
         return DataLoaderShard(dataset, batch_sampler=sampler, collate_fn=collate, **loading)
+
+
+class _SeededLengthGroupedSampler(LengthGroupedSampler):
+    """The sampler of a trainer, whose order follows from the trainer's seed and epoch."""
+
+    def __init__(self, sampler: LengthGroupedSampler, trainer: Trainer):
+        super().__init__(sampler.batch_size, lengths=sampler.lengths)
+        self.trainer = trainer
+
+    def __iter__(self) -> Iterator[int]:
+        args, epoch = self.trainer.args, int(self.trainer.state.epoch or 0)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        self.generator = torch.Generator().manual_seed(seed + epoch)
+        return super().__iter__()
 
 
 def _reorder(values: Any, places: np.ndarray) -> Any:

@@ -25,10 +25,12 @@ from transformers import (
     TrainerState,
 )
 from transformers.integrations import TensorBoardCallback
-from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import has_length
 
 from ..data.bpe_dropout import BPEDropoutDataset
 from ..data.collation import PairCollator
+from ..data.token_batches import RepeatedStream
 from ..inference.metrics import METRICS, make_compute_metrics
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -40,6 +42,7 @@ from .checkpoints import (
     checkpoints_by_step,
     find_defect,
     from_worst_to_best,
+    is_off_schedule,
     last_complete_checkpoint,
 )
 from .defaults import TextSize, choose_dropout
@@ -263,6 +266,10 @@ def make_trainer(
     """
     # Trainer writes this into the model's configuration, which is saved. Losses need no cache.
     arguments.use_cache = True
+    if arguments.load_best_model_at_end and arguments.save_total_limit == 1:
+        # It keeps the best checkpoint and the last one either way. With 1, `Trainer` deletes the
+        # last in the end, and the same command would train again from the best.
+        arguments.save_total_limit = 2
     set_generation_options(model, arguments)
     if arguments.neftune_noise_alpha and getattr(model.config, "shares_embeddings", False):
         raise ValueError(
@@ -275,10 +282,13 @@ def make_trainer(
         tokenize = getattr(arguments, "bleu_tokenize", None)
         metrics = make_compute_metrics(tokenizer, names, tokenize)
     patience = getattr(arguments, "early_stopping_patience", None)
+    train_dataset = splits["train"]
+    if getattr(arguments, "max_tokens", None) is None and not has_length(train_dataset):
+        train_dataset = RepeatedStream(train_dataset)
     trainer = TranslationTrainer(
         model=model,
         args=arguments,
-        train_dataset=splits["train"],
+        train_dataset=train_dataset,
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
         data_collator=PairCollator(tokenizer, model=model),
@@ -322,19 +332,48 @@ class TranslationTrainer(
 ):
     """`Seq2SeqTrainer` with all of these and R-Drop."""
 
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Same as that of `InterruptibleTrainer`, but with no epochs left, either, if training had
+        stopped early: it would continue up to the next evaluation."""
+        epochs, *others = super().set_initial_training_values(*args, **kwargs)
+        patience = getattr(self.args, "early_stopping_patience", None)
+        if self.resumed_checkpoint is not None and patience is not None:
+            path = Path(self.resumed_checkpoint, TRAINER_STATE_NAME)
+            waited = evaluations_without_gain(TrainerState.load_from_json(str(path)))
+            epochs = 0 if waited >= patience else epochs
+        return epochs, *others
+
     def compute_loss(
-        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """Same as `Trainer.compute_loss`; in training, with `r_drop_alpha`, from the update
         `r_drop_start` on, the R-Drop loss of two passes."""
-        alpha = getattr(self.args, "r_drop_alpha", 0.0)
         starts = self.state.global_step >= getattr(self.args, "r_drop_start", 0)
-        if not (alpha and starts and model.training):
-            return super().compute_loss(model, inputs, *args, **kwargs)
+        if getattr(self.args, "r_drop_alpha", 0.0) and starts and model.training:
+            return self._compute_r_drop_loss(model, inputs, return_outputs, num_items_in_batch)
+        ignores_items = not isinstance(self.model, VanillaTransformerForConditionalGeneration)
+        if num_items_in_batch is None or self.label_smoother is not None or not ignores_items:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # Stock models return the mean of a batch, whatever the number of labels of the update is.
+        # `Trainer` (5.17 to 5.24) takes it for the batch's part of the update's mean.
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        share = (inputs["labels"] != -100).sum() / num_items_in_batch
+        if self.args.average_tokens_across_devices:  # DDP divides by the number of processes
+            share = share * self.accelerator.num_processes
+        return (loss * share, outputs) if return_outputs else loss * share
+
+    def _compute_r_drop_loss(
+        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any
+    ) -> Any:
         # Both passes share their labels. Models that are given no labels return all logits.
         twice: dict[str, Any] = {
             name: torch.cat([value, value]) for name, value in inputs.items() if name != "labels"
         }
+        alpha = self.args.r_drop_alpha
         eps = self.args.label_smoothing_factor or getattr(self.model.config, "label_smoothing", 0.0)
         whole = self.accelerator.unwrap_model(model)
         fuses = can_fuse_r_drop(whole) and not (uses_fsdp() or self.args.deepspeed_plugin)
@@ -355,7 +394,7 @@ class TranslationTrainer(
         self.compute_loss_func = r_drop
         try:
             inputs = {**twice, "labels": inputs["labels"], "use_cache": False}
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            return super().compute_loss(model, inputs, *args)
         finally:
             self.compute_loss_func = before
 
@@ -382,7 +421,11 @@ def load_averaged_checkpoints(trainer: Seq2SeqTrainer) -> None:
         return
     checkpoints = checkpoints_with_weights(args.output_dir)
     # A run that resumed from an earlier step may end before the last one's checkpoints.
-    steps = [step for step in checkpoints if step <= trainer.state.global_step]
+    steps = [
+        step
+        for step, path in checkpoints.items()
+        if step <= trainer.state.global_step and not is_off_schedule(path)
+    ]
     if args.load_best_model_at_end:
         steps = from_worst_to_best(args, trainer.state, steps)
     chosen = sorted(steps[-args.average_checkpoints :])
@@ -412,10 +455,14 @@ class ResumableEarlyStoppingCallback(EarlyStoppingCallback):
     ) -> None:
         """Take the number from the state that the trainer has loaded."""
         super().on_train_begin(args, state, control, **kwargs)
-        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        if saved:
-            name = "early_stopping_patience_counter"
-            self.early_stopping_patience_counter = saved["attributes"][name]
+        if state.global_step:
+            self.early_stopping_patience_counter = evaluations_without_gain(state)
+
+
+def evaluations_without_gain(state: TrainerState) -> int:
+    """How many evaluations in a row were no better, up to a checkpoint with this state."""
+    saved = state.stateful_callbacks.get(ResumableEarlyStoppingCallback.__name__)
+    return saved["attributes"]["early_stopping_patience_counter"] if saved else 0
 
 
 class EpochCallback(TrainerCallback):
