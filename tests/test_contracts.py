@@ -18,6 +18,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.state import GradientState, PartialState
 from conftest import small_config
 from huggingface_hub import ModelCard
+from sacrebleu import significance
 from transformers import (
     GenerationMixin,
     Pipeline,
@@ -114,6 +115,10 @@ OVERRIDES = [
         Trainer, "_push_from_checkpoint", "_save_checkpoint", ("checkpoint_folder",),
         "training/checkpoints.py: a checkpoint is uploaded after its rename",
     ),
+    Override(
+        Trainer, "_get_train_sampler", "get_train_dataloader", ("train_dataset",),
+        "training/token_batches.py: the order of group_by_length follows from seed and epoch",
+    ),
 ]  # fmt: skip
 
 # Private attributes that a property of ours replaces: whose, where it is read, and what to look at.
@@ -137,6 +142,7 @@ READ: dict[str, tuple[Any, str]] = {
     "lazy_initialization": (CacheLayerMixin, "model/cache.py"),
     "is_compileable": (CacheLayerMixin, "model/cache.py"),
     "get_tp_size": (Trainer, "training/token_batches.py"),
+    "_compute_p_value": (significance, "inference/metrics.py, which replaces it"),
 }
 
 

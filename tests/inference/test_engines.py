@@ -138,6 +138,21 @@ def test_samples_come_from_the_best_tokens(model, engine):
     assert {*found[:, 1].tolist()} == {*logits.topk(2).indices.tolist()}
 
 
+def test_samples_are_the_same_after_the_same_seed_of_torch(engine):
+    ids, mask = ragged(6, 3)
+    options = {"num_beams": 1, "do_sample": True, "num_return_sequences": 9, "max_new_tokens": 9}
+
+    def two_calls(seed):
+        torch.manual_seed(seed)
+        calls = (engine.generate(input_ids=ids, attention_mask=mask, **options) for _ in range(2))
+        return [found.tolist() for found in calls]
+
+    first, again, other = map(two_calls, (1, 1, 2))
+    assert first == again
+    assert first[0] != first[1]
+    assert first != other
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -323,6 +338,17 @@ def test_the_command_translates_with_an_engine(folders, tmp_path):
     run_command("translate", "--model", folders[1], *flags, cwd=tmp_path)
     expected = run_command("translate", "--model", folders[0], cwd=tmp_path, stdin=text).stdout
     assert (tmp_path / "found").read_text() == expected
+
+
+@pytest.mark.parametrize("command", ["translate --do_sample --num_beams 1", "back-translate"])
+def test_a_seed_draws_the_same_translations_with_an_engine_again(folders, tmp_path, command):
+    (tmp_path / "text").write_text("\n".join(LINES) + "\n")
+    flags = ["--model", folders[1], "--source", "text", "--batch_size", 1]
+    for name, seed in {"first": 1, "again": 1, "other": 2}.items():
+        run_command(*command.split(), *flags, "--output", name, "--seed", seed, cwd=tmp_path)
+    first, again, other = ((tmp_path / name).read_text() for name in ("first", "again", "other"))
+    assert first == again
+    assert first != other
 
 
 def test_the_command_scores_with_an_engine(folders, tmp_path):

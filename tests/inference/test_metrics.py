@@ -2,6 +2,7 @@
 
 import sys
 from importlib.machinery import ModuleSpec
+from math import comb
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -177,6 +178,31 @@ def test_a_difference_between_systems_has_a_probability(monkeypatch, test):
         assert (f"{name}_ci" in scores["wrong"]) == (test == "bootstrap")
     samples = {"bootstrap": "bs:1000", "ar": "ar:500"}[test]
     assert f"{samples}|seed:" in scores["wrong"]["bleu_signature"]
+
+
+def without(*numbers):
+    """A system that is wrong in these lines."""
+    return ["wrong" if number in numbers else line for number, line in enumerate(RIGHT)]
+
+
+@pytest.mark.parametrize("worse", [0, 1, 2, 3])
+def test_randomisation_of_lines_that_are_right_or_wrong_is_a_sign_test(worse):
+    """A system is better in some of ten lines, and worse in the others."""
+    metrics = make_metrics(["bleu", "exact_match", "ser", "wer"])
+    systems = {"one": without(*range(worse, 10)), "other": without(*range(worse))}
+    found = compare_systems(systems, RIGHT, metrics=metrics, test="ar")["other"]
+    expected = 2 * sum(comb(10, number) for number in range(worse + 1)) / 2**10
+    for name in metrics:
+        assert found[f"{name}_p"] == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("test", ["bootstrap", "ar"])
+def test_one_line_is_no_evidence_of_a_difference(test):
+    metrics = make_metrics(["bleu", "exact_match"])
+    systems = {"right": RIGHT, "wrong": without(0)}
+    found = compare_systems(systems, RIGHT, metrics=metrics, test=test)["wrong"]
+    for name in metrics:
+        assert found[f"{name}_p"] == 1 if test == "ar" else found[f"{name}_p"] > 0.05
 
 
 def test_systems_of_other_lengths_are_refused():

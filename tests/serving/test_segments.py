@@ -64,7 +64,17 @@ def test_a_window_does_not_cut_a_sentence():
         ("<script>if (a < b) {}</script><style>p > b {}</style>x", ["x"]),
         ("<!DOCTYPE html><!-- no --><?php no ?><title>yes</title>", ["yes"]),
         ("<code>a &lt; b</code><pre>no\n no</pre><textarea>&amp;</textarea>", []),
-        ('<p translate="no">no <p>no</p> no</p>yes', ["yes"]),
+        ('<div translate="no">no <div>no</div> no</div>yes', ["yes"]),
+        ('<div translate="no">no</p> <br> no</div>yes', ["yes"]),
+        ('<ul><li translate="no">no<li>yes</ul>', ["yes"]),
+        ('<ul><li translate="no">no <ul><li>no</ul> no</ul>yes', ["yes"]),
+        ('<ul><li translate="no"><p>no<li>yes</ul>', ["yes"]),
+        ('<p translate="no">no <b>no</b><p>yes<p translate="no">no<h1>yes</h1>', ["yes", "yes"]),
+        ('<dl><dt translate="no">no<dd>yes<dt>yes</dl>', ["yes", "yes"]),
+        ('<select><option translate="no">no<option>yes</select>', ["yes"]),
+        ('<table><tr><td translate="no">no<td>yes<tr><th>yes</table>', ["yes", "yes"]),
+        ('<table><tr translate="no"><td>no<td>no<tr><td>yes</table>', ["yes"]),
+        ('<section><p translate="no">no</section>yes', ["yes"]),
         ('<img translate="no">yes', ["yes"]),
         ("<a href=\"?a=1&amp;b=2\" title='x'>y</a><br/><hr>", ["y"]),
         ("a < b", ["a < b"]),
@@ -78,6 +88,16 @@ def test_html_has_its_texts_translated_and_its_tags_kept(text, found):
     assert sentences(split_html(again, "en", 200)) == found
     tags = [one.text for one in segments if one.text.startswith("<") and not one.is_sentence]
     assert all(tag in text for tag in tags)
+
+
+@pytest.mark.parametrize(
+    "section",
+    ["<svg><![CDATA[x < y]]></svg>", "<![if !mso]><b></b><![endif]>", "<![CDATA[a]] b]]>"],
+)
+def test_a_section_stays_as_it_is(section):
+    segments = split_html(f"{section}<p>yes</p>", "en", 200)
+    assert sentences(segments) == ["yes"]
+    assert same(segments, is_html=True) == f"{section}<p>yes</p>"
 
 
 def test_a_translation_cannot_add_a_tag():

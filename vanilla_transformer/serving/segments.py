@@ -15,7 +15,22 @@ WINDOW = 1000
 
 HTML_SPACE = " \t\r\n\f"
 KEPT_TAGS = {"code", "pre", "script", "style", "textarea"}
-VOID_TAGS = {"br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
+VOID_TAGS = {
+    "area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track",
+    "wbr",
+}  # fmt: skip
+# Authors may leave out the end tags of these. A start tag ends them if they are innermost.
+CELLS, ROWS = {"p", "td", "th"}, {"p", "td", "th", "tr"}
+SECTIONS = ROWS | {"caption", "colgroup", "tbody", "tfoot", "thead"}
+BLOCKS = (
+    "address article aside blockquote details div dl fieldset figcaption figure footer form h1 h2 "
+    "h3 h4 h5 h6 header hgroup hr main menu nav ol p pre search section table ul"
+)
+ENDED_BY = {block: {"p"} for block in BLOCKS.split()} | {
+    "dd": {"dd", "dt", "p"}, "dt": {"dd", "dt", "p"}, "li": {"li", "p"},
+    "optgroup": {"optgroup", "option"}, "option": {"option"},
+    "tbody": SECTIONS, "td": CELLS, "tfoot": SECTIONS, "th": CELLS, "tr": ROWS,
+}  # fmt: skip
 # A parser of HTML resolves character references in these two, and not in scripts and the like.
 TEXT_TAGS = {None, "textarea", "title"}
 
@@ -44,7 +59,8 @@ def split_text(text: str, language: str, split_over: int) -> list[Segment]:
 
 def split_html(text: str, language: str, split_over: int) -> list[Segment]:
     """Split the text between tags as `split_text` does, with character references resolved. Tags,
-    comments, and the contents of `KEPT_TAGS` and of tags with translate="no" are kept."""
+    comments, and the contents of `KEPT_TAGS` and of tags with translate="no" are kept. These end
+    at their end tag, or where HTML lets an author leave it out."""
     parser = _SegmentingParser(language, split_over)
     parser.feed(text)
     parser.close()
@@ -87,13 +103,20 @@ def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
         line = line[sum(map(len, sentences)) :]
 
 
+class _Element(NamedTuple):
+    """An element without its end tag so far, and whether its contents are kept."""
+
+    tag: str
+    is_kept: bool
+
+
 class _SegmentingParser(HTMLParser):
     def __init__(self, language: str, split_over: int) -> None:
         super().__init__(convert_charrefs=True)
         self.language, self.split_over = language, split_over
         self.segments: list[Segment] = []
         self.text = ""  # since the last tag
-        self.kept: list[str] = []  # the open tag that keeps its contents, once for each level
+        self.open = [_Element("", False)]  # the document, and the elements around this place
 
     def close(self) -> None:
         super().close()
@@ -101,18 +124,20 @@ class _SegmentingParser(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._keep(self.get_starttag_text() or "")
-        if self.kept:
-            self.kept += [tag] * (tag == self.kept[0])
-        elif tag in KEPT_TAGS or (("translate", "no") in attrs and tag not in VOID_TAGS):
-            self.kept = [tag]
+        while self.open[-1].tag in ENDED_BY.get(tag, ()):
+            self.open.pop()
+        if tag not in VOID_TAGS:
+            is_kept = tag in KEPT_TAGS or ("translate", "no") in attrs
+            self.open.append(_Element(tag, is_kept or self.open[-1].is_kept))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._keep(self.get_starttag_text() or "")
 
     def handle_endtag(self, tag: str) -> None:
         self._keep(f"</{tag}>")
-        if self.kept and tag == self.kept[0]:
-            self.kept.pop()
+        if any(element.tag == tag for element in self.open):
+            while self.open.pop().tag != tag:
+                pass  # the end of an element is the end of all within it
 
     def handle_comment(self, data: str) -> None:
         self._keep(f"<!--{data}-->")
@@ -121,7 +146,9 @@ class _SegmentingParser(HTMLParser):
         self._keep(f"<!{decl}>")
 
     def unknown_decl(self, data: str) -> None:
-        self._keep(f"<![{data}]>")
+        """CDATA, or a conditional comment of Microsoft's, which ends in one bracket."""
+        is_conditional = re.match("if|else|endif", data, re.IGNORECASE)
+        self._keep(f"<![{data}]>" if is_conditional else f"<![{data}]]>")
 
     def parse_marked_section(self, i: int, report: bool = True) -> int:
         """A broken section is a comment, as in browsers: older versions of Python fail on it."""
@@ -142,7 +169,7 @@ class _SegmentingParser(HTMLParser):
     def _keep(self, markup: str) -> None:
         """Add the text before a piece of markup, and the markup."""
         text, self.text = self.text, ""
-        if self.kept:
+        if self.open[-1].is_kept:
             self.segments.append(Segment(html.escape(text, quote=False), False))
         else:
             for segment in _without_space(text, HTML_SPACE):

@@ -103,6 +103,7 @@ class CTranslate2Engine:
         self.sources, self.targets = _read_vocabularies(folder)
         self.target_ids = {token: number for number, token in enumerate(self.targets)}
         self.start_id = self.target_ids[self.config.decoder_start_token]
+        self.random_state: torch.Tensor | None = None
         self.to(device)
 
     def to(self, device: str | torch.device) -> "CTranslate2Engine":
@@ -129,6 +130,20 @@ class CTranslate2Engine:
             compute_type=self.compute_type,
             intra_threads=torch.get_num_threads(),
         )
+
+    def _follow_seed(self) -> None:
+        """Take a seed from torch's generator, unless nobody has used that since the last time. So
+        the samples after `torch.manual_seed` are the same each time, as those of our models.
+
+        The engine seeds the generator of a thread once. So another seed needs other threads, which
+        only another translator has.
+        """
+        import ctranslate2
+
+        if self.random_state is None or not self.random_state.equal(torch.get_rng_state()):
+            ctranslate2.set_random_seed(int(torch.randint(2**31, ())))
+            self.random_state = torch.get_rng_state()
+            self.translator = self._open(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -183,6 +198,8 @@ class CTranslate2Engine:
         options.use_length_penalty_type()
         limits = self._limits(ids, mask, options, 1 + prefixes.shape[1])
         search = Search(self, options, self._ends(options), prefixes.shape[1])
+        if options["do_sample"]:
+            self._follow_seed()
         return self._output(search.run(rows, prefixes.tolist(), limits), prefixes, options)
 
     def token_scores(
