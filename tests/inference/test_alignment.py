@@ -157,6 +157,14 @@ def test_pieces_and_the_words_they_are_in(model, tokenizer):
     assert max(t for _, t in found["words"]) == 3
 
 
+def test_padding_on_the_left_changes_no_alignment(model, tokenizer, monkeypatch):
+    lines = ["a house by the lake", "the lake", "</s>"]  # the last with special tokens alone
+    found = [[target(tokenizer, text)] for text in ("ein Haus am See", "der See", "See")]
+    expected = list(add_alignments(lines, found, model, tokenizer, unit="pieces"))
+    monkeypatch.setattr(tokenizer, "padding_side", "left")
+    assert list(add_alignments(lines, found, model, tokenizer, unit="pieces")) == expected
+
+
 def test_an_ensemble_averages_attention(model, tokenizer):
     found = [[target(tokenizer, "ein Haus am See")]]
     for members in ([model], [model, model]):

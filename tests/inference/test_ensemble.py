@@ -82,9 +82,20 @@ def test_beam_search_finds_what_one_step_after_another_finds(members):
     torch.testing.assert_close(found.sequences_scores, total)
 
 
-def test_an_output_is_as_long_as_its_source_and_50(members):
+@pytest.mark.parametrize("attention", [["eager", "eager"], ["eager", "sdpa"], ["sdpa", "eager"]])
+def test_members_find_the_same_beams_with_any_attention(attention):
+    expected = generate(VanillaTransformerEnsemble([make(0), make(1)]), num_beams=4)
+    members = [make(seed, attn_implementation=name) for seed, name in enumerate(attention)]
+    found = generate(VanillaTransformerEnsemble(members), num_beams=4)
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize(
+    "endless", [{"eos_token_id": None, "pad_token_id": 0}, {"suppress_tokens": [0, 2]}], ids=str
+)
+def test_an_output_is_as_long_as_its_source_and_50(members, endless):
     ensemble = VanillaTransformerEnsemble([members[0]])
-    found = ensemble.generate(**SOURCE, eos_token_id=None, pad_token_id=0, num_beams=2)
+    found = ensemble.generate(**SOURCE, **endless, num_beams=2)
     assert (found[:, 1:] != 0).sum(1).tolist() == [55, 59, 53]
 
 

@@ -12,6 +12,7 @@ from vanilla_transformer.data.text_files import read_lines
 from vanilla_transformer.inference.translation import (
     BATCHES_PER_WINDOW,
     Hypothesis,
+    output_limit,
     translate,
     translate_n_best,
 )
@@ -210,6 +211,13 @@ def test_a_prefix_that_is_as_long_as_the_longest_translation_is_named(
         list(translate(lines, model, tokenizer, prefixes=prefixes, **options))
 
 
+@pytest.mark.parametrize("saved", ["max_length", "max_new_tokens", "max_length_factor"])
+def test_a_limit_in_a_call_goes_before_one_of_the_model(model, monkeypatch, saved):
+    monkeypatch.setattr(model.generation_config, saved, 8, raising=False)
+    assert output_limit(model, 5, {"extra_output_tokens": 30}) == 35
+    assert output_limit(model, 5, {"max_length_factor": 3}) == 15
+
+
 def test_there_is_a_prefix_for_each_line(model, tokenizer):
     with pytest.raises(ValueError, match="argument 2 is shorter"):
         list(translate(["a", "b"], model, tokenizer, prefixes=["x"]))
@@ -225,6 +233,17 @@ def test_what_reached_its_length_limit_is_known(model, tokenizer, options, monke
     whole = list(translate_n_best(["see"], model, tokenizer, None, **ending))
     assert [h.is_complete for h in whole[0]] == [True]
     assert whole[0][0].token_ids[-1] == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_what_is_cut_at_its_own_limit_is_the_same_alone(model, tokenizer, options):
+    lines = ["see", "a house by the lake"]
+    options = {"extra_output_tokens": 2, "suppress_tokens": [2], **options}
+    batch = [found for (found,) in translate_n_best(lines, model, tokenizer, None, **options)]
+    for line, together in zip(lines, batch, strict=True):
+        ((alone,),) = translate_n_best([line], model, tokenizer, None, **options)
+        assert together.token_ids == alone.token_ids
+        assert not together.is_complete
 
 
 def test_samples_need_no_beams(model, tokenizer):

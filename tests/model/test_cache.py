@@ -140,6 +140,28 @@ def test_a_source_is_kept_once_for_its_beams_until_the_cache_is_handed_out(monke
         assert {len(layer.keys) for layer in part.layers} == {8}
 
 
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_rows_of_a_cache_that_is_handed_out_change_places(num_beams):
+    source, mask = ragged(9, 5)
+    options = {"num_beams": num_beams, "max_new_tokens": 4, "return_dict_in_generate": True}
+    outputs = seq2seq().eval().generate(source, attention_mask=mask, **options)
+    cache = getattr(outputs, CACHE_NAME)
+    layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
+    cache.reorder_cache(torch.arange(2 * num_beams).flip(0))
+    for layer, (keys, values) in zip(layers, before, strict=True):
+        assert torch.equal(layer.keys, keys.flip(0))
+        assert torch.equal(layer.values, values.flip(0))
+
+
+def test_nothing_is_copied_while_beams_share_their_source():
+    layer = SourceLayer(rows_per_source=2)
+    keys, values = layer.update(*torch.randn(2, 1, 2, 5, 3))
+    layer.reorder_cache(torch.tensor([1, 0]))
+    assert layer.keys is keys
+    assert layer.values is values
+
+
 def test_a_growing_layer_holds_what_transformers_does():
     torch.manual_seed(0)
     ours, theirs = GrowingLayer([], 12), DynamicLayer()

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import random_ids, small_config
+from conftest import ragged, random_ids, seq2seq, small_config
 from test_modeling import VARIANTS, pad, variant_name
 from transformers import GenerationConfig, WatermarkDetector, WatermarkingConfig
 
@@ -169,8 +169,37 @@ def test_each_row_ends_at_its_own_limit(monkeypatch, strategy, eos, side, use_ca
     copies = strategy.get("num_return_sequences", 1)
     for together, tokens in zip(batch.split(copies), alone, strict=True):
         assert together[:, : tokens.shape[1]].tolist() == tokens.tolist()
-        # transformers fills up with </s> after beam search where padding is 0
-        assert set(together[:, tokens.shape[1] :].flatten().tolist()) <= {0, 2}
+        assert not together[:, tokens.shape[1] :].any()  # padding
+
+
+def test_each_row_has_its_forced_end_at_its_own_limit(monkeypatch, strategy):
+    model = seq2seq(initializer="tensor2tensor").eval()  # no output ends early
+    monkeypatch.setattr(model, "extra_output_tokens", 4)
+    sources = [random_ids(1, n, seed=n)[0] for n in (2, 9, 5)]
+    ids, mask = pad(sources, "right")
+    options = {**strategy, "forced_eos_token_id": 2}
+    batch = model.generate(ids, attention_mask=mask, **options)
+    copies = strategy.get("num_return_sequences", 1)
+    for together, source in zip(batch.split(copies), sources, strict=True):
+        alone = model.generate(source[None], **options)
+        assert (alone[:, -1] == 2).all()
+        assert together[:, : alone.shape[1]].tolist() == alone.tolist()
+        assert not together[:, alone.shape[1] :].any()
+
+
+def test_beams_that_are_cut_at_their_own_limit_have_scores_of_their_tokens_alone():
+    model = seq2seq().eval()
+    ids, mask = ragged(2, 9, 5)
+    found = model.generate(
+        ids, attention_mask=mask, extra_output_tokens=4, suppress_tokens=[0, 2], num_beams=4,
+        num_return_sequences=3, length_penalty=0.0, return_dict_in_generate=True,
+        output_scores=True,
+    )  # fmt: skip
+    lengths = [n + 4 for n in (2, 9, 5) for _ in range(3)]
+    assert found.sequences[:, 1:].count_nonzero(1).tolist() == lengths
+    assert (found.beam_indices >= 0).sum(1).tolist() == lengths
+    scores = model.compute_transition_scores(found.sequences, found.scores, found.beam_indices)
+    torch.testing.assert_close(scores.sum(1), found.sequences_scores)
 
 
 def test_each_sample_ends_at_its_own_limit():
@@ -193,6 +222,18 @@ def test_another_limit_is_saved_with_the_model_and_a_call_goes_before_it(tmp_pat
     given = GenerationConfig(extra_output_tokens=3)
     assert model.generate(source, given).shape[1] == 1 + 5 + 3
     assert model.generate(source, max_new_tokens=2, extra_output_tokens=9).shape[1] == 1 + 2
+
+
+@pytest.mark.parametrize(
+    "saved", [{"max_length": 10}, {"max_new_tokens": 9}, {"max_length_factor": 3}], ids=str
+)
+def test_a_limit_by_the_source_in_a_call_goes_before_any_that_is_saved(saved):
+    model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None))
+    vars(model.generation_config).update(saved)
+    source = random_ids(1, 5)
+    assert model.generate(source, extra_output_tokens=20).shape[1] == 1 + 5 + 20
+    assert model.generate(source, max_length_factor=4).shape[1] == 1 + 4 * 5
+    assert model.generate(source, GenerationConfig(extra_output_tokens=1)).shape[1] == 1 + 5 + 1
 
 
 def test_marians_limit_is_a_multiple_of_the_longest_source(tmp_path):

@@ -392,6 +392,14 @@ class TestTaskSpecificParams:
         assert (call["num_beams"], call["max_new_tokens"]) == (3, 4)
         assert "max_length" not in call
 
+    @pytest.mark.parametrize("limit", [{"extra_output_tokens": 3}, {"max_length_factor": 2.0}])
+    def test_give_way_to_any_limit_of_the_users(self, limit, folders, monkeypatch):
+        pipe = pipeline("translation", model=str(folders / "ours"))
+        monkeypatch.setattr(pipe, "_task_params", {"max_length": 9})
+        calls = spy(pipe, monkeypatch)
+        pipe("a dog", **limit)
+        assert "max_length" not in calls[0]
+
     def test_do_not_reach_other_tasks(self, calls):
         call = calls("translation", "a dog")
         assert call["source"] == "a dog</s>"

@@ -162,7 +162,9 @@ def _aligned_places(
         chosen = penultimate_layer(len(maps)) if layer is None else layer
         weights = weights.to(maps[0]) + maps[chosen].mean(1)
     hidden = torch.isin(inputs["input_ids"], special) | (inputs["attention_mask"] == 0)
-    return weights.masked_fill(hidden[:, None], -1).argmax(-1).tolist()
+    places = weights.masked_fill(hidden[:, None], -1).argmax(-1)
+    padding = inputs["attention_mask"].argmax(-1, keepdim=True)  # on the left
+    return (places - padding).clamp(min=0).tolist()
 
 
 def penultimate_layer(layers: int) -> int:

@@ -133,10 +133,14 @@ class VanillaTransformerEnsemble(
                 raise ValueError(f"{name}={options[name]!r}: expected None for an ensemble")
         if CACHE_NAME in options.kwargs or options["use_cache"] is False:
             return
+        configs = [member.config for member in self.members]
+        if any(config._attn_implementation != "sdpa" for config in configs):
+            options.kwargs[CACHE_NAME] = EnsembleCache([new_cache(config) for config in configs])
+            return
         rows = max(options["num_beams"] or 1, options["num_return_sequences"] or 1)
         new_tokens = options["max_new_tokens"]
         length = options["max_length"] if new_tokens is None else prompt_length + new_tokens
-        caches = [generation_cache(member.config, rows, length) for member in self.members]
+        caches = [generation_cache(config, rows, length) for config in configs]
         options.kwargs[CACHE_NAME] = EnsembleCache(caches)
 
 

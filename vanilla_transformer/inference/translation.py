@@ -10,6 +10,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..model.generation import LIMITS, GenerationOptions, first_given
+
 DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
 
 # Lines are sorted by length within this many batches, so that little padding is needed.
@@ -159,16 +161,16 @@ def output_limit(
 ) -> float:
     """The largest number of target tokens that `generate` makes of a source; infinity if the
     options set no limit."""
-    options, config = _options(model, generate_kwargs), model.config
-    limit = math.inf
-    if options.get("max_new_tokens") is not None:
-        limit = options["max_new_tokens"]
-    elif options.get("max_length") is not None:
-        limit = options["max_length"] - 1
-    elif options.get("max_length_factor") is not None:
+    options = GenerationOptions(model.generation_config, None, generate_kwargs)
+    limiting, limit, config = options.first_of(LIMITS), math.inf, model.config
+    if limiting in ("max_new_tokens", "max_length"):
+        new_tokens = options["max_new_tokens"]  # goes before any `max_length`, as in transformers
+        limit = options["max_length"] - 1 if new_tokens is None else new_tokens
+    elif limiting == "max_length_factor":
         limit = int(options["max_length_factor"] * source_length)
     elif hasattr(model, "extra_output_tokens"):
-        limit = source_length + options.get("extra_output_tokens", model.extra_output_tokens)
+        extra = first_given(options["extra_output_tokens"], model.extra_output_tokens)
+        limit = source_length + extra
     if getattr(config, "position_encoding", None) == "learned":
         limit = min(limit, config.max_position_embeddings - 1)
     return limit

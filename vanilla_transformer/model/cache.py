@@ -170,7 +170,7 @@ class GrowingLayer(DynamicLayer):
 
 
 class SourceLayer(DynamicLayer):
-    """Keys and values of a source, which all its beams share, so that nothing is reordered.
+    """Keys and values of a source. While its beams share them, nothing is reordered.
 
     Args:
         rows_per_source: Beams or samples of each source.
@@ -181,7 +181,10 @@ class SourceLayer(DynamicLayer):
         self.rows_per_source = rows_per_source
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Beams change places only within their source."""
+        """Nothing while beams share their source, within which they change places; otherwise row i
+        becomes what row beam_idx[i] was."""
+        if self.rows_per_source == 1:
+            super().reorder_cache(beam_idx)
 
 
 def generation_cache(

@@ -2,16 +2,20 @@
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import (
     Cache,
     EncoderDecoderCache,
+    ForcedEOSTokenLogitsProcessor,
     GenerationConfig,
     GenerationMixin,
+    LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -31,6 +35,8 @@ from .validation import expect_generation_options, expect_in_range, expect_promp
 
 # What a generation config may hold besides transformers' own fields.
 OWN_OPTIONS = ("length_penalty_type", "extra_output_tokens", "max_length_factor")
+# What limits an output: of options that are set in the same place, the first holds.
+LIMITS = ("max_new_tokens", "max_length", "max_length_factor", "extra_output_tokens")
 # By `length_penalty_type`, a and b of (a + length) / b, which takes the length's place. "gnmt", the
 # paper's, is equation 14 of https://arxiv.org/abs/1609.08144; "avg" and "wu" are OpenNMT-py's.
 LENGTH_PENALTIES = {"power": (0, 1), "gnmt": (5, 6), "avg": (1, 1), "wu": (6, 6)}
@@ -77,6 +83,28 @@ class SourceLengthCriteria(StoppingCriteria):
         """Whether each of (rows, length) targets has ended, (rows,)."""
         ended = input_ids.shape[1] >= self.max_lengths.to(input_ids.device)
         return ended.repeat_interleave(input_ids.shape[0] // len(ended))
+
+
+class SourceLengthForcedEnd(LogitsProcessor):
+    """Forces the last token of each row at the row's own length, as transformers' processor does at
+    the length of the batch.
+
+    Args:
+        ends: The lengths.
+        token_ids: `forced_eos_token_id`.
+    """
+
+    def __init__(self, ends: SourceLengthCriteria, token_ids: int | list[int]):
+        self.ends, self.token_ids = ends, token_ids
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.Tensor:
+        """Scores (rows, vocabulary) after (rows, length) targets."""
+        with_next: Any = F.pad(input_ids, (0, 1))
+        force = ForcedEOSTokenLogitsProcessor(
+            with_next.shape[1], self.token_ids, device=scores.device
+        )
+        is_last = self.ends(with_next, scores)
+        return torch.where(is_last[:, None], force(input_ids, scores), scores)
 
 
 class VanillaTransformerGenerationMixin(GenerationMixin):
@@ -149,33 +177,33 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
     def _limit_by_source(
         self, inputs: torch.Tensor | None, prompt_length: int, options: "GenerationOptions"
     ) -> None:
-        """Input length + `extra_output_tokens` where the caller set no limit; transformers' own
+        """Input length + `extra_output_tokens` where nothing sets another limit; transformers' own
         default is 20 tokens. Each row ends at its own limit, or with `max_length_factor`, Marian's,
         at that multiple of the batch's longest source. Learned positions end where their table
         does."""
+        limiting = options.first_of(LIMITS)
         extra = first_given(options.take("extra_output_tokens"), self.extra_output_tokens)
         if not isinstance(extra, int) or extra < 0:
             raise ValueError(f"extra_output_tokens={extra!r}: expected an integer from 0")
         factor = options.take("max_length_factor")
         if factor is not None and not factor > 0:
             raise ValueError(f"max_length_factor={factor!r}: expected a number above 0")
-        if options["max_length"] is not None or options["max_new_tokens"] is not None:
+        if limiting in ("max_new_tokens", "max_length"):
             return
         kwargs, mask = options.kwargs, options.kwargs.get("attention_mask")
         encoded = first_given(kwargs.get("encoder_outputs"), [torch.ones(1, 1)])[0]
         source = first_given(inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"), encoded)
-        limit = source.shape[1] + extra if factor is None else int(factor * source.shape[1])
+        by_factor = limiting == "max_length_factor"
+        limit = int(factor * source.shape[1]) if by_factor else source.shape[1] + extra
         if self.config.position_encoding == "learned":
             limit = min(limit, self.config.max_position_embeddings - prompt_length)
         options["max_new_tokens"] = limit
         has_ends = options["pad_token_id"] is not None or options["eos_token_id"] is not None
-        if factor is not None or mask is None or mask.ndim != 2 or not has_ends:
+        if by_factor or mask is None or mask.ndim != 2 or not has_ends:
             return
         lengths = mask.count_nonzero(1) + extra
         if lengths.min() < limit:
-            ends = SourceLengthCriteria(prompt_length + lengths.clamp(max=limit))
-            criteria = kwargs.get("stopping_criteria") or []
-            kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, ends])
+            options.end_rows_at(prompt_length + lengths.clamp(max=limit))
 
     def _prompt_length(self, options: "GenerationOptions") -> int:
         """Target tokens to begin with: transformers puts the start token before a prompt that lacks
@@ -255,15 +283,20 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """As transformers' (5.17 to 5.24), looking at the best tokens alone where these decide, and
         without the rows of sources that have ended."""
         config, rows = kwargs["generation_config"], running_rows(self, input_ids, kwargs)
+        pad = config._pad_token_tensor
+        if pad is not None:
+            # transformers (5.17 to 5.24) takes id 0 for no padding, and fills up with </s> instead.
+            config = kwargs["generation_config"] = copy.copy(config)
+            config._pad_token_tensor = torch.full_like(pad, -1)
         best = best_tokens(self, kwargs, nn.Identity() if rows is None else rows.expand)
         if best is not None:
             kwargs["logits_processor"] = LogitsProcessorList([best])
         model = with_fast_projection(self) if best is None else best.model
         model = model if rows is None else rows.of(model)
         output = GenerationMixin._beam_search(model, input_ids, **kwargs)
-        if config._eos_token_tensor is None and config._pad_token_tensor is not None:
+        if pad is not None:
             sequences = getattr(output, "sequences", output)
-            sequences[sequences < 0] = config._pad_token_tensor  # what transformers fills up with
+            sequences[sequences < 0] = pad
         return output
 
     def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -305,8 +338,11 @@ class GenerationOptions:
         return {**vars(self.given or self.default), **self.kwargs}
 
     def __getitem__(self, name: str) -> Any:
-        configs = (getattr(config, name, None) for config in (self.given, self.default))
-        return first_given(self.kwargs.get(name), *configs)
+        return first_given(*(place.get(name) for place in self._places()))
+
+    def _places(self) -> list[Mapping[str, Any]]:
+        configs = (config for config in (self.given, self.default) if config is not None)
+        return [self.kwargs, *(vars(config) for config in configs)]
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.given is None:
@@ -314,11 +350,27 @@ class GenerationOptions:
         else:  # transformers warns where there are both a config and keywords
             setattr(self.given, name, value)
 
+    def first_of(self, names: Sequence[str]) -> str | None:
+        """Of these options the first that is set, in the first place where any is."""
+        return first_given(
+            *(name for place in self._places() for name in names if place.get(name) is not None)
+        )
+
     def take(self, name: str) -> Any:
         """The value of an option that transformers does not know, which is no keyword any more."""
         value = self[name]
         self.kwargs.pop(name, None)
         return value
+
+    def end_rows_at(self, lengths: torch.Tensor) -> None:
+        """End the targets of each source at its length, the prompt included, (sources,)."""
+        ends, forced = SourceLengthCriteria(lengths), self["forced_eos_token_id"]
+        criteria = self.kwargs.get("stopping_criteria") or []
+        self.kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, ends])
+        if forced is not None:
+            processors = self.kwargs.get("logits_processor") or []
+            force = SourceLengthForcedEnd(ends, forced)
+            self.kwargs["logits_processor"] = LogitsProcessorList([*processors, force])
 
     def use_length_penalty_type(self) -> None:
         """Replace `length_penalty` by the one that `length_penalty_type` names.

@@ -192,7 +192,7 @@ class Text2TextGenerationPipeline(Pipeline):
         if limited or hasattr(self.model, "extra_output_tokens"):
             params.pop("max_new_tokens")
         params = {name: value for name, value in params.items() if getattr(config, name) is None}
-        limits = {"max_length", "max_new_tokens"}
+        limits = {"max_length", "max_new_tokens", "max_length_factor", "extra_output_tokens"}
         settled = limits if limits & generate_kwargs.keys() else set()
         return {k: v for k, v in {**params, **task_params}.items() if k not in settled}
 
