@@ -277,6 +277,7 @@ def test_a_plan_counts_the_epochs_of_the_training(folder):
     options = [
         "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
         "--phrases_train_size", 200, "--vocab_size", 320, "--max_tokens", 60, "--max_steps", 50,
+        "--phrases_validation_size", 5, "--phrases_test_size", 5,
         "--save_strategy", "no", "--report_to", "none", "--use_cpu",
     ]  # fmt: skip
     table = run_command("plan", *options, "--measured_steps", 1, cwd=folder).stdout
