@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_command, small_config
+from datasets import Dataset
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.cli import plot as script
+from vanilla_transformer.data.tokenizer_options import TokenizerArguments
 from vanilla_transformer.model.modeling_vanilla_transformer import SinusoidalPositions
 from vanilla_transformer.plotting import (
     AttentionMaps,
@@ -333,6 +335,25 @@ def test_tokens_look_as_in_a_text_and_white_space_and_parts_of_characters_can_be
     ]  # fmt: skip
     axes = plot_attention(maps, layers=[1], heads=[1]).axes[0]
     assert not any(label.get_parse_math() for label in axes.get_xticklabels())
+
+
+@pytest.mark.parametrize(
+    ("kind", "queries", "keys"),
+    [
+        ("encoder", ["c", "a", "b", "</s>"], ["c", "a", "b", "</s>"]),
+        ("cross", ["b", "a:", "</s>"], ["c", "a", "b", "</s>"]),
+    ],
+)
+def test_each_side_has_the_tokens_of_its_own_vocabulary(kind, queries, keys):
+    pairs = Dataset.from_dict({"source": ["abc", "cab"], "target": ["a: b", "b a:"]})
+    tokenizer = TokenizerArguments(
+        tokenizer_type="char", separate_vocabularies=True, target_tokenizer_type="word"
+    ).train(pairs)
+    sizes = {"vocab_size": len(tokenizer), "decoder_vocab_size": tokenizer.target_vocab_size}
+    config = small_config(**sizes, attn_implementation="eager")
+    model = VanillaTransformerForConditionalGeneration(config)
+    maps = attention_maps(model, tokenizer, "cab", "b a:", kind)
+    assert (list(maps.queries), list(maps.keys)) == (queries, keys)
 
 
 @pytest.mark.parametrize(

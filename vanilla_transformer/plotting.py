@@ -345,8 +345,8 @@ def attention_maps(
     }[kind]
     return AttentionMaps(
         torch.cat(outputs[f"{kind}_attentions"]).float().cpu(),
-        _readable(queries[0].tolist(), tokenizer),
-        _readable(keys[0].tolist(), tokenizer),
+        _readable(queries[0].tolist(), tokenizer, of_source=kind == "encoder"),
+        _readable(keys[0].tolist(), tokenizer, of_source=kind != "decoder"),
         kind,
     )
 
@@ -365,12 +365,19 @@ def expect_numbers(name: str, wanted: Iterable[int], count: int) -> None:
             raise ValueError(f"{name} {number}: expected 1 to {count}")
 
 
-def _readable(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _readable(
+    token_ids: list[int], tokenizer: PreTrainedTokenizerBase, of_source: bool
+) -> list[str]:
     """Tokens as they look in a text, white space made visible; as in the vocabulary where they are
     part of a character."""
+    to_token, side = tokenizer.convert_ids_to_tokens, {}
+    if hasattr(tokenizer, "target_tokenizer"):  # it has two vocabularies
+        side = {"use_source_tokenizer": of_source}
+        if not of_source:
+            to_token = tokenizer.target_tokenizer.id_to_token
     readable = []
-    for token_id, token in zip(token_ids, tokenizer.convert_ids_to_tokens(token_ids), strict=True):
-        text = tokenizer.decode([token_id]).strip()
+    for token_id in token_ids:
+        token, text = to_token(token_id), tokenizer.decode([token_id], **side).strip()
         whole = text and "\N{REPLACEMENT CHARACTER}" not in text
         blank = repr(token)[1:-1].replace(" ", "\N{OPEN BOX}")
         readable.append(text if whole else token if token.strip() else blank)

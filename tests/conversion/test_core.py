@@ -1,10 +1,14 @@
 """What the converters share."""
 
+import json
+
 import pytest
 import torch
+from conftest import small_config
 
 from conversion.models import embeddings, random_model, split_state
-from vanilla_transformer.conversion import core
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.conversion import ConversionOptions, core, fairseq
 
 
 def test_interleaving_and_separating_undo_each_other():
@@ -69,3 +73,26 @@ def test_views_and_transposed_matrices_are_saved_as_they_are(tmp_path, tokenizer
     saved = core.read_transformers_weights(tmp_path)
     assert {*saved} == {*weights}
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(("option", "value"), [("heads", 2), ("like", "transformers")])
+def test_an_option_that_the_format_does_not_read_is_named(option, value):
+    options = ConversionOptions(**{option: value})
+    message = f"{option}={value!r} has no effect on a checkpoint of fairseq: expected source_voc"
+    with pytest.raises(ValueError, match=message):
+        options.expect_only(fairseq.READS, fairseq.NAME)
+
+
+@pytest.mark.parametrize("change", [0.0, 0.5])
+def test_a_trained_bias_that_no_tensor_can_hold_is_named_on_the_way_back(change, tmp_path, caplog):
+    config = small_config(lm_head_bias=True)
+    model = VanillaTransformerForConditionalGeneration(config)
+    model.lm_head.bias.data.zero_()[-1] = core.SUPPRESSED
+    model.lm_head.bias.data[3] = change
+    model.save_pretrained(tmp_path)
+    (tmp_path / "original").mkdir()
+    record = {"format": "fairseq", "sources": {"encoder.embed_tokens.weight": [core.SHARED]}}
+    (tmp_path / "original/conversion.json").write_text(json.dumps(record))
+    core.restore(tmp_path, halves=False)
+    said = "training has changed the biases of the output by up to 0.5" in caplog.text
+    assert said == (change > 0)

@@ -264,6 +264,22 @@ def test_subword_nmt_splits_into_the_vocabulary(post):
     post.expect_the_same(folder)
 
 
+def test_a_piece_that_the_target_lacks_is_unknown_in_a_label(post):
+    """The codes make "maus", which no row of the model's output stands for."""
+    post.cfg["data"]["trg"] |= {
+        "level": "bpe",
+        "tokenizer_type": "subword-nmt",
+        "tokenizer_cfg": {"codes": "bpe.codes", "separator": "@@"},
+    }
+    (post.folder / "bpe.codes").write_text("#version: 0.2\nm a\nu s</w>\nma us</w>\n")
+    as_vocabulary(post, ["ma@@", "us"], "trg")
+    tokenizer = AutoTokenizer.from_pretrained(post.convert())
+    labels = tokenizer(text_target=["us", "x"])["input_ids"]
+    size = len((post.folder / "trg_vocab.txt").read_text().split())
+    assert max(max(row) for row in labels) < size
+    assert labels[1][0] == tokenizer.target_unk_id
+
+
 def test_sentencepiece_splits_into_the_vocabulary(post):
     sentencepiece = pytest.importorskip("sentencepiece")
     text = post.folder / "text"

@@ -297,8 +297,10 @@ def test_version_3_splits_at_spaces(converted):
 
 def test_what_stays_outside_is_in_the_model_card(checkpoint, converted_again):
     checkpoint["opt"].transforms = ["onmt_tokenize", "filtertoolong"]
+    checkpoint["opt"].src_subword_vocab = "words.txt"
     card = (converted_again() / "README.md").read_text()
     assert "text goes through OpenNMT-py's onmt_tokenize first" in card
+    assert "subwords are not restricted by OpenNMT-py's src_subword_vocab" in card
 
 
 # ---------------------------------------------------------------- Training

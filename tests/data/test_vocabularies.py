@@ -298,20 +298,21 @@ TOY += [(piece, score, NORMAL) for piece, score in [
 NO_PAD = Specials(pad="</s>")
 
 
+def varint(number):
+    low, rest = number & 127, number >> 7
+    return bytes([low | 128]) + varint(rest) if rest else bytes([low])
+
+
+def field(number, value):
+    if isinstance(value, float):
+        return varint(number << 3 | 5) + struct.pack("<f", value)
+    if isinstance(value, bytes):
+        return varint(number << 3 | 2) + varint(len(value)) + value
+    return varint(number << 3) + varint(int(value))
+
+
 def serialized(model):
     """A sentencepiece model as a file holds it."""
-
-    def varint(number):
-        low, rest = number & 127, number >> 7
-        return bytes([low | 128]) + varint(rest) if rest else bytes([low])
-
-    def field(number, value):
-        if isinstance(value, float):
-            return varint(number << 3 | 5) + struct.pack("<f", value)
-        if isinstance(value, bytes):
-            return varint(number << 3 | 2) + varint(len(value)) + value
-        return varint(number << 3) + varint(int(value))
-
     pieces = [field(1, p.encode()) + field(2, s) + field(3, k) for p, s, k in model.pieces]
     kinds = ["unigram", "bpe", "word", "char"]
     trainer = field(3, kinds.index(model.model_type) + 1) + field(35, model.byte_fallback)
@@ -349,6 +350,15 @@ def test_what_is_no_model_file_is_refused(tmp_path, content):
 def test_a_model_of_words_is_refused(tmp_path):
     (tmp_path / "spm.model").write_bytes(serialized(SentencePieceModel(TOY, "word")))
     with pytest.raises(ValueError, match="model_type=word: expected unigram, bpe or char"):
+        vocabulary_files.read_sentencepiece(tmp_path / "spm.model")
+
+
+@pytest.mark.parametrize(("spec", "number"), [(3, 7), (3, 8), (5, 2)])
+def test_case_as_tokens_and_denormalization_are_refused(tmp_path, spec, number):
+    content = serialized(SentencePieceModel(TOY))
+    rule = field(number, b"rules" if number == 2 else 1)
+    (tmp_path / "spm.model").write_bytes(content + field(spec, rule))
+    with pytest.raises(ValueError, match=r"encode_unicode_case .* or a denormalization rule"):
         vocabulary_files.read_sentencepiece(tmp_path / "spm.model")
 
 

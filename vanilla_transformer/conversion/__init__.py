@@ -48,6 +48,7 @@ def read(path: str | Path, options: ConversionOptions | None = None) -> Conversi
     """Read another toolkit's checkpoint into memory; see `convert`."""
     options = options or ConversionOptions()
     module = find_format(Path(path), options.format)
+    options.expect_only(module.READS, module.NAME)
     conversion = module.read(Path(path), options)
     if options.moses is not None:
         conversion.tokenizer = with_moses(conversion.tokenizer, *options.moses)

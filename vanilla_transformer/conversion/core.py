@@ -12,10 +12,11 @@ and, if models go back to it,
 """
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from transformers.utils import (
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from .unpickling import load_torch
+
+logger = logging.getLogger(__name__)
 
 # A subfolder of the converted model for what it has no place for itself, and going back needs.
 ORIGINAL, RECORD_NAME, LEFTOVERS_NAME = "original", "conversion.json", "leftovers.safetensors"
@@ -130,6 +133,16 @@ class ConversionOptions:
             value = getattr(self, name)
             if value is not None and not Path(value).is_file():
                 raise FileNotFoundError(f"{name}={value!r}: expected a file")
+
+    def expect_only(self, names: Sequence[str], format: str) -> None:
+        """Raise a ValueError if an option is given that a format does not read."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is not None and option.name not in (*names, "format", "moses", "license"):
+                raise ValueError(
+                    f"{option.name}={value!r} has no effect on a checkpoint of {format}: expected "
+                    f"{' or '.join(names) or 'no option'}"
+                )
 
 
 @dataclass
@@ -585,6 +598,15 @@ def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
     if (model_folder / ORIGINAL / LEFTOVERS_NAME).is_file():
         leftovers = load_file(model_folder / ORIGINAL / LEFTOVERS_NAME)
     weights |= {f"original:{name}": each for name, each in leftovers.items()}
+    bias = weights.get(PROJECTION_BIAS)
+    if bias is not None and [PROJECTION_BIAS] not in record["sources"].values():
+        largest = bias[bias > SUPPRESSED / 2].abs().max().item()
+        if largest > 0:
+            logger.warning(
+                "%s: training has changed the biases of the output by up to %.2g, which this %s "
+                "checkpoint has no place for: its scores will differ",
+                model_folder, largest, record["format"],
+            )  # fmt: skip
 
     def part(name: str) -> Tensor:
         name, _, rows = name.partition("[:")

@@ -25,6 +25,12 @@ from .text import side_tokenizer
 from .unpickling import Inert, contents, load_torch
 
 NAME = "fairseq"
+READS: tuple[str, ...] = (
+    "source_vocabulary",
+    "target_vocabulary",
+    "source_codes",
+    "target_codes",
+)
 PAD, EOS, UNK = 1, 2, 3
 STACKS = ("encoder", "decoder")
 

@@ -21,6 +21,7 @@ from .check import TransformersModel
 from .core import Conversion, ConversionOptions
 
 NAME = "fsmt"
+READS: tuple[str, ...] = ("source_vocabulary", "target_vocabulary", "source_codes")
 VOCABULARIES = {"source": "vocab-src.json", "target": "vocab-tgt.json"}
 MERGES = "merges.txt"
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json")

@@ -39,6 +39,7 @@ from .core import (
 from .marian import expect_size
 
 NAME = "hf_marian"
+READS: tuple[str, ...] = ()
 Frequencies: TypeAlias = Literal["paper", "tensor2tensor"]
 BIAS = "final_logits_bias"
 UNK, END = "<unk>", "</s>"

@@ -45,6 +45,12 @@ from .core import (
 from .unpickling import contents, load_torch
 
 NAME = "joeynmt"
+READS: tuple[str, ...] = (
+    "source_vocabulary",
+    "target_vocabulary",
+    "source_codes",
+    "target_codes",
+)
 
 # From our names to theirs: regular expressions and what replaces them, one after the other.
 NAMES = {
@@ -149,7 +155,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     version = str(cfg.get("joeynmt_version") or "2")
     origin = {"toolkit": "JoeyNMT", "version": version, "notes": _notes(cfg, options)}
     generation = _generation(cfg, symbols, target)
-    conversion = Conversion(config, weights, pair(*sides), generation, origin)
+    tokenizer = pair(*sides, size=len(target), unk_id=target[symbols.unk])
+    conversion = Conversion(config, weights, tokenizer, generation, origin)
     languages = _moses_languages(cfg)
     if any(languages):
         conversion.tokenizer = with_moses(

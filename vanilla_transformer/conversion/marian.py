@@ -33,6 +33,13 @@ from .core import PROJECTION_BIAS, SHARED, Conversion, ConversionOptions, Tensor
 logger = logging.get_logger(__name__)
 
 NAME = "marian"
+READS: tuple[str, ...] = (
+    "like",
+    "source_vocabulary",
+    "target_vocabulary",
+    "source_codes",
+    "target_codes",
+)
 OPTIONS = "special:model.yml"
 STACKS = ("encoder", "decoder")
 # Our modules and Marian's names: {} is "W" or "b", in a layer norm "scale" or "bias".

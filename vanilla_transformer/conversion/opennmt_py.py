@@ -33,6 +33,7 @@ from .text import tokenizer_for
 from .unpickling import Inert, contents, load_torch
 
 NAME = "opennmt_py"
+READS: tuple[str, ...] = ("source_codes", "target_codes")
 
 # From our names to theirs: regular expressions and what replaces them, one after the other.
 NAMES = {
@@ -98,7 +99,12 @@ GENERATION: dict[int, dict[str, Any]] = {
 PAD, BOS, EOS = "<blank>", "<s>", "</s>"
 TEMPLATES = "$A", f"$A {EOS}"
 # Transforms of a text that no tokenizer computes, and that translation needs too.
-OUTSIDE = ("onmt_tokenize", "normalize", "prefix", "suffix", "docify", "inlinetags", "fuzzymatch")
+OUTSIDE = (
+    "onmt_tokenize", "normalize", "prefix", "suffix", "docify", "inlinetags", "fuzzymatch",
+    "terminology",
+)  # fmt: skip
+# Subwords that these lack are split further in OpenNMT-py, and unknown tokens here.
+RESTRICTIONS = ("src_subword_vocab", "tgt_subword_vocab")
 # What versions 1 and 2 keep around their vocabularies. Nothing in it is executed.
 INERT = ("torchtext.*", "onmt.*", "functools.partial", "collections.defaultdict")
 
@@ -349,11 +355,14 @@ def _with_codes(
 
 
 def _notes(opt: Mapping[str, Any], options: ConversionOptions) -> str:
-    """What a text goes through before the tokenizer."""
+    """What a text goes through before the tokenizer, and what the tokenizer lacks."""
     outside = sorted(_transforms(opt) & {*OUTSIDE})
     if not options.source_codes:
         outside += sorted(_transforms(opt) & {"bpe", "sentencepiece"})
-    return f"text goes through OpenNMT-py's {', '.join(outside)} first" if outside else ""
+    notes = [f"text goes through OpenNMT-py's {', '.join(outside)} first"] if outside else []
+    if restricted := [name for name in RESTRICTIONS if opt.get(name)]:
+        notes.append(f"subwords are not restricted by OpenNMT-py's {', '.join(restricted)}")
+    return "; ".join(notes)
 
 
 # ---------------------------------------------------------------- The toolkit itself

@@ -30,6 +30,12 @@ from .text import tokenizer_for
 from .unpickling import load_torch
 
 NAME = "sockeye"
+READS: tuple[str, ...] = (
+    "source_vocabulary",
+    "target_vocabulary",
+    "source_codes",
+    "target_codes",
+)
 STACKS = "encoder", "decoder"
 PARAMS, CONFIG, VERSION, ARGUMENTS = "params.best", "config", "version", "args.yaml"
 VOCABULARIES = "vocab.src.0.json", "vocab.trg.0.json"

@@ -41,6 +41,7 @@ from .positions import learned_positions
 from .tensorflow_checkpoint import TensorFlowCheckpoint, is_index
 
 NAME = "tensor2tensor"
+READS: tuple[str, ...] = ("heads", "target_space_id", "source_vocabulary", "target_vocabulary")
 STACKS, SIDES = ("encoder", "decoder"), ("inputs", "targets")
 SPECIALS = "<pad>", "<EOS>"  # ids 0 and 1; in most files they end in an underscore
 START = "<start>"  # ours: the decoder starts from a zero vector

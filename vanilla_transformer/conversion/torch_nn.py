@@ -45,6 +45,15 @@ from .text import tokenizer_for
 from .unpickling import load_torch
 
 NAME = "torch_nn"
+FOR_STATE_DICTS = ("heads", "norm_first", "activation", "layer_norm_eps")
+READS: tuple[str, ...] = (
+    *FOR_STATE_DICTS,
+    "names",
+    "source_vocabulary",
+    "target_vocabulary",
+    "source_codes",
+    "target_codes",
+)
 STACKS = "encoder", "decoder"
 VOCABULARIES = "vocab.src.txt", "vocab.tgt.txt"
 EMBEDDINGS = "source_embedding", "target_embedding"
@@ -318,7 +327,7 @@ def read_table(layout: Layout, options: ConversionOptions, encoder: str) -> Tabl
     given: dict[str, Any] = {}
     if options.names is not None:
         given = _read_names(Path(options.names))
-    for name in ("heads", "norm_first", "activation", "layer_norm_eps"):
+    for name in FOR_STATE_DICTS:
         if getattr(options, name) is not None:
             given[name] = getattr(options, name)
     return replace(table, **given)

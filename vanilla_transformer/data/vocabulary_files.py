@@ -251,12 +251,15 @@ def read_sentencepiece(path: str | Path) -> SentencePieceModel:
     """Read a sentencepiece model, without the library.
 
     Raises:
-        ValueError: The file is no such model or cut off, or splits in a way that no fast tokenizer
-            can: spaces at the ends of words, or a model of whole words.
+        ValueError: The file is no such model or cut off, or does what no fast tokenizer can: spaces
+            at the ends of words, whole words, case as tokens, or denormalization.
     """
     try:
         model = _message(Path(path).read_bytes())
-        trainer, normalizer = (_message(b"".join(model.get(n, []))) for n in (2, 3))  # type: ignore[arg-type]
+        trainer, normalizer, denormalizer = (
+            _message(b"".join(model.get(number, [])))  # type: ignore[arg-type]
+            for number in (2, 3, 5)
+        )
         pieces = []
         for raw in model[1]:
             piece = _message(raw)  # type: ignore[arg-type]
@@ -276,6 +279,11 @@ def read_sentencepiece(path: str | Path) -> SentencePieceModel:
         raise ValueError(
             f"{path}: treat_whitespace_as_suffix or escape_whitespaces=false: expected a model "
             "that marks the start of words"
+        )
+    if flag(normalizer, 7, False) or flag(normalizer, 8, False) or flag(denormalizer, 2, False):
+        raise ValueError(
+            f"{path}: encode_unicode_case (of Marian's sentencepiece) or a denormalization rule: "
+            "expected a model without, which no fast tokenizer can have"
         )
     charsmap, surface = normalizer.get(2, [b""])[-1], trainer.get(44, [" ⁇ ".encode()])[-1]
     return SentencePieceModel(
