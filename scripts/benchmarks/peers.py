@@ -166,6 +166,11 @@ class TorchTransformer(nn.Module):
             DROPOUT,
             batch_first=True,
         )
+        for module in self.transformer.modules():  # the other peers drop only residuals
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
+            elif isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+                module.dropout.p = 0.0
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.embedding(ids) * self.scale + self.positions[: ids.shape[1]])
@@ -174,12 +179,12 @@ class TorchTransformer(nn.Module):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, decoder_input_ids: torch.Tensor
     ) -> torch.Tensor:
         length = decoder_input_ids.shape[1]
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        future = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).triu(1)
         padding = attention_mask == 0
         states = self.transformer(
             self.embed(input_ids),
             self.embed(decoder_input_ids),
-            tgt_mask=future.to(input_ids.device),
+            tgt_mask=future,
             src_key_padding_mask=padding,
             memory_key_padding_mask=padding,
             tgt_is_causal=True,
@@ -211,5 +216,7 @@ def training_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     labels = batch["labels"]
     shifted = F.pad(labels[:, :-1], (1, 0), value=BOS).masked_fill(labels == -100, PAD)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if isinstance(unwrapped, PreTrainedModel):
+        inputs["use_cache"] = False  # as these models do for themselves where labels are given
     outputs = model(**inputs, decoder_input_ids=shifted)
     return smoothed_loss(getattr(outputs, "logits", outputs), labels)

@@ -37,8 +37,9 @@ from vanilla_transformer.model.generation import VanillaTransformerGenerationMix
 def test_generation_is_as_with_transformers_own_caches(monkeypatch, options):
     if options.get("cache_implementation") == "offloaded" and not torch.cuda.is_available():
         pytest.skip("transformers offloads caches from a GPU, and there is none")
-    model = seq2seq().eval()
-    source, mask = ragged(9, 2, 5)
+    device = "cuda" if options.get("cache_implementation") == "offloaded" else "cpu"
+    model = seq2seq().eval().to(device)
+    source, mask = (tensor.to(device) for tensor in ragged(9, 2, 5))
     wanted = {"output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 12}
 
     def generate():

@@ -32,11 +32,12 @@ ROUGH = {torch.bfloat16: 4e-2, torch.float16: 1e-2}  # relative to the largest v
 
 
 @pytest.fixture(autouse=True)
-def full_precision():
-    """float32 without TF32."""
+def full_precision_and_compiled_kernels():
+    """float32 without TF32. Past torch's limit of graphs, flex attention would run uncompiled."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    yield
+    with torch._dynamo.config.patch(recompile_limit=256):
+        yield
     torch.set_float32_matmul_precision(before)
 
 

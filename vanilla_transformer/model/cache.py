@@ -94,7 +94,10 @@ def update_kv_cache(
         return own.update(*project(states), layer_idx)
     cross = cache.cross_attention_cache
     if cache.is_updated.get(layer_idx):
-        return cross.layers[layer_idx].keys, cross.layers[layer_idx].values
+        layer = cross.layers[layer_idx]
+        if getattr(cross, "offloading", False):  # which only an update brings back
+            return layer.keys.to(states.device), layer.values.to(states.device)
+        return layer.keys, layer.values
     cache.is_updated[layer_idx] = True
     if is_generation_cache(cache):
         states = states[:: cross.layers[layer_idx].rows_per_source]

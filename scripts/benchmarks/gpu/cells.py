@@ -107,9 +107,9 @@ def _forget() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    """The error in one line: some say only in their second or third what the cause is."""
+    text = " ".join(" ".join(str(error).strip().splitlines()[:3]).split())
+    return f"{type(error).__name__}: {text[:300]}"
 
 
 def measure_all(

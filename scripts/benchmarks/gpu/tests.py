@@ -26,7 +26,9 @@ def cells(plan: Plan, worker: Worker) -> list[Cell]:
     collected = worker.measure(Cell(labels, collect), plan.limits["tests"])
     if "reason" in collected:
         raise RuntimeError(collected["reason"])
-    return [Cell({"test": name}, run, (name,)) for name in collected["tests"]]
+    # What is compiled takes longest: time may not last for all.
+    tests = sorted(collected["tests"], key=lambda name: "flex" in name or "compiled" in name)
+    return [Cell({"test": name}, run, (name,)) for name in tests]
 
 
 class Recorder:
@@ -89,13 +91,13 @@ def one_line(text: str) -> str:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """No test fails."""
-    failed = [row for row in rows if row.get("outcome") == "failed"]
-    ran = [row for row in rows if row.get("outcome") in ("passed", "failed")]
-    share = 1 - len(failed) / len(ran) if ran else None
+    """All pass. A test without an outcome has broken its process, or taken too long."""
+    wanted = [row for row in rows if row.get("outcome") != "skipped"]
+    passed = [row for row in wanted if row.get("outcome") == "passed"]
+    share = len(passed) / len(wanted) if wanted else None
     return [
         {
-            "goal": "share of the tests that ran and passed",
+            "goal": "share of the tests, without those skipped, that passed",
             "wanted": 1,
             "found": share,
             "reached": None if share is None else share == 1,

@@ -37,7 +37,13 @@ def begin(plan: Plan) -> None:
     # Batches have many shapes. What has no graph of its own yet would run uncompiled.
     torch._dynamo.config.recompile_limit = 256
     torch.cuda.init()
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak(plan)
+
+
+def reset_peak(plan: Plan) -> None:
+    """Let `peak_gib` count from here on."""
+    if not plan.is_dry:
+        torch.cuda.reset_peak_memory_stats()
 
 
 def median_seconds(run: Callable[[], object], plan: Plan) -> dict[str, float]:
