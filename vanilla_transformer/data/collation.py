@@ -27,8 +27,12 @@ class PairCollator(DataCollatorForSeq2Seq):
             on_left = self.tokenizer.padding_side == "left"
             batch["attention_mask"] = (is_token.flip(1) if on_left else is_token).long()
         if "decoder_input_ids" not in batch and self.model is not None:
-            start = self.model.config.decoder_start_token_id
-            shifted = F.pad(batch["labels"][:, :-1], (1, 0), value=start)
-            pad = self.tokenizer.pad_token_id
-            batch["decoder_input_ids"] = shifted.masked_fill(shifted == -100, pad)
+            start, pad = self.model.config.decoder_start_token_id, self.tokenizer.pad_token_id
+            batch["decoder_input_ids"] = shift_right(batch["labels"], start, pad)
         return batch
+
+
+def shift_right(labels: torch.Tensor, start: int, pad: int) -> torch.Tensor:
+    """The decoder's inputs (pairs, length) for labels (pairs, length), of which -100 is padding."""
+    shifted = F.pad(labels[:, :-1], (1, 0), value=start)
+    return shifted.masked_fill(shifted == -100, pad)

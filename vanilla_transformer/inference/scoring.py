@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.collation import PairCollator
+from ..data.collation import PairCollator, shift_right
 from ..data.token_batches import TokenBudgetSampler
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together
@@ -112,8 +112,7 @@ def pair_batches(
         batch = [{"input_ids": sources[row], "labels": targets[row]} for row in rows]
         inputs = collate(batch)
         if start is not None:
-            shifted = F.pad(inputs["labels"][:, :-1], (1, 0), value=start)
-            inputs["decoder_input_ids"] = shifted.masked_fill(shifted == -100, pad)
+            inputs["decoder_input_ids"] = shift_right(inputs["labels"], start, pad)
         yield rows, inputs.to(model.device)
 
 

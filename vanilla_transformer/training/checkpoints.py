@@ -80,6 +80,14 @@ class AtomicCheckpointTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def resumed_state(self) -> TrainerState | None:
+        """The state that the checkpoint to resume from has saved."""
+        if self.resumed_checkpoint is None:
+            return None
+        return TrainerState.load_from_json(
+            os.path.join(self.resumed_checkpoint, TRAINER_STATE_NAME)
+        )
+
     def _get_output_dir(self, trial: Any) -> str:
         """Same as in `Trainer` (5.17 to 5.24), or the staging folder while it saves."""
         folder = super()._get_output_dir(trial)
@@ -177,10 +185,9 @@ class _CheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Replace the path that the checkpoint has recorded."""
-        resumed = self.trainer.resumed_checkpoint
-        if resumed is None:
+        resumed, recorded = self.trainer.resumed_checkpoint, self.trainer.resumed_state()
+        if resumed is None or recorded is None:
             return
-        recorded = TrainerState.load_from_json(os.path.join(resumed, TRAINER_STATE_NAME))
         best = Path(resumed).parent / Path(recorded.best_model_checkpoint or "").name
         if recorded.best_model_checkpoint and best.is_dir():
             state.best_model_checkpoint = str(best)

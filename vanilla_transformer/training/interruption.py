@@ -3,7 +3,6 @@
 import logging
 import signal
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -14,7 +13,6 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from .checkpoints import OFF_SCHEDULE, AtomicCheckpointTrainer
@@ -51,10 +49,8 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
         is at the last step: `Trainer` would make one more step before it stops. A warning says if
         an epoch has another number of updates now, as with other batches."""
         epochs, *others, max_steps = super().set_initial_training_values(args, dataloader)
-        if self.resumed_checkpoint is not None:
-            state = TrainerState.load_from_json(
-                str(Path(self.resumed_checkpoint, TRAINER_STATE_NAME))
-            )
+        state = self.resumed_state()
+        if state is not None:
             if self.args.max_steps < 1 and state.num_train_epochs == epochs:
                 self._warn_of_other_epochs(state.max_steps, max_steps)
             elif self.args.max_steps > 0 and has_length(dataloader):

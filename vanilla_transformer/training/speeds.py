@@ -39,8 +39,10 @@ def measurement_key(model: PreTrainedModel, args: TrainingArguments) -> dict[str
 
 def precision(args: TrainingArguments) -> str:
     """The precision of products; for float32, also what torch is allowed to round."""
-    if args.bf16 or args.fp16:
-        return "bf16" if args.bf16 else "fp16"
+    if args.bf16:
+        return "bf16"
+    if args.fp16:
+        return "fp16"
     products = torch.get_float32_matmul_precision()
     return "fp32" if products == "highest" else f"fp32 ({products})"
 

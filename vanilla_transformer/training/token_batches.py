@@ -10,7 +10,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
@@ -76,8 +76,7 @@ class TokenBudgetTrainer(Trainer):
         if getattr(args, "max_tokens", None) is None:
             return super().get_train_dataloader()
         oversized = "alone" if args.oversized == "cut" else args.oversized
-        seed = args.seed if args.data_seed is None else args.data_seed
-        options = {"oversized": oversized, "seed": seed}
+        options = {"oversized": oversized, "seed": _data_seed(args)}
         options["multiple_of"] = getattr(args, "batches_per_update", None) or 1
         return self._make_dataloader(self.train_dataset, "Training", args.max_tokens, **options)
 
@@ -212,6 +211,10 @@ class TokenBudgetTrainer(Trainer):
         return DataLoaderShard(dataset, batch_sampler=sampler, collate_fn=collate, **loading)
 
 
+def _data_seed(args: TrainingArguments) -> int:
+    return args.seed if args.data_seed is None else args.data_seed
+
+
 class _SeededLengthGroupedSampler(LengthGroupedSampler):
     """The sampler of a trainer, whose order follows from the trainer's seed and epoch."""
 
@@ -220,9 +223,8 @@ class _SeededLengthGroupedSampler(LengthGroupedSampler):
         self.trainer = trainer
 
     def __iter__(self) -> Iterator[int]:
-        args, epoch = self.trainer.args, int(self.trainer.state.epoch or 0)
-        seed = args.seed if args.data_seed is None else args.data_seed
-        self.generator = torch.Generator().manual_seed(seed + epoch)
+        seed = _data_seed(self.trainer.args) + int(self.trainer.state.epoch or 0)
+        self.generator = torch.Generator().manual_seed(seed)
         return super().__iter__()
 
 

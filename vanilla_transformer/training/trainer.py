@@ -25,7 +25,7 @@ from transformers import (
     TrainerState,
 )
 from transformers.integrations import TensorBoardCallback
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import has_length
 
 from ..data.bpe_dropout import BPEDropoutDataset
@@ -337,10 +337,9 @@ class TranslationTrainer(
         stopped early: it would continue up to the next evaluation."""
         epochs, *others = super().set_initial_training_values(*args, **kwargs)
         patience = getattr(self.args, "early_stopping_patience", None)
-        if self.resumed_checkpoint is not None and patience is not None:
-            path = Path(self.resumed_checkpoint, TRAINER_STATE_NAME)
-            waited = evaluations_without_gain(TrainerState.load_from_json(str(path)))
-            epochs = 0 if waited >= patience else epochs
+        state = self.resumed_state()
+        if state is not None and patience is not None:
+            epochs = 0 if evaluations_without_gain(state) >= patience else epochs
         return epochs, *others
 
     def compute_loss(
@@ -355,8 +354,8 @@ class TranslationTrainer(
         starts = self.state.global_step >= getattr(self.args, "r_drop_start", 0)
         if getattr(self.args, "r_drop_alpha", 0.0) and starts and model.training:
             return self._compute_r_drop_loss(model, inputs, return_outputs, num_items_in_batch)
-        ignores_items = not isinstance(self.model, VanillaTransformerForConditionalGeneration)
-        if num_items_in_batch is None or self.label_smoother is not None or not ignores_items:
+        counts_items = isinstance(self.model, VanillaTransformerForConditionalGeneration)
+        if num_items_in_batch is None or self.label_smoother is not None or counts_items:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # Stock models return the mean of a batch, whatever the number of labels of the update is.
         # `Trainer` (5.17 to 5.24) takes it for the batch's part of the update's mean.

@@ -108,8 +108,11 @@ def _forget() -> None:
 
 def describe(error: BaseException) -> str:
     """The error in one line: some say only in their second or third what the cause is."""
-    text = " ".join(" ".join(str(error).strip().splitlines()[:3]).split())
-    return f"{type(error).__name__}: {text[:300]}"
+    return f"{type(error).__name__}: {one_line(' '.join(str(error).strip().splitlines()[:3]))}"
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
 
 
 def measure_all(

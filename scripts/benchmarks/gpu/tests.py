@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.gpu.cells import Cell, Worker
+from scripts.benchmarks.gpu.cells import Cell, Worker, one_line
 from scripts.benchmarks.gpu.plan import Plan
 
 REPOSITORY = Path(__file__).parents[3]
@@ -84,10 +84,6 @@ def run(name: str) -> dict[str, Any]:
             reason = crash.message if crash else report.longreprtext
             return {"outcome": "failed", "reason": one_line(reason), "seconds": seconds}
     return {"outcome": "passed", "seconds": seconds}
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
 
 
 def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
