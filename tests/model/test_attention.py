@@ -7,6 +7,7 @@ import torch
 from conftest import SMALL, ragged, random_ids, seq2seq, small_config
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,6 +24,58 @@ from vanilla_transformer.model.modeling_vanilla_transformer import (
     padding_mask,
     scaled_dot_product_attention,
 )
+
+# ---------------------------------------------------------------- kernels of a GPU
+
+
+@pytest.fixture
+def has_cudnn(monkeypatch):
+    """Whether cuDNN's kernel is enabled in each call of torch's attention."""
+    seen = []
+
+    def attend(*args, **options):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa_attention_forward(*args, **options)
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", attend)
+    return seen
+
+
+def attend_on_gpu(queries, mask=None):
+    """What "sdpa" does on a GPU."""
+    module = nn.Module()
+    module.is_causal = True
+    options = {"scaling": 0.5, "dropout": 0.0}
+    return attention.attend_without_cudnn(module, queries, queries, queries, mask, **options)[0]
+
+
+def test_a_gpu_attends_without_cudnn_which_plans_every_shape(has_cudnn):
+    queries = torch.randn(2, 3, 5, 4)
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # by default
+    output = attend_on_gpu(queries)
+    expected = F.scaled_dot_product_attention(*[queries] * 3, is_causal=True, scale=0.5)
+    torch.testing.assert_close(output.transpose(1, 2), expected)
+    with pytest.raises(RuntimeError):
+        attend_on_gpu(queries, torch.ones(7, 7, dtype=torch.bool))
+    assert has_cudnn == [False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_cudnn_stays_where_it_is_the_callers_only_kernel(has_cudnn):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(RuntimeError):
+        attend_on_gpu(torch.randn(2, 3, 5, 4))  # there is no such kernel on a CPU
+    with sdpa_kernel(SDPBackend.MATH):
+        attend_on_gpu(torch.randn(2, 3, 5, 4))
+    assert has_cudnn == [True, False]
+
+
+def test_a_compiled_attention_on_a_gpu_is_the_same():
+    compiled = torch.compile(attend_on_gpu, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (5, 7):
+        queries = torch.randn(2, 3, length, 4)
+        torch.testing.assert_close(compiled(queries), attend_on_gpu(queries))
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
 
 # ---------------------------------------------------------------- attention in half precision
 

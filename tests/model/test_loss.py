@@ -226,6 +226,16 @@ def test_softmax_is_not_asked_to_write_over_its_input(monkeypatch):
     assert not any(shared)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel can be built")
+def test_where_triton_cannot_build_the_kernel_torch_computes_the_loss(caplog):
+    loss_module._gpu_kernel.cache_clear()
+    assert loss_module._gpu_kernel() is None
+    assert loss_module._gpu_kernel() is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "The loss is computed more slowly: Triton can't build its kernel: " in record.message
+
+
 # ---------------------------------------------------------------- what a training step returns
 
 IDS = torch.tensor([[5, 6, 7, 8]])

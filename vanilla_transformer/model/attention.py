@@ -15,7 +15,9 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
+from torch.backends import cuda
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
@@ -33,6 +35,7 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 # ---------------------------------------------------------------- Kernels
 
+VARIABLE_SHAPES = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 NO_ATTENTION_OPTIONS = {"use_cache", "output_hidden_states"}
 
 
@@ -77,6 +80,8 @@ def sdpa_attention(
     if query.shape[0] != key.shape[0]:
         return attend_with_shared_keys(again, module, query, key, value, attention_mask, **options)
     attend: AttentionFunction = sdpa_attention_forward
+    if query.device.type == "cuda":
+        attend = attend_without_cudnn
     known = {"scaling", "dropout"} | NO_ATTENTION_OPTIONS
     if query.device.type == "cpu" and options.keys() <= known:
         is_small = query.shape[2] * key.shape[2] <= 512 * 512
@@ -109,6 +114,21 @@ def fused_attention(
         query, key, value, attention_mask, dropout, is_causal=is_causal, scale=scaling
     )
     return output.transpose(1, 2), None
+
+
+def attend_without_cudnn(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    """`sdpa_attention_forward` without cuDNN's kernel, which torch 2.11 to 2.13 prefer on Hopper
+    and Blackwell. It plans each new shape, which takes longer than a training step, and sentences
+    have many shapes. It stays where the caller has left no alternative."""
+    if torch.compiler.is_compiling():  # a compiler can't ask what is enabled
+        with sdpa_kernel(VARIABLE_SHAPES):
+            return sdpa_attention_forward(*args, **options)
+    before = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(before and not cuda.math_sdp_enabled())
+    try:
+        return sdpa_attention_forward(*args, **options)
+    finally:
+        cuda.enable_cudnn_sdp(before)
 
 
 def unfused_attention(
@@ -151,7 +171,7 @@ def flash_attention(
     elif attention_mask is not None and (attention_mask.ndim == 4 or module.is_cross_attention):
         if attention_mask.ndim == 2:
             attention_mask = attention_mask[:, None, None].bool()
-        attend = sdpa_attention_forward
+        attend = attend_without_cudnn
     return attend(module, query, key, value, attention_mask, **options)
 
 

@@ -1,13 +1,17 @@
 """The label-smoothed loss without logits: from states to loss and gradients, a few rows at a time,
 as in Liger's fused linear cross-entropy."""
 
+import logging
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
 
 ROWS = 256  # of logits, worked on at a time
 # Returns a further loss of log-probabilities (rows, vocabulary). Adds its gradient at the logits to
@@ -170,6 +174,9 @@ def _softmax_less_label(
 ) -> torch.Tensor:
     """Writes softmax(scores), less `weight` on each row's label, into `out`; returns the sum of
     log(normaliser) - weight * score of the label. The regularizer adds to both."""
+    kernel = _gpu_kernel() if scores.device.type == "cuda" else None
+    if kernel is not None and regularizer is None and scores.dtype.itemsize <= 4:
+        return kernel(scores, labels, weight, out)
     wide = at_least_float32(scores.dtype)
     highest = scores.amax(-1, keepdim=True).to(wide)
     label_score = scores.gather(-1, labels).to(wide)
@@ -183,6 +190,24 @@ def _softmax_less_label(
     if same is None:
         out.copy_(probabilities)
     return total
+
+
+@cache
+def _gpu_kernel() -> Callable[..., torch.Tensor] | None:
+    """`softmax_less_label` of `loss_kernel.py`; None where it can't be built, as Triton is missing
+    or the C compiler that it needs."""
+    try:
+        from .loss_kernel import softmax_less_label
+
+        scores = torch.zeros(1, 8, device="cuda")
+        softmax_less_label(scores, scores.new_zeros(1, dtype=torch.long), 1.0, scores)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        logger.warning(
+            "The loss is computed more slowly: Triton can't build its kernel: %s", reason
+        )
+        return None
+    return softmax_less_label
 
 
 def _split(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -2,6 +2,7 @@
 
 python -m scripts.benchmarks.gpu --output_dir outputs/gpu --data FOLDER --g2p_data FOLDER
 python -m scripts.benchmarks.gpu --output_dir outputs/gpu --parts training decoding
+python -m scripts.benchmarks.gpu --output_dir outputs/gpu --parts training --only "big .*compiled"
 python -m scripts.benchmarks.gpu --output_dir outputs/dry --dry_run
 
 There are four parts. tests runs `pytest -m gpu`. training measures tokens per second, MFU and
@@ -17,6 +18,7 @@ writes speeds.json, for `vanilla-transformer plan --speeds`.
 """
 
 import os
+import re
 import time
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -46,6 +48,10 @@ class GPUArguments:
     g2p_data: str | None = field(
         default=None, metadata={"help": "Folder with the words of SIGMORPHON 2020."}
     )
+    only: str | None = field(
+        default=None,
+        metadata={"help": "Measure only rows whose labels, joined by spaces, hold this pattern."},
+    )
     limit_s: float | None = field(
         default=None, metadata={"help": "Seconds that each part may take. Default: its own limit."}
     )
@@ -55,6 +61,12 @@ class GPUArguments:
 
     def __post_init__(self) -> None:
         expect_known("parts", self.parts, PARTS)
+        try:
+            re.compile(self.only or "")
+        except re.error as error:
+            raise ValueError(
+                f"--only {self.only}: expected a regular expression: {error}"
+            ) from None
         if self.limit_s is not None and self.limit_s <= 0:
             raise ValueError(f"--limit_s {self.limit_s}: expected a positive number")
         if self.data is not None:
@@ -80,15 +92,17 @@ def main() -> None:
     plan, worker = arguments.plan(), Worker()
     try:
         for name in arguments.parts:
-            print(run_part(name, plan, worker, arguments.output_dir), flush=True)
+            print(run_part(name, plan, worker, arguments.output_dir, arguments.only), flush=True)
             if name == "tests":  # they change much in their process
                 worker.stop()
     finally:
         worker.stop()
 
 
-def run_part(name: str, plan: Plan, worker: Worker, output_dir: str) -> str:
-    """Measure a part, and return its report."""
+def run_part(
+    name: str, plan: Plan, worker: Worker, output_dir: str, only: str | None = None
+) -> str:
+    """Measure a part, or only the rows with this pattern in their labels, and return its report."""
     begin, limit = time.monotonic(), plan.limits[name]
     result: dict[str, Any] = {"part": name, "dry_run": plan.is_dry, "limit_s": limit}
     report = ""
@@ -105,7 +119,7 @@ def run_part(name: str, plan: Plan, worker: Worker, output_dir: str) -> str:
     part = load(name)
     try:
         result["environment"] = worker.measure(Cell({}, environment, (plan,)), limit)
-        cells = part.cells(plan, worker)
+        cells = [cell for cell in part.cells(plan, worker) if re.search(only or "", cell.name)]
     except Exception as error:
         keep([{"reason": describe(error)}])
     else:

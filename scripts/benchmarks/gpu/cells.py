@@ -34,6 +34,10 @@ class Cell:
     arguments: tuple[Any, ...] = ()
     seconds: float = 100.0
 
+    @property
+    def name(self) -> str:
+        return " ".join(str(label) for label in self.labels.values())
+
 
 class Worker:
     """The process in which cells are measured. It starts with the first of them, and again after

@@ -52,7 +52,6 @@ EAGER = {
     "bart": Contender("bart"),
     "torch.nn.Transformer": Contender("torch"),
     "ours, packed, varlen_attn": Contender(attention=varlen.NAME),
-    "ours, packed, flex": Contender(attention="flex_attention"),
     "ours, packed, flash": Contender(attention="flash_attention_2"),
     "ours, without the fused loss": Contender(fused_loss=False),
 }
@@ -61,6 +60,7 @@ LAYERS_COMPILED = {
     "ours, packed, varlen_attn, layers compiled": Contender(
         attention=varlen.NAME, compiled="layers"
     ),
+    "ours, packed, flex": Contender(attention="flex_attention"),  # it compiles itself
 }
 COMPILED = {
     "ours, compiled": Contender(compiled="model"),
