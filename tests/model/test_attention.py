@@ -29,7 +29,13 @@ from vanilla_transformer.model.modeling_vanilla_transformer import (
 
 
 @pytest.fixture
-def has_cudnn(monkeypatch):
+def enabled():
+    """cuDNN's kernel is enabled, as by default. Commands change that."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.fixture
+def has_cudnn(enabled, monkeypatch):
     """Whether cuDNN's kernel is enabled in each call of torch's attention."""
     seen = []
 
@@ -51,7 +57,6 @@ def attend_on_gpu(queries, mask=None):
 
 def test_a_gpu_attends_without_cudnn_which_plans_every_shape(has_cudnn):
     queries = torch.randn(2, 3, 5, 4)
-    assert torch.backends.cuda.cudnn_sdp_enabled()  # by default
     output = attend_on_gpu(queries)
     expected = F.scaled_dot_product_attention(*[queries] * 3, is_causal=True, scale=0.5)
     torch.testing.assert_close(output.transpose(1, 2), expected)
@@ -69,6 +74,7 @@ def test_cudnn_stays_where_it_is_the_callers_only_kernel(has_cudnn):
     assert has_cudnn == [True, False]
 
 
+@pytest.mark.usefixtures("enabled")
 def test_a_compiled_attention_on_a_gpu_is_the_same():
     compiled = torch.compile(attend_on_gpu, backend="aot_eager", fullgraph=True, dynamic=True)
     for length in (5, 7):

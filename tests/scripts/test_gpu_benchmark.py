@@ -21,6 +21,7 @@ from scripts.benchmarks.gpu.goals import goal
 from scripts.benchmarks.gpu.plan import DRY_RUN, Plan
 from scripts.benchmarks.peers import PEERS, Size
 from scripts.benchmarks.speed import training_batch
+from vanilla_transformer.data.token_batches import TokenBudgetSampler
 from vanilla_transformer.model.modeling_vanilla_transformer import VanillaTransformerStack
 
 PARTS = {"training": training, "decoding": decoding, "recipes": recipes}
@@ -110,6 +111,7 @@ def test_the_recipes_train_and_score(dry_run):
     ("flags", "message"),
     [
         (["--parts", "speed"], "--parts speed: expected one of tests; training"),
+        (["--only", "("], "--only (: expected a regular expression: missing )"),
         (["--limit_s", 0], "--limit_s 0.0: expected a positive number"),
         (["--data", "."], "--data .: expected a file train.en in it"),
         (["--g2p_data", "."], "--g2p_data .: expected a file LANG_train.tsv in it"),
@@ -141,6 +143,15 @@ def test_all_parts_together_take_less_than_25_minutes_and_none_9():
     limits = Plan().limits.values()
     assert sum(limits) < 25 * 60
     assert max(limits) < 9 * 60
+
+
+def test_only_selects_rows_by_their_labels(tmp_path):
+    flags = ["--parts", "decoding", "--only", r"^base .*ours dynamic$", "--dry_run"]
+    run_module("scripts.benchmarks.gpu", "--output_dir", "gpu", *flags, cwd=tmp_path)
+    rows = read(tmp_path / "gpu", "decoding")[0]["rows"]
+    assert [(row["size"], row["what"], row["cache"]) for row in rows] == [
+        ("base", "ours", "dynamic")
+    ] * 2
 
 
 # ---------------------------------------------------------------- cells
@@ -214,6 +225,14 @@ def test_random_sentences_have_the_lengths_of_wmt():
     assert widths == sorted(widths)
     for batch in batches:
         assert max(batch[name].numel() for name in ("input_ids", "labels")) <= 3000
+
+
+def test_most_batches_of_a_text_have_a_shape_of_their_own():
+    """So that kernels which plan each shape take longer than a benchmark of a few batches tells."""
+    source, target = training.wmt_lengths(900_000, seed=0)
+    batches = TokenBudgetSampler(source, target, 25_000, seed=1)
+    shapes = {(len(rows), max(source[rows]), max(target[rows])) for rows in batches}
+    assert len(shapes) > 0.8 * len(batches)
 
 
 def attend_row_by_row(causal_option, q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, **options):

@@ -125,6 +125,7 @@ class LoadingArguments:
                 "that was exported"
             )
         remote = {"trust_remote_code": self.trust_remote_code}
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as our own attention does without
         tokenizer = AutoTokenizer.from_pretrained(name, **remote)
         model = AutoModelForSeq2SeqLM.from_pretrained(
             name, dtype=self.dtype, attn_implementation=self.attn_implementation, **remote

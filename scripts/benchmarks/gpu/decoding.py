@@ -36,7 +36,7 @@ COLUMNS = {
 }
 NOTES = """\
 Each sentence gets the same number of new tokens (new_tokens in the JSON). first_seconds is the
-first run with its compilation."""
+first run, with compilation and plans for new shapes."""
 
 
 def cells(plan: Plan, worker: Worker) -> list[Cell]:

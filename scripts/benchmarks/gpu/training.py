@@ -81,8 +81,9 @@ COLUMNS = {
 NOTES = """\
 tokens_per_second counts source and target tokens without padding; in rows of a loss, its rows.
 MFU is FLOPs of the model over those of the GPU in dense bfloat16. seconds is a median over passes
-through all batches, first_seconds the first pass with its compilation, and tokens the budget of a
-batch on each side. "largest" doubles the budget as long as memory and time last."""
+through all batches, first_seconds the first pass, with compilation and plans for new shapes, and
+tokens the budget of a batch on each side. "largest" doubles the budget as long as memory and time
+last."""
 
 
 def cells(plan: Plan, worker: Worker) -> list[Cell]:
