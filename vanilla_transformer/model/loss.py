@@ -200,7 +200,7 @@ def _gpu_kernel() -> Callable[..., torch.Tensor] | None:
         from .loss_kernel import softmax_less_label
 
         scores = torch.zeros(1, 8, device="cuda")
-        softmax_less_label(scores, scores.new_zeros(1, dtype=torch.long), 1.0, scores)
+        softmax_less_label(scores, scores.new_zeros(1, 1, dtype=torch.long), 1.0, scores)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         logger.warning(

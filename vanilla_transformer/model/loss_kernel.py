@@ -14,7 +14,15 @@ LOWEST = tl.constexpr(-3.4e38)
 
 @triton.jit
 def _softmax_less_label(  # type: ignore[no-untyped-def]
-    scores, labels, out, losses, weight, units, UNIT: tl.constexpr, BLOCK: tl.constexpr
+    scores,
+    labels,
+    label_scores,
+    out,
+    losses,
+    weight,
+    units,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One row, of units * UNIT columns: one load takes as many as UNIT at once."""
     columns = units * UNIT
@@ -22,7 +30,6 @@ def _softmax_less_label(  # type: ignore[no-untyped-def]
     scores += row * columns
     out += row * columns
     label = tl.load(labels + row)
-    label_score = tl.load(scores + label).to(tl.float32)
     highest, total = LOWEST, 0.0
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -30,6 +37,7 @@ def _softmax_less_label(  # type: ignore[no-untyped-def]
         before, highest = highest, tl.maximum(highest, tl.max(score))
         total = total * tl.exp(before - highest) + tl.sum(tl.exp(score - highest))
     log_normalizer = highest + tl.log(total)
+    label_score = tl.load(label_scores + row).to(tl.float32)
     tl.store(losses + row, log_normalizer - weight * label_score)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -47,14 +55,15 @@ def softmax_less_label(
 
     Args:
         scores: Contiguous, (rows, columns), of at most 32 bits, like `out`.
-        labels: A column for each row, (rows,) or (rows, 1).
+        labels: A column for each row, (rows, 1).
     """
     rows, columns = scores.shape
     unit = 8 if columns % 8 == 0 else 1
+    label_scores = scores.gather(-1, labels)  # where torch stops at a label that has no column
     losses = torch.empty(rows, dtype=torch.float32, device=scores.device)
     with torch.cuda.device_of(scores):  # Triton works on the current one
         _softmax_less_label[(rows,)](
-            *(scores, labels, out, losses, weight, columns // unit),
+            *(scores, labels, label_scores, out, losses, weight, columns // unit),
             UNIT=unit,
             BLOCK=BLOCK,
             num_warps=WARPS,
