@@ -18,6 +18,16 @@ def test_a_model_has_the_precision_asked_for(model, tokenizer, tmp_path, dtype):
     assert its_tokenizer.get_vocab() == tokenizer.get_vocab()
 
 
+@pytest.mark.parametrize("models", [1, 2])
+def test_a_stock_model_is_spared_the_plans_of_cudnn(model, tokenizer, tmp_path, models):
+    """Ours does without by itself, but is loaded in the same way."""
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    LoadingArguments(device="cpu").load([tmp_path] * models)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def with_accelerator(monkeypatch, kind, count):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)

@@ -145,6 +145,7 @@ def test_all_parts_together_take_less_than_25_minutes_and_none_9():
     assert max(limits) < 9 * 60
 
 
+@pytest.mark.slow
 def test_only_selects_rows_by_their_labels(tmp_path):
     flags = ["--parts", "decoding", "--only", r"^base .*ours dynamic$", "--dry_run"]
     run_module("scripts.benchmarks.gpu", "--output_dir", "gpu", *flags, cwd=tmp_path)

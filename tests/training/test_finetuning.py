@@ -220,6 +220,7 @@ def test_the_recipe_fine_tunes_a_marian(tmp_path, train_here):
     for side, texts in (("source", SOURCES), ("target", TARGETS)):
         (tmp_path / side).write_text("".join(f"{text}\n" for text in texts))
         files += [f"--{split}_{side}={tmp_path / side}" for split in ("train", "validation")]
+    torch.backends.cuda.enable_cudnn_sdp(True)
     train_here(
         "--config", "marian", "--model_name_or_path", model, "--output_dir", tmp_path / "tuned",
         "--num_train_epochs", 1, *files,
@@ -230,6 +231,7 @@ def test_the_recipe_fine_tunes_a_marian(tmp_path, train_here):
     tuned = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "tuned")
     assert isinstance(tuned, MarianMTModel)
     assert tuned.generation_config.num_beams == 4
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # which would plan each shape of batch
 
 
 @pytest.mark.parametrize(

@@ -107,12 +107,14 @@ class LoadingArguments:
     def load_model(
         self, name: str | Path | Sequence[str | Path]
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Same as `load`, for callers that need a model of torch.
+        """Same as `load`, for callers that need a model of torch. The process then does without
+        cuDNN's attention, which plans each new shape of batch.
 
         Raises:
             ValueError: The folder was exported for an engine, or an engine is named; also as in
                 `load`.
         """
+        torch.backends.cuda.enable_cudnn_sdp(False)  # our own models never use it
         if not isinstance(name, (str, Path)):
             if len(name) > 1:
                 return self._load_ensemble(name)
@@ -125,7 +127,6 @@ class LoadingArguments:
                 "that was exported"
             )
         remote = {"trust_remote_code": self.trust_remote_code}
-        torch.backends.cuda.enable_cudnn_sdp(False)  # as our own attention does without
         tokenizer = AutoTokenizer.from_pretrained(name, **remote)
         model = AutoModelForSeq2SeqLM.from_pretrained(
             name, dtype=self.dtype, attn_implementation=self.attn_implementation, **remote

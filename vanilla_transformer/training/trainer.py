@@ -212,7 +212,7 @@ def make_model(
         torch.set_float32_matmul_precision(arguments.float32_matmul_precision)
     attention = {"attn_implementation": arguments.attn_implementation}
     if arguments.model_name_or_path is not None:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # as our own attention does without
+        torch.backends.cuda.enable_cudnn_sdp(False)  # our own models never use it
         options = {**attention, **arguments.overrides()}
         return AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path, **options)
     bos = tokenizer.bos_token_id
