@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from scripts.benchmarks.operations import on_gpu
 from vanilla_transformer.model import attention
 from vanilla_transformer.model.attention import (
     FastAttention,
@@ -182,6 +183,47 @@ def test_a_mask_of_padding_is_the_same_for_each_query(attention):
     seen = found if found.dtype == torch.bool else found == 0
     for query in range(found.shape[2]):
         assert torch.equal(seen[:, 0, query], mask.bool())
+
+
+@pytest.mark.parametrize("length", [5, 16, 17])
+def test_a_mask_of_a_gpu_is_what_its_kernels_take(length):
+    config, states = small_config(attn_implementation="sdpa"), torch.zeros(2, length, 24)
+    is_token = torch.ones(2, length, dtype=torch.bool)
+    is_token[1, 3:] = False
+    with on_gpu():
+        mask = padding_mask(config, states, is_token.long(), states)
+    assert mask.shape == (2, 1, 1, length)
+    assert torch.equal(mask[:, 0, 0], torch.where(is_token, 0.0, -torch.inf))
+    assert all(stride % 16 == 0 for stride in mask.stride()[:-1])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_padding_on_a_gpu_is_as_on_a_cpu(dtype, autocast):
+    model = seq2seq(attn_implementation="sdpa").eval().to(dtype)
+    source, mask = ragged(7, 4)
+    batch = {"input_ids": source, "attention_mask": mask, "decoder_input_ids": random_ids(2, 5)}
+    narrow = {"dtype": torch.bfloat16, "enabled": autocast}
+    with torch.no_grad(), torch.autocast("cpu", **narrow):
+        expected = model(**batch).logits
+    with torch.no_grad(), on_gpu(), torch.autocast("cuda", **narrow):
+        actual = model(**batch).logits
+    is_exact = dtype == torch.float64 or (dtype == torch.float32 and not autocast)
+    close = {} if is_exact else {"atol": 0.03, "rtol": 0.03}
+    torch.testing.assert_close(actual, expected, **close)
+
+
+def test_a_mask_of_another_type_than_the_heads_is_cast_on_a_gpu():
+    """As layers that are quantized may multiply in a type of their own."""
+    heads, module = torch.randn(2, 2, 4, 8, dtype=torch.bfloat16), nn.Module()
+    module.is_causal = False
+    mask = torch.zeros(2, 1, 1, 4).masked_fill_(torch.arange(4) > 1, -torch.inf)
+    options = {"scaling": 1.0, "dropout": 0.0}
+    with on_gpu():
+        output, _ = sdpa_attention(None, module, heads, heads, heads, mask, **options)
+    few = heads[:, :, :2]
+    expected = F.scaled_dot_product_attention(heads, few, few, scale=1.0)
+    torch.testing.assert_close(output.transpose(1, 2), expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("narrow", [False, True])

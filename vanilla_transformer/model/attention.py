@@ -82,6 +82,8 @@ def sdpa_attention(
     attend: AttentionFunction = sdpa_attention_forward
     if query.device.type == "cuda":
         attend = attend_without_cudnn
+        if attention_mask is not None and attention_mask.is_floating_point():
+            attention_mask = attention_mask.to(query.dtype)  # a quantized layer may choose its own
     known = {"scaling", "dropout"} | NO_ATTENTION_OPTIONS
     if query.device.type == "cpu" and options.keys() <= known:
         is_small = query.shape[2] * key.shape[2] <= 512 * 512
@@ -114,6 +116,18 @@ def fused_attention(
         query, key, value, attention_mask, dropout, is_causal=is_causal, scale=scaling
     )
     return output.transpose(1, 2), None
+
+
+def one_row_for_all_queries(is_token: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """A mask (batch, 1, 1, length) of keys for "sdpa" from (batch, length) booleans. On a GPU it is
+    0 for tokens and -inf for padding, in the type of the heads that follow from `states` and in
+    rows of a multiple of 16: torch would make that of booleans in each layer."""
+    if is_token.device.type != "cuda":
+        return is_token[:, None, None]
+    (batch, length), dtype = is_token.shape, product_dtype(states)
+    scores = states.new_full((batch, -(-length // 16) * 16), -torch.inf, dtype=dtype)
+    scores[:, :length].masked_fill_(is_token, 0)
+    return scores[:, None, None, :length]
 
 
 def attend_without_cudnn(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:
@@ -187,10 +201,15 @@ def is_flex(attn_implementation: str) -> bool:
 
 def cast_once(states: torch.Tensor) -> torch.Tensor:
     """The states in autocast's type, which would otherwise be cast in each of several products."""
+    return states.to(product_dtype(states)) if states.dtype == torch.float32 else states
+
+
+def product_dtype(states: torch.Tensor) -> torch.dtype:
+    """The type in which a matrix multiplies states: autocast's, if enabled and not for float64."""
     kind = states.device.type
-    if states.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-        return states.to(torch.get_autocast_dtype(kind))
-    return states
+    if states.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return states.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 # ---------------------------------------------------------------- Beams that share a source

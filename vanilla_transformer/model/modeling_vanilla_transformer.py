@@ -28,7 +28,14 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import FastAttention, cast_once, mask_from_labels, repeat_sources, without_padding
+from .attention import (
+    FastAttention,
+    cast_once,
+    mask_from_labels,
+    one_row_for_all_queries,
+    repeat_sources,
+    without_padding,
+)
 from .cache import CACHE_NAME, is_paged, new_cache, takes_either_name, update_kv_cache
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .dropout import dropout
@@ -302,7 +309,7 @@ def padding_mask(
     if torch.compiler.is_compiling() or not broadcasts:
         return create_bidirectional_mask(config, queries, attention_mask, keys)
     is_token = attention_mask.to(queries.device, torch.bool)
-    return None if is_token.all() else is_token[:, None, None]  # the same row for all queries
+    return None if is_token.all() else one_row_for_all_queries(is_token, queries)
 
 
 # ---------------------------------------------------------------- 3.3 Feed-forward networks
