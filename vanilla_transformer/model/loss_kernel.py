@@ -5,8 +5,12 @@ GPU's memory, a second time from its cache, and writes them once.
 """
 
 import torch
-import triton
-import triton.language as tl
+
+try:  # outside of it, transformers would ask for Triton wherever it loads a checkpoint's code
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise ImportError("Triton is not installed") from None
 
 BLOCK, WARPS = 8192, 16  # columns at a time, and the warps that share them
 LOWEST = tl.constexpr(-3.4e38)
