@@ -5,6 +5,7 @@ import operator
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -166,7 +167,7 @@ def test_a_cell_that_fails_does_not_stop_the_rest(worker):
         Cell({"what": "good"}, dict, ((("speed", 2),),)),
     ]
     kept = []
-    rows = measure_all(cells, worker, 60, lambda rows: kept.append(list(rows)))
+    rows = measure_all(cells, [worker], 60, lambda rows: kept.append(list(rows)))
     assert rows == kept[-1]
     assert rows == [
         {"what": "error", "reason": "ZeroDivisionError: division by zero"},
@@ -190,9 +191,24 @@ def test_a_process_serves_many_cells_until_the_gpu_fails(worker):
     assert worker.measure(Cell({}, os.getpid), 60) != first
 
 
+def test_several_workers_measure_at_once_and_rows_keep_their_order():
+    class Pair:
+        meeting = threading.Barrier(2)
+
+        def measure(self, cell, seconds):
+            self.meeting.wait(10)
+            return {"by": self}
+
+    workers = [Pair(), Pair()]
+    cells = [Cell({"what": place}, dict) for place in range(4)]
+    rows = measure_all(cells, workers, 60, lambda rows: None)
+    assert [row["what"] for row in rows] == [0, 1, 2, 3]
+    assert {row["by"] for row in rows[:2]} == {row["by"] for row in rows[2:]} == set(workers)
+
+
 def test_no_cell_starts_when_the_time_is_up(worker):
     cells = [Cell({"what": "late"}, time.sleep, (60,))]
-    rows = measure_all(cells, worker, 0, lambda rows: None)
+    rows = measure_all(cells, [worker], 0, lambda rows: None)
     assert rows == [{"what": "late", "reason": "not measured: the time of this part was up"}]
 
 

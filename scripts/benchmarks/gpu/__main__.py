@@ -123,7 +123,12 @@ def run_part(
     except Exception as error:
         keep([{"reason": describe(error)}])
     else:
-        measure_all(cells, worker, limit - (time.monotonic() - begin), keep)
+        further = [] if plan.is_dry else [Worker() for _ in range(1, getattr(part, "WORKERS", 1))]
+        try:
+            measure_all(cells, [worker, *further], limit - (time.monotonic() - begin), keep)
+        finally:
+            for one in further:
+                one.stop()
     return report
 
 

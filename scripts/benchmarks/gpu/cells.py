@@ -1,7 +1,8 @@
 """What the benchmark measures, cell by cell: each has figures, or a reason why there are none.
 
-Cells are measured one after another in a process of their own. One that takes too long or breaks
-its process loses its figures; the next cell gets a new process.
+Cells are measured one after another in a process of their own, or in several at once where they are
+not timed. One that takes too long or breaks its process loses its figures; the next cell gets a new
+process.
 """
 
 import gc
@@ -9,9 +10,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 # After these, nothing works in a process any more.
@@ -120,17 +124,31 @@ def one_line(text: str) -> str:
 
 
 def measure_all(
-    cells: list[Cell], worker: Worker, seconds: float, keep: Callable[[list[dict]], None]
+    cells: list[Cell],
+    workers: list[Worker],
+    seconds: float,
+    keep: Callable[[list[dict]], None],
 ) -> list[dict[str, Any]]:
-    """A row for each cell. `keep` gets the rows after each cell; those not yet measured say so."""
+    """A row for each cell. Each worker measures one at a time, in their order. `keep` gets the rows
+    after each cell; those not yet measured say so."""
     end = time.monotonic() + seconds
     rows = [{**cell.labels, "reason": "not measured yet"} for cell in cells]
-    for place, cell in enumerate(cells):
-        left = end - time.monotonic()
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+    lock = Lock()
+
+    def measure(place: int) -> None:
+        cell, worker, left = cells[place], idle.get(), end - time.monotonic()
         if left > 0:
             figures = worker.measure(cell, min(left, cell.seconds))
         else:
             figures = {"reason": "not measured: the time of this part was up"}
-        rows[place] = {**cell.labels, **figures}
-        keep(rows)
+        idle.put(worker)
+        with lock:
+            rows[place] = {**cell.labels, **figures}
+            keep(rows)
+
+    with ThreadPoolExecutor(len(workers)) as threads:
+        list(threads.map(measure, range(len(cells))))
     return rows

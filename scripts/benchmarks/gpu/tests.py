@@ -1,4 +1,4 @@
-"""The tests that need a GPU, `pytest -m gpu`, one by one."""
+"""The tests that need a GPU, `pytest -m gpu`, each by itself."""
 
 import contextlib
 import io
@@ -11,6 +11,7 @@ from scripts.benchmarks.gpu.plan import Plan
 
 REPOSITORY = Path(__file__).parents[3]
 MARKED = re.compile(r"\bmark\.gpu\b")
+WORKERS = 6  # processes: half of the tests compile kernels, which takes a CPU most of a minute
 LABELS = ("test",)
 COLUMNS = {"outcome": "{}", "seconds": "{:.2f}"}
 NOTES = "`python -m pytest -m gpu` runs the same tests."
