@@ -9,8 +9,8 @@ import torch
 try:  # outside of it, transformers would ask for Triton wherever it loads a checkpoint's code
     import triton
     import triton.language as tl
-except ImportError:
-    raise ImportError("Triton is not installed") from None
+except ModuleNotFoundError:
+    raise ModuleNotFoundError("Triton is not installed", name="triton") from None
 
 BLOCK, WARPS = 8192, 16  # columns at a time, and the warps that share them
 LOWEST = tl.constexpr(-3.4e38)
