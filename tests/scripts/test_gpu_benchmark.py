@@ -148,12 +148,14 @@ def test_all_parts_together_take_less_than_25_minutes_and_none_9():
 
 @pytest.mark.slow
 def test_only_selects_rows_by_their_labels(tmp_path):
-    flags = ["--parts", "decoding", "--only", r"^base .*ours dynamic$", "--dry_run"]
+    flags = ["--parts", "decoding", "training", "--only", r"^base .*ours dynamic$", "--dry_run"]
     run_module("scripts.benchmarks.gpu", "--output_dir", "gpu", *flags, cwd=tmp_path)
     rows = read(tmp_path / "gpu", "decoding")[0]["rows"]
     assert [(row["size"], row["what"], row["cache"]) for row in rows] == [
         ("base", "ours", "dynamic")
     ] * 2
+    (row,) = read(tmp_path / "gpu", "training")[0]["rows"]
+    assert row["reason"] == r"ValueError: --only ^base .*ours dynamic$: in the labels of no row"
 
 
 # ---------------------------------------------------------------- cells

@@ -49,6 +49,8 @@ SHARED, SOURCE, TARGET = (
     f"model.{name}.weight" for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 )
 SIDES = ("source", "target")
+# The options that name the files of a text's tokens.
+TOKEN_FILES = ("source_vocabulary", "target_vocabulary", "source_codes", "target_codes")
 PROJECTION, PROJECTION_BIAS = "lm_head.weight", "lm_head.bias"
 
 

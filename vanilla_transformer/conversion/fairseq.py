@@ -20,17 +20,12 @@ from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
 from .check import Toolkit, subwords
-from .core import Conversion, ConversionOptions, Tensors
+from .core import TOKEN_FILES, Conversion, ConversionOptions, Tensors
 from .text import side_tokenizer
 from .unpickling import Inert, contents, load_torch
 
 NAME = "fairseq"
-READS: tuple[str, ...] = (
-    "source_vocabulary",
-    "target_vocabulary",
-    "source_codes",
-    "target_codes",
-)
+READS: tuple[str, ...] = TOKEN_FILES
 PAD, EOS, UNK = 1, 2, 3
 STACKS = ("encoder", "decoder")
 

@@ -35,6 +35,7 @@ from .check import Toolkit
 from .core import (
     SHARED,
     SOURCE,
+    TOKEN_FILES,
     Conversion,
     ConversionOptions,
     Tensors,
@@ -45,12 +46,7 @@ from .core import (
 from .unpickling import contents, load_torch
 
 NAME = "joeynmt"
-READS: tuple[str, ...] = (
-    "source_vocabulary",
-    "target_vocabulary",
-    "source_codes",
-    "target_codes",
-)
+READS: tuple[str, ...] = TOKEN_FILES
 
 # From our names to theirs: regular expressions and what replaces them, one after the other.
 NAMES = {

@@ -28,18 +28,12 @@ from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
 from .check import Toolkit, subwords
-from .core import PROJECTION_BIAS, SHARED, Conversion, ConversionOptions, Tensors
+from .core import PROJECTION_BIAS, SHARED, TOKEN_FILES, Conversion, ConversionOptions, Tensors
 
 logger = logging.get_logger(__name__)
 
 NAME = "marian"
-READS: tuple[str, ...] = (
-    "like",
-    "source_vocabulary",
-    "target_vocabulary",
-    "source_codes",
-    "target_codes",
-)
+READS: tuple[str, ...] = ("like", *TOKEN_FILES)
 OPTIONS = "special:model.yml"
 STACKS = ("encoder", "decoder")
 # Our modules and Marian's names: {} is "W" or "b", in a layer norm "scale" or "bias".

@@ -18,6 +18,7 @@ from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
+    TOKEN_FILES,
     Conversion,
     ConversionOptions,
     Tensors,
@@ -30,12 +31,7 @@ from .text import tokenizer_for
 from .unpickling import load_torch
 
 NAME = "sockeye"
-READS: tuple[str, ...] = (
-    "source_vocabulary",
-    "target_vocabulary",
-    "source_codes",
-    "target_codes",
-)
+READS: tuple[str, ...] = TOKEN_FILES
 STACKS = "encoder", "decoder"
 PARAMS, CONFIG, VERSION, ARGUMENTS = "params.best", "config", "version", "args.yaml"
 VOCABULARIES = "vocab.src.0.json", "vocab.trg.0.json"

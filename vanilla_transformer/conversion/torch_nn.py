@@ -33,6 +33,7 @@ from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
     SIDES,
+    TOKEN_FILES,
     Conversion,
     ConversionOptions,
     Tensors,
@@ -46,14 +47,7 @@ from .unpickling import load_torch
 
 NAME = "torch_nn"
 FOR_STATE_DICTS = ("heads", "norm_first", "activation", "layer_norm_eps")
-READS: tuple[str, ...] = (
-    *FOR_STATE_DICTS,
-    "names",
-    "source_vocabulary",
-    "target_vocabulary",
-    "source_codes",
-    "target_codes",
-)
+READS: tuple[str, ...] = (*FOR_STATE_DICTS, "names", *TOKEN_FILES)
 STACKS = "encoder", "decoder"
 VOCABULARIES = "vocab.src.txt", "vocab.tgt.txt"
 EMBEDDINGS = "source_embedding", "target_embedding"

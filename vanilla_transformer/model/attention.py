@@ -15,7 +15,6 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
-from torch.backends import cuda
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedConfig
@@ -137,12 +136,13 @@ def attend_without_cudnn(*args: Any, **options: Any) -> tuple[torch.Tensor, None
     if torch.compiler.is_compiling():  # a compiler can't ask what is enabled
         with sdpa_kernel(VARIABLE_SHAPES):
             return sdpa_attention_forward(*args, **options)
-    before = cuda.cudnn_sdp_enabled()
-    cuda.enable_cudnn_sdp(before and not cuda.math_sdp_enabled())
+    kernels = torch.backends.cuda
+    before = kernels.cudnn_sdp_enabled()
+    kernels.enable_cudnn_sdp(before and not kernels.math_sdp_enabled())
     try:
         return sdpa_attention_forward(*args, **options)
     finally:
-        cuda.enable_cudnn_sdp(before)
+        kernels.enable_cudnn_sdp(before)
 
 
 def unfused_attention(

@@ -120,6 +120,8 @@ def run_part(
     try:
         result["environment"] = worker.measure(Cell({}, environment, (plan,)), limit)
         cells = [cell for cell in part.cells(plan, worker) if re.search(only or "", cell.name)]
+        if not cells:
+            raise ValueError(f"--only {only}: in the labels of no row")
     except Exception as error:
         keep([{"reason": describe(error)}])
     else:
