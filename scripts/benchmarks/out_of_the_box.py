@@ -29,7 +29,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "scan": scan,
     "reverse": lambda: symbols(lambda row: row[::-1]),
     "sort": lambda: symbols(sorted),
-    **{f"phrases_{lang}": lambda lang=lang: phrases(lang) for lang in ("de", "fr", "ja")},
+    **{f"phrases_{lang}": lambda lang=lang: phrases(lang) for lang in ("de", "es", "fr")},
 }
 
 

@@ -5,8 +5,9 @@ import json
 import pytest
 from conftest import run_module
 
-from scripts.benchmarks.out_of_the_box import to_markdown
+from scripts.benchmarks.out_of_the_box import TASKS, to_markdown
 from scripts.benchmarks.tasks import scan, scan_commands, symbols
+from vanilla_transformer.data.phrases import TARGET_LANGUAGES
 
 
 def test_scan_is_what_its_grammar_makes():
@@ -34,6 +35,12 @@ def test_symbols_are_new_in_the_test():
     assert (len(task.train), len(task.test)) == (20_000, 1000)
     assert not set(task.train) & set(task.test)
     assert all(sorted(source.split()) == target.split() for source, target in task.test)
+
+
+def test_there_are_phrases_in_three_languages():
+    languages = [name.removeprefix("phrases_") for name in TASKS if name.startswith("phrases_")]
+    assert len(languages) == 3
+    assert set(languages) <= set(TARGET_LANGUAGES)
 
 
 def test_the_table_shows_each_seed_and_who_was_late():
