@@ -6,6 +6,7 @@ compared closely, half precision by what it can hold.
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -190,6 +191,21 @@ def test_the_fused_loss_is_that_of_logits(dtype, vocab_size):
     else:
         for one, other in zip(actual, expected, strict=True):
             assert_rough(one, other, dtype)
+
+
+@pytest.mark.parametrize("view", [np.s_[:, :1], np.s_[:1, ::2]], ids=["column", "every other"])
+def test_the_fused_loss_takes_labels_that_are_a_view(view):
+    # The kernel read the labels next to each other in memory: the gradients were wrong.
+    torch.manual_seed(0)
+    labels = torch.randint(50, (6, 9), device=GPU)[view]
+    states = torch.randn(*labels.shape, 16, device=GPU, requires_grad=True)
+    matrix = torch.randn(50, 16, device=GPU, requires_grad=True)
+    losses = [
+        fused_linear_cross_entropy(states, matrix, labels, 0.1),
+        label_smoothed_cross_entropy(states @ matrix.t(), labels, 0.1),
+    ]
+    actual, expected = (torch.autograd.grad(loss, (states, matrix)) for loss in losses)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_dropout_leaves_out_its_share_and_keeps_the_mean():

@@ -1,5 +1,8 @@
 """The loss and its gradients: those of torch's cross-entropy, without all logits in memory."""
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -106,6 +109,49 @@ def test_a_batch_without_labels_has_no_loss_and_no_gradient():
     loss.backward()
     assert loss == 0
     assert not states.grad.any()
+
+
+def test_a_batch_of_no_rows_has_no_loss():
+    projection, labels = nn.Linear(8, 50, bias=False), torch.zeros(0, 3, dtype=torch.long)
+    assert projected_cross_entropy(torch.randn(0, 3, 8), projection, labels) == 0
+
+
+@pytest.mark.parametrize("view", [np.s_[:, :1], np.s_[:1, ::2]], ids=["column", "every other"])
+def test_labels_that_are_a_view_are_copied(monkeypatch, view):
+    # The kernel of a GPU reads them next to each other in memory: its gradients were wrong.
+    seen, softmax = [], loss_module._softmax_less_label
+    labels = torch.randint(50, (6, 9))[view]
+
+    def spy(scores, labels, *rest):
+        seen.extend(labels[:, 0].as_strided((len(labels),), (1,)).tolist())
+        return softmax(scores, labels, *rest)
+
+    monkeypatch.setattr(loss_module, "_softmax_less_label", spy)
+    states = torch.randn(*labels.shape, 8, requires_grad=True)
+    projected_cross_entropy(states, nn.Linear(8, 50, bias=False), labels)
+    assert seen == labels.flatten().tolist()
+
+
+@LOSSES
+def test_labels_may_be_32_bit(loss):
+    states, projection, labels = torch.randn(2, 3, 8), nn.Linear(8, 50, bias=False), IDS[:, :3]
+    labels = labels.repeat(2, 1)
+    expected = loss(states, projection, labels)
+    torch.testing.assert_close(loss(states, projection, labels.int()), expected)
+
+
+def test_second_derivatives_are_those_of_the_equations_or_refused():
+    """As in a penalty of the gradient, which was a constant for what follows."""
+    gradients = []
+    for name in ("eager", "sdpa"):
+        model = seq2seq(dropout=0.0, attn_implementation=name).train()
+        loss = model(input_ids=IDS, labels=IDS).loss
+        gradients.append(partial(torch.autograd.grad, loss, model.lm_head.weight))
+    of_equations, fused = gradients
+    (gradient,) = of_equations(create_graph=True)
+    assert gradient.requires_grad
+    with pytest.raises(RuntimeError, match=r"no second derivatives; expected .*=\"eager\""):
+        fused(create_graph=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -229,8 +275,8 @@ def test_softmax_is_not_asked_to_write_over_its_input(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel can be built")
 def test_where_triton_cannot_build_the_kernel_torch_computes_the_loss(caplog):
     loss_module._gpu_kernel.cache_clear()
-    assert loss_module._gpu_kernel() is None
-    assert loss_module._gpu_kernel() is None
+    assert loss_module._gpu_kernel(torch.device("cuda")) is None
+    assert loss_module._gpu_kernel(torch.device("cuda")) is None
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "The loss is computed more slowly: Triton can't build its kernel: " in record.message

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,8 @@ def fused_linear_cross_entropy(
         regularizer: A further loss of each token's predictions, those of all passes next to each
             other.
     """
-    flat, passes = labels.to(states.device).flatten(), len(states) // max(1, len(labels))
+    flat = labels.to(states.device, torch.long).flatten().contiguous()  # for the kernel
+    passes = max(1, len(states) // max(1, len(labels)))
     rows = states.flatten(0, -2)
     with_label = (flat != -100).nonzero()[:, 0]
     items = max(1, len(with_label)) if num_items_in_batch is None else num_items_in_batch
@@ -124,10 +124,14 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         return total / items
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients that `forward` has found already. The projection's is large: on a CPU it is
         not written again to multiply it by 1. That of states may be too narrow for 1 / items."""
+        if torch.is_grad_enabled():  # by create_graph; `once_differentiable` would miss a plain 1
+            raise RuntimeError(
+                "create_graph=True: the loss without logits has no second derivatives; expected "
+                'a model with attn_implementation="eager"'
+            )
         grad_states, grad_projection = ctx.saved_tensors
         if grad_states is not None:
             grad_states = grad_states.to(ctx.dtypes[0]) * (grad_total / ctx.items)
@@ -156,10 +160,11 @@ def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:
     """How many rows of logits to have at a time, and how many of them in the cache of a CPU.
 
     Products in half precision are so fast that adding them up in float32, once for each part,
-    takes its time: hence fewer and larger parts there. On a GPU each kernel wants much to do.
+    takes its time: hence fewer and larger parts there. On a GPU each kernel wants much to do, in
+    tiles of up to 128 rows.
     """
     if states.device.type != "cpu":
-        rows = max(1, 2**26 // vocab_size)
+        rows = max(128, 2**26 // vocab_size // 128 * 128)
         return rows, rows
     rows = min(ROWS if states.dtype.itemsize > 2 else 2 * ROWS, max(1, 2**24 // vocab_size))
     return rows, max(1, 2**17 // vocab_size)
@@ -174,7 +179,7 @@ def _softmax_less_label(
 ) -> torch.Tensor:
     """Writes softmax(scores), less `weight` on each row's label, into `out`; returns the sum of
     log(normaliser) - weight * score of the label. The regularizer adds to both."""
-    kernel = _gpu_kernel() if scores.device.type == "cuda" else None
+    kernel = _gpu_kernel(scores.device) if scores.device.type == "cuda" else None
     if kernel is not None and regularizer is None and scores.dtype.itemsize <= 4:
         return kernel(scores, labels, weight, out)
     wide = at_least_float32(scores.dtype)
@@ -193,13 +198,13 @@ def _softmax_less_label(
 
 
 @cache
-def _gpu_kernel() -> Callable[..., torch.Tensor] | None:
+def _gpu_kernel(device: torch.device) -> Callable[..., torch.Tensor] | None:
     """`softmax_less_label` of `loss_kernel.py`; None where it can't be built, as Triton is missing
     or the C compiler that it needs."""
     try:
         from .loss_kernel import softmax_less_label
 
-        scores = torch.zeros(1, 8, device="cuda")
+        scores = torch.zeros(1, 8, device=device)
         softmax_less_label(scores, scores.new_zeros(1, 1, dtype=torch.long), 1.0, scores)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]

@@ -46,7 +46,7 @@ def _softmax_less_label(  # type: ignore[no-untyped-def]
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         score = tl.load(scores + column, column < columns, float("-inf")).to(tl.float32)
-        probability = tl.exp(score - log_normalizer)
+        probability = tl.exp(score - highest) / total
         error = tl.where(column == label, probability - weight, probability)
         tl.store(out + column, error.to(out.dtype.element_ty), column < columns)
 
@@ -59,7 +59,7 @@ def softmax_less_label(
 
     Args:
         scores: Contiguous, (rows, columns), of at most 32 bits, like `out`.
-        labels: A column for each row, (rows, 1).
+        labels: A column for each row, contiguous, (rows, 1).
     """
     rows, columns = scores.shape
     unit = 8 if columns % 8 == 0 else 1

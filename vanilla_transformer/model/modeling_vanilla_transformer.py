@@ -422,7 +422,7 @@ def label_smoothed_cross_entropy(
     """Cross-entropy of logits (batch, length, vocabulary) against (1 - eps) on the label plus
     eps / vocabulary on every token. Labels are (batch, length), and -100 takes no part. The sum is
     divided by `num_items_in_batch`, by default the number of labels."""
-    labels = labels.to(logits.device)
+    labels = labels.to(logits.device, torch.long)
     # The gradient of a row without a label is 0, but 0 times NaN is NaN.
     logits = logits.to(at_least_float32(logits.dtype)).masked_fill((labels == -100)[..., None], 0)
     flat = logits.flatten(0, -2), labels.flatten()
