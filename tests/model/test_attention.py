@@ -84,6 +84,37 @@ def test_a_compiled_attention_on_a_gpu_is_the_same():
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+FLASH, EFFICIENT, MATH, CUDNN = (
+    getattr(SDPBackend, name)
+    for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
+)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [([FLASH, EFFICIENT, MATH, CUDNN], {FLASH, EFFICIENT, MATH}), ([MATH], {MATH})],
+)
+def test_a_compiled_attention_uses_what_the_caller_has_enabled(allowed, expected):
+    # It used to enable all kernels but cuDNN's, those that the caller had disabled too.
+    entered = []
+
+    def backend(module, _):
+        name = "_sdpa_kernel"  # the operation of a graph that enables kernels
+        first = next(n for n in module.graph.nodes if getattr(n.target, "__name__", "") == name)
+        entered.extend(str(kernel.args[0]) for kernel in first.args[0])
+        return module
+
+    torch.compiler.reset()
+    with sdpa_kernel(allowed):
+        torch.compile(attend_on_gpu, backend=backend, fullgraph=True)(torch.randn(2, 3, 5, 4))
+    assert set(entered) == {kernel.name for kernel in expected}
+
+
+def test_a_compiled_attention_keeps_cudnn_where_it_is_the_only_kernel():
+    with sdpa_kernel(CUDNN):
+        assert attention.enabled_kernels() == [CUDNN]
+
+
 # ---------------------------------------------------------------- attention in half precision
 
 

@@ -34,7 +34,6 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 # ---------------------------------------------------------------- Kernels
 
-VARIABLE_SHAPES = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 NO_ATTENTION_OPTIONS = {"use_cache", "output_hidden_states"}
 
 
@@ -133,8 +132,8 @@ def attend_without_cudnn(*args: Any, **options: Any) -> tuple[torch.Tensor, None
     """`sdpa_attention_forward` without cuDNN's kernel, which torch 2.11 to 2.13 prefer on Hopper
     and Blackwell. It plans each new shape, which takes longer than a training step, and sentences
     have many shapes. It stays where the caller has left no alternative."""
-    if torch.compiler.is_compiling():  # a compiler can't ask what is enabled
-        with sdpa_kernel(VARIABLE_SHAPES):
+    if torch.compiler.is_compiling():
+        with sdpa_kernel(enabled_kernels()):
             return sdpa_attention_forward(*args, **options)
     kernels = torch.backends.cuda
     before = kernels.cudnn_sdp_enabled()
@@ -143,6 +142,20 @@ def attend_without_cudnn(*args: Any, **options: Any) -> tuple[torch.Tensor, None
         return sdpa_attention_forward(*args, **options)
     finally:
         kernels.enable_cudnn_sdp(before)
+
+
+@torch.compiler.assume_constant_result
+def enabled_kernels() -> list[SDPBackend]:
+    """What a compiler may choose from. It can't ask, and follows no later change."""
+    kernels = torch.backends.cuda
+    has_math = kernels.math_sdp_enabled()
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: kernels.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: kernels.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: has_math,
+        SDPBackend.CUDNN_ATTENTION: kernels.cudnn_sdp_enabled() and not has_math,
+    }
+    return [kernel for kernel, is_enabled in enabled.items() if is_enabled]
 
 
 def unfused_attention(
