@@ -16,7 +16,7 @@ from conftest import REPOSITORY, random_ids, run_module, seq2seq
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from scripts.benchmarks.gpu import decoding, recipes, training, varlen
+from scripts.benchmarks.gpu import decoding, recipes, timing, training, varlen
 from scripts.benchmarks.gpu.cells import Cell, Worker, measure_all
 from scripts.benchmarks.gpu.goals import goal
 from scripts.benchmarks.gpu.plan import DRY_RUN, Plan
@@ -246,6 +246,33 @@ def test_random_sentences_have_the_lengths_of_wmt():
         assert max(batch[name].numel() for name in ("input_ids", "labels")) <= 3000
 
 
+def test_batches_are_filled_as_from_a_text_of_wmts_size():
+    # They came from a text so small that a fourth of each was padding.
+    batches = training.wmt_batches(Size(32, 64, 2, 1, 100), 25_000, 6, "cpu")
+    padding = [1 - (batch["labels"] != -100).double().mean() for batch in batches]
+    padding += [1 - batch["attention_mask"].double().mean() for batch in batches]
+    assert sum(padding) / len(padding) < 0.05
+    assert min(batch["input_ids"].numel() for batch in batches) > 15_000
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_speed_of_a_gpu_follows_from_its_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert timing.peak_flops() == peak
+
+
 def test_most_batches_of_a_text_have_a_shape_of_their_own():
     """So that kernels which plan each shape take longer than a benchmark of a few batches tells."""
     source, target = training.wmt_lengths(900_000, seed=0)
@@ -314,4 +341,19 @@ def test_the_largest_batch_ends_where_memory_does(monkeypatch):
     assert tried == [400, 800, 1600]
     assert figures["tokens"] == 800
     assert figures["stopped"].startswith("OutOfMemoryError: CUDA out of memory")
+    torch.compiler.set_stance("default")
+
+
+def test_the_search_of_the_largest_batch_ends_in_time(monkeypatch):
+    # It was stopped from outside, which lost what it had found.
+    plan, clock = replace(Plan(**DRY_RUN), doublings=6), [0.0]
+
+    def steps(plan, size, contender, model, tokens, count):
+        clock[0] += tokens / 100
+        return {"tokens": tokens}
+
+    monkeypatch.setattr(training, "steps", steps)
+    monkeypatch.setattr(training.time, "monotonic", lambda: clock[0])
+    figures = training.measure_largest(plan, "base", training.Contender())
+    assert figures == {"tokens": 3200, "stopped": "no time for a larger one"}
     torch.compiler.set_stance("default")

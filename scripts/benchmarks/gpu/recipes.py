@@ -29,7 +29,7 @@ from scripts.benchmarks.gpu.cells import Cell, Worker
 from scripts.benchmarks.gpu.multi30k import TEST, TRAINING, read_split
 from scripts.benchmarks.gpu.plan import Plan
 from scripts.benchmarks.gpu.timing import begin, peak_gib
-from scripts.benchmarks.gpu.training import SOURCE_MEAN, wmt_lengths
+from scripts.benchmarks.gpu.training import batches_of_lengths
 from scripts.benchmarks.peers import EOS, PEERS
 from scripts.benchmarks.sigmorphon import WORDS, error_rates, languages_of, read
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
@@ -207,7 +207,7 @@ def measure_wmt(plan: Plan, seconds: float) -> dict[str, Any]:
     size = plan.sizes["base"]
     settings = read_recipe(WMT)[1] | {"max_tokens": plan.tokens, "max_steps": plan.updates}
     settings["dataloader_persistent_workers"] = True  # the epochs are short
-    lengths = wmt_lengths(EPOCH_BATCHES * plan.tokens // SOURCE_MEAN, seed=0)
+    lengths = map(np.concatenate, zip(*batches_of_lengths(plan.tokens, EPOCH_BATCHES), strict=True))
     random = np.random.default_rng(0)
 
     def sentence(length: int) -> list[int]:
@@ -262,6 +262,7 @@ def measure_g2p(plan: Plan, seconds: float) -> dict[str, Any]:
     begin(plan)
     language = languages_of(plan.g2p_data)[0]
     recipe, settings = read_recipe(G2P)
+    torch.set_float32_matmul_precision(recipe["float32_matmul_precision"])
     sides = [[*side] for side in zip(*read(plan.g2p_data, language, "train"), strict=True)]
     tokenizer = pair(
         *(

@@ -15,11 +15,14 @@ from scripts.benchmarks.turns import peak_memory, settle, timed
 # Dense bfloat16 FLOP/s, from NVIDIA's data sheets; the first name that is part of the GPU's counts.
 PEAKS = {
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
     "H100": 989.5e12,
     "H200": 989.5e12,
     "GH200": 989.5e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
 }
 PACKAGES = ("torch", "transformers", "triton", "accelerate", "flash-attn", "liger-kernel")
@@ -30,6 +33,7 @@ LONGEST = 100  # runs
 def begin(plan: Plan) -> None:
     """Prepare the process for a cell."""
     settle(1 if plan.is_dry else os.cpu_count() or 1)
+    torch.set_float32_matmul_precision("highest")  # torch's default
     if plan.is_dry:
         torch.compiler.set_stance("force_eager")
         return
@@ -68,9 +72,10 @@ def peak_gib(plan: Plan) -> float:
 
 
 def peak_flops() -> float | None:
-    """The dense bfloat16 FLOP/s of the GPU, None if it is not in the table."""
+    """The dense bfloat16 FLOP/s of the GPU; None for an unknown one, and for a part of one."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    known = (peak for part, peak in PEAKS.items() if part in name)
+    return None if "MIG" in name else next(known, None)
 
 
 def environment(plan: Plan) -> dict[str, Any]:

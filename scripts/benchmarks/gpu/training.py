@@ -4,8 +4,10 @@ A step is forward, backward and fused AdamW in bfloat16 autocast with label smoo
 batches of random sentences with the lengths of WMT. Packed batches leave out padding.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ from vanilla_transformer.model.loss import fused_linear_cross_entropy
 SOURCE_MEAN, TARGET_MEAN = 27, 28  # tokens of a sentence
 SPREAD, RATIO_SPREAD = 0.6, 0.2  # standard deviations of logarithms
 LONGEST = 256
+TEXT = 1_000_000  # sentences, from which batches are drawn
+SEARCH = 100.0  # seconds for the largest batch
 LOSS = "loss alone:"
 
 
@@ -109,7 +113,7 @@ def cells(plan: Plan, worker: Worker) -> list[Cell]:
     for size in plan.sizes:
         for name in LARGEST:
             labels = {"size": size, "batch": "largest", "what": name}
-            found.append(Cell(labels, measure_largest, (plan, size, EAGER[name])))
+            found.append(Cell(labels, measure_largest, (plan, size, EAGER[name]), SEARCH))
     return found + steps_of(COMPILED)
 
 
@@ -128,18 +132,23 @@ def wmt_lengths(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return next(sides), next(sides)
 
 
-def wmt_batches(size: Size, tokens: int, count: int, device: str) -> list[dict[str, torch.Tensor]]:
-    """Batches of `tokens` source and target tokens each, spread evenly from short sentences to
-    long ones."""
-    source, target = wmt_lengths(4 * count * tokens // SOURCE_MEAN + count, seed=0)
+@cache
+def batches_of_lengths(tokens: int, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokens of the sources and targets of `count` batches, spread evenly from short sentences to
+    long ones. A budget of `tokens` on each side fills them from a text so large, a quarter of WMT's
+    or a thousand batches, that sentences of the same length meet."""
+    source, target = wmt_lengths(min(TEXT, 1000 * tokens // SOURCE_MEAN), seed=0)
     batches = list(TokenBudgetSampler(source, target, tokens, shuffle=False))
     places = np.linspace(0, len(batches) - 1, count + 2).round().astype(int)[1:-1]
+    return [(source[batches[place]], target[batches[place]]) for place in places]
+
+
+def wmt_batches(size: Size, tokens: int, count: int, device: str) -> list[dict[str, torch.Tensor]]:
+    """Random ids for `batches_of_lengths`."""
     generator = torch.Generator().manual_seed(0)
     made = []
-    for place in places:
-        rows = batches[place]
-        lengths = (torch.from_numpy(side[rows]) for side in (source, target))
-        batch = training_batch(*lengths, size.vocab_size, generator)
+    for sides in batches_of_lengths(tokens, count):
+        batch = training_batch(*map(torch.from_numpy, sides), size.vocab_size, generator)
         made.append({name: ids.to(device) for name, ids in batch.items()})
     return made
 
@@ -190,13 +199,18 @@ def measure_largest(plan: Plan, size: str, contender: Contender) -> dict[str, An
     once = replace(plan, runs=1, seconds=0.0)
     model = make_model(plan, size, contender)
     figures: dict[str, Any] = {}
+    started, last = time.monotonic(), 0.0
     for doubling in range(1, plan.doublings + 1):
+        begun = time.monotonic()
+        if begun - started + 2.5 * last > SEARCH:  # the next one takes twice as long
+            return {**figures, "stopped": "no time for a larger one"}
         try:
             figures = steps(once, size, contender, model, plan.tokens * 2**doubling, 1)
         except Exception as error:  # out of memory, or too large for a kernel
             if not figures:
                 raise
             return {**figures, "stopped": describe(error)}
+        last = time.monotonic() - begun
     return figures
 
 
