@@ -269,11 +269,20 @@ def test_padded_sources_are_decoded_as_with_sdpa(flash, without_compiler, name, 
     expect_equal(outputs.scores, expected.scores)
 
 
-def test_flash_attention_leaves_a_mask_of_four_dimensions_to_sdpa(flash):
-    ids = random_ids(2, 5)
-    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
-    expected = seq2seq("sdpa").eval()(input_ids=ids, attention_mask=mask, decoder_input_ids=ids)
-    outputs = seq2seq("flash_attention_2").eval()(
-        input_ids=ids, attention_mask=mask, decoder_input_ids=ids
-    )
-    expect_equal(outputs.logits, expected.logits)
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", "flex_attention"])
+def test_a_mask_of_four_dimensions_says_the_same_to_every_attention(
+    flash, without_compiler, name, kind
+):
+    # "eager" and flex attention added booleans to the scores: every position was visible.
+    model, ids, mask = seq2seq(name).eval(), random_ids(2, 5), torch.ones(2, 5, dtype=torch.bool)
+    mask[0, 3:] = False
+    causal = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    masks = [mask[:, None, None], causal & mask[:, None, None]]
+    if kind != torch.bool:
+        masks = [torch.zeros(each.shape).masked_fill(~each, -torch.inf) for each in masks]
+    inputs = {"input_ids": ids, "decoder_input_ids": ids}
+    expected = seq2seq("sdpa").eval()(**inputs, attention_mask=mask, decoder_attention_mask=mask)
+    source, target = masks
+    outputs = model(**inputs, attention_mask=source, decoder_attention_mask=target)
+    expect_equal(outputs.logits[mask], expected.logits[mask])

@@ -112,7 +112,7 @@ def test_the_plain_path_takes_nothing_that_is_only_faster(monkeypatch):
     monkeypatch.setattr(running_rows, "RunningRows", refuse)
     monkeypatch.setattr(beam_search, "LARGE", 0)
     monkeypatch.setattr(beam_search, "project", refuse)
-    for name in ("sdpa_attention", "flash_attention", "PackedRows", "RowsByLength"):
+    for name in ("sdpa_attention", "flash_or_flex_attention", "PackedRows", "RowsByLength"):
         monkeypatch.setattr(attention_module, name, refuse)
     _, plain = both()
     plain.train()(**batch()).loss.backward()

@@ -52,8 +52,8 @@ class FastAttention(AttentionInterface):
         attend = super().get_interface(attn_implementation, default)
         if attend is sdpa_attention_forward:
             return partial(sdpa_attention, default)
-        if attend is not default and is_flash(attn_implementation):
-            return partial(flash_attention, attend)
+        if is_flash(attn_implementation) or is_flex(attn_implementation):
+            return partial(flash_or_flex_attention, attend)
         return attend
 
 
@@ -158,6 +158,13 @@ def enabled_kernels() -> list[SDPBackend]:
     return [kernel for kernel, is_enabled in enabled.items() if is_enabled]
 
 
+def as_scores(attention_mask: torch.Tensor) -> torch.Tensor:
+    """A mask to add to scores, from one, or from booleans that are True where a key is visible."""
+    if attention_mask.dtype != torch.bool:
+        return attention_mask
+    return torch.where(attention_mask, 0.0, torch.finfo(torch.float32).min)
+
+
 def unfused_attention(
     equation: AttentionFunction,
     module: torch.nn.Module,
@@ -174,31 +181,30 @@ def unfused_attention(
         attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     if attention_mask is None or attention_mask.dtype != torch.bool:
         return equation(module, query, key, value, attention_mask, **options)[0], None
-    added = torch.where(attention_mask, 0.0, torch.finfo(torch.float32).min)
-    output, _ = equation(module, query, key, value, added, **options)
+    output, _ = equation(module, query, key, value, attention_mask, **options)
     sees_any = attention_mask.any(-1)  # (..., query_length)
     return output if sees_any.all() else output * sees_any.transpose(-1, -2)[..., None], None
 
 
-def flash_attention(
+def flash_or_flex_attention(
     attend: AttentionFunction,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Any,
     rows: "RowEnds | None" = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Flash attention, told where packed rows end. It does not know masks of four dimensions, nor
-    that of keys which are not the queries' own: SDPA takes these."""
+    """Flash attention, told where packed rows end, or flex attention. SDPA takes what they don't
+    know: masks of four dimensions and, for flash, that of keys which are not the queries' own."""
     if rows is not None:
         ends = rows.source if module.is_cross_attention else rows.own
         attention_mask, options = None, options | ends
-    elif attention_mask is not None and (attention_mask.ndim == 4 or module.is_cross_attention):
-        if attention_mask.ndim == 2:
+    elif isinstance(attention_mask, torch.Tensor):
+        if attention_mask.ndim == 2 and module.is_cross_attention:
             attention_mask = attention_mask[:, None, None].bool()
-        attend = attend_without_cudnn
+        attend = attend_without_cudnn if attention_mask.ndim == 4 else attend
     return attend(module, query, key, value, attention_mask, **options)
 
 

@@ -30,6 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import (
     FastAttention,
+    as_scores,
     cast_once,
     mask_from_labels,
     one_row_for_all_queries,
@@ -233,14 +234,15 @@ def scaled_dot_product_attention(
     """Equation (1), softmax(Q K^T / sqrt(d_k)) V: the "eager" entry among transformers' attentions.
 
     From queries (batch, heads, query_length, d_k), keys (batch, heads, key_length, d_k), values
-    (batch, heads, key_length, d_v) and a mask that is added to the scores, the output
-    (batch, query_length, heads, d_v) and the weights (batch, heads, query_length, key_length).
+    (batch, heads, key_length, d_v) and a mask, True where a key is visible or added to the scores,
+    the output (batch, query_length, heads, d_v) and the weights (batch, heads, query_length,
+    key_length).
     """
     # Half precision can't hold the sum of many small exponentials, nor a masked score.
     wide = at_least_float32(query.dtype)
     scores = query * scaling @ key.transpose(-1, -2)
     if attention_mask is not None:
-        scores = scores + attention_mask.to(wide)
+        scores = scores + as_scores(attention_mask).to(wide)
     weights = scores.softmax(dim=-1, dtype=wide).to(query.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2), weights
