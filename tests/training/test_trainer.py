@@ -579,6 +579,17 @@ def test_curves_are_drawn_as_often_as_they_may(tokenizer, tmp_path, monkeypatch,
     assert drawn == [tmp_path / "curves.png"] * times
 
 
+def test_a_blank_source_has_a_blank_translation(tokenizer, splits, tmp_path):
+    """As in `translate`. Scores during training counted what the model makes of nothing."""
+    rows = splits["validation"].select(range(3)).to_list()
+    rows[1] = {"input_ids": tokenizer("")["input_ids"], "labels": tokenizer("")["input_ids"]}
+    arguments = training_arguments(tmp_path, predict_with_generate=True)
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    found = trainer.predict(Dataset.from_list(rows)).predictions
+    texts = tokenizer.batch_decode(found.clip(0), skip_special_tokens=True)
+    assert [bool(text) for text in texts] == [True, False, True]
+
+
 @pytest.mark.parametrize("ours", [False, True])
 def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_path, ours):
     """Seq2SeqTrainer leaves max_length=20 in the model: our trainer undoes it, and where there is

@@ -398,15 +398,31 @@ class TranslationTrainer(
         finally:
             self.compute_loss_func = before
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple:
-        """Same as `Seq2SeqTrainer.prediction_step`, but it leaves the model's generation config as
-        it was. transformers (5.17 to 5.24) writes all defaults into it, among them a maximum of 20
-        tokens, which would be saved with the model."""
+    def prediction_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple:
+        """Same as `Seq2SeqTrainer.prediction_step`, but a blank source has a blank translation, as
+        in `translate`, and the model keeps its generation config. transformers (5.17 to 5.24)
+        writes all defaults into it, among them a maximum of 20 tokens, which would be saved with
+        the model."""
         generation_config = copy.deepcopy(self.model.generation_config)
         try:
-            return super().prediction_step(*args, **kwargs)
+            loss, outputs, labels = super().prediction_step(
+                model, inputs, prediction_loss_only, *args, **kwargs
+            )
         finally:
             self.model.generation_config = generation_config
+        if self.args.predict_with_generate and outputs is not None:
+            pad, nothing = self.processing_class.pad_token_id, self.processing_class("")
+            lengths = inputs["input_ids"].ne(pad).sum(1)
+            is_blank = lengths <= len(nothing["input_ids"])
+            outputs[is_blank.to(outputs.device)] = pad
+        return loss, outputs, labels
 
 
 def load_averaged_checkpoints(trainer: Seq2SeqTrainer) -> None:
