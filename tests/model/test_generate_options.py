@@ -228,6 +228,19 @@ def test_what_the_prompt_says_already_is_looked_up(talker, prompts):
     assert calls.count < STEPS
 
 
+def test_prompt_lookup_ends_where_its_padded_source_says():
+    # A block of accepted tokens went past the limit of the row.
+    source = random_ids(1, 3)
+    padded = torch.cat([source, torch.zeros_like(source)], dim=1)
+    options = {"extra_output_tokens": 4, "prompt_lookup_num_tokens": 3, "eos_token_id": None}
+    for seed in range(10):
+        model = build(CLASSES[0], seed=seed)
+        expected = model.generate(source, **options)
+        found = model.generate(padded, attention_mask=padded != 0, **options)
+        assert found.tolist() == expected.tolist()
+        assert expected.shape == (1, 1 + 3 + 4)
+
+
 # ---------------------------------------------------------------- search and sampling
 
 

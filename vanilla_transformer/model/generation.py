@@ -201,9 +201,12 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         has_ends = options["pad_token_id"] is not None or options["eos_token_id"] is not None
         if by_factor or mask is None or mask.ndim != 2 or not has_ends:
             return
-        lengths = mask.count_nonzero(1) + extra
-        if lengths.min() < limit:
-            options.end_rows_at(prompt_length + lengths.clamp(max=limit))
+        lengths = (mask.count_nonzero(1) + extra).clamp(min=1, max=limit)
+        shortest, longest = lengths.min(), lengths.max()
+        if shortest == longest:  # a limit of all rows, which assisted decoding keeps to the token
+            options["max_new_tokens"] = int(longest)
+        else:
+            options.end_rows_at(prompt_length + lengths)
 
     def _prompt_length(self, options: "GenerationOptions") -> int:
         """Target tokens to begin with: transformers puts the start token before a prompt that lacks
