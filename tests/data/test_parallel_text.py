@@ -309,6 +309,7 @@ def test_json_without_a_list_has_an_object_a_line(tmp_path):
     [
         ("a.csv", "en,de\na,b\n\nc\n", "a.csv, record 3: 1 fields, but the header has 2"),
         ("a.csv", 'en,de\na,b\n"a" b,c\n', "a.csv, line 3: ',' expected after '\"'"),
+        ("a.csv", "en,de,de\na,b,c\n", "a.csv: expected a header with each name once, not 'de' "),
         ("a.tsv", "en\tde\na\tb\na\tb\tc\n", "a.tsv, record 3: 3 fields, but the header has 2"),
         (
             "a.jsonl",

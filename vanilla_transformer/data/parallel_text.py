@@ -462,6 +462,9 @@ def _read_table(path: str) -> Iterator[dict[str, Any]]:
     else:
         records = _read_csv(path)
     header = next(records, [])
+    twice = next((name for name in filter(None, header) if header.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{path}: expected a header with each name once, not {twice!r} twice")
     for number, record in enumerate(records, start=2):
         if len(record) != len(header):
             raise ValueError(
