@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from conftest import ragged
+from conftest import ragged, small_config
 
 from vanilla_transformer.export import export
+from vanilla_transformer.export.to_ctranslate2 import vocabularies
 from vanilla_transformer.inference.engines import load
 
 pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
@@ -69,6 +70,16 @@ def test_every_configuration_is_expressed(exported, config):
     ]
     assert trimmed(greedy[0]) == trimmed(greedy[1])
     expect_equal(model, engine, early_stopping=True, **LONGEST)
+
+
+def test_two_vocabularies_of_one_size_are_told_apart(two_sided):
+    # The targets got the names of the sources: CTranslate2's own library wrote source words.
+    size = max(len(two_sided), two_sided.target_vocab_size)
+    sources, targets = vocabularies(small_config(vocab_size=size), two_sided)
+    assert sources[: len(two_sided)] == two_sided.convert_ids_to_tokens(range(len(two_sided)))
+    target = two_sided.target_tokenizer
+    assert targets[:100] == [target.id_to_token(number) for number in range(100)]
+    assert sources != targets
 
 
 @pytest.mark.parametrize("tie", [True, False])

@@ -107,9 +107,8 @@ def vocabularies(
 ) -> tuple[list[str], list[str]]:
     """The tokens of source and target in the order of their ids, as many as embeddings. Those that
     the tokenizer does not know get a name."""
-    sides: Any = (tokenizer.backend_tokenizer,) * 2
-    if config.decoder_vocab_size is not None:
-        sides = (sides[0], getattr(tokenizer, "target_tokenizer", sides[0]))
+    source: Any = tokenizer.backend_tokenizer
+    sides = source, getattr(tokenizer, "target_tokenizer", source)
     sizes = (config.vocab_size, config.target_vocab_size)
     sources, targets = (
         [first_given(side.id_to_token(id_), f"<no token {id_}>") for id_ in range(size)]
