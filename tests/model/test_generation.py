@@ -12,6 +12,7 @@ from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
 )
+from vanilla_transformer.model.generation import LIMITS, GenerationOptions
 
 STRATEGIES = {
     "greedy": {},
@@ -298,3 +299,19 @@ def test_the_decoder_alone_continues_prompts_of_any_length(strategy, side):
         ids, attention_mask=mask, max_new_tokens=6, use_cache=False, **strategy
     )
     assert batch.tolist() == uncached.tolist()
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_none_turns_off_an_option_of_the_model():
+    """As for transformers, which writes keywords into a copy of the generation config."""
+    default = GenerationConfig(max_new_tokens=200, suppress_tokens=[3], num_beams=4)
+    given = {"max_new_tokens": None, "max_length": 5, "suppress_tokens": None}
+    options = GenerationOptions(default, None, given)
+    assert (options["max_new_tokens"], options["suppress_tokens"]) == (None, None)
+    assert options["num_beams"] == 4
+    assert options.first_of(LIMITS) == "max_length"
+    model = seq2seq(eos_token_id=None).eval()
+    model.generation_config.max_new_tokens = 200
+    assert model.generate(random_ids(1, 3), **given).shape == (1, 5)

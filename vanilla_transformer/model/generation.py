@@ -341,6 +341,8 @@ class GenerationOptions:
         return {**vars(self.given or self.default), **self.kwargs}
 
     def __getitem__(self, name: str) -> Any:
+        if name in self.kwargs:  # None turns an option off
+            return self.kwargs[name]
         return first_given(*(place.get(name) for place in self._places()))
 
     def _places(self) -> list[Mapping[str, Any]]:
@@ -355,15 +357,15 @@ class GenerationOptions:
 
     def first_of(self, names: Sequence[str]) -> str | None:
         """Of these options the first that is set, in the first place where any is."""
+        names = [name for name in names if self[name] is not None]
         return first_given(
             *(name for place in self._places() for name in names if place.get(name) is not None)
         )
 
     def take(self, name: str) -> Any:
         """The value of an option that transformers does not know, which is no keyword any more."""
-        value = self[name]
-        self.kwargs.pop(name, None)
-        return value
+        value = self.kwargs.pop(name, None)
+        return self[name] if value is None else value
 
     def end_rows_at(self, lengths: torch.Tensor) -> None:
         """End the targets of each source at its length, the prompt included, (sources,)."""
