@@ -96,3 +96,21 @@ def test_a_trained_bias_that_no_tensor_can_hold_is_named_on_the_way_back(change,
     core.restore(tmp_path, halves=False)
     said = "training has changed the biases of the output by up to 0.5" in caplog.text
     assert said == (change > 0)
+
+
+def test_what_has_a_place_is_not_named_on_the_way_back(tmp_path, caplog):
+    config = small_config(lm_head_bias=True, position_encoding="learned")
+    model = VanillaTransformerForConditionalGeneration(config)
+    model.lm_head.bias.data.fill_(3.0)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "original").mkdir()
+    sources = {
+        "final_logits_bias": [f"{core.PROJECTION_BIAS}[:48]"],
+        "encoder.positions": ["model.encoder.embed_positions.weight[:40]"],
+    }
+    record = {"format": "hf_marian", "sources": sources}
+    (tmp_path / "original/conversion.json").write_text(json.dumps(record))
+    restored = core.restore(tmp_path, halves=False)
+    assert torch.equal(restored["final_logits_bias"], torch.full((48,), 3.0))
+    (message,) = caplog.messages
+    assert "has no place for model.decoder.embed_positions.weight: if training has" in message

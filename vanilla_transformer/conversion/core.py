@@ -600,8 +600,16 @@ def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
     if (model_folder / ORIGINAL / LEFTOVERS_NAME).is_file():
         leftovers = load_file(model_folder / ORIGINAL / LEFTOVERS_NAME)
     weights |= {f"original:{name}": each for name, each in leftovers.items()}
+    placed = {part.partition("[:")[0] for parts in record["sources"].values() for part in parts}
+    for name in weights:
+        if name.endswith("embed_positions.weight") and name not in placed:
+            logger.warning(
+                "%s: this %s checkpoint has no place for %s: if training has changed it, its "
+                "scores will differ",
+                model_folder, record["format"], name,
+            )  # fmt: skip
     bias = weights.get(PROJECTION_BIAS)
-    if bias is not None and [PROJECTION_BIAS] not in record["sources"].values():
+    if bias is not None and PROJECTION_BIAS not in placed:
         largest = bias[bias > SUPPRESSED / 2].abs().max().item()
         if largest > 0:
             logger.warning(
