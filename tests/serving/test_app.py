@@ -164,6 +164,9 @@ def test_a_broken_form_is_refused():
     headers = {"content-type": "multipart/form-data; boundary=x"}
     answer = client().post("/translate", content=b"--y\r\nbroken", headers=headers)
     assert answer.status_code == 400
+    answer = client().post("/translate", data={"q": [LINE, LINE], **PAIR})
+    assert answer.status_code == 400
+    assert answer.json() == {"error": "q: expected one in a form, not 2"}
     file = {"q": ("name", io.BytesIO(b"text"))}
     answer = client().post("/translate", files=file, data=PAIR)
     assert (answer.status_code, list(answer.json())) == (400, ["error"])

@@ -66,6 +66,7 @@ def test_a_window_does_not_cut_a_sentence():
         ("<code>a &lt; b</code><pre>no\n no</pre><textarea>&amp;</textarea>", []),
         ('<div translate="no">no <div>no</div> no</div>yes', ["yes"]),
         ('<div translate="no">no</p> <br> no</div>yes', ["yes"]),
+        ("<div TRANSLATE=NO>no</div>yes", ["yes"]),
         ('<ul><li translate="no">no<li>yes</ul>', ["yes"]),
         ('<ul><li translate="no">no <ul><li>no</ul> no</ul>yes', ["yes"]),
         ('<ul><li translate="no"><p>no<li>yes</ul>', ["yes"]),

@@ -95,9 +95,13 @@ async def _read_form(request: Request, content: bytes) -> dict[str, Any]:
         return {"type": "http.request", "body": content, "more_body": False}
 
     try:
-        return dict(await Request(request.scope, receive).form())
+        form = await Request(request.scope, receive).form()
     except FormParserError as error:
         raise HTTPException(400, f"not a form: {error}") from None
+    for name in form:
+        if len(values := form.getlist(name)) > 1:
+            raise HTTPException(400, f"{name}: expected one in a form, not {len(values)}")
+    return dict(form)
 
 
 def request_schema(kind: type[BaseModel]) -> dict[str, Any]:

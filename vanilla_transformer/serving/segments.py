@@ -127,7 +127,9 @@ class _SegmentingParser(HTMLParser):
         while self.open[-1].tag in ENDED_BY.get(tag, ()):
             self.open.pop()
         if tag not in VOID_TAGS:
-            is_kept = tag in KEPT_TAGS or ("translate", "no") in attrs
+            is_kept = tag in KEPT_TAGS or any(
+                name == "translate" and (value or "").lower() == "no" for name, value in attrs
+            )
             self.open.append(_Element(tag, is_kept or self.open[-1].is_kept))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
