@@ -532,7 +532,7 @@ def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) 
     if not isinstance(recipe, dict):
         raise ValueError(f"{path}: expected a mapping from options to values")
     actions = {action.dest: action for action in parser._actions}
-    unknown = sorted(set(map(str, recipe)) - actions.keys())
+    unknown = sorted(set(map(str, recipe)) - (actions.keys() - {"config"}))
     if unknown:
         raise ValueError(f"{path}: unknown options {', '.join(unknown)}")
     replaced = {other for one in ALTERNATIVES if one & set(given) for other in one}

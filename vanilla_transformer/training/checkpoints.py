@@ -275,11 +275,12 @@ def is_off_schedule(checkpoint: Path) -> bool:
 
 
 def from_worst_to_best(args: Any, state: TrainerState, steps: Iterable[int]) -> list[int]:
-    """Those of these steps at which the model was evaluated, by `metric_for_best_model`."""
+    """Those of these steps at which the model was evaluated, by `metric_for_best_model`; of equal
+    ones the later is the better."""
     metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
     scores = {log["step"]: log[metric] for log in state.log_history if metric in log}
     sign = 1 if args.greater_is_better else -1
-    return sorted(scores.keys() & set(steps), key=lambda step: sign * scores[step])
+    return sorted(scores.keys() & set(steps), key=lambda step: (sign * scores[step], step))
 
 
 def find_defect(checkpoint: str | Path) -> str | None:

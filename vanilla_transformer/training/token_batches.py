@@ -111,27 +111,33 @@ class TokenBudgetTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """As `Trainer.evaluation_loop`, with predictions in the order of the data set, and with the
-        mean loss of all labels: transformers' mean of the batches would depend on their sizes. On
-        several processes, metrics don't count the copies of pairs that fill the last batch, as
-        those of `Seq2SeqTrainer` (5.17 to 5.24) do."""
+        """As `Trainer.evaluation_loop`. On several processes, metrics don't count the copies of
+        pairs that fill the last batch, as those of `Seq2SeqTrainer` (5.17 to 5.24) do. With
+        `eval_max_tokens`, predictions are in the order of the data set, and the loss is the mean of
+        all labels: transformers' mean of the batches would depend on their sizes."""
         args = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.gather_function == self.accelerator.gather:  # type: ignore[has-type]
             self.gather_function = self.accelerator.gather_for_metrics
-        if not isinstance(dataloader.batch_sampler, TokenBudgetSampler):
-            return super().evaluation_loop(*args)
-        before, average = self.gather_function, self.args.average_tokens_across_devices
-        self.gather_function = self._gather_without_copies
-        self._loss_and_labels = torch.zeros(2, device=self.args.device)
+        average = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False  # each process divides by its own labels
+        try:
+            if isinstance(dataloader.batch_sampler, TokenBudgetSampler):
+                return self._evaluate_by_tokens(*args)
+            return super().evaluation_loop(*args)
+        finally:
+            self.args.average_tokens_across_devices = average
+
+    def _evaluate_by_tokens(self, *args: Any) -> EvalLoopOutput:
+        dataloader, *_, prefix = args
+        before, self.gather_function = self.gather_function, self._gather_without_copies
+        self._loss_and_labels = torch.zeros(2, device=self.args.device)
         try:
             output = super().evaluation_loop(*args)
             loss, labels = self.accelerator.reduce(self._loss_and_labels).tolist()
         finally:
             self.gather_function, self._loss_and_labels = before, None
-            self.args.average_tokens_across_devices = average
         if labels:
-            output.metrics[f"{metric_key_prefix}_loss"] = loss / labels
+            output.metrics[f"{prefix}_loss"] = loss / labels
         places = np.argsort(dataloader.batch_sampler.order[: output.num_samples])
         return output._replace(
             predictions=_reorder(output.predictions, places),
