@@ -8,10 +8,13 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import sacrebleu
+from datasets import Dataset
 from sacrebleu.significance import PairedTest
 from transformers import EvalPrediction
 
+from vanilla_transformer.data import vocabularies
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.data.tokenizer_options import log_coverage
 from vanilla_transformer.inference.metrics import (
     compare_systems,
     make_compute_metrics,
@@ -71,6 +74,25 @@ def test_an_unknown_word_of_a_reference_is_an_error():
     assert metrics(EvalPrediction(labels, labels)) == pytest.approx(
         {"wer": 100 * 3 / 9, "exact_match": 100 / 3}
     )
+
+
+def test_an_unknown_word_is_an_error_where_decoding_prints_it():
+    # As of SentencePiece models and BPE codes, to which transformers knows no `unk_token`.
+    vocab = {token: number for number, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", "a"])}
+    words = vocabularies.words(vocab, vocabularies.Specials())
+    assert words.unk_token is None
+    labels = np.array([words(text)["input_ids"] for text in ("a x", "a a")])
+    metrics = make_compute_metrics(words, ["wer", "exact_match"])
+    assert metrics(EvalPrediction(labels, labels)) == {"wer": 25, "exact_match": 50}
+
+
+def test_coverage_counts_unknown_words_whatever_decoding_prints(caplog):
+    caplog.set_level("INFO", "vanilla_transformer")
+    vocab = {token: number for number, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", "a"])}
+    words = vocabularies.words(vocab, vocabularies.Specials())
+    rows = words(["a x", "x x a a"])["input_ids"]
+    log_coverage(Dataset.from_dict({"input_ids": rows, "labels": rows}), words)
+    assert [message.rpartition(" ")[2] for message in caplog.messages] == ["62.500%"] * 2
 
 
 def test_padding_is_no_error_where_its_token_is_the_unknown_one():

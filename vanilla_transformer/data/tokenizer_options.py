@@ -31,6 +31,7 @@ from .vocabularies import (
     bpe_codes,
     pair,
     sentencepiece,
+    unknown_token,
 )
 from .vocabulary_files import CONTROL, UNKNOWN, USER_DEFINED, read_bpe_codes, read_sentencepiece
 
@@ -252,7 +253,8 @@ def log_coverage(dataset: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     sources, targets = tokenizer, getattr(tokenizer, "target_tokenizer", tokenizer)
     for name, column, side in (("Source", "input_ids", sources), ("Target", "labels", targets)):
         vocab = side.get_vocab()
-        lacking = [vocab[token] for token in (tokenizer.unk_token, *BYTE_TOKENS) if token in vocab]
+        unknown = {tokenizer.unk_token, unknown_token(side)}
+        lacking = [vocab[token] for token in (*unknown, *BYTE_TOKENS) if token in vocab]
         uncovered = pa.array(lacking, pa.int32())
         tokens = missing = 0
         for table in arrow_tables(dataset, [column]):

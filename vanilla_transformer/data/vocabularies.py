@@ -11,6 +11,7 @@ clone. `rows(tokenizer)` rows are what the embedding must have; those from `size
 the unknown token's.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -499,6 +500,19 @@ def _filled(vocab: Mapping[str, int], size: int | None) -> dict[str, int]:
             f"embedding of {size} rows"
         )
     return {names.get(number, f"{PRIVATE}{number}"): number for number in range(size)}
+
+
+def unknown_token(tokenizer: Any) -> str | None:
+    """What a fast tokenizer or its backend makes of unknown tokens, also where that is an ordinary
+    token, which decoding prints and transformers does not know as `unk_token`."""
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(backend, Tokenizer):
+        return None
+    model: dict[str, Any] = json.loads(backend.to_str())["model"]
+    if model.get("unk_id") is not None:
+        name: str = model["vocab"][model["unk_id"]][0]
+        return name
+    return model.get("unk_token")
 
 
 def _unknown(vocab: Mapping[str, int], specials: Specials) -> str | None:

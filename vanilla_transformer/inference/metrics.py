@@ -13,6 +13,7 @@ from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Metric, Score
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
+from ..data.vocabularies import unknown_token
 from .alignment import unknown_id
 
 METRICS = ("bleu", "chrf", "exact_match")  # the default
@@ -339,6 +340,9 @@ def make_compute_metrics(
     """
     scorers = make_metrics(metrics, tokenize=tokenize)
     unknown = unknown_id(tokenizer)
+    if unknown is None:  # an ordinary token, as of SentencePiece models and BPE codes
+        targets = getattr(tokenizer, "target_tokenizer", tokenizer)
+        unknown = targets.get_vocab().get(unknown_token(targets))
 
     def decode(token_ids: Iterable[np.ndarray]) -> list[str]:
         return tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
@@ -346,7 +350,8 @@ def make_compute_metrics(
     def decode_reference(token_ids: np.ndarray) -> str:
         """The text with its unknown tokens, which no prediction matches."""
         parts = np.split(token_ids, np.flatnonzero(token_ids == unknown))
-        return f" {tokenizer.unk_token} ".join(decode(parts)).strip()
+        mark = tokenizer.unk_token or "\N{REPLACEMENT CHARACTER}"
+        return f" {mark} ".join(decode(part[part != unknown] for part in parts)).strip()
 
     def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
         outputs, labels = (
