@@ -202,9 +202,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         if by_factor or mask is None or mask.ndim != 2 or not has_ends:
             return
         lengths = (mask.count_nonzero(1) + extra).clamp(min=1, max=limit)
-        shortest, longest = lengths.min(), lengths.max()
-        if shortest == longest:  # a limit of all rows, which assisted decoding keeps to the token
-            options["max_new_tokens"] = int(longest)
+        limits = set(lengths.tolist())
+        if len(limits) == 1:  # a limit of all rows, which assisted decoding keeps to the token
+            options["max_new_tokens"] = limits.pop()
         else:
             options.end_rows_at(prompt_length + lengths)
 
