@@ -32,6 +32,8 @@ from vanilla_transformer.cli.ray_translation import (
     translate_chunk,
 )
 from vanilla_transformer.cli.translation_job import TranslateArguments, TranslationJob
+from vanilla_transformer.data.vocabularies import Specials
+from vanilla_transformer.data.vocabularies import words as words_tokenizer
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.ray_workers import RayWorkerArguments, RayWorkers
 
@@ -231,6 +233,10 @@ def test_forced_words_are_tokens_of_the_target(tokenizer):
     ]
     with pytest.raises(ValueError, match="force_words='': expected text in the target's vocabul"):
         encode_forced_words(["See", ""], tokenizer)
+    names = ["<pad>", "<s>", "</s>", "<unk>", "See"]
+    printing = words_tokenizer(dict(zip(names, range(5), strict=True)), Specials())
+    with pytest.raises(ValueError, match="force_words='Meer': expected text in the target's voca"):
+        encode_forced_words(["See", "Meer"], printing)
 
 
 @pytest.mark.parametrize("flags", [

@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from vanilla_transformer.data.tokenization import TOKENIZER_TYPES, UNICODE_FORMS, train_tokenizer
-from vanilla_transformer.data.tokenizer_options import TokenizerArguments
+from vanilla_transformer.data.tokenizer_options import TokenizerArguments, expect_whole
 
 TEXTS = [
     "The dog <num> runs through the green grass.",
@@ -227,6 +227,25 @@ def test_a_sentencepiece_model_keeps_its_pieces_and_ids(model_type, tmp_path):
     assert tokenizer.pad_token_id >= original.vocab_size()
     tag = tokenizer("<2fr>")["input_ids"][-2]
     assert tag in tokenizer("Hund<2fr>Hund")["input_ids"]
+
+
+def test_user_tokens_that_a_sentencepiece_model_never_reads_are_whole(tmp_path, caplog):
+    """SentencePiece splits a control symbol that a text spells."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    prefix = str(tmp_path / "spm")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_prefix=prefix, vocab_size=70, minloglevel=2,
+        hard_vocab_limit=False, control_symbols=["<2fr>", "<2es>"],
+    )  # fmt: skip
+    tags = ["<2fr>", "<2de>"]
+    arguments = TokenizerArguments(sentencepiece_model=[f"{prefix}.model"], user_tokens=tags)
+    tokenizer = reloaded(arguments.train(pairs()), tmp_path / "saved")
+    original = sentencepiece.SentencePieceProcessor(f"{prefix}.model")
+    assert original.piece_to_id("<2fr>") in tokenizer("<2fr> Hund")["input_ids"]
+    expect_whole(tags, tokenizer)
+    assert not caplog.records
+    expect_whole(["<2es>"], tokenizer)
+    assert "The tokenizer reads the user token '<2es>' as" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,22 @@ def test_unknown_words_are_replaced_by_the_source_words_they_are_aligned_to(word
     assert kept.alignment == ((0, 0),)
 
 
+def test_an_unknown_token_that_decoding_prints_is_a_word(attentive):
+    """As in the tokenizers of SentencePiece models and of vocabulary files."""
+    names = ["<pad>", "<s>", "</s>", "<unk>", "a", "b", "c", "x", "y", "z"]
+    tokenizer = words_tokenizer(dict(zip(names, range(10), strict=True)), Specials())
+    assert tokenizer.unk_token is None
+    model = attentive(CROSSED, CROSSED, CROSSED)
+    hypotheses = [Hypothesis("<unk> y", token_ids=(3, 8, 2))]
+    found = {
+        replaced: next(add_alignments(["a Köln c"], [hypotheses], model, tokenizer,
+                                      replace_unknown=replaced))[0]
+        for replaced in (True, False)
+    }  # fmt: skip
+    assert (found[True].text, found[False].text) == ("Köln y", "<unk> y")
+    assert found[True].alignment == found[False].alignment == ((0, 1), (1, 0))
+
+
 def test_pieces_and_the_words_they_are_in(model, tokenizer):
     line, text = "a house by the lake", "ein Haus am See"
     options = {"layer": 1}

@@ -177,6 +177,20 @@ def test_a_recipe_that_cannot_be_read_is_named(text, message, tmp_path):
         parse_arguments(GROUPS, ["--config", str(path), "--output_dir", str(tmp_path)])
 
 
+def test_a_recipe_has_numbers_and_null_where_options_have_them(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "config_overrides: {layer_norm_eps: 1e-6, dropout: .5e+0, activation_function: gelu}\n"
+        "generation_kwargs: {length_penalty: 6E-1}\nuser_tokens: null\nmax_tokens: null\n"
+    )
+    flags = ["--config", str(path), "--output_dir", str(tmp_path), "--dataset_name", "phrases"]
+    model_args, _, training_args = parse_arguments(GROUPS, flags)
+    expected = {"layer_norm_eps": 1e-6, "dropout": 0.5, "activation_function": "gelu"}
+    assert model_args.overrides() == expected
+    assert training_args.generation_kwargs == {"length_penalty": 0.6}
+    assert (model_args.user_tokens, training_args.max_tokens) == ([], None)
+
+
 def test_without_a_recipe_flags_are_all(tmp_path):
     model_args, _, _ = parse_arguments(
         GROUPS, ["--dataset_name", "phrases", "--preset", "big", "--output_dir", str(tmp_path)]
@@ -929,6 +943,22 @@ def test_a_field_that_no_generation_config_has_is_named(tmp_path):
     message = "generation_kwargs has 'lenght_penalty': no field of GenerationConfig"
     with pytest.raises(ValueError, match=message):
         training_arguments(tmp_path, generation_kwargs={"lenght_penalty": 0.6})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_beams": 0}, "num_beams=0: expected a whole number from 1"),
+        ({"length_penalty_type": "gnm"}, "length_penalty_type='gnm': expected"),
+        ({"temperature": 0.5}, "`do_sample` is not set to"),
+    ],
+)
+def test_decoding_options_that_cannot_be_are_named_before_training(
+    given, message, tokenizer, splits, tmp_path
+):
+    arguments = training_arguments(tmp_path, generation_kwargs=given)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..inference.alignment import unknown_id
-from ..model.generation import OWN_OPTIONS, GenerationOptions
-from ..model.validation import expect_generation_options
+from ..model.generation import OWN_OPTIONS
 
 # The commands decide what `generate()` returns, and constraints are objects.
 NOT_OFFERED = {
@@ -129,12 +128,3 @@ def encode_forced_words(
             raise ValueError(f"force_words={word!r}: expected text in the target's vocabulary")
         encoded.append(ids)
     return encoded
-
-
-def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Raise a ValueError unless the model can generate with these options and its generation
-    config."""
-    config = {**model.generation_config.to_dict(), **options}
-    expect_generation_options(config, getattr(model.config, "target_vocab_size", 2**31))
-    GenerationOptions(model.generation_config, None, options).use_length_penalty_type()
-    GenerationConfig(**config)

@@ -32,6 +32,7 @@ from ..inference.translation import (
     Hypothesis,
     encode_prefixes,
     expect_hypotheses,
+    expect_valid_options,
     samples,
     translate_n_best,
 )
@@ -40,7 +41,6 @@ from .generation_options import (
     RECIPE_FILE,
     encode_forced_words,
     expect_recipe,
-    expect_valid_options,
     find_recipe,
 )
 

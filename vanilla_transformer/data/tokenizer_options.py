@@ -201,7 +201,10 @@ def import_sentencepiece(path: str, user_tokens: Sequence[str] = ()) -> PreTrain
     listed = {piece for piece, _, _ in model.pieces}
     more = [(token, 0.0, CONTROL) for token in (PAD, EOS) if token not in listed]
     more += [(token, 0.0, USER_DEFINED) for token in user_tokens if token not in listed]
-    model = replace(model, pieces=[*model.pieces, *more])
+    whole = [
+        (p, score, USER_DEFINED if p in user_tokens else kind) for p, score, kind in model.pieces
+    ]
+    model = replace(model, pieces=[*whole, *more])
     unk = next((piece for piece, _, kind in model.pieces if kind == UNKNOWN), None)
     return sentencepiece(model, Specials(pad=PAD, bos=model.special(BOS), eos=EOS, unk=unk))
 
@@ -230,13 +233,15 @@ def import_bpe_codes(
 
 
 def expect_whole(tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn of user tokens that an existing tokenizer splits."""
+    """Warn of user tokens that an existing tokenizer splits or does not know."""
+    decode = getattr(tokenizer, "backend_tokenizer", tokenizer).decode
     for token in tokens:
-        if token not in tokenizer.get_vocab():
+        ids = tokenizer(token, add_special_tokens=False)["input_ids"]
+        if all(decode([number], skip_special_tokens=False).strip() != token for number in ids):
             logger.warning(
-                "The tokenizer splits the user token %r into %d: train a new one to keep it whole",
+                "The tokenizer reads the user token %r as %s: train a new one to keep it whole",
                 token,
-                len(tokenizer.tokenize(token)),
+                " ".join(tokenizer.tokenize(token)),
             )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, __version__
 
+from ..data.vocabularies import unknown_token
 from .scoring import map_pairs, reading_inputs, token_scores
 from .translation import Hypothesis, decoder_start
 
@@ -194,10 +195,10 @@ def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def unknown_id(tokenizer: Any) -> int | None:
-    """The target's id of the unknown token."""
-    if hasattr(tokenizer, "target_tokenizer") and tokenizer.unk_token is not None:
-        return tokenizer.target_tokenizer.token_to_id(tokenizer.unk_token)
-    return tokenizer.unk_token_id
+    """The target's id of the unknown token, also where decoding prints it as an ordinary token."""
+    target = getattr(tokenizer, "target_tokenizer", tokenizer)
+    unknown = tokenizer.unk_token or unknown_token(target)
+    return None if unknown is None else target.get_vocab().get(unknown)
 
 
 class _AlignmentReader:
@@ -208,7 +209,8 @@ class _AlignmentReader:
         self.unknown = unknown_id(tokenizer) if replace_unknown else None
         self.source_special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         ends = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
-        self.target_special = {*ends, unknown_id(tokenizer)} - {self.unknown, None}
+        hidden = unknown_id(tokenizer) if tokenizer.unk_token else None  # others are words
+        self.target_special = {*ends, hidden} - {self.unknown, None}
 
     def read(
         self,

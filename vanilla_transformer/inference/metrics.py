@@ -13,7 +13,6 @@ from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Metric, Score
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
-from ..data.vocabularies import unknown_token
 from .alignment import unknown_id
 
 METRICS = ("bleu", "chrf", "exact_match")  # the default
@@ -340,9 +339,6 @@ def make_compute_metrics(
     """
     scorers = make_metrics(metrics, tokenize=tokenize)
     unknown = unknown_id(tokenizer)
-    if unknown is None:  # an ordinary token, as of SentencePiece models and BPE codes
-        targets = getattr(tokenizer, "target_tokenizer", tokenizer)
-        unknown = targets.get_vocab().get(unknown_token(targets))
 
     def decode(token_ids: Iterable[np.ndarray]) -> list[str]:
         return tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)

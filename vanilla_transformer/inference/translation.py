@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.generation import LIMITS, GenerationOptions, first_given
+from ..model.validation import expect_generation_options
 
 DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
 
@@ -105,6 +106,15 @@ def translate_n_best(
         expect_hypotheses(n_best, model, generate_kwargs)
     batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
     yield from batches.hypotheses(n_best, show_progress, together)
+
+
+def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Raise a ValueError unless the model can generate with these options and its generation
+    config."""
+    config = {**model.generation_config.to_dict(), **options}
+    expect_generation_options(config, getattr(model.config, "target_vocab_size", 2**31))
+    GenerationOptions(model.generation_config, None, options).use_length_penalty_type()
+    GenerationConfig(**config)
 
 
 def expect_hypotheses(n_best: int, model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """The options of a training run, and the recipes that set them."""
 
 import logging
+import re
 import sys
 from argparse import Action, Namespace
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,16 +168,19 @@ def _as_fields(given: Any) -> dict[str, Any]:
         if name and not equals:
             raise ValueError(f"config_overrides has {item!r}: expected name=value")
         if name:
-            fields[name] = _typed(value)
+            fields[name] = yaml.load(value, _TypedLoader)
     return fields
 
 
-def _typed(text: str) -> Any:
-    """The value that a YAML file would have here, and 1e-6, which is no number in YAML 1.1."""
-    value = yaml.safe_load(text)
-    with suppress(ValueError):
-        return float(value) if isinstance(value, str) else value
-    return value
+class _TypedLoader(yaml.SafeLoader):
+    """Reads 1e-6, which is text in YAML 1.1, as a number."""
+
+
+_TypedLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    [*"-+.0123456789"],
+)
 
 
 @dataclass
@@ -526,7 +529,7 @@ def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) 
     """
     text = path.read_text(encoding="utf-8")
     try:
-        recipe, typed = yaml.load(text, _TextLoader), yaml.safe_load(text)
+        recipe, typed = yaml.load(text, _TextLoader), yaml.load(text, _TypedLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: expected YAML ({error})") from error
     if not isinstance(recipe, dict):
@@ -548,6 +551,6 @@ def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) 
             flags.append(f"--{name}={value}")
         elif value is not None and actions[name].type not in (str, dict):
             raise ValueError(f"{path}: {name}={typed[name]!r}: expected a single value")
-        else:
+        elif value is not None or actions[name].default != []:
             parser.set_defaults(**{name: typed[name]})
     return flags

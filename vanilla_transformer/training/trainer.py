@@ -32,6 +32,7 @@ from ..data.bpe_dropout import BPEDropoutDataset
 from ..data.collation import PairCollator
 from ..data.token_batches import RepeatedStream
 from ..inference.metrics import METRICS, make_compute_metrics
+from ..inference.translation import expect_valid_options
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
@@ -310,7 +311,11 @@ def make_trainer(
 
 def set_generation_options(model: PreTrainedModel, arguments: Seq2SeqTrainingArguments) -> None:
     """Put the decoding options into the model's generation config: `generation_num_beams` and
-    `generation_kwargs`, then what the file `generation_config` sets, then the model's own."""
+    `generation_kwargs`, then what the file `generation_config` sets, then the model's own.
+
+    Raises:
+        ValueError: The model can't generate with them, or its config can't be saved with them.
+    """
     if arguments.generation_config is not None:
         own = model.generation_config.to_dict()
         given = Seq2SeqTrainer.load_generation_config(arguments.generation_config)
@@ -321,6 +326,8 @@ def set_generation_options(model: PreTrainedModel, arguments: Seq2SeqTrainingArg
     config.num_beams = arguments.generation_num_beams or config.num_beams or 1
     for name, value in (arguments.generation_kwargs or {}).items():
         setattr(config, name, value)
+    expect_valid_options(model, {})
+    config.validate(strict=True)  # as every checkpoint does
 
 
 class TranslationTrainer(
