@@ -56,6 +56,19 @@ def test_what_it_cannot_do_is_named(tmp_path, words, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_options_that_the_way_back_does_not_read_are_named(checkpoint, tmp_path):
+    run_command("convert", checkpoint, "--output_dir", "one", cwd=tmp_path)
+    for flags, message in (
+        (["--license", "mit"], "license='mit' has no effect on --to fairseq"),
+        (["--format", "marian"], "format='marian' has no effect on --to fairseq"),
+        (["--max_shard_size", "1KB"], "max_shard_size='1KB' has no effect on --to fairseq"),
+    ):
+        back = ("convert", "one", "--to", "fairseq", "--output_dir", "two", *flags)
+        process = run_command(*back, cwd=tmp_path, check=False)
+        assert message in process.stderr.splitlines()[-1]
+        assert not (tmp_path / "two").exists()
+
+
 def test_a_model_goes_back_only_where_it_came_from(checkpoint, tmp_path):
     run_command("convert", checkpoint, "--output_dir", "one", cwd=tmp_path)
     flags = ("--to", "fsmt", "--output_dir", "two")

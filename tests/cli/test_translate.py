@@ -1,5 +1,6 @@
 """`translate` as users call it: options of generate(), several models, what it writes."""
 
+import gzip
 import json
 import os
 import pickle
@@ -56,6 +57,15 @@ def test_max_new_tokens_replaces_a_saved_max_length(checkpoint, tmp_path):
     assert "max_length" not in limited.stderr
 
 
+def test_null_turns_an_option_of_the_model_off(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    saved = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(saved | {"forced_bos_token_id": 9}))
+    flags = ("--forced_bos_token_id", "null", "--num_beams", "null")
+    expected, forced = run(checkpoint, tmp_path).stdout, run(folder, tmp_path).stdout
+    assert run(folder, tmp_path, *flags).stdout == expected != forced
+
+
 def test_every_option_of_the_generation_config_is_offered_or_left_out_by_name():
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     offered = set(generation_option_names())
@@ -106,6 +116,17 @@ def test_an_ensemble_of_a_model_with_itself_is_the_model(checkpoint, tmp_path):
     assert [row[:2] for row in fields[0]] == [row[:2] for row in fields[1]]
     scores = [[float(row[2]) for row in side] for side in fields]
     assert scores[1] == pytest.approx(scores[0], abs=1e-5)
+
+
+def test_what_ends_in_gz_is_compressed(checkpoint, tmp_path):
+    """From file to file, and from a stream to a file."""
+    with gzip.open(tmp_path / "in.gz", "wt") as file:
+        file.write(LINES)
+    expected = run(checkpoint, tmp_path).stdout
+    run(checkpoint, tmp_path, "--source", "in.gz", "--output", "out.gz")
+    run(checkpoint, tmp_path, "--output", "streamed.gz")
+    for name in ("out.gz", "streamed.gz"):
+        assert gzip.decompress((tmp_path / name).read_bytes()).decode() == expected
 
 
 def test_prefixes_scores_and_alignments_from_file_to_file(checkpoint, tmp_path):
@@ -263,13 +284,19 @@ def test_reranking_gives_the_same_from_a_file_in_pieces_as_from_a_stream(
         (["--top_p", "much"], "top_p='much': expected a finite number"),
         (["--length_penalty_type", "long"], "length_penalty_type='long': expected one of"),
         (["--mbr", "chrf"], "candidates=1: expected at least 2"),
-        (["--mbr", "chrf", "--num_beams", 2, "--candidates", 3], "n_best=3 with num_beams=2"),
+        (["--mbr", "chrf", "--num_beams", 2, "--candidates", 3], "candidates=3 with num_beams=2"),
         (["--mbr", "ter", "--num_beams", 2], "mbr='ter': expected one of chrf"),
         (["--candidates", 3], "candidates=3: expected --mbr or --reverse_model"),
+        (["--reverse_weight", 3], "reverse_weight=3.0: expected --reverse_model as well"),
+        (["--length_weight", 1], "length_weight=1.0: expected --reverse_model as well"),
+        (["--alignment_layer", 1], "alignment_layer=1: expected --alignments or --replace_unknow"),
+        (["--source", "in", "--output", "./in"], "output='./in': expected another file than sour"),
+        (["--source", "in", "--target_prefix_file", "in", "--output", "in"], "expected another"),
+        (["--stop_strings", "a"], "unrecognized arguments: --stop_strings a"),
         (["--alignments", "letters"], "alignments='letters': expected one of words, pieces"),
         (["--target_prefix_file", "in"], "target_prefix_file='in': expected --source"),
         (["--source", "in", "--target_prefix_file", "one"], "in has 3 lines and one 1: expected"),
-        (["--source", "in", "--target_prefix_file", "in", "--max_new_tokens", 1],
+        (["--source", "in", "--target_prefix_file", "in", "--max_length", 2],
          "target prefix 1 has"),
         (["--custom_generate", "begin"], "expected --trust_remote_code as well"),
         (["--custom_generate", "none/such", "--trust_remote_code"],
@@ -286,6 +313,8 @@ def test_reranking_gives_the_same_from_a_file_in_pieces_as_from_a_stream(
         (["--source_column", "en", "--source", "in"], "source_column='en': expected a parquet"),
         (["--source", "in.parquet", "--n_best", 2, "--output", "o.parquet"],
          "n_best=2 with output='o.parquet': expected a text file"),
+        (["--source", "in.parquet", "--token_scores", "--output", "o.parquet"],
+         "token_scores=True with output='o.parquet': expected a text file"),
         (["--source", "in.parquet", "--source_column", "de"], "expected a column of text in"),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",

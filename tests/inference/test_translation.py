@@ -12,7 +12,6 @@ from vanilla_transformer.data.text_files import read_lines
 from vanilla_transformer.inference.translation import (
     BATCHES_PER_WINDOW,
     Hypothesis,
-    output_limit,
     translate,
     translate_n_best,
 )
@@ -196,26 +195,33 @@ def test_a_translation_goes_on_after_its_prefix(model, tokenizer, options):
 
 @pytest.mark.parametrize(
     ("options", "limit"),
-    [({"max_new_tokens": 3}, 3), ({"max_length": 4}, 3), ({"extra_output_tokens": 0}, 4)],
+    [
+        ({"max_new_tokens": 3}, 3),
+        ({"extra_output_tokens": 0}, 2),
+        ({"max_length_factor": 1.5}, 3),
+        ({"max_new_tokens": 2, "max_length": 4}, 2),
+    ],
 )
-def test_a_prefix_that_is_as_long_as_the_longest_translation_is_named(
-    model, tokenizer, options, limit
-):
-    lines = ["see", "a house by the lake"]
-    prefixes = ["ein Haus am See ein Haus am See", ""]
-    tokens = len(tokenizer(text_target=prefixes[0])["input_ids"]) - 1
-    if "extra_output_tokens" in options:
-        limit = len(tokenizer(lines[0])["input_ids"])
-    message = f"target prefix 1 has {tokens} tokens: expected fewer than {limit}, the length limit"
+def test_a_limit_counts_the_tokens_after_a_prefix(model, tokenizer, options, limit):
+    prefix, source = "ein Haus am See ein Haus am See", tokenizer("see")["input_ids"]
+    options = {**options, "suppress_tokens": [tokenizer.eos_token_id]}
+    if "max_new_tokens" not in options:
+        limit = limit * len(source) // 2
+    ((found,),) = translate_n_best(["see"], model, tokenizer, None, prefixes=[prefix], **options)
+    tokens = len(tokenizer(text_target=prefix)["input_ids"]) - 1
+    assert len(found.token_ids) == tokens + limit
+
+
+def test_a_prefix_that_is_as_long_as_the_longest_target_is_named(model, tokenizer, monkeypatch):
+    prefixes = ["", "ein Haus am See ein Haus am See"]
+    tokens = len(tokenizer(text_target=prefixes[1])["input_ids"]) - 1
+    message = f"target prefix 2 has {tokens} tokens: expected fewer than 3, the length limit"
     with pytest.raises(ValueError, match=message):
-        list(translate(lines, model, tokenizer, prefixes=prefixes, **options))
-
-
-@pytest.mark.parametrize("saved", ["max_length", "max_new_tokens", "max_length_factor"])
-def test_a_limit_in_a_call_goes_before_one_of_the_model(model, monkeypatch, saved):
-    monkeypatch.setattr(model.generation_config, saved, 8, raising=False)
-    assert output_limit(model, 5, {"extra_output_tokens": 30}) == 35
-    assert output_limit(model, 5, {"max_length_factor": 3}) == 15
+        list(translate(["see", "see"], model, tokenizer, prefixes=prefixes, max_length=4))
+    monkeypatch.setattr(model.config, "position_encoding", "learned")
+    monkeypatch.setattr(model.config, "max_position_embeddings", 4)
+    with pytest.raises(ValueError, match=message):
+        list(translate(["see", "see"], model, tokenizer, prefixes=prefixes))
 
 
 def test_there_is_a_prefix_for_each_line(model, tokenizer):

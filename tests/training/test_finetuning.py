@@ -33,7 +33,7 @@ from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.inference.alignment import add_alignments
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
-from vanilla_transformer.inference.translation import Hypothesis, encode_prefixes, output_limit
+from vanilla_transformer.inference.translation import Hypothesis, encode_prefixes
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages
 from vanilla_transformer.training.preparation import prepare
@@ -141,7 +141,7 @@ def batch_of(ready):
 
 def test_a_target_prefix_ends_before_what_marks_the_end_and_the_language(tmp_path):
     ready = prepared(tmp_path, mbart(tmp_path / "mbart"), source_lang="en_XX", target_lang="fr_XX")
-    (ids,) = encode_prefixes(["un lac"], [3], ready.model, ready.tokenizer, {"max_new_tokens": 20})
+    (ids,) = encode_prefixes(["un lac"], ready.model, ready.tokenizer, {"max_new_tokens": 20})
     assert ready.tokenizer.decode(ids) == "un lac"
 
 
@@ -195,7 +195,6 @@ def test_a_model_without_a_limit_is_not_cut_at_transformers_20_tokens(tmp_path):
     model, tokenizer = LoadingArguments().load(saved)
     ids = model.generate(torch.tensor([[5, 6]]), suppress_tokens=[tokenizer.eos_token_id])
     assert ids.shape[1] == 1 + 256
-    assert output_limit(model, 2, {}) == 256
 
 
 def test_t5_reads_the_prefix_and_starts_with_padding(tmp_path):

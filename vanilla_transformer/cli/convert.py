@@ -40,6 +40,11 @@ class ConvertArguments:
             raise FileNotFoundError(f"--check {self.check}: expected a file")
         if self.check is not None and self.to is not None:
             raise ValueError("expected one of --check and --to")
+        default = type(self).__dataclass_fields__["max_shard_size"].default
+        if self.to is not None and self.max_shard_size != default:
+            raise ValueError(
+                f"max_shard_size={self.max_shard_size!r} has no effect on --to {self.to}"
+            )
 
 
 def main() -> None:
@@ -51,6 +56,7 @@ def main() -> None:
     parser.add_argument("path", metavar="PATH", help="The checkpoint: a file or a folder.")
     arguments, options, rest = parser.parse_args_into_dataclasses()
     if arguments.to is not None:
+        options.expect_none(f"--to {arguments.to}")
         output = convert_back(rest.path, arguments.output_dir, arguments.to)
     else:
         output = convert(

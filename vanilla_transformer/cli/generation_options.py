@@ -1,7 +1,7 @@
 """Adds the options of `generate()` to a command, under their names in transformers."""
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ..inference.alignment import unknown_id
 from ..model.generation import OWN_OPTIONS
 
-# The commands decide what `generate()` returns, and constraints are objects.
+# The commands decide what `generate()` returns, constraints are objects, two options need a
+# tokenizer, and guidance needs a model without an encoder.
 NOT_OFFERED = {
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
     "output_logits", "return_dict_in_generate", "transformers_version", "is_assistant",
-    "continuous_batching_config", "constraints",
+    "continuous_batching_config", "constraints", "stop_strings", "token_healing", "guidance_scale",
 }  # fmt: skip
 
 RECIPE_FILE = "custom_generate/generate.py"
@@ -32,8 +33,10 @@ MOVED = {
 
 HELP = {
     "num_beams": "Beam size. Default: the model's own.",
-    "max_new_tokens": "Longest translation, in tokens. Default: as saved with the model, or the "
-    "source's length plus 50.",
+    "max_new_tokens": "Longest translation, in tokens, without a prefix. Default: as saved with "
+    "the model, or the source's length plus 50.",
+    "extra_output_tokens": "Longest translation, in tokens more than its source.",
+    "max_length_factor": "Longest translation, as a multiple of the batch's longest source.",
     "length_penalty": "Exponent of the length, which divides the scores of hypotheses.",
     "length_penalty_type": "power, gnmt (the paper's), avg or wu.",
     "early_stopping": "When beam search stops: true, false, or never (only when no hypothesis can "
@@ -54,10 +57,11 @@ def generation_option_names() -> list[str]:
 
 
 def add_generation_options(parser: ArgumentParser) -> None:
-    """Add the options to a parser. A value is JSON or a word; an option without one is true."""
+    """Add the options to a parser. A value is JSON or a word; an option without one is true. The
+    namespace has only those that are given: null turns an option of the model off."""
     for name in generation_option_names():
         parser.add_argument(
-            f"--{name}", nargs="?", const=True, type=parse_value, metavar="VALUE",
+            f"--{name}", nargs="?", const=True, type=parse_value, metavar="VALUE", default=SUPPRESS,
             help=HELP.get(name, "As in transformers' GenerationConfig."),
         )  # fmt: skip
 
@@ -68,11 +72,6 @@ def parse_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return {"True": True, "False": False}.get(text, text)
-
-
-def given_options(namespace: Namespace) -> dict[str, Any]:
-    """The options that a command line sets."""
-    return {name: value for name, value in vars(namespace).items() if value is not None}
 
 
 def find_recipe(name: str, trust_remote_code: bool) -> str:

@@ -34,7 +34,6 @@ from .generation_options import (
     HELP,
     add_generation_options,
     generation_option_names,
-    given_options,
 )
 from .parser import GroupedParser
 from .processes import join_processes, sum_over_processes
@@ -58,8 +57,8 @@ GROUPS = {
 
 
 def make_parser() -> GroupedParser:
-    """The parser. It returns `TranslateArguments`, `LoadingArguments`, `RayWorkerArguments` and a
-    namespace with the options of `generate()`."""
+    """The parser. It returns `TranslateArguments`, `LoadingArguments`, `RayWorkerArguments` and, if
+    any are given, a namespace with options of `generate()`."""
     more = [name for name in generation_option_names() if name not in HELP]
     parser = GroupedParser(
         (TranslateArguments, LoadingArguments, RayWorkerArguments),
@@ -73,13 +72,14 @@ def make_parser() -> GroupedParser:
 
 
 def main() -> None:
-    arguments, loading, workers, namespace = make_parser().parse_args_into_dataclasses()
+    arguments, loading, workers, *given = make_parser().parse_args_into_dataclasses()
+    options = vars(given[0]) if given else {}
     state = join_processes(use_cpu=loading.device == "cpu")
     if workers.ray:
         expect_ray_options(arguments, loading, workers, state.num_processes)
-        translate_with_ray(arguments, loading, given_options(namespace), workers)
+        translate_with_ray(arguments, loading, options, workers)
         return
-    job = TranslationJob(arguments, loading, given_options(namespace))
+    job = TranslationJob(arguments, loading, options)
     job.check()  # refuses bad options before it touches the output
     if arguments.source is not None and arguments.output is not None:
         transform_file(

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.parquet_files import is_parquet
-from ..data.text_files import expect_parallel, read_file
+from ..data.text_files import expect_other_file, expect_parallel, read_file
 from ..inference.alignment import UNITS, add_alignments, add_token_scores
 from ..inference.loading import LoadingArguments
 from ..inference.parallel_translation import (
-    LINES_PER_CHUNK,
     TARGET_COLUMN,
     digest,
     expect_files,
@@ -140,10 +138,7 @@ class TranslateArguments:
             raise ValueError(
                 f"mbr={self.mbr!r} and reverse_model={self.reverse_model!r}: expected one of them"
             )
-        if self.candidates is not None and not self.reranks:
-            raise ValueError(
-                f"candidates={self.candidates}: expected --mbr or --reverse_model as well"
-            )
+        self._expect_what_options_need()
         for name in ("compile", "custom_generate"):
             if (value := getattr(self, name)) and len(self.model) > 1:
                 raise ValueError(
@@ -155,16 +150,32 @@ class TranslateArguments:
                 f"{MOVED['force_words_ids']} as well, or another recipe that has force_words_ids"
             )
         expect_files(self.source, self.output, self.source_column, self.target_column)
-        if self.n_best is not None and self.output is not None and is_parquet(self.output):
-            raise ValueError(
-                f"n_best={self.n_best} with output={self.output!r}: expected a text file"
-            )
+        expect_other_file(self.output, target_prefix_file=self.target_prefix_file)
+        for name in ("n_best", "token_scores", "alignments"):
+            if (value := getattr(self, name)) and self.output and is_parquet(self.output):
+                raise ValueError(
+                    f"{name}={value} with output={self.output!r}: expected a text file"
+                )
         if self.target_prefix_file is not None:
             if self.source is None:
                 raise ValueError(
                     f"target_prefix_file={self.target_prefix_file!r}: expected --source as well"
                 )
             expect_parallel(self.source, self.target_prefix_file, self.source_column)
+
+    def _expect_what_options_need(self) -> None:
+        """Raise a ValueError about the first option without the one that it belongs to."""
+        aligns = self.alignments is not None or self.replace_unknown
+        needs = {
+            "candidates": (self.reranks, "--mbr or --reverse_model"),
+            "reverse_weight": (self.reverse_model is not None, "--reverse_model"),
+            "length_weight": (self.reverse_model is not None, "--reverse_model"),
+            "alignment_layer": (aligns, "--alignments or --replace_unknown"),
+        }
+        for name, (is_there, needed) in needs.items():
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default and not is_there:
+                raise ValueError(f"{name}={value}: expected {needed} as well")
 
     @property
     def reranks(self) -> bool:
@@ -237,21 +248,13 @@ class TranslationJob:
                 "--num_beams or --do_sample makes them"
             )
         if number is not None:
-            expect_hypotheses(number, self.model, self.options)
+            name = "candidates" if arguments.reranks else "n_best"
+            expect_hypotheses(number, self.model, self.options, name)
         if arguments.mbr is not None:
             get_utility(arguments.mbr)
         list(self.translate([]))
         if self.prefixes is not None:
-            self._check_prefixes(str(arguments.source), self.prefixes)
-
-    def _check_prefixes(self, source: str, prefixes: list[str]) -> None:
-        rows = zip(read_file(source, self.arguments.source_column), prefixes, strict=True)
-        for first in count(0, LINES_PER_CHUNK):
-            if not (window := list(islice(rows, LINES_PER_CHUNK))):
-                return
-            lines, beginnings = zip(*window, strict=True)
-            lengths = map(len, self.tokenizer(list(lines))["input_ids"])
-            encode_prefixes(beginnings, lengths, self.model, self.tokenizer, self.options, first)
+            encode_prefixes(self.prefixes, self.model, self.tokenizer, self.options)
 
     def settings(self) -> dict[str, Any]:
         """Everything that the translations depend on besides the source; see `transform_file`."""
@@ -333,7 +336,7 @@ def report_limit(translated: int, cut: int) -> None:
     if cut:
         print(
             f"{cut:,} of {translated:,} translations reached their length limit and are cut; "
-            "max_new_tokens or extra_output_tokens raises it, as an option of `translate` or in "
-            "the model's generation config",
+            "max_new_tokens or extra_output_tokens raises it (or max_time, if it is set), as an "
+            "option of `translate` or in the model's generation config",
             file=sys.stderr,
         )

@@ -105,11 +105,14 @@ def convert_back(model_folder: str | Path, output_dir: str | Path, to: str | Non
     """
     output = core.expect_unused(output_dir)
     origin = core.read_record(Path(model_folder))["format"]
-    if to not in (None, origin):
-        raise ValueError(f"to={to!r}: {model_folder} comes from {origin}, expected {origin!r}")
     module = next(module for module in FORMATS if origin == module.NAME)
     if not hasattr(module, "write"):
         names = ", ".join(module.NAME for module in FORMATS if hasattr(module, "write"))
-        raise ValueError(f"{model_folder}: comes from {origin}, expected one of {names}")
+        raise ValueError(
+            f"{model_folder} comes from {origin}: expected a model from one of {names}, as others "
+            "do not convert back"
+        )
+    if to not in (None, origin):
+        raise ValueError(f"to={to!r}: {model_folder} comes from {origin}, expected {origin!r}")
     module.write(Path(model_folder), output)
     return output

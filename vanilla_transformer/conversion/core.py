@@ -136,6 +136,13 @@ class ConversionOptions:
             if value is not None and not Path(value).is_file():
                 raise FileNotFoundError(f"{name}={value!r}: expected a file")
 
+    def expect_none(self, where: str) -> None:
+        """Raise a ValueError if any option is given."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is not None:
+                raise ValueError(f"{option.name}={value!r} has no effect on {where}")
+
     def expect_only(self, names: Sequence[str], format: str) -> None:
         """Raise a ValueError if an option is given that a format does not read."""
         for option in fields(self):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .parquet_files import is_parquet, read_column
-from .paths import as_path
+from .paths import as_path, is_url
 
 READ_SIZE = 2**20  # bytes
 
@@ -43,6 +43,11 @@ def read_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
         yield line[:-2] if line.endswith("\r\n") else line.removesuffix("\n")
 
 
+def is_gzip(path: str | Path) -> bool:
+    """Whether a file is compressed, by its name."""
+    return str(path).lower().endswith(".gz")
+
+
 @contextmanager
 def open_text(path: str | Path) -> Iterator[Any]:
     """Open a local path or a URL to read bytes. A name in .gz is decompressed.
@@ -51,7 +56,7 @@ def open_text(path: str | Path) -> Iterator[Any]:
         ValueError: The compressed file is damaged.
     """
     with as_path(path).open("rb") as raw:
-        if not str(path).lower().endswith(".gz"):
+        if not is_gzip(path):
             yield raw
             return
         try:
@@ -94,10 +99,12 @@ def read_arrived(file: BufferedReader, name: str) -> Iterator[list[str]]:
 
 @contextmanager
 def open_output(path: str | Path | None) -> Iterator[TextIO]:
-    """Open a file, or standard output for `None`, to write UTF-8. If the reader of standard output,
-    such as `head`, stops reading, the program exits without an error message."""
+    """Open a file, compressed if its name ends in .gz, or standard output for `None`, to write
+    UTF-8. If the reader of standard output, such as `head`, stops reading, the program exits
+    without an error message."""
     if path is not None:
-        with Path(path).open("w", encoding="utf-8", newline="\n") as file:
+        opened: Any = gzip.open if is_gzip(path) else open
+        with opened(path, "wt", encoding="utf-8", newline="\n") as file:
             yield file
         return
     sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
@@ -107,6 +114,17 @@ def open_output(path: str | Path | None) -> Iterator[TextIO]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
         sys.exit(1)
+
+
+def expect_other_file(output: str | Path | None, **inputs: str | Path | None) -> None:
+    """Raise a ValueError if an output is one of these inputs, which it would replace."""
+    for name, path in inputs.items():
+        if None not in (path, output) and _place(path) == _place(output):
+            raise ValueError(f"output={str(output)!r}: expected another file than {name}")
+
+
+def _place(path: Any) -> Any:
+    return str(path) if is_url(path) else Path(path).resolve()
 
 
 def expect_unicode(text: str, name: str) -> None:

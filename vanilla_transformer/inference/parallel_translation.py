@@ -6,11 +6,12 @@ the output; it only gets its name once it is complete. At the end, they are merg
 Sources and outputs are text or parquet files, by a local path or a URL.
 """
 
+import gzip
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from hashlib import blake2b
 from itertools import chain, islice
 from pathlib import Path
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.parquet_files import add_column, find_text_column, is_parquet
 from ..data.paths import as_path, is_url
-from ..data.text_files import read_file
+from ..data.text_files import expect_other_file, is_gzip, read_file
 
 Chunk = tuple[int, list[str]]  # the index of the first line, and lines
 
@@ -136,8 +137,8 @@ def transform_chunks(
         transform: Takes chunks, each with the index of its first line, and yields their lines with
             the same index, in any order.
         source: A UTF-8 text file, or a parquet file.
-        output: The output file, which is replaced once everything is done. A parquet file has the
-            columns of the source and a new one.
+        output: The output file, which is replaced once everything is done, compressed if its name
+            ends in .gz. A parquet file has the columns of the source and a new one.
         settings: Everything else that the result depends on, as JSON values by name.
         source_column: The column of a parquet source. Default: the only one with text.
         target_column: The new column of a parquet output.
@@ -193,6 +194,7 @@ def expect_files(
     target_column: str = TARGET_COLUMN,
 ) -> None:
     """Raise a ValueError unless these files can be a source and an output. `None` is a stream."""
+    expect_other_file(output, source=source)
     for name, path, other in (("source", source, output), ("output", output, source)):
         if path is not None and other is None and (is_parquet(path) or is_url(path)):
             expected = "output" if name == "source" else "source"
@@ -245,9 +247,10 @@ def _merge(parts: list[Path], source: str | Path, output: str | Path, target_col
         if is_parquet(output):
             add_column(source, target_column, chain.from_iterable(map(read_file, parts)), file)
             return
-        for part in parts:
-            with part.open("rb") as content:
-                shutil.copyfileobj(content, file)
+        with gzip.GzipFile("", "wb", fileobj=file) if is_gzip(output) else nullcontext(file) as to:
+            for part in parts:
+                with part.open("rb") as content:
+                    shutil.copyfileobj(content, to)
 
 
 @contextmanager

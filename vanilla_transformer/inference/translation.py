@@ -10,7 +10,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..model.generation import LIMITS, GenerationOptions, first_given
+from ..model.generation import LIMITS, GenerationOptions
 from ..model.validation import expect_generation_options
 
 DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
@@ -117,14 +117,17 @@ def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> Non
     GenerationConfig(**config)
 
 
-def expect_hypotheses(n_best: int, model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> None:
-    """Raise a ValueError unless `generate` can return this many hypotheses."""
+def expect_hypotheses(
+    n_best: int, model: PreTrainedModel, generate_kwargs: dict[str, Any], name: str = "n_best"
+) -> None:
+    """Raise a ValueError, with the name of the option, unless `generate` can return this many
+    hypotheses."""
     beams = generate_kwargs.get("num_beams") or model.generation_config.num_beams or 1
     if samples(model, generate_kwargs) and n_best >= 1:
         return
     if not 1 <= n_best <= beams or beams < 2:
         raise ValueError(
-            f"n_best={n_best} with num_beams={beams}: expected a positive number, 2 beams or more, "
+            f"{name}={n_best} with num_beams={beams}: expected a positive number, 2 beams or more, "
             "and as many beams as hypotheses; or do_sample=True"
         )
 
@@ -137,7 +140,6 @@ def samples(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool:
 
 def encode_prefixes(
     prefixes: Iterable[str],
-    source_lengths: Iterable[int],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     generate_kwargs: dict[str, Any],
@@ -146,43 +148,32 @@ def encode_prefixes(
     """The token ids of each prefix, without the tokens that start and end a target.
 
     Args:
-        source_lengths: The number of tokens of each source.
         first: The number of the first line, from 0, for error messages.
 
     Raises:
-        ValueError: A prefix is as long as the longest translation of its line.
+        ValueError: A prefix is as long as the longest translation.
     """
-    encoded = []
-    for number, (prefix, length) in enumerate(zip(prefixes, source_lengths, strict=True), first):
+    encoded, limit = [], _prefix_limit(model, generate_kwargs)
+    for number, prefix in enumerate(prefixes, first):
         ids: list[int] = tokenizer(text_target=prefix)["input_ids"] if prefix.strip() else []
         ids = list(takewhile(tokenizer.eos_token_id.__ne__, ids))  # mBART's language comes after it
-        limit = output_limit(model, length, generate_kwargs)
         if len(ids) >= limit:
             raise ValueError(
                 f"target prefix {number + 1} has {len(ids)} tokens: expected fewer than {limit}, "
-                "the length limit of its translation"
+                "the length limit of its translation with the prefix"
             )
         encoded.append(ids)
     return encoded
 
 
-def output_limit(
-    model: PreTrainedModel, source_length: int, generate_kwargs: dict[str, Any]
-) -> float:
-    """The largest number of target tokens that `generate` makes of a source; infinity if the
-    options set no limit."""
-    options = GenerationOptions(model.generation_config, None, generate_kwargs)
-    limiting, limit, config = options.first_of(LIMITS), math.inf, model.config
-    if limiting in ("max_new_tokens", "max_length"):
-        new_tokens = options["max_new_tokens"]  # goes before any `max_length`, as in transformers
-        limit = options["max_length"] - 1 if new_tokens is None else new_tokens
-    elif limiting == "max_length_factor":
-        limit = int(options["max_length_factor"] * source_length)
-    elif hasattr(model, "extra_output_tokens"):
-        extra = first_given(options["extra_output_tokens"], model.extra_output_tokens)
-        limit = source_length + extra
-    if getattr(config, "position_encoding", None) == "learned":
-        limit = min(limit, config.max_position_embeddings - 1)
+def _prefix_limit(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> float:
+    """What the number of a prefix's tokens must be below; infinity if there is no such limit. Only
+    `max_length` and a table of positions count the prefix."""
+    options, limit = GenerationOptions(model.generation_config, None, generate_kwargs), math.inf
+    if options["max_new_tokens"] is None and options.first_of(LIMITS) == "max_length":
+        limit = options["max_length"] - 1
+    if getattr(model.config, "position_encoding", None) == "learned":
+        limit = min(limit, model.config.max_position_embeddings - 1)
     return limit
 
 
@@ -260,8 +251,8 @@ class Batches(NamedTuple):
         sources = self.tokenizer(list(lines))["input_ids"]
         prefixes: list[list[int]] = [[]] * len(window)
         if any(texts):
-            lengths, models = map(len, sources), (self.model, self.tokenizer)
-            prefixes = encode_prefixes(texts, lengths, *models, self.generate_kwargs, first)
+            models = (self.model, self.tokenizer)
+            prefixes = encode_prefixes(texts, *models, self.generate_kwargs, first)
         rows = enumerate(zip(sources, prefixes, strict=True))
         kept = [row for row, line in zip(rows, lines, strict=True) if line.strip()]
         batch: dict[int, tuple[list[int], list[int]]] = {}
