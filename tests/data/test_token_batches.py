@@ -409,6 +409,15 @@ def test_without_a_budget_batches_are_transformers_own(make_trainer, data):
     assert trainer.get_eval_dataloader().batch_sampler.batch_size == 8
 
 
+@pytest.mark.parametrize("max_tokens", [None, 40])
+def test_evaluation_has_all_rows_where_training_drops_some(make_trainer, data, max_tokens):
+    trainer = make_trainer(data, max_tokens=max_tokens, dataloader_drop_last=True)
+    trainer.args.per_device_eval_batch_size = len(data) - 1
+    for loader in (trainer.get_eval_dataloader(), trainer.get_test_dataloader(data)):
+        assert sum(len(batch["labels"]) for batch in loader) == len(data)
+    assert trainer.args.dataloader_drop_last
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -84,7 +84,10 @@ def test_the_answer_is_that_of_a_plain_loop(checkpoint, tokenizer):
     expected = list(translate(lines, model, tokenizer, num_beams=2))
     assert post(server, q=lines).json()["translatedText"] == expected
     (hypotheses,) = translate_n_best([LINE], model, tokenizer, 3, num_beams=3)
-    best, *others = dict.fromkeys(hypothesis.text for hypothesis in hypotheses)
+    texts = [hypothesis.text for hypothesis in hypotheses]
+    if expected[0] in texts:
+        texts.remove(expected[0])
+    best, *others = dict.fromkeys([expected[0], *texts[:2]])
     answer = post(server, alternatives=2).json()
     assert answer == {"translatedText": best, "alternatives": others}
 
@@ -282,8 +285,11 @@ def metrics(server):
 
 def test_pages_of_other_origins_may_ask():
     headers = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    headers["access-control-request-headers"] = "content-type, authorization"
     answer = client().options("/translate", headers=headers)
-    assert answer.headers["access-control-allow-origin"] == "*"
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] in ("*", headers["origin"])
+    assert "authorization" in answer.headers["access-control-allow-headers"].lower()
     assert post(client(max_requests=1)).status_code == 200
 
 

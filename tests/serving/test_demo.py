@@ -139,8 +139,24 @@ def test_a_space_runs_by_itself(space, checkpoint, monkeypatch):
 def test_a_space_of_a_model_on_the_hub_loads_it_from_there(demo, tmp_path):
     write_space(tmp_path, "me/mine", demo)
     assert sorted(os.listdir(tmp_path)) == ["README.md", "app.py", "requirements.txt"]
-    assert "make_demo('me/mine', None)" in (tmp_path / "app.py").read_text()
+    assert "make_demo('me/mine', None, LoadingArguments())" in (tmp_path / "app.py").read_text()
     assert "models:\n- me/mine\n" in (tmp_path / "README.md").read_text()
+
+
+def test_a_space_loads_a_model_as_the_command_did(demo, tmp_path):
+    loading = LoadingArguments(device="cpu", dtype="bfloat16", trust_remote_code=True)
+    write_space(tmp_path, "me/mine", demo, loading=loading)
+    expected = "LoadingArguments(dtype='bfloat16', trust_remote_code=True)"
+    assert expected in (tmp_path / "app.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("num_beams", 12), ("length_penalty", 3.0), ("length_penalty", -0.5)]
+)
+def test_what_a_model_has_saved_is_within_the_sliders(demo, monkeypatch, option, value):
+    monkeypatch.setattr(demo.model.generation_config, option, value)
+    for slider in demo._sliders():
+        slider.preprocess(slider.value)
 
 
 def test_a_folder_in_use_is_refused_before_a_model_is_loaded(tmp_path):

@@ -1,6 +1,7 @@
 """The command: what it checks before it loads a model, and a server in a process of its own."""
 
 import json
+import shutil
 import signal
 import socket
 import threading
@@ -35,6 +36,17 @@ def folders(tmp_path, monkeypatch):
 def test_the_languages_come_from_the_card_or_the_command_line(folders):
     pairs = find_pairs(["./one/", "de-en=two", "zh-pt=bare"])
     assert pairs == {("en", "de"): "./one/", ("de", "en"): "two", ("zh", "pt"): "bare"}
+    for regional in ("pt-BR-en", "en-pt-BR", "zh-Hant-TW-en", "en-es-419"):
+        ((source, target),) = find_pairs([f"{regional}=bare"])
+        assert f"{source}-{target}" == regional
+        assert "en" in (source, target)
+
+
+def test_a_card_may_name_norwegian_and_a_folder_may_have_an_equals_sign(folders, tmp_path):
+    shutil.copytree("one", "lr=1")
+    assert find_pairs(["lr=1", "fr-de=lr=1"]) == {("en", "de"): "lr=1", ("fr", "de"): "lr=1"}
+    (tmp_path / "two" / "README.md").write_text("---\nlanguage:\n- en\n- no\n---\n")
+    assert find_pairs(["two"]) == {("en", "no"): "two"}
 
 
 @pytest.mark.parametrize(
@@ -42,8 +54,8 @@ def test_the_languages_come_from_the_card_or_the_command_line(folders):
     [
         (["one", "two"], ValueError, "en-de: expected one model, got one and two"),
         (["one", "en-de=bare"], ValueError, "en-de: expected one model, got one and bare"),
-        (["one", "bare"], ValueError, "language=None, expected the two languages .* en-de=bare"),
-        (["one", "ende=two"], ValueError, "expected SOURCE-TARGET=MODEL"),
+        (["one", "bare"], ValueError, "does not name two languages, expected .* en-de=bare"),
+        (["one", "ende=two"], ValueError, "'ende=two': expected SOURCE-TARGET=MODEL, .* en-de=two"),
         (["one", "absent"], FileNotFoundError, "absent: expected a model folder or a name"),
         (["one", "./a/b/c"], FileNotFoundError, "./a/b/c: expected a model folder or a name"),
         (["one", "empty"], FileNotFoundError, "empty: expected a model folder, with a config"),

@@ -121,6 +121,12 @@ def test_the_precision_that_does_not_suit_the_cpu_is_named(
     assert not found or words[bf16, has_products] in found[0]
 
 
+def test_float16_has_no_effect_on_a_cpu(tmp_path, caplog):
+    arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, fp16=True)
+    defaults.advise_on_precision(arguments)
+    assert "fp16=True has no effect on a CPU: training is in float32" in caplog.messages
+
+
 def test_without_a_choice_transformers_defaults_remain(tmp_path):
     """As for a plain `Seq2SeqTrainer`, and for fine-tuning."""
     arguments = TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True)

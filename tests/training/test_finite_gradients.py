@@ -51,6 +51,13 @@ def test_training_ends_before_the_weights_are_touched(tokenizer, tmp_path, value
     assert list(checkpoints_by_step(tmp_path)) == [2, 4]
 
 
+def test_half_precision_that_a_cpu_does_not_have_allows_no_step(tokenizer, tmp_path):
+    """There, accelerate makes no scaler whose overflows would be normal."""
+    trainer = small_trainer(tmp_path, tokenizer, fp16=True)
+    with pytest.raises(FloatingPointError, match="the gradient of step 3 is NaN or infinite"):
+        poison(trainer, math.nan, {3}).train()
+
+
 @POISONS
 @CLIPPING
 @pytest.mark.parametrize("accumulation", [1, *slow(3)])

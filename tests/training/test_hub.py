@@ -125,6 +125,11 @@ SHARDED = json.dumps({"weight_map": {"a": "model-1-of-1.safetensors"}})
         (remove("config.json"), "holds no configuration.*its checkpoints are models"),
         (remove("model.safetensors"), "holds no weights: expected"),
         (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "no tokenizer"),
+        (remove("tokenizer.json"), "holds no tokenizer: expected tokenizer.json or"),
+        (
+            write("tokenizer_config.json", '{"tokenizer_class": "VanillaTransformerTokenizer"}'),
+            "holds no target tokenizer: expected target_tokenizer.json",
+        ),
         (write("model.safetensors.index.json", SHARDED), "model-1-of-1.safetensors is missing"),
         (write(CHECKSUMS_NAME, '{"config.json": [1, 2]}'), "expected a complete checkpoint"),
         (write("README.md", "---\n- a list\n---\n"), "README.md: expected YAML"),
@@ -136,6 +141,13 @@ def test_an_unfinished_folder_is_refused_before_a_repository_is_made(hub, finish
     with pytest.raises(ValueError, match=message):
         push_folder(finished, "mine")
     assert hub.commits == {}
+    assert hub.requests == []
+
+
+def test_a_folder_of_several_models_is_none(hub, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "runs" / "1")
+    with pytest.raises(ValueError, match="runs holds no configuration: expected config"):
+        push_folder(tmp_path / "runs", "mine")
     assert hub.requests == []
 
 

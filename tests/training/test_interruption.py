@@ -358,6 +358,17 @@ def test_a_resumed_training_does_not_ignore_an_option(
         expect_same_options(checkpoint, all_options(model_options, **options))
 
 
+def test_a_resumed_training_saves_as_often_as_its_options_say(tokenizer, tmp_path):
+    """`Trainer` (5.17 to 5.24) does it as often as before."""
+    options = {"max_steps": 6, "save_total_limit": None}
+    for own, expected in ((False, [2, 4, 6]), (True, [2, 3, 4, 5, 6])):
+        folder, callback = tmp_path / str(own), [OptionsCallback({})] if own else []
+        small_trainer(folder, tokenizer, *callback, **options | {"max_steps": 2}).train()
+        again = small_trainer(folder, tokenizer, *callback, **options | {"save_steps": 1})
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        assert list(checkpoints_by_step(folder)) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "warning"),
     [

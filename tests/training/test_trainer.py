@@ -168,7 +168,18 @@ def test_a_wrong_value_in_a_recipe_is_named(line, message, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [", "recipe.yaml: expected YAML"), ("learning_rate: [1]", "expected a single value")],
+    [
+        ("a: [", "recipe.yaml: expected YAML"),
+        ("learning_rate: [1]", r"learning_rate=\[1\]: expected a single value"),
+        ("preset: [tiny]", r"preset=\['tiny'\]: expected a single value"),
+        ("tokenizer_name: {a: b}", "tokenizer_name={'a': 'b'}: expected a single value"),
+        ("r_drop_alpha: null", "r_drop_alpha=None: expected a single value"),
+        ("metrics: null", "metrics=None: expected a list of single values"),
+        ("user_tokens: [[a]]", r"user_tokens=\[\['a'\]\]: expected a list of single values"),
+        ("config_overrides: [dropout=0.2]", "config_overrides=.*: expected a single value"),
+        ("generation_kwargs: abc", "generation_kwargs='abc': expected a JSON object"),
+        ("batch_eval_metrics: true", "batch_eval_metrics=True: expected false"),
+    ],
 )
 def test_a_recipe_that_cannot_be_read_is_named(text, message, tmp_path):
     path = tmp_path / "recipe.yaml"
@@ -688,6 +699,13 @@ def test_a_model_that_shifts_labels_only_by_itself_gets_the_same_inputs(tokenize
     given = model(**batch).logits
     del batch["decoder_input_ids"]
     assert torch.equal(model(**batch).logits, given)
+
+
+def test_a_batch_lacks_the_length_that_only_chooses_it(tokenizer, splits):
+    """With `remove_unused_columns=False`, or `generate()` would refuse it."""
+    pairs = [{**splits["train"][row], "length": 9} for row in range(3)]
+    assert "length" not in PairCollator(tokenizer)(pairs)
+    assert pairs[0]["length"] == 9
 
 
 def test_trainers_own_label_smoothing_equals_ours(tokenizer, splits, tmp_path):

@@ -48,7 +48,7 @@ def main() -> None:
     arguments, loading, rest = parser.parse_args_into_dataclasses()
     demo = make_demo(rest.model, arguments.examples, loading)
     if arguments.space is not None:
-        folder = write_space(arguments.space, rest.model, demo, arguments.examples)
+        folder = write_space(arguments.space, rest.model, demo, arguments.examples, loading)
         print(f"Upload {folder} as a Space: docs/demo.md says how")
         return
     launch(demo, server_name=arguments.host, server_port=arguments.port)

@@ -6,12 +6,15 @@ import torch
 from torch.nn import functional as F
 from transformers import DataCollatorForSeq2Seq
 
+LENGTH = "length"  # the column with the number of tokens on a pair's longer side
+
 
 class PairCollator(DataCollatorForSeq2Seq):
     """`DataCollatorForSeq2Seq`, except that two settings of a tokenizer don't change the result:
     labels are padded on the right, as the decoder needs them, whatever its `padding_side`; and
     there is an `attention_mask`, even if its `model_input_names` lack one. Models that can't make
-    `decoder_input_ids` from labels for a collator, such as M2M100 and NLLB, get them too."""
+    `decoder_input_ids` from labels for a collator, such as M2M100 and NLLB, get them too. Columns
+    that only the choice of batches needs are left out."""
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> Any:
         """From token ids `input_ids` and `labels` of each pair, tensors (pairs, length)."""
@@ -20,6 +23,8 @@ class PairCollator(DataCollatorForSeq2Seq):
             {**pair, "labels": [*pair["labels"], *[-100] * (longest - len(pair["labels"]))]}
             for pair in features
         ]
+        for pair in padded:
+            pair.pop(LENGTH, None)
         batch = super().__call__(padded, return_tensors)
         if "attention_mask" not in batch:
             lengths = torch.tensor([len(pair["input_ids"]) for pair in features])[:, None]

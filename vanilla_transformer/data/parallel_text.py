@@ -31,6 +31,7 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from .collation import LENGTH
 from .corpora import PAIR_FEATURES, CorpusArguments
 from .text_files import decode_lines, expect_unicode, open_text, read_file
 
@@ -277,7 +278,7 @@ def tokenize_dataset(
     }
     if isinstance(dataset, DatasetDict):
         ids = [Value("int32")]
-        options["features"] = Features({"input_ids": ids, "labels": ids, "length": Value("int32")})
+        options["features"] = Features({"input_ids": ids, "labels": ids, LENGTH: Value("int32")})
         options["num_proc"] = arguments.preprocessing_num_workers
         options["desc"] = "Tokenizing"
     return dataset.map(_tokenize, **options)
@@ -297,7 +298,7 @@ def _tokenize(
     for side in ("text", "text_target"):
         tokenizer(**{side: ""})  # a fast tokenizer keeps the last limit, and saves it
     lengths = [max(len(ids), len(labels)) for ids, labels in zip(sources, targets, strict=True)]
-    return {"input_ids": sources, "labels": targets, "length": lengths}
+    return {"input_ids": sources, "labels": targets, LENGTH: lengths}
 
 
 # Sources of data

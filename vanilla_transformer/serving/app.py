@@ -61,7 +61,9 @@ def make_app(translators: Mapping[Pair, Translator], arguments: ServingArguments
         redoc_url=None,
     )
     app.add_middleware(RequestMiddleware, arguments=arguments)
-    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"])
+    app.add_middleware(
+        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
+    )
     app.add_exception_handler(AnyHTTPException, _answer_error)
     app.add_exception_handler(Exception, _answer_error)
     service = TranslationService(translators, arguments)

@@ -118,10 +118,17 @@ class BatchingTranslator:
     def _translate(self, batch: list[_Waiting]) -> list[list[str]]:
         sentences = [one.sentence for one in batch]
         options = {"batch_size": len(batch), **self.arguments.generate_kwargs()}
-        n_best = batch[0].n_best
-        if n_best == 1:
-            return [[text] for text in translate(sentences, self.model, self.tokenizer, **options)]
+        n_best, models = batch[0].n_best, (self.model, self.tokenizer)
         beams = self.arguments.num_beams or self.model.generation_config.num_beams or 1
-        options["num_beams"] = max(beams, n_best)
-        hypotheses = translate_n_best(sentences, self.model, self.tokenizer, n_best, **options)
-        return [[hypothesis.text for hypothesis in best] for best in hypotheses]
+        found: list[list[str]] = [[] for _ in batch]
+        if beams < n_best or n_best == 1:  # alternatives need more beams, which may find another
+            found = [[text] for text in translate(sentences, *models, **options)]
+        if n_best > 1:
+            options["num_beams"] = max(beams, n_best)
+            hypotheses = translate_n_best(sentences, *models, n_best, **options)
+            for texts, others in zip(found, hypotheses, strict=True):
+                more = [other.text for other in others]
+                if texts and texts[0] in more:
+                    more.remove(texts[0])
+                texts += more
+        return [texts[:n_best] for texts in found]

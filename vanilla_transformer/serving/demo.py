@@ -1,13 +1,13 @@
 """A page to try a model in the browser: translations, their scores and their attention."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 import yaml
-from huggingface_hub import ModelCard
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,7 +16,9 @@ from .. import __version__
 from ..conversion.core import expect_unused
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
+from ..model.generation import first_given
 from ..plotting import AttentionMaps, attention_maps, plot_attention
+from .languages import languages_of_card
 
 LONGEST_SOURCE = 1000  # characters
 MEAN = "mean of all heads"
@@ -132,10 +134,10 @@ class Demo:
     def _sliders(self) -> list[gr.Slider]:
         config = getattr(self.model, "generation_config", None)
         beams = getattr(config, "num_beams", None) or 1
-        penalty = getattr(config, "length_penalty", None)
+        penalty = first_given(getattr(config, "length_penalty", None), 1.0)
         return [
-            gr.Slider(1, 10, beams if beams > 1 else 4, step=1, label="Beam size"),
-            gr.Slider(0, 2, 1.0 if penalty is None else penalty, step=0.1, label="Length penalty"),
+            gr.Slider(1, max(10, beams), beams if beams > 1 else 4, step=1, label="Beam size"),
+            gr.Slider(min(0, penalty), max(2, penalty), penalty, step=0.1, label="Length penalty"),
             gr.Slider(1, 10, 3, step=1, label="Hypotheses", info="at most the beam size"),
         ]
 
@@ -223,10 +225,11 @@ def make_demo(
     """
     lines = Path(examples).read_text(encoding="utf-8-sig").splitlines() if examples else []
     card = Path(model, "README.md")
-    languages = ModelCard.load(card).data.language if card.is_file() else None
-    pair = languages if isinstance(languages, list) and len(languages) == 2 else []
+    pair = languages_of_card(card) if card.is_file() else None
     loaded = (loading or LoadingArguments()).load(model)
-    return Demo(*loaded, Path(model).resolve().name, pair, [line for line in lines if line.strip()])
+    return Demo(
+        *loaded, Path(model).resolve().name, pair or [], [line for line in lines if line.strip()]
+    )
 
 
 def launch(demo: Demo, **options: Any) -> Any:
@@ -236,14 +239,19 @@ def launch(demo: Demo, **options: Any) -> Any:
     return demo.page().queue(max_size=64).launch(**{**settings, **options})
 
 
-APP = """from vanilla_transformer.serving.demo import launch, make_demo
+APP = """from vanilla_transformer.inference.loading import LoadingArguments
+from vanilla_transformer.serving.demo import launch, make_demo
 
-launch(make_demo({model!r}, {examples!r}))
+launch(make_demo({model!r}, {examples!r}, LoadingArguments({loading})))
 """
 
 
 def write_space(
-    folder: str | Path, model: str, demo: Demo, examples: str | Path | None = None
+    folder: str | Path,
+    model: str,
+    demo: Demo,
+    examples: str | Path | None = None,
+    loading: LoadingArguments | None = None,
 ) -> Path:
     """Write the files of a Hugging Face Space that shows the demo.
 
@@ -252,6 +260,7 @@ def write_space(
         model: A folder, which is copied, or a name on the Hub, which the Space loads.
         demo: Its demo.
         examples: As for `make_demo`.
+        loading: As for `make_demo`; the Space chooses the device.
 
     Raises:
         FileExistsError: The folder is in use.
@@ -263,7 +272,11 @@ def write_space(
         _copy_model(Path(model), folder / "model", demo)
     if examples is not None:
         shutil.copy(examples, folder / "examples.txt")
-    app = APP.format(model="model" if is_local else model, examples=examples and "examples.txt")
+    app = APP.format(
+        model="model" if is_local else model,
+        examples=examples and "examples.txt",
+        loading=", ".join(_changed(loading or LoadingArguments())),
+    )
     (folder / "app.py").write_text(app, encoding="utf-8")
     requirement = f"vanilla-transformer[demo]=={__version__}\n"
     (folder / "requirements.txt").write_text(requirement, encoding="utf-8")
@@ -282,6 +295,14 @@ def write_space(
     card = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
     (folder / "README.md").write_text(f"---\n{card}---\n\n# {demo.name}\n", encoding="utf-8")
     return folder
+
+
+def _changed(loading: LoadingArguments) -> Iterator[str]:
+    """The options that are not the default, as keywords."""
+    for option in fields(loading):
+        value = getattr(loading, option.name)
+        if value != option.default and option.name != "device":
+            yield f"{option.name}={value!r}"
 
 
 def _copy_model(model: Path, folder: Path, demo: Demo) -> None:

@@ -1,5 +1,6 @@
 """Finds the languages that a model translates, and the language of a text."""
 
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,9 @@ from huggingface_hub import ModelCard
 from transformers.utils import cached_file
 
 Pair = tuple[str, str]
+
+# A language with its script or region, if any: "de", "pt-BR", "zh-Hant-TW".
+CODE = "[^-]+(?:-(?:[A-Z][a-z]{3}|[A-Z]{2}|[0-9]{3}))*"
 
 
 def find_pairs(models: Iterable[str]) -> dict[Pair, str]:
@@ -25,8 +29,9 @@ def find_pairs(models: Iterable[str]) -> dict[Pair, str]:
     pairs: dict[Pair, str] = {}
     for argument in models:
         languages, equals, name = argument.partition("=")
-        pair = _parse(languages, argument) if equals else None
-        name = name if equals else argument
+        is_named = equals and not Path(argument).is_dir()  # a folder's name may have the sign
+        pair = _parse(languages, name) if is_named else None
+        name = name if is_named else argument
         _expect_model(name)
         pair = pair or _pair_of_card(name)
         if pair in pairs:
@@ -35,11 +40,14 @@ def find_pairs(models: Iterable[str]) -> dict[Pair, str]:
     return pairs
 
 
-def _parse(languages: str, argument: str) -> Pair:
-    source, _, target = languages.partition("-")
-    if not source or not target or "-" in target:
-        raise ValueError(f"{argument!r}: expected SOURCE-TARGET=MODEL, such as en-de={argument}")
-    return source, target
+def _parse(languages: str, name: str) -> Pair:
+    found = re.fullmatch(f"({CODE})-({CODE})", languages)
+    if found is None:
+        raise ValueError(
+            f"'{languages}={name}': expected SOURCE-TARGET=MODEL, such as en-de={name} or "
+            f"pt-BR-en={name}"
+        )
+    return found[1], found[2]
 
 
 def _expect_model(name: str) -> None:
@@ -55,16 +63,25 @@ def _expect_model(name: str) -> None:
 
 def _pair_of_card(name: str) -> Pair:
     try:
-        card = Path(cached_file(name, "README.md"))
-        languages: Any = ModelCard.load(card).data.to_dict().get("language")
+        pair = languages_of_card(cached_file(name, "README.md"))
     except (OSError, ValueError):
-        languages = None
-    if not isinstance(languages, list) or len(languages) != 2:
+        pair = None
+    if pair is None:
         raise ValueError(
-            f"{name}: its README.md has language={languages!r}, expected the two languages of the "
+            f"{name}: its README.md does not name two languages, expected those of the "
             f"translation; or name them on the command line, such as en-de={name}"
         )
-    return languages[0], languages[1]
+    return pair
+
+
+def languages_of_card(card: str | Path) -> Pair | None:
+    """The languages of a model card that names two, the source first. YAML reads `no`, Norwegian,
+    as false."""
+    languages: Any = ModelCard.load(card).data.to_dict().get("language")
+    if not isinstance(languages, list) or len(languages) != 2:
+        return None
+    source, target = ("no" if code is False else str(code) for code in languages)
+    return source, target
 
 
 def language_name(code: str) -> str:

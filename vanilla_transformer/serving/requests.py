@@ -79,15 +79,19 @@ async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Bo
     if size > max_bytes:
         raise HTTPException(413, f"request of {size} bytes: expected at most {max_bytes}")
     try:
-        if request.headers.get("content-type", "").startswith(FORMS):
+        if request.headers.get("content-type", "").lower().startswith(FORMS):
             return kind.model_validate(await _read_form(request, bytes(content)))
         return kind.model_validate_json(bytes(content))
     except ValidationError as error:
         found = "; ".join(
-            ": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"])))
+            ": ".join(filter(None, (".".join(map(str, one["loc"])), _message(one["msg"]))))
             for one in error.errors(include_input=False, include_url=False)
         )
         raise HTTPException(400, found) from None
+
+
+def _message(text: str) -> str:
+    return text.removeprefix("Value error, ")  # pydantic's, of our own errors
 
 
 async def _read_form(request: Request, content: bytes) -> dict[str, Any]:

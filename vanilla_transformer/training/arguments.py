@@ -7,6 +7,7 @@ from argparse import Action, Namespace
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -322,6 +323,12 @@ class TranslationTrainingArguments(
             raise ValueError(f"r_drop_start={self.r_drop_start}: expected a number from 0")
         if self.r_drop_start and not self.r_drop_alpha:
             raise ValueError(f"r_drop_start={self.r_drop_start}: expected r_drop_alpha with it")
+        if self.batch_eval_metrics:
+            raise ValueError("batch_eval_metrics=True: expected false, as scores are of all pairs")
+        if not isinstance(self.generation_kwargs or {}, dict):
+            raise ValueError(
+                f"generation_kwargs={self.generation_kwargs!r}: expected a JSON object"
+            )
         known = GenerationConfig().to_dict().keys() | set(OWN_OPTIONS)
         for name in self.generation_kwargs or {}:
             if name not in known:
@@ -367,6 +374,8 @@ class TranslationTrainingArguments(
         _warn_of_second(self, "max_tokens", "per_device_train_batch_size")
         if self.train_sampling_strategy != "random":
             _warn_of_second(self, "max_tokens", "train_sampling_strategy")
+        if self.dataloader_drop_last:
+            _warn_of_second(self, "max_tokens", "dataloader_drop_last")
         if self.max_steps > 0:
             _warn_of_second(self, "max_steps", "num_train_epochs")
         self.left_open = {name for name in CHOSEN if getattr(self, name) is None}
@@ -541,16 +550,26 @@ def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) 
     replaced = {other for one in ALTERNATIVES if one & set(given) for other in one}
     if "dataset_name" in recipe and LOCAL_DATA_OPTIONS & set(given):
         replaced |= REMOTE_DATA_OPTIONS
-    flags = []
+    flags: list[str] = []
     for name in recipe.keys() - replaced:
-        value, is_list = recipe[name], actions[name].nargs == "+"
-        if is_list and value is not None:
-            values = value if isinstance(value, list) else [value]
-            flags += [f"--{name}", *("" if each is None else each for each in values)]
-        elif isinstance(value, str):
-            flags.append(f"--{name}={value}")
-        elif value is not None and actions[name].type not in (str, dict):
-            raise ValueError(f"{path}: {name}={typed[name]!r}: expected a single value")
-        elif value is not None or actions[name].default != []:
-            parser.set_defaults(**{name: typed[name]})
+        value, action = recipe[name], actions[name]
+        if (value is None and action.default in (None, [])) or name in _of_kind(parser, value):
+            parser.set_defaults(**{name: action.default if value is None else typed[name]})
+            continue
+        is_list = action.nargs == "+"
+        values = value if is_list and isinstance(value, list) else [value]
+        if value is None or not all(isinstance(each, (str, NoneType)) for each in values):
+            expected = "a list of single values" if is_list else "a single value"
+            raise ValueError(f"{path}: {name}={typed[name]!r}: expected {expected}")
+        texts = ["" if each is None else each for each in values]
+        flags += [f"--{name}", *texts] if is_list else [f"--{name}={texts[0]}"]
     return flags
+
+
+def _of_kind(parser: HfArgumentParser, value: Any) -> set[str]:
+    """The options that a recipe can give such a value and no command line can: a mapping, or a list
+    where flags have one value."""
+    if isinstance(value, dict):
+        groups = (getattr(one, "_VALID_DICT_FIELDS", ()) for one in parser.dataclass_types)
+        return {"config_overrides"}.union(*groups)
+    return {"report_to"} if isinstance(value, list) else set()

@@ -112,9 +112,11 @@ def has_bfloat16_products() -> bool:
 
 
 def advise_on_precision(arguments: Any) -> None:
-    """Warn of bfloat16 on a CPU without such products, and name it on one that has them."""
+    """Warn of half precision that a CPU does not have, and name bfloat16 on one that has it."""
     if arguments.device.type != "cpu":
         return
+    if arguments.fp16:
+        logger.warning("fp16=True has no effect on a CPU: training is in float32")
     if arguments.bf16 and not has_bfloat16_products():
         logger.warning("bf16=True: this CPU has no bfloat16 products, so training takes far longer")
     elif not arguments.bf16 and has_bfloat16_products():

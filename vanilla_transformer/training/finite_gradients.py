@@ -69,7 +69,7 @@ class FiniteGradientsCallback(TrainerCallback):
         self.skipped += 1
         step = state.global_step + 1
         allowed = getattr(args, "max_skipped_steps", 0)
-        if args.fp16:
+        if args.fp16 and args.device.type != "cpu":  # where accelerate has a scaler
             allowed = max(allowed, MAX_OVERFLOWS)
         if self.skipped > allowed:
             by_deepspeed = getattr(args, "deepspeed_plugin", None) is not None

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, ModelCardData
 
+from ..model.tokenization_vanilla_transformer import TARGET_FILE, VanillaTransformerTokenizer
 from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, find_defect
 from .model_card import USAGE
 
@@ -16,8 +17,9 @@ from .model_card import USAGE
 REQUIRED_FILES = {
     "configuration": ("config.json",),
     "weights": ("*.safetensors", "*.onnx", "model.bin"),
-    "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
+    "tokenizer": ("tokenizer.json", "*.spm", "*.model", "vocab*"),
 }
+BELOW = {"weights"}  # which an export may put into a subfolder
 
 # What training needs to resume, and what belongs to this machine alone.
 PRIVATE_FILES = (
@@ -84,17 +86,26 @@ def expect_finished_model(folder: Path) -> None:
     """Raises ValueError unless the folder holds all that loading needs."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected a model's folder")
-    names = [path.name for path in _public_files(folder)]
+    files = _public_files(folder)
     for part, patterns in REQUIRED_FILES.items():
+        names = [path.name for path in files if path.parent == folder or part in BELOW]
         if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
             hint = "; its checkpoints are models" if checkpoints_by_step(folder) else ""
             raise ValueError(f"{folder} holds no {part}: expected {' or '.join(patterns)}{hint}")
+    _expect_both_vocabularies(folder)
     for index in folder.glob("*.safetensors.index.json"):
         for shard in set(json.loads(index.read_text())["weight_map"].values()):
             if not (folder / shard).is_file():
                 raise ValueError(f"{folder / shard} is missing: {index.name} names it")
     if (folder / CHECKSUMS_NAME).is_file() and (defect := find_defect(folder)):
         raise ValueError(f"{defect}: expected a complete checkpoint")
+
+
+def _expect_both_vocabularies(folder: Path) -> None:
+    config = folder / "tokenizer_config.json"
+    kind = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
+    if kind == VanillaTransformerTokenizer.__name__ and not (folder / TARGET_FILE).is_file():
+        raise ValueError(f"{folder} holds no target tokenizer: expected {TARGET_FILE}")
 
 
 def _public_files(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
@@ -24,7 +24,8 @@ FILES = {"tokenizer_name", "sentencepiece_model", "bpe_codes"}  # which may have
 
 
 class OptionsCallback(TrainerCallback, ExportableState):
-    """Saves options in the trainer's state, and with it in each checkpoint.
+    """Saves options in the trainer's state, and with it in each checkpoint; a resumed training
+    takes those that may change.
 
     Args:
         options: The result of `fixed_options`.
@@ -37,6 +38,13 @@ class OptionsCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """The options and the size, as `TrainerState.stateful_callbacks` holds them."""
         return {"args": {"options": self.options, "text": self.text}, "attributes": {}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log, evaluate and save as often as the options say. `Trainer` (5.17 to 5.24) resumes with
+        the numbers of steps in the checkpoint."""
+        state.compute_steps(args, state.max_steps)
 
 
 def fixed_options(

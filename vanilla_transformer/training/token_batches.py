@@ -1,7 +1,7 @@
 """A trainer whose batches hold at most `max_tokens` tokens, and its arguments."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,14 +94,22 @@ class TokenBudgetTrainer(Trainer):
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         if getattr(self.args, "eval_max_tokens", None) is None or not has_length(dataset):
-            return super().get_eval_dataloader(eval_dataset)
+            return self._of_all_rows(super().get_eval_dataloader, eval_dataset)
         return self._make_ordered_dataloader(dataset, "Evaluation")
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As `Trainer.get_test_dataloader`, with batches of at most `eval_max_tokens`."""
         if getattr(self.args, "eval_max_tokens", None) is None or not has_length(test_dataset):
-            return super().get_test_dataloader(test_dataset)
+            return self._of_all_rows(super().get_test_dataloader, test_dataset)
         return self._make_ordered_dataloader(test_dataset, "Prediction")
+
+    def _of_all_rows(self, make: Callable[[Any], DataLoader], dataset: Any) -> DataLoader:
+        """A data loader that has all rows: `dataloader_drop_last` is for training alone."""
+        before, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return make(dataset)
+        finally:
+            self.args.dataloader_drop_last = before
 
     def evaluation_loop(
         self,
