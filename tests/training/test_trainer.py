@@ -184,8 +184,9 @@ def test_a_wrong_value_in_a_recipe_is_named(line, message, tmp_path, capsys):
 def test_a_recipe_that_cannot_be_read_is_named(text, message, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
+    flags = ["--output_dir", str(tmp_path), "--dataset_name", "phrases"]
     with pytest.raises(ValueError, match=message):
-        parse_arguments(GROUPS, ["--config", str(path), "--output_dir", str(tmp_path)])
+        parse_arguments(GROUPS, ["--config", str(path), *flags])
 
 
 def test_a_recipe_has_numbers_and_null_where_options_have_them(tmp_path):

@@ -200,7 +200,9 @@ class TranslationJob:
             options["trust_remote_code"] = trusted
         expect_recipe(options)
         self.model, self.tokenizer = loading.load(arguments.model)
-        if options.get("max_new_tokens") is not None:
+        for name in [name for name, value in options.items() if value is None]:
+            setattr(self.model.generation_config, name, options.pop(name))  # turned off by null
+        if "max_new_tokens" in options:
             self.model.generation_config.max_length = None  # of two limits, `generate()` warns
         if (start := options.get("decoder_start_token_id")) is not None:
             self.model.generation_config.decoder_start_token_id = start  # for scores as well

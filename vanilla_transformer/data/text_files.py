@@ -119,12 +119,14 @@ def open_output(path: str | Path | None) -> Iterator[TextIO]:
 def expect_other_file(output: str | Path | None, **inputs: str | Path | None) -> None:
     """Raise a ValueError if an output is one of these inputs, which it would replace."""
     for name, path in inputs.items():
-        if None not in (path, output) and _place(path) == _place(output):
+        if None not in (path, output) and _same_file(str(path), str(output)):
             raise ValueError(f"output={str(output)!r}: expected another file than {name}")
 
 
-def _place(path: Any) -> Any:
-    return str(path) if is_url(path) else Path(path).resolve()
+def _same_file(one: str, other: str) -> bool:
+    if is_url(one) or not Path(one).is_file():  # a terminal may be both
+        return one == other and is_url(one)
+    return Path(one).resolve() == Path(other).resolve()
 
 
 def expect_unicode(text: str, name: str) -> None:

@@ -202,7 +202,8 @@ def import_sentencepiece(path: str, user_tokens: Sequence[str] = ()) -> PreTrain
     more = [(token, 0.0, CONTROL) for token in (PAD, EOS) if token not in listed]
     more += [(token, 0.0, USER_DEFINED) for token in user_tokens if token not in listed]
     whole = [
-        (p, score, USER_DEFINED if p in user_tokens else kind) for p, score, kind in model.pieces
+        (piece, score, USER_DEFINED if piece in user_tokens and kind != UNKNOWN else kind)
+        for piece, score, kind in model.pieces
     ]
     model = replace(model, pieces=[*whole, *more])
     unk = next((piece for piece, _, kind in model.pieces if kind == UNKNOWN), None)

@@ -566,10 +566,14 @@ def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) 
     return flags
 
 
+# Options of transformers that are a text or a list.
+TEXT_OR_LIST = {"report_to", "optim_target_modules"}
+
+
 def _of_kind(parser: HfArgumentParser, value: Any) -> set[str]:
     """The options that a recipe can give such a value and no command line can: a mapping, or a list
     where flags have one value."""
     if isinstance(value, dict):
         groups = (getattr(one, "_VALID_DICT_FIELDS", ()) for one in parser.dataclass_types)
         return {"config_overrides"}.union(*groups)
-    return {"report_to"} if isinstance(value, list) else set()
+    return TEXT_OR_LIST if isinstance(value, list) else set()
