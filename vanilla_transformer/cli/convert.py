@@ -40,8 +40,7 @@ class ConvertArguments:
             raise FileNotFoundError(f"--check {self.check}: expected a file")
         if self.check is not None and self.to is not None:
             raise ValueError("expected one of --check and --to")
-        default = type(self).__dataclass_fields__["max_shard_size"].default
-        if self.to is not None and self.max_shard_size != default:
+        if self.to is not None and self.max_shard_size != ConvertArguments.max_shard_size:
             raise ValueError(
                 f"max_shard_size={self.max_shard_size!r} has no effect on --to {self.to}"
             )

@@ -120,10 +120,10 @@ def encode_forced_words(
     Raises:
         ValueError: One is empty or has a token that is not in the vocabulary.
     """
-    encoded = []
+    encoded, unknown = [], unknown_id(tokenizer)
     for word in words:
         ids = tokenizer(text_target=word, add_special_tokens=False)["input_ids"]
-        if not ids or unknown_id(tokenizer) in ids:
+        if not ids or unknown in ids:
             raise ValueError(f"force_words={word!r}: expected text in the target's vocabulary")
         encoded.append(ids)
     return encoded

@@ -174,7 +174,7 @@ class TranslateArguments:
         }
         for name, (is_there, needed) in needs.items():
             value = getattr(self, name)
-            if value != type(self).__dataclass_fields__[name].default and not is_there:
+            if value != getattr(TranslateArguments, name) and not is_there:  # the default
                 raise ValueError(f"{name}={value}: expected {needed} as well")
 
     @property

@@ -16,7 +16,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -136,20 +136,21 @@ class ConversionOptions:
             if value is not None and not Path(value).is_file():
                 raise FileNotFoundError(f"{name}={value!r}: expected a file")
 
+    def given(self) -> dict[str, Any]:
+        """The options that are set."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
     def expect_none(self, where: str) -> None:
         """Raise a ValueError if any option is given."""
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value is not None:
-                raise ValueError(f"{option.name}={value!r} has no effect on {where}")
+        for name, value in self.given().items():
+            raise ValueError(f"{name}={value!r} has no effect on {where}")
 
     def expect_only(self, names: Sequence[str], format: str) -> None:
         """Raise a ValueError if an option is given that a format does not read."""
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value is not None and option.name not in (*names, "format", "moses", "license"):
+        for name, value in self.given().items():
+            if name not in (*names, "format", "moses", "license"):
                 raise ValueError(
-                    f"{option.name}={value!r} has no effect on a checkpoint of {format}: expected "
+                    f"{name}={value!r} has no effect on a checkpoint of {format}: expected "
                     f"{' or '.join(names) or 'no option'}"
                 )
 

@@ -206,10 +206,11 @@ class _AlignmentReader:
 
     def __init__(self, tokenizer: Any, unit: str, replace_unknown: bool):
         self.tokenizer, self.unit = tokenizer, unit
-        self.unknown = unknown_id(tokenizer) if replace_unknown else None
+        unknown = unknown_id(tokenizer)
+        self.unknown = unknown if replace_unknown else None
         self.source_special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         ends = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
-        hidden = unknown_id(tokenizer) if tokenizer.unk_token else None  # others are words
+        hidden = unknown if tokenizer.unk_token else None  # others are words
         self.target_special = {*ends, hidden} - {self.unknown, None}
 
     def read(

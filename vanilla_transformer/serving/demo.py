@@ -16,7 +16,6 @@ from .. import __version__
 from ..conversion.core import expect_unused
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
-from ..model.generation import first_given
 from ..plotting import AttentionMaps, attention_maps, plot_attention
 from .languages import languages_of_card
 
@@ -134,7 +133,8 @@ class Demo:
     def _sliders(self) -> list[gr.Slider]:
         config = getattr(self.model, "generation_config", None)
         beams = getattr(config, "num_beams", None) or 1
-        penalty = first_given(getattr(config, "length_penalty", None), 1.0)
+        saved = getattr(config, "length_penalty", None)
+        penalty = 1.0 if saved is None else saved
         return [
             gr.Slider(1, max(10, beams), beams if beams > 1 else 4, step=1, label="Beam size"),
             gr.Slider(min(0, penalty), max(2, penalty), penalty, step=0.1, label="Length penalty"),

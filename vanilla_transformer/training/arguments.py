@@ -553,8 +553,10 @@ def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) 
     flags: list[str] = []
     for name in recipe.keys() - replaced:
         value, action = recipe[name], actions[name]
-        if (value is None and action.default in (None, [])) or name in _of_kind(parser, value):
-            parser.set_defaults(**{name: action.default if value is None else typed[name]})
+        if value is None and action.default in (None, []):
+            continue
+        if name in _options_without_flag(parser, value):
+            parser.set_defaults(**{name: typed[name]})
             continue
         is_list = action.nargs == "+"
         values = value if is_list and isinstance(value, list) else [value]
@@ -570,7 +572,7 @@ def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) 
 TEXT_OR_LIST = {"report_to", "optim_target_modules"}
 
 
-def _of_kind(parser: HfArgumentParser, value: Any) -> set[str]:
+def _options_without_flag(parser: HfArgumentParser, value: Any) -> set[str]:
     """The options that a recipe can give such a value and no command line can: a mapping, or a list
     where flags have one value."""
     if isinstance(value, dict):
