@@ -1,5 +1,6 @@
 """The command itself: dispatch, help, recipes, and launchers from any folder."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from textwrap import dedent
 import pytest
 import yaml
 from conftest import REPOSITORY, run_command, run_module
+from transformers import AutoConfig
 
 from vanilla_transformer import __version__
 from vanilla_transformer.cli import main, train_options
@@ -96,6 +98,61 @@ def test_an_unknown_option_is_refused_by_name(tmp_path, command, words):
     assert error.startswith(f"vanilla-transformer {command}: error: ")
     assert "--max_lenght" in error
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "expected"),
+    [
+        ("average", ["--output_dir", "out"], "expected one of --models and --checkpoints_of"),
+        ("train", ["--config", "fairseq"], "config='fairseq': expected a YAML file, or a recipe: "),
+        (
+            "evaluate",
+            ["--predictions", "none.out", "--target", "none.de"],
+            "[Errno 2] No such file or directory: 'none.de'",
+        ),
+    ],
+)
+def test_an_error_about_the_input_is_one_line(tmp_path, command, words, expected):
+    process = run_command(command, *words, cwd=tmp_path, check=False)
+    assert process.returncode == 1
+    assert process.stderr.startswith(f"vanilla-transformer {command}: error: {expected}")
+    assert len(process.stderr.splitlines()) == 1
+
+
+def test_the_development_mode_of_python_shows_the_traceback(tmp_path):
+    command = [sys.executable, "-X", "dev", "-m", "vanilla_transformer", "average"]
+    process = subprocess.run([*command, "--output_dir", "out"], cwd=tmp_path, check=False,
+                             capture_output=True, text=True)  # fmt: skip
+    assert process.returncode == 1
+    assert "Traceback" in process.stderr
+    assert process.stderr.endswith("ValueError: expected one of --models and --checkpoints_of\n")
+
+
+def bug_here():
+    [].index("absent")
+
+
+def error_elsewhere():
+    json.loads("[")
+
+
+def message_from_here():
+    raise ValueError("beams=0: expected a positive number")
+
+
+def missing_model():
+    AutoConfig.from_pretrained("./none")
+
+
+@pytest.mark.parametrize(
+    ("fails", "expected"),
+    [(bug_here, False), (error_elsewhere, False), (message_from_here, True), (missing_model, True)],
+)
+def test_only_errors_about_the_input_lose_their_traceback(monkeypatch, fails, expected):
+    monkeypatch.setattr(main, "PACKAGE", Path(__file__).parent)  # as if this file were in it
+    with pytest.raises((ValueError, OSError)) as caught:
+        fails()
+    assert main.says_all(caught.value) is expected
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -381,7 +381,7 @@ def test_a_killed_translation_is_resumed_with_the_same_model_alone(folder):
     train_further(folder)
     refused = run_command("translate", *flags, "model", cwd=cwd, check=False)
     assert refused.returncode != 0
-    assert "ValueError: weights='" in refused.stderr.splitlines()[-1]
+    assert "error: weights='" in refused.stderr.splitlines()[-1]
     assert "out.txt.parts; remove" in refused.stderr.splitlines()[-1]
 
     run_command("translate", *flags, "moved", cwd=cwd)

@@ -3,7 +3,9 @@
 
 import importlib
 import sys
+import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from pathlib import Path
 
 COMMANDS = {
     "train": "Train a model from scratch, or fine-tune one.",
@@ -27,6 +29,8 @@ COMMANDS = {
 # The extras that bring what a command needs; the others need "train".
 EXTRAS = {"serve": "serve", "demo": "demo"}
 
+PACKAGE = Path(__file__).parents[1]
+
 EPILOG = """examples:
   vanilla-transformer train --config phrases --output_dir outputs/phrases
   echo "The train leaves at 3:30 PM." | vanilla-transformer translate --model outputs/phrases
@@ -36,7 +40,10 @@ EPILOG = """examples:
 
 
 def main() -> None:
-    """Run the command that the first argument names. Each imports only what it needs."""
+    """Run the command that the first argument names. Each imports only what it needs.
+
+    An error about the user's input is printed in one line; `python -X dev` shows its traceback.
+    """
     parser = make_parser()
     complete_words(parser)
     command = parser.parse_args(sys.argv[1:2]).command
@@ -51,7 +58,20 @@ def main() -> None:
             f"vanilla-transformer {command}: needs the package {error.name}; "
             f"pip install 'vanilla-transformer[{extra}]' brings all that it needs"
         )
-    module.main()
+    try:
+        module.main()
+    except Exception as error:
+        if sys.flags.dev_mode or not says_all(error):
+            raise
+        sys.exit(f"vanilla-transformer {command}: error: {error}")
+
+
+def says_all(error: Exception) -> bool:
+    """Whether a user needs no traceback: a file can't be read or written, or this package raised
+    the error itself."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(place.filename).is_relative_to(PACKAGE)
+    return isinstance(error, OSError) or (ours and str(place.line).startswith("raise "))
 
 
 def make_parser() -> ArgumentParser:
