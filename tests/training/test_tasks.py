@@ -191,10 +191,37 @@ def test_noise_drops_masks_and_moves_words_a_little():
     ("options", "message"),
     [
         ({"method": "best"}, "method='best': expected one of sampling,"),
-        ({"top_k": 0}, "top_k=0: expected a positive"),
+        ({"method": "top_k", "top_k": 0}, "top_k=0: expected a positive"),
+        ({"method": "beam", "num_beams": 0}, "num_beams=0: expected a positive"),
         ({"temperature": 0.0}, "temperature=0.0: expected a positive"),
+        ({"top_k": 5}, "top_k=5 with method='sampling': expected top_k"),
+        ({"method": "greedy", "num_beams": 2}, "num_beams=2 with method='greedy': expected beam"),
+        (
+            {"method": "beam", "temperature": 0.5},
+            "temperature=0.5 with method='beam': expected sampling or top_k",
+        ),
     ],
 )
 def test_bad_options_of_back_translation_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         back_translate.BackTranslateArguments("model", "source", "output", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"method": "sampling", "temperature": 0.5},
+            {"do_sample": True, "num_beams": 1, "top_k": 0, "top_p": 1.0, "temperature": 0.5},
+        ),
+        (
+            {"method": "top_k"},
+            {"do_sample": True, "num_beams": 1, "top_k": 10, "top_p": 1.0, "temperature": 1.0},
+        ),
+        ({"method": "beam", "num_beams": 3}, {"do_sample": False, "num_beams": 3}),
+        ({"method": "greedy"}, {"do_sample": False, "num_beams": 1}),
+    ],
+)
+def test_each_method_of_back_translation_sets_its_own_options(options, expected):
+    arguments = back_translate.BackTranslateArguments("model", "source", "output", **options)
+    assert arguments.generate_options() == expected

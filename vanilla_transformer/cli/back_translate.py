@@ -31,7 +31,13 @@ from .parser import CommandParser
 from .processes import join_processes, sum_over_processes
 from .translation_job import one_line, report_limit
 
-METHODS = ("sampling", "top_k", "beam", "greedy")
+# The options of each method, with their defaults.
+METHODS: dict[str, dict[str, float]] = {
+    "sampling": {"temperature": 1.0},
+    "top_k": {"top_k": 10, "temperature": 1.0},
+    "beam": {"num_beams": 5},
+    "greedy": {},
+}
 
 
 @dataclass
@@ -39,7 +45,7 @@ class BackTranslateArguments:
     """What to translate, and how.
 
     Raises:
-        ValueError: An option is out of range or not among its choices.
+        ValueError: An option is out of range, not among its choices, or not one of the method.
     """
 
     model: str = field(
@@ -48,12 +54,16 @@ class BackTranslateArguments:
     source: str = field(metadata={"help": "Monolingual text in the target language."})
     output: str = field(metadata={"help": "File for the synthetic sources."})
     method: str = field(default="sampling", metadata={"help": f"One of {', '.join(METHODS)}."})
-    num_beams: int = field(default=5, metadata={"help": "Beam size of the method beam."})
-    top_k: int = field(
-        default=10, metadata={"help": "Tokens to choose from with the method top_k."}
+    num_beams: int | None = field(
+        default=None, metadata={"help": "Beam size of the method beam. Default: 5."}
     )
-    temperature: float = field(
-        default=1.0, metadata={"help": "Temperature of sampling and top_k; below 1 is safer."}
+    top_k: int | None = field(
+        default=None,
+        metadata={"help": "Tokens to choose from with the method top_k. Default: 10."},
+    )
+    temperature: float | None = field(
+        default=None,
+        metadata={"help": "Temperature of sampling and top_k; below 1 is safer. Default: 1.0."},
     )
     noise: bool = field(
         default=False,
@@ -73,19 +83,25 @@ class BackTranslateArguments:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method={self.method!r}: expected one of {', '.join(METHODS)}")
+        for name in ("num_beams", "top_k", "temperature"):
+            if (value := getattr(self, name)) is not None and name not in METHODS[self.method]:
+                users = " or ".join(method for method, names in METHODS.items() if name in names)
+                raise ValueError(f"{name}={value} with method={self.method!r}: expected {users}")
+        for name, default in METHODS[self.method].items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
         for name in ("num_beams", "top_k", "batch_size", "lines_per_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected a positive integer")
-        if not 0 < self.temperature < float("inf"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value}: expected a positive integer")
+        if self.temperature is not None and not 0 < self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature}: expected a positive number")
 
     def generate_options(self) -> dict[str, Any]:
         """Arguments of `model.generate`."""
-        if self.method in ("beam", "greedy"):
-            return {"do_sample": False, "num_beams": self.num_beams if self.method == "beam" else 1}
-        top_k = self.top_k if self.method == "top_k" else 0
-        warmth = {"temperature": self.temperature, "top_k": top_k, "top_p": 1.0}
-        return {"do_sample": True, "num_beams": 1, **warmth}
+        own = {name: getattr(self, name) for name in METHODS[self.method]}
+        if "temperature" in own:
+            return {"do_sample": True, "num_beams": 1, "top_k": 0, "top_p": 1.0, **own}
+        return {"do_sample": False, "num_beams": 1, **own}
 
 
 def main() -> None:
