@@ -12,6 +12,8 @@ import yaml
 from conftest import run_command, run_ranks
 from transformers import TrainerState
 
+from vanilla_transformer.cli.evaluate import EvaluateArguments
+
 SHAPE = (
     "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,"
     "decoder_attention_heads=2,encoder_ffn_dim=16,decoder_ffn_dim=16"
@@ -232,10 +234,26 @@ def test_models_and_translations_are_scored(trained, folder):
     assert "source has 2 lines and target 1: expected as many" in process.stderr.splitlines()[-1]
 
 
-def test_evaluation_needs_something_to_score(folder):
-    process = run_command("evaluate", "--target", "target", cwd=folder, check=False)
-    message = "expected either --predictions, or --model and --source"
-    assert message in process.stderr.splitlines()[-1]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"source": "a"},
+        {"model": ["m"]},
+        {"model": ["m"], "predictions": ["b"]},
+        {"model": ["m"], "predictions": ["b"], "source": "a"},
+    ],
+)
+def test_evaluation_scores_either_translations_or_a_model(options):
+    message = "^expected either --predictions, or --model and --source"
+    with pytest.raises(ValueError, match=message):
+        EvaluateArguments(["target"], **options)
+
+
+def test_evaluation_of_translations_has_no_beams():
+    message = "--num_beams 4 with --predictions: expected --model"
+    with pytest.raises(ValueError, match=message):
+        EvaluateArguments(["target"], predictions=["output"], num_beams=4)
 
 
 @pytest.mark.slow

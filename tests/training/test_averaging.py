@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.cli.average import expect_same_tokens
+from vanilla_transformer.cli.average import AveragingArguments, expect_same_tokens
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.training import averaging
 from vanilla_transformer.training.averaging import average_checkpoints, select_checkpoints
@@ -182,8 +182,23 @@ def test_the_script_averages_and_refuses(run, tmp_path):
         assert torch.equal(weight, weights[1][name])
     again = script("--checkpoints_of", run, "--last", 1, "--output_dir", output)
     assert f"--output_dir {output} already holds a model" in again.stderr
-    neither = script("--checkpoints_of", run, "--output_dir", tmp_path / "new")
-    assert "expected one of --last and --steps" in neither.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "expected one of --models and --checkpoints_of"),
+        ({"models": ["a"], "checkpoints_of": "run"}, "expected one of --models and"),
+        ({"checkpoints_of": "run"}, "--checkpoints_of: expected one of --last and --steps"),
+        ({"checkpoints_of": "run", "last": 1, "steps": [1]}, "expected one of --last and --steps"),
+        ({"checkpoints_of": "run", "last": 0}, "--last 0: expected a positive number"),
+        ({"models": ["a", "b"], "last": 2}, "--models with --last: expected --checkpoints_of"),
+        ({"models": ["a", "b"], "steps": [2]}, "--models with --steps: expected --checkpoints_of"),
+    ],
+)
+def test_bad_options_of_averaging_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        AveragingArguments("mean", **options)
 
 
 def test_models_with_different_vocabularies_are_not_averaged(run):

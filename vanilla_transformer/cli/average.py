@@ -37,8 +37,11 @@ class AveragingArguments:
     def __post_init__(self) -> None:
         if (self.models is None) == (self.checkpoints_of is None):
             raise ValueError("expected one of --models and --checkpoints_of")
-        if self.checkpoints_of is not None and (self.last is None) == (self.steps is None):
+        chosen = [name for name in ("last", "steps") if getattr(self, name) is not None]
+        if self.checkpoints_of is not None and len(chosen) != 1:
             raise ValueError("--checkpoints_of: expected one of --last and --steps with it")
+        if self.models is not None and chosen:
+            raise ValueError(f"--models with --{chosen[0]}: expected --checkpoints_of")
         if self.last is not None and self.last < 1:
             raise ValueError(f"--last {self.last}: expected a positive number")
         if Path(self.output_dir, "config.json").exists():

@@ -83,8 +83,11 @@ class EvaluateArguments:
     )
 
     def __post_init__(self) -> None:
-        if (self.predictions is None) == (self.model is None or self.source is None):
+        translates = self.predictions is None
+        if translates == (self.model is None) or (translates and self.source is None):
             raise ValueError("expected either --predictions, or --model and --source")
+        if self.num_beams is not None and not translates:
+            raise ValueError(f"--num_beams {self.num_beams} with --predictions: expected --model")
         expect_metrics(self.metrics, has_sources=self.source is not None)
         systems = self.predictions or []
         for name in systems:
