@@ -227,6 +227,18 @@ def test_each_of_two_vocabularies_has_its_own_merges():
         assert {tokenizer.decode(ids, True, not as_target) for ids in found} == {pairs[side][0]}
 
 
+def test_a_tokenizer_of_characters_has_no_merges_to_skip():
+    pairs = Dataset.from_dict({"source": TEXTS[::2], "target": TEXTS[1::2]})
+    characters = TokenizerArguments(tokenizer_type="char").train(pairs)
+    with pytest.raises(ValueError, match="expected a BPE tokenizer with merges to skip"):
+        BPEDropout(characters, 0.1)
+    one_side = TokenizerArguments(separate_vocabularies=True, target_tokenizer_type="char")
+    encoder = BPEDropout(one_side.train(pairs), 0.5)
+    text = TEXTS[0]
+    assert len({tuple(encoder.encode(text, n)) for n in range(9)}) > 1
+    assert len({tuple(encoder.encode(text, n, as_target=True)) for n in range(9)}) == 1
+
+
 def test_a_target_of_words_has_no_merges():
     pairs = Dataset.from_dict({"source": TEXTS[::2], "target": TEXTS[1::2]})
     options = TokenizerArguments(separate_vocabularies=True, target_tokenizer_type="word")

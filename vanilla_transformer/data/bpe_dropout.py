@@ -36,8 +36,9 @@ class BPEDropout:
         seed: The seed of all encodings.
 
     Raises:
-        ValueError: `dropout` is not a probability, the tokenizer is not a plain BPE tokenizer, or
-            its encoding of a sample of its vocabulary does not follow from its merges.
+        ValueError: `dropout` is not a probability, the tokenizer is not a plain BPE tokenizer or
+            has no merges, as one of characters, or its encoding of a sample of its vocabulary does
+            not follow from its merges.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, dropout: float, seed: int = 0):
@@ -51,6 +52,11 @@ class BPEDropout:
             "text": _Merges(source, type(tokenizer).__name__),
             "text_target": _Merges(target, type(tokenizer).__name__),
         }
+        if dropout and not any(map(len, self._merges.values())):
+            raise ValueError(
+                f"bpe_dropout={dropout}: expected a BPE tokenizer with merges to skip, such as one "
+                "of tokenizer_type='bpe'"
+            )
         self._check_tokenizer()
 
     def encode(
@@ -134,6 +140,9 @@ class _Merges:
             self._parents.setdefault(merged, []).append(pair)
         self._added = set(backend.get_added_tokens_decoder())
         self._pieces: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._merges)
 
     def sample(self) -> str:
         """A text of 200 tokens from the whole vocabulary."""
