@@ -148,7 +148,7 @@ def test_missing_data_is_named_before_work_starts(tmp_path, options, message):
         "train", "--output_dir", "model", "--use_cpu", *flags, cwd=tmp_path, check=False
     )
     error = process.stderr.splitlines()[-1]
-    assert error.startswith("ValueError: ")
+    assert error.startswith("vanilla-transformer train: error: ")
     assert message in error
     assert "Training a tokenizer" not in process.stderr
     assert not (tmp_path / "model").exists()
