@@ -61,17 +61,17 @@ def main() -> None:
     try:
         module.main()
     except Exception as error:
-        if sys.flags.dev_mode or not says_all(error):
+        if sys.flags.dev_mode or needs_traceback(error):
             raise
         sys.exit(f"vanilla-transformer {command}: error: {error}")
 
 
-def says_all(error: Exception) -> bool:
-    """Whether a user needs no traceback: a file can't be read or written, or this package raised
-    the error itself."""
+def needs_traceback(error: Exception) -> bool:
+    """Whether the message is not enough: nobody raised the error in this package, and it is not
+    about a file or a connection."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     ours = Path(place.filename).is_relative_to(PACKAGE)
-    return isinstance(error, OSError) or (ours and str(place.line).startswith("raise "))
+    return not (isinstance(error, OSError) or (ours and str(place.line).startswith("raise ")))
 
 
 def make_parser() -> ArgumentParser:
