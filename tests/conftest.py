@@ -301,6 +301,7 @@ def run_ranks(processes, script, *flags, cwd, timeout=240):
                 if pid:
                     running.remove(pid)
                     if status != 0 and not failed:
+                        print(f"a process ended with {os.waitstatus_to_exitcode(status)}")
                         failed, end = True, time.monotonic() + 5
             if time.monotonic() > end:
                 failed = True
