@@ -83,13 +83,13 @@ class BackTranslateArguments:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method={self.method!r}: expected one of {', '.join(METHODS)}")
+        defaults = METHODS[self.method]
         for name in ("num_beams", "top_k", "temperature"):
-            if (value := getattr(self, name)) is not None and name not in METHODS[self.method]:
+            if (value := getattr(self, name)) is None:
+                setattr(self, name, defaults.get(name))
+            elif name not in defaults:
                 users = " or ".join(method for method, names in METHODS.items() if name in names)
                 raise ValueError(f"{name}={value} with method={self.method!r}: expected {users}")
-        for name, default in METHODS[self.method].items():
-            if getattr(self, name) is None:
-                setattr(self, name, default)
         for name in ("num_beams", "top_k", "batch_size", "lines_per_chunk"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a positive integer")
