@@ -155,6 +155,12 @@ def test_only_errors_about_the_input_lose_their_traceback(monkeypatch, fails, ex
     assert main.needs_traceback(caught.value) is expected
 
 
+def test_without_a_connection_an_error_names_the_model(tmp_path):
+    process = run_command("translate", "--model", "outputs/none", cwd=tmp_path, check=False)
+    assert process.returncode == 1
+    assert "error: outputs/none is not a folder here. " in process.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_commands_help_begins_with_its_purpose_and_examples(tmp_path, command):
     text = run_command(command, "--help", cwd=tmp_path).stdout

@@ -63,7 +63,17 @@ def main() -> None:
     except Exception as error:
         if sys.flags.dev_mode or needs_traceback(error):
             raise
-        sys.exit(f"vanilla-transformer {command}: error: {error}")
+        sys.exit(f"vanilla-transformer {command}: error: {with_model(error)}")
+
+
+def with_model(error: Exception) -> str:
+    """The message, and the name of the model that was to be loaded: without a connection,
+    transformers does not say it."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = str(frame.f_locals.get("path_or_repo_id", ""))
+        if name and name not in str(error):
+            return f"{name} is not a folder here. {error}"
+    return str(error)
 
 
 def needs_traceback(error: Exception) -> bool:
