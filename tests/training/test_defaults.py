@@ -1,8 +1,10 @@
 """What a training from scratch chooses for options that are left open, and why it says so."""
 
 import logging
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import SMALL, seq2seq
 from datasets import Dataset
 from transformers import MarianConfig, MarianMTModel
@@ -104,6 +106,28 @@ def test_every_choice_is_logged_with_its_reason(tmp_path, caplog):
     assert "max_tokens=1944: 1944 tokens per update; 420,000 on the longer side of the text" in (
         caplog.messages
     )
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"avx2": True, "avx512_f": True, "avx512_vnni": True}, False),  # Cascade Lake
+        ({"avx512_f": True, "avx512_bf16": True}, True),
+        ({"avx512_f": True, "amx_bf16": True}, True),
+        ({"neon": True, "bf16": False}, False),
+        ({"neon": True, "bf16": True}, True),
+    ],
+)
+def test_bfloat16_products_need_their_own_instructions(monkeypatch, capabilities, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert defaults.has_bfloat16_products() is expected
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists them")
+def test_bfloat16_products_are_among_what_linux_lists():
+    listed = Path("/proc/cpuinfo").read_text().split()
+    expected = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(listed)
+    assert defaults.has_bfloat16_products() is expected
 
 
 @pytest.mark.parametrize("has_products", [True, False])

@@ -106,9 +106,11 @@ def choose_open_options(arguments: Any, d_model: int, size: TextSize | None) -> 
 
 
 def has_bfloat16_products() -> bool:
-    """Whether this CPU multiplies matrices in bfloat16. Others take many times as long as in
-    float32."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Whether this CPU has instructions that multiply in bfloat16. Others take many times as long
+    as in float32; oneDNN also supports those that have only AVX-512."""
+    has = torch.cpu.get_capabilities()
+    instructions = any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # bf16: ARM
+    return instructions and torch.backends.mkldnn.is_available()
 
 
 def advise_on_precision(arguments: Any) -> None:
