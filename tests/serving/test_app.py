@@ -96,6 +96,7 @@ def test_it_lists_its_languages():
     assert client().get("/languages").json() == [
         {"code": "en", "name": "English", "targets": ["de", "fr"]},
         {"code": "de", "name": "German", "targets": ["en"]},
+        {"code": "fr", "name": "French", "targets": []},
     ]
     settings = client(max_characters=7).get("/frontend/settings").json()
     assert settings["charLimit"] == 7

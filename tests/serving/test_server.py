@@ -86,7 +86,10 @@ def test_a_client_translates_and_a_stopped_server_answers_first(checkpoint, star
     with start_server(f"en-de={checkpoint}", **keys) as (process, url):
         api = client.LibreTranslateAPI(url, api_key="a-key")
         assert api.translate(line, "en", "de") == expected
-        assert api.languages() == [{"code": "en", "name": "English", "targets": ["de"]}]
+        assert api.languages() == [
+            {"code": "en", "name": "English", "targets": ["de"]},
+            {"code": "de", "name": "German", "targets": []},
+        ]
         with pytest.raises(Exception, match="403"):
             client.LibreTranslateAPI(url, api_key="b-key").translate(line, "en", "de")
 

@@ -25,13 +25,15 @@ class TranslationService:
         self.translators, self.arguments = translators, arguments
 
     def languages(self) -> list[Language]:
-        """The source languages, each with its targets."""
-        targets: dict[str, list[str]] = {}
+        """All languages with their targets, of which a language may have none: source languages
+        come first."""
+        targets: dict[str, list[str]] = {source: [] for source, _ in self.translators}
         for source, target in self.translators:
-            targets.setdefault(source, []).append(target)
+            targets[source].append(target)
+            targets.setdefault(target, [])
         return [
-            Language(code=source, name=language_name(source), targets=sorted(reached))
-            for source, reached in targets.items()
+            Language(code=code, name=language_name(code), targets=sorted(reached))
+            for code, reached in targets.items()
         ]
 
     def detect(self, text: str, languages: Iterable[str] | None = None) -> list[DetectedLanguage]:
