@@ -192,14 +192,19 @@ def test_as_many_labels_in_another_shape_are_refused(training):
         seq2seq().train(training)(**inputs, labels=random_ids(3, 2))
 
 
-def test_a_projection_that_is_more_than_a_matrix_is_called():
+@pytest.mark.parametrize(
+    "hook", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
+def test_a_projection_that_is_more_than_a_matrix_is_called(hook):
     torch.manual_seed(0)
     model = seq2seq(dropout=0.0).train()
     inputs = {"input_ids": random_ids(2, 6), "labels": random_ids(2, 5)}
     expected = model(**inputs).loss
     calls = []
-    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    torch.testing.assert_close(model(**inputs).loss, expected)
+    getattr(model.lm_head, f"register_{hook}")(lambda *_: calls.append(1))
+    loss = model(**inputs).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
     assert calls
 
 

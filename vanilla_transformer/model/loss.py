@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 logger = logging.getLogger(__name__)
 
 ROWS = 256  # of logits, worked on at a time
+HOOKS = ("forward", "forward_pre", "backward", "backward_pre")  # of a module that is called
 # Returns a further loss of log-probabilities (rows, vocabulary). Adds its gradient at the logits to
 # the probabilities.
 Regularizer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -221,15 +222,13 @@ def _split(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ..
 
 def is_plain_matrix(projection: nn.Module) -> bool:
     """Whether a call is only a product: no bias, nothing quantised, adapted or offloaded."""
-    hooks = (
-        projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection)
-    )
+    hooks = any(getattr(projection, f"_{kind}_hooks") for kind in HOOKS)
     plain = (
         type(projection) is nn.Linear
         and projection.bias is None
         and type(projection.weight) is nn.Parameter
     )
-    return plain and not hooks
+    return plain and not hooks and "forward" not in vars(projection)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
