@@ -83,6 +83,22 @@ def test_the_card_names_data_recipe_command_and_scores(trained):
     assert "| test | " in card
 
 
+@pytest.mark.slow
+def test_a_compiled_training_learns_the_same_from_batches_of_any_shape(trained, folder):
+    command = ["train", *TRAIN, "--output_dir", "compiled", "--torch_compile"]
+    run_command(*command, cwd=folder, fresh=True)
+    losses = [
+        [
+            entry["loss"]
+            for entry in TrainerState.load_from_json(state).log_history
+            if "loss" in entry
+        ]
+        for state in (folder / name / "trainer_state.json" for name in ("model", "compiled"))
+    ]
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 def test_two_processes_find_the_scores_of_one(trained, folder):
     """At the end of a training there is nothing left but to score its model."""
     flags = ["--resume_from_checkpoint", "auto", "--ddp_backend", "gloo"]
