@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 import yaml
 from conftest import REPOSITORY, run_command, run_module
-from transformers import AutoConfig
+from transformers import AutoConfig, TrainingArguments
 
 from vanilla_transformer import __version__
 from vanilla_transformer.cli import main, train_options
@@ -110,6 +110,11 @@ def test_an_unknown_option_is_refused_by_name(tmp_path, command, words):
             ["--predictions", "none.out", "--target", "none.de"],
             "[Errno 2] No such file or directory: 'none.de'",
         ),
+        (
+            "train",
+            ["--config", "phrases", "--output_dir", "out", "--bf16", "--fp16"],
+            "At most one of fp16 and bf16 can be True, but not both",
+        ),
     ],
 )
 def test_an_error_about_the_input_is_one_line(tmp_path, command, words, expected):
@@ -144,13 +149,23 @@ def missing_model():
     AutoConfig.from_pretrained("./none")
 
 
+def missing_package():
+    TrainingArguments("out", use_cpu=True, deepspeed="none.json")
+
+
 @pytest.mark.parametrize(
     ("fails", "expected"),
-    [(bug_here, True), (error_elsewhere, True), (message_from_here, False), (missing_model, False)],
+    [
+        (bug_here, True),
+        (error_elsewhere, True),
+        (message_from_here, False),
+        (missing_model, False),
+        (missing_package, False),
+    ],
 )
 def test_only_errors_about_the_input_lose_their_traceback(monkeypatch, fails, expected):
     monkeypatch.setattr(main, "PACKAGE", Path(__file__).parent)  # as if this file were in it
-    with pytest.raises((ValueError, OSError)) as caught:
+    with pytest.raises((ValueError, OSError, ImportError)) as caught:
         fails()
     assert main.needs_traceback(caught.value) is expected
 

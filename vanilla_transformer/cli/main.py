@@ -77,11 +77,12 @@ def with_model(error: Exception) -> str:
 
 
 def needs_traceback(error: Exception) -> bool:
-    """Whether the message is not enough: nobody raised the error in this package, and it is not
-    about a file or a connection."""
+    """Whether the message is not enough: the error is not about a file or a connection, and nobody
+    raised it in this package, or elsewhere to name a package that is missing."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    ours = Path(place.filename).is_relative_to(PACKAGE)
-    return not (isinstance(error, OSError) or (ours and str(place.line).startswith("raise ")))
+    is_explained = isinstance(error, ImportError) or Path(place.filename).is_relative_to(PACKAGE)
+    is_raised = str(place.line).startswith("raise ")
+    return not (isinstance(error, OSError) or (is_explained and is_raised))
 
 
 def make_parser() -> ArgumentParser:

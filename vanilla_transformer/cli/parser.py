@@ -40,8 +40,18 @@ class CommandParser(HfArgumentParser):
     def parse_args_into_dataclasses(
         self, args: Any = None, return_remaining_strings: bool = False, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """Same as `HfArgumentParser`, but reports an unknown option as argparse does."""
-        found = super().parse_args_into_dataclasses(args, return_remaining_strings=True, **kwargs)
+        """Same as `HfArgumentParser`, but reports an unknown option as argparse does.
+
+        Raises:
+            ValueError: Options contradict each other or need a package, in the words of whoever
+                checks them, here or in transformers.
+        """
+        try:
+            found = super().parse_args_into_dataclasses(
+                args, return_remaining_strings=True, **kwargs
+            )
+        except (ValueError, ImportError) as error:
+            raise ValueError(str(error)) from error
         if found[-1] and not return_remaining_strings:
             self.error(f"unrecognized arguments: {' '.join(found[-1])}")
         return found if return_remaining_strings else found[:-1]
