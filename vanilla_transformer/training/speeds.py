@@ -51,7 +51,7 @@ def device_name(device: torch.device) -> str:
     """The name of the GPU, or of the CPU with its vector instructions and number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    processor = platform.processor() or platform.machine()
+    processor = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
     instructions = torch.backends.cpu.get_cpu_capability()
     return f"{device.type} {processor} {instructions}, {torch.get_num_threads()} threads"
 
