@@ -71,7 +71,7 @@ def with_model(error: Exception) -> str:
     transformers does not say it."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_locals.get("path_or_repo_id", ""))
-        if name and name not in str(error):
+        if name and name not in str(error) and not Path(name).is_dir():
             return f"{name} is not a folder here. {error}"
     return str(error)
 
