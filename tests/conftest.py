@@ -14,16 +14,15 @@ import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-import torch
-import transformers
-from packaging.version import Version
-from torch import distributed
-
 # Set before transformers and datasets are imported: no test may reach a hub.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
+import pytest
+import torch
+import transformers
 from accelerate.state import AcceleratorState
+from packaging.version import Version
+from torch import distributed
 from transformers.utils import logging as transformers_logging
 
 from vanilla_transformer import (
