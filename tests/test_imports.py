@@ -4,11 +4,17 @@ import ast
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 
 import grimp
 import pytest
 from conftest import REPOSITORY
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from transformers.dynamic_module_utils import get_relative_imports
+
+from vanilla_transformer.cli.main import COMMANDS, EXTRAS
 
 LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
 LINT += ["--no-cache", "--no-logo"]
@@ -66,3 +72,37 @@ def test_transformers_finds_what_a_file_of_the_model_imports(path):
     ]
     assert all(node.level == 1 and node.module in {file.stem for file in MODEL} for node in imports)
     assert set(get_relative_imports(path)) == {node.module for node in imports}
+
+
+def brought_by(requirements):
+    """The packages that pip installs for these requirements."""
+    found, waiting = set(), list(map(Requirement, requirements))
+    while waiting:
+        one = waiting.pop()
+        name = canonicalize_name(one.name)
+        if name in found:
+            continue
+        found.add(name)
+        extras = [{"extra": extra} for extra in ("", *one.extras)]
+        further = map(Requirement, metadata.requires(name) or ())
+        waiting += [r for r in further if r.marker is None or any(map(r.marker.evaluate, extras))]
+    return found
+
+
+@pytest.mark.parametrize("extra", ["train", *EXTRAS.values()])
+def test_commands_import_only_what_their_extra_brings(extra):
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    own = project["name"]
+    brought = {own, *brought_by([*project["dependencies"], *optional[extra]])}
+    missing = [
+        module
+        for module, owners in metadata.packages_distributions().items()
+        if brought.isdisjoint(map(canonicalize_name, [*owners, module]))
+    ]
+    assert "pytest" in missing
+    commands = [one.replace("-", "_") for one in COMMANDS if EXTRAS.get(one, "train") == extra]
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))\n"
+    code += "\n".join(f"import vanilla_transformer.cli.{command}" for command in commands)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

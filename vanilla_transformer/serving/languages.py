@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from babel import Locale, UnknownLocaleError
 from huggingface_hub import ModelCard
 from transformers.utils import cached_file
 
@@ -86,6 +85,8 @@ def languages_of_card(card: str | Path) -> Pair | None:
 
 def language_name(code: str) -> str:
     """The English name of a language: "German" of "de"."""
+    from babel import Locale, UnknownLocaleError  # a demo does without
+
     try:
         return Locale.parse(code, sep="-").english_name or code
     except (UnknownLocaleError, ValueError):
