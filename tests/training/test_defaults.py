@@ -123,7 +123,7 @@ def test_bfloat16_products_need_their_own_instructions(monkeypatch, capabilities
     assert defaults.has_bfloat16_products() is expected
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists them")
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
 def test_bfloat16_products_are_among_what_linux_lists():
     listed = Path("/proc/cpuinfo").read_text().split()
     expected = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(listed)

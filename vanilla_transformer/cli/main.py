@@ -63,12 +63,12 @@ def main() -> None:
     except Exception as error:
         if sys.flags.dev_mode or needs_traceback(error):
             raise
-        sys.exit(f"vanilla-transformer {command}: error: {with_model(error)}")
+        sys.exit(f"vanilla-transformer {command}: error: {full_message(error)}")
 
 
-def with_model(error: Exception) -> str:
-    """The message, and the name of the model that was to be loaded: without a connection,
-    transformers does not say it."""
+def full_message(error: Exception) -> str:
+    """The error's message, with the name of the model that could not be loaded. Without a
+    connection, that of transformers does not contain it."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_locals.get("path_or_repo_id", ""))
         if name and name not in str(error) and not Path(name).is_dir():

@@ -43,14 +43,14 @@ class CommandParser(HfArgumentParser):
         """Same as `HfArgumentParser`, but reports an unknown option as argparse does.
 
         Raises:
-            ValueError: Options contradict each other or need a package, in the words of whoever
-                checks them, here or in transformers.
+            ValueError: An option is out of range or contradicts another one, in the words of this
+                package or of transformers.
         """
         try:
             found = super().parse_args_into_dataclasses(
                 args, return_remaining_strings=True, **kwargs
             )
-        except (ValueError, ImportError) as error:
+        except ValueError as error:
             raise ValueError(str(error)) from error
         if found[-1] and not return_remaining_strings:
             self.error(f"unrecognized arguments: {' '.join(found[-1])}")

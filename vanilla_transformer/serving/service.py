@@ -25,8 +25,7 @@ class TranslationService:
         self.translators, self.arguments = translators, arguments
 
     def languages(self) -> list[Language]:
-        """All languages with their targets, of which a language may have none: source languages
-        come first."""
+        """All languages, each with its targets: source languages, then those without a target."""
         targets: dict[str, list[str]] = {source: [] for source, _ in self.translators}
         for source, target in self.translators:
             targets[source].append(target)
