@@ -1,3 +1,4 @@
+import faulthandler
 import gc
 import json
 import logging
@@ -304,11 +305,18 @@ def run_ranks(processes, script, *flags, cwd, timeout=240):
                         failed, end = True, time.monotonic() + 5
             if time.monotonic() > end:
                 failed = True
-                for child in running:
-                    os.kill(child, signal.SIGKILL)
+                _end_with_stacks(running)
             time.sleep(0.05)
         output.seek(0)
         return failed, output.read()
+
+
+def _end_with_stacks(children):
+    """Kill them after each has printed where it stood."""
+    for number in (signal.SIGUSR1, signal.SIGKILL):
+        for child in children:
+            os.kill(child, number)
+        time.sleep(1)
 
 
 def _start_copy(argv, cwd, env, files):
@@ -325,6 +333,7 @@ def _become(argv, cwd, env, descriptors):
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        faulthandler.register(signal.SIGUSR1, file=2)
         logging.root.handlers.clear()  # pytest's
         transformers_logging.get_logger().handlers = [logging.StreamHandler()]
         os.chdir(cwd)

@@ -443,6 +443,7 @@ from conftest import small_config
 from test_token_batches import Arguments, Recorder, examples
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.training.distributed import end_training
 
 folder, accumulation = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
@@ -479,7 +480,7 @@ if trainer.is_world_process_zero():
     scores = {"losses": torch.tensor(losses), "tested": tested}
     save_file({**scores, **tensors}, folder + "/trained.safetensors")
 torch.save(trainer.seen, f"{folder}/seen-{trainer.args.process_index}.pt")
-trainer.accelerator.end_training()
+end_training(trainer)
 """
 
 

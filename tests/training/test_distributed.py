@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Payload
+from conftest import REPOSITORY, Payload, run_ranks
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -125,3 +125,40 @@ def test_what_the_environment_said_before_it_says_again(shards, monkeypatch):
             monkeypatch.setenv(name, before)
         read(shards[0])
         assert os.environ.get(name) == before
+
+
+LEAVING = """
+import sys, weakref
+sys.path.insert(0, sys.argv[1])
+from conftest import small_config
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.training.distributed import end_training
+
+trainer = Trainer(
+    VanillaTransformerForConditionalGeneration(small_config()),
+    TrainingArguments("out", use_cpu=True, max_steps=2, save_strategy="no", report_to="none"),
+    train_dataset=[{"input_ids": [5, 6, 2], "labels": [7, 8, 2]}] * 4,
+)
+trainer.train()
+assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+wrapped = weakref.ref(trainer.model_wrapped)
+leave, left = distributed.destroy_process_group, []
+
+def leave_without_it(*arguments):
+    left.append(wrapped() is None)
+    leave(*arguments)
+
+distributed.destroy_process_group = leave_without_it
+end_training(trainer)
+assert left == [True], "the wrapped model was the last to refer to the group"
+"""
+
+
+def test_the_wrapped_model_is_gone_before_processes_leave_their_group(tmp_path):
+    (tmp_path / "program.py").write_text(LEAVING)
+    program = [tmp_path / "program.py", REPOSITORY / "tests"]
+    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    assert not failed, output

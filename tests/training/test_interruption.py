@@ -264,6 +264,7 @@ sys.path.insert(0, sys.argv[1])
 from conftest import small_trainer
 from test_interruption import weights_of
 from transformers import AutoTokenizer
+from vanilla_transformer.training.distributed import end_training
 
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
 options = {"ddp_backend": "gloo", "max_tokens": 8}
@@ -282,7 +283,7 @@ losses = [again.model(**again.data_collator([row])).loss.item() for row in again
 found = again.evaluate()["eval_loss"]
 assert abs(found - sum(losses) / 11) < 1e-4, (found, losses)
 assert again.args.average_tokens_across_devices
-again.accelerator.end_training()
+end_training(again)
 """
 
 

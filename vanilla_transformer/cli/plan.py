@@ -37,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..data.parallel_text import DataArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
+from ..training.distributed import end_training
 from ..training.preparation import Preparation, prepare
 from ..training.speeds import find_speed, measurement_key, nearest_speed, read_speeds, write_speeds
 from ..training.trainer import CurvesCallback, make_trainer
@@ -119,7 +120,7 @@ def main() -> None:
         for r_drop_alpha, share in phases(training_args, updates):
             trainer.args.r_drop_alpha, trainer.args.r_drop_start = r_drop_alpha, 0
             speeds.append((speed_of(trainer, plan_args, tokens), share))
-    trainer.accelerator.end_training()  # torch aborts processes, at times, that don't leave a group
+    end_training(trainer)
     if training_args.process_index == 0:
         key = device_key(prepared.model, training_args, plan_args)
         print(report(prepared, training_args, key, mean_speed(speeds), updates))

@@ -25,7 +25,7 @@ from ..data.parallel_text import DataArguments
 from ..inference.metrics import METRICS, score_translations
 from ..inference.translation import translate
 from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
-from ..training.distributed import load_saved_model
+from ..training.distributed import end_training, load_saved_model
 from ..training.preparation import prepare
 from ..training.resumption import (
     OptionsCallback,
@@ -73,7 +73,7 @@ def main() -> None:
         for split in ("validation", "test")
         if split in pairs
     }
-    trainer.accelerator.end_training()  # torch aborts processes, at times, that don't leave a group
+    end_training(trainer)
     if trainer.is_world_process_zero():
         trainer.finish_card(model, scores)
         logger.info("The model, its curves and its card are in %s", training_args.output_dir)

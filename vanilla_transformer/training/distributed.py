@@ -2,6 +2,7 @@
 
 ShardedTrainer           a `Trainer` for FSDP2 and DeepSpeed that runs no code from checkpoints
 load_saved_model         load the model that several processes have trained and saved
+end_training             leave the other processes when all is done
 init_cpu_process_group   let processes on CPUs give up on each other after `ddp_timeout`
 enable_fsdp_on_cpu       let accelerate use FSDP without a GPU
 """
@@ -89,6 +90,20 @@ def init_cpu_process_group(arguments: TrainingArguments) -> None:
     if arguments.use_cpu and several and not distributed.is_initialized():
         timeout = timedelta(seconds=arguments.ddp_timeout)
         distributed.init_process_group(arguments.ddp_backend or "gloo", timeout=timeout)
+
+
+def end_training(trainer: Trainer) -> None:
+    """Leave the other processes; the trainer can't be used afterwards.
+
+    Its wrapped model goes first. If `DistributedDataParallel` is the last to refer to a group of
+    gloo, torch joins the group's threads while it holds the interpreter's lock, and hangs if one
+    of them waits for that lock.
+
+    Processes that never leave their group are aborted at times
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    trainer.model_wrapped = trainer.model
+    trainer.accelerator.end_training()
 
 
 def enable_fsdp_on_cpu(arguments: TrainingArguments) -> None:

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.trainer_utils import has_length
 
 from .checkpoints import OFF_SCHEDULE, AtomicCheckpointTrainer
-from .distributed import any_process
+from .distributed import any_process, end_training
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
             received.name,
             self.state.global_step,
         )
-        self.accelerator.end_training()  # otherwise torch may abort with an exit code of its own
+        end_training(self)  # otherwise torch may abort with an exit code of its own
         raise SystemExit(128 + received)
 
 
