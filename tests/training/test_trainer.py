@@ -179,6 +179,7 @@ def test_a_wrong_value_in_a_recipe_is_named(line, message, tmp_path, capsys):
         ("config_overrides: [dropout=0.2]", "config_overrides=.*: expected a single value"),
         ("generation_kwargs: abc", "generation_kwargs='abc': expected a JSON object"),
         ("batch_eval_metrics: true", "batch_eval_metrics=True: expected false"),
+        ("report_to: [here, wandb]", "report_to='here': expected none, all or some of azure_ml, c"),
     ],
 )
 def test_a_recipe_that_cannot_be_read_is_named(text, message, tmp_path):
@@ -187,6 +188,13 @@ def test_a_recipe_that_cannot_be_read_is_named(text, message, tmp_path):
     flags = ["--output_dir", str(tmp_path), "--dataset_name", "phrases"]
     with pytest.raises(ValueError, match=message):
         parse_arguments(GROUPS, ["--config", str(path), *flags])
+
+
+def test_a_package_to_report_to_is_missed_before_the_text_is_read(tmp_path, monkeypatch):
+    arguments = "vanilla_transformer.training.arguments"
+    monkeypatch.setattr(f"{arguments}.get_available_reporting_integrations", lambda: ["trackio"])
+    with pytest.raises(ValueError, match="report_to='wandb': expected its package to be installed"):
+        TranslationTrainingArguments(str(tmp_path), use_cpu=True, report_to=["trackio", "wandb"])
 
 
 def test_a_recipe_has_numbers_and_null_where_options_have_them(tmp_path):

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 import yaml
 from transformers import GenerationConfig, HfArgumentParser, Seq2SeqTrainingArguments
-from transformers.integrations import is_tensorboard_available
+from transformers.integrations import (
+    get_available_reporting_integrations,
+    is_tensorboard_available,
+)
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import is_in_notebook
 
 from ..data.parallel_text import SPLITS, DataArguments
@@ -335,6 +339,7 @@ class TranslationTrainingArguments(
                 raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
         self._check_averages()
         self._check_early_stopping()
+        self._check_report_to()
 
     def __getstate__(self) -> dict[str, Any]:
         """What `Trainer` saves and uploads as `training_args.bin`: without the token."""
@@ -425,6 +430,17 @@ class TranslationTrainingArguments(
             )
         if self.save_strategy == "no":
             raise ValueError(f"average_checkpoints={wanted}: save_strategy='no' keeps none")
+
+    def _check_report_to(self) -> None:
+        """`Trainer` would notice only after the text has been read."""
+        # Whether these two work depends on more than a package.
+        found = {*get_available_reporting_integrations(), "azure_ml", "flyte"}
+        for name in self.report_to or ():
+            if name not in INTEGRATION_TO_CALLBACK:
+                known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+                raise ValueError(f"report_to={name!r}: expected none, all or some of {known}")
+            if name not in found:
+                raise ValueError(f"report_to={name!r}: expected its package to be installed")
 
     def _check_early_stopping(self) -> None:
         patience = self.early_stopping_patience
