@@ -113,6 +113,16 @@ def test_an_evaluation_ends_at_once_and_is_made_later(
     assert torch.equal(weights_of(again), weights_of(whole))
 
 
+def test_an_interrupted_evaluation_leaves_no_frame_of_the_training(tokenizer, tmp_path):
+    """It would refer to the wrapped model, which must go before processes leave their group."""
+    one = Signal(signal.SIGTERM, 3, evaluating=True)
+    trainer = small_trainer(tmp_path, tokenizer, one, eval_strategy="steps", eval_steps=3)
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert "_inner_training_loop" not in [entry.name for entry in ended.traceback]
+    assert ended.value.__context__ is None
+
+
 @EVALUATING
 def test_the_last_step_is_evaluated_later_too(tokenizer, tmp_path, options):
     """Its number is no multiple of three, nor is it the last of an epoch."""

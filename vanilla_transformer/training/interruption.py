@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -75,6 +76,12 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
                 state.global_step / now, state.epoch,
             )  # fmt: skip
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Same as `Trainer.train`, but an interrupted evaluation ends the program."""
+        with suppress(_InterruptedError):  # its frames refer to the wrapped model
+            return super().train(*args, **kwargs)
+        return self._exit()
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Same as `Trainer.evaluate`, but it leaves the random number generators as they were:
         training continues as it would have without this evaluation."""
@@ -87,7 +94,7 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
             if self.state.global_step > self.interruption.first_step:
                 self.interruption.note_schedule(self.args, self.state, self.control)
                 self._save_checkpoint(self.model, trial=None)
-            self._exit()
+            raise
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple:
         """Same as `Trainer.prediction_step`, unless training is to stop."""
