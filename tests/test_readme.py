@@ -53,6 +53,8 @@ def headings(text):
 
 @pytest.mark.parametrize("code", BLOCKS)
 def test_python_runs(code, checkpoint, tmp_path, monkeypatch, capsys):
+    if "import inseq" in code:
+        pytest.importorskip("inseq")
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "quickstart").symlink_to(checkpoint)
     monkeypatch.chdir(tmp_path)
