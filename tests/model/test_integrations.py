@@ -8,6 +8,7 @@ import copy
 import json
 import pickle
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
 )
+from vanilla_transformer.model.cache import CACHE_NAME
 from vanilla_transformer.model.modeling_vanilla_transformer import (
     VanillaTransformerLayer,
     label_smoothed_cross_entropy,
@@ -825,6 +827,62 @@ def test_an_adapter_learns_loads_and_merges(cls, checkpointing, tmp_path):
         assert_close(other(**inputs).logits, expected)
         again = other.generate(input_ids=inputs["input_ids"], max_new_tokens=6)
         assert again.tolist() == tokens.tolist()
+
+
+ADAPTERS = {
+    "DoraConfig": lambda peft: partial(peft.LoraConfig, target_modules="all-linear", use_dora=True),
+    "IA3Config": lambda peft: partial(
+        peft.IA3Config, target_modules=["k_proj", "v_proj", "fc2"], feedforward_modules=["fc2"]
+    ),
+    "LoHaConfig": lambda peft: partial(peft.LoHaConfig, target_modules=["q_proj", "v_proj"]),
+    "LNTuningConfig": lambda peft: partial(
+        peft.LNTuningConfig, target_modules=["self_attn_layer_norm", "final_layer_norm"]
+    ),
+    "PromptTuningConfig": lambda peft: partial(peft.PromptTuningConfig, num_virtual_tokens=3),
+    "PromptEncoderConfig": lambda peft: partial(
+        peft.PromptEncoderConfig, num_virtual_tokens=3, encoder_hidden_size=8
+    ),
+    "PrefixTuningConfig": lambda peft: partial(peft.PrefixTuningConfig, num_virtual_tokens=3),
+}
+
+
+@every_generator
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_each_kind_of_adapter_learns_generates_and_loads(cls, name, tmp_path):
+    """Padding changes nothing that is generated."""
+    peft = pytest.importorskip("peft")
+    # PEFT takes all layers for those of the configuration's first stack.
+    plain = {"dropout": 0.0, "decoder_layers": 2, "decoder_attention_heads": 2}
+    base = build(cls, **plain)
+    kind = "SEQ_2_SEQ_LM" if base.config.is_encoder_decoder else "CAUSAL_LM"
+    model = peft.get_peft_model(base, ADAPTERS[name](peft)(task_type=kind)).train()
+    inputs = inputs_for(base, labels=True)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 3e-2)
+    losses = []
+    for _ in range(8):
+        losses.append(model(**inputs).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.01
+    model.eval().save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(build(cls, **plain), tmp_path).eval()
+    assert_close(loaded(**inputs).logits, model(**inputs).logits)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    if not base.config.is_encoder_decoder:
+        ids, mask = ids.flip(1), mask.flip(1)  # padding on the left
+    options = {"max_new_tokens": 6, "min_new_tokens": 6}
+    prepends_to_target = name.startswith("Pre") or (name.startswith("Prompt") and cls is CAUSAL)
+    if prepends_to_target and CACHE_NAME == "cache":
+        # PEFT (0.21) misses the cache under its new name, and prepends again in each step.
+        # With models of transformers, this is silent.
+        with pytest.raises(ValueError, match=r"cache and past_key_values|attention mask of shape"):
+            model.generate(input_ids=ids, attention_mask=mask, **options)
+        return
+    together = model.generate(input_ids=ids, attention_mask=mask, **options)
+    own = mask[:1].bool()
+    alone = model.generate(input_ids=ids[:1][own][None], **options)
+    assert together[0, -6:].tolist() == alone[0, -6:].tolist()
 
 
 @every_class
