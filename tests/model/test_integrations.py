@@ -308,6 +308,29 @@ def test_a_cache_is_returned_on_request_only(cls):
 
 
 @every_class
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("is_padded", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_knows_batches_of_all_shapes_and_paddings(cls, attention, is_padded):
+    model = build(cls, attn_implementation=attention).requires_grad_(False)
+
+    def outputs(*inputs):
+        return model(**dict(zip(names, inputs, strict=True)), use_cache=False)[0]
+
+    example = inputs_for(model, rows=3, length=7)
+    names = list(example)
+    if not is_padded:
+        example["attention_mask"][:] = 1
+    with torch.no_grad():
+        traced = torch.jit.trace(outputs, tuple(example.values()), check_trace=False)
+        for shape in ((2, 9), (4, 3)):
+            inputs = inputs_for(model, *shape)
+            for mask in (inputs["attention_mask"], torch.ones_like(inputs["input_ids"])):
+                batch = tuple({**inputs, "attention_mask": mask}.values())
+                assert_close(traced(*batch), outputs(*batch))
+
+
+@every_class
 def test_a_copy_is_the_same_model(cls):
     model = build(cls)
     inputs = inputs_for(model)

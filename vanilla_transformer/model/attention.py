@@ -87,9 +87,15 @@ def sdpa_attention(
         is_small = query.shape[2] * key.shape[2] <= 512 * 512
         if query.requires_grad and _is_narrow(query.dtype):
             attend = partial(unfused_attention, equation) if is_small else attend
-        elif not torch.compiler.is_compiling():
+        elif not is_tracing():
             attend = fused_attention
     return attend(module, query, key, value, attention_mask, **options)
+
+
+def is_tracing() -> bool:
+    """Whether a compiler or `torch.jit.trace` makes a graph of this call, which must not depend on
+    the values of this batch."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:
@@ -398,7 +404,7 @@ def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., Ba
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
         given = {name: value for name, value in inputs.items() if value is not None}
         packed = None
-        if not (torch.compiler.is_compiling() or are_layers_recorded(self.config, given)):
+        if not (is_tracing() or are_layers_recorded(self.config, given)):
             if keeps_rows_apart(self.config):
                 packed = pack_rows(self.config, is_decoder, **given)
             elif not is_decoder:

@@ -32,6 +32,7 @@ from .attention import (
     FastAttention,
     as_scores,
     cast_once,
+    is_tracing,
     mask_from_labels,
     one_row_for_all_queries,
     repeat_sources,
@@ -308,7 +309,7 @@ def padding_mask(
     if attention_mask is None:
         return None
     broadcasts = config._attn_implementation == "sdpa" and attention_mask.ndim == 2
-    if torch.compiler.is_compiling() or not broadcasts:
+    if is_tracing() or not broadcasts:
         return create_bidirectional_mask(config, queries, attention_mask, keys)
     is_token = attention_mask.to(queries.device, torch.bool)
     return None if is_token.all() else one_row_for_all_queries(is_token, queries)
