@@ -804,10 +804,18 @@ def test_an_onnx_language_model_continues_the_same(export):
 # ---------------------------------------------------------------- adapters and quantisation
 
 
-def adapted(peft, model):
+def adapted(peft, model, config="LoraConfig", **options):
     kind = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=kind)
-    return peft.get_peft_model(model, config)
+    return peft.get_peft_model(model, getattr(peft, config)(task_type=kind, **options))
+
+
+def losses_of_steps(model, inputs, learning_rate):
+    optimizer = torch.optim.Adam(model.parameters(), learning_rate)
+    losses = []
+    for _ in range(8):
+        losses.append(float(learn(model, inputs)[0]))
+        optimizer.step()
+    return losses
 
 
 @every_generator
@@ -817,19 +825,15 @@ def test_an_adapter_learns_loads_and_merges(cls, checkpointing, tmp_path):
     base = build(cls, dropout=0.0)
     inputs = inputs_for(base, labels=True)
     frozen = {name: p.clone() for name, p in base.named_parameters()}
-    model = adapted(peft, build(cls, dropout=0.0)).train()
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    model = adapted(peft, build(cls, dropout=0.0), **lora).train()
     attentions = sum(type(m).__name__ == "VanillaTransformerAttention" for m in model.modules())
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trainable) == attentions * 2 * 2
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": True})
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    losses = []
-    for _ in range(8):
-        loss, _ = learn(model, inputs)
-        losses.append(float(loss))
-        optimizer.step()
+    losses = losses_of_steps(model, inputs, 1e-2)
     assert losses[-1] < losses[0] - 0.1
     for name, weight in model.get_base_model().named_parameters():
         if "lora" not in name:
@@ -876,17 +880,10 @@ def test_each_kind_of_adapter_learns_generates_and_loads(cls, name, tmp_path):
     # PEFT takes all layers for those of the configuration's first stack.
     plain = {"dropout": 0.0, "decoder_layers": 2, "decoder_attention_heads": 2}
     base = build(cls, **plain)
-    kind = "SEQ_2_SEQ_LM" if base.config.is_encoder_decoder else "CAUSAL_LM"
     config, options = ADAPTERS[name]
-    model = peft.get_peft_model(base, getattr(peft, config)(task_type=kind, **options)).train()
+    model = adapted(peft, base, config, **options).train()
     inputs = inputs_for(base, labels=True)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 3e-2)
-    losses = []
-    for _ in range(8):
-        losses.append(model(**inputs).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_of_steps(model, inputs, 3e-2)
     assert losses[-1] < losses[0] - 0.01
     model.eval().save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(build(cls, **plain), tmp_path).eval()
@@ -894,17 +891,17 @@ def test_each_kind_of_adapter_learns_generates_and_loads(cls, name, tmp_path):
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     if not base.config.is_encoder_decoder:
         ids, mask = ids.flip(1), mask.flip(1)  # padding on the left
-    options = {"max_new_tokens": 6, "min_new_tokens": 6}
+    length = {"max_new_tokens": 6, "min_new_tokens": 6}
     prepends_to_target = name == "prefix" or ("prompt" in name and cls is CAUSAL)
     if prepends_to_target and CACHE_NAME == "cache":
         # PEFT (0.21) misses the cache under its new name, and prepends again in each step.
         # With models of transformers, this is silent.
         with pytest.raises(ValueError, match=r"cache and past_key_values|attention mask of shape"):
-            model.generate(input_ids=ids, attention_mask=mask, **options)
+            model.generate(input_ids=ids, attention_mask=mask, **length)
         return
-    together = model.generate(input_ids=ids, attention_mask=mask, **options)
+    together = model.generate(input_ids=ids, attention_mask=mask, **length)
     own = mask[:1].bool()
-    alone = model.generate(input_ids=ids[:1][own][None], **options)
+    alone = model.generate(input_ids=ids[:1][own][None], **length)
     assert together[0, -6:].tolist() == alone[0, -6:].tolist()
 
 
