@@ -60,6 +60,14 @@ def seed():
 
 
 @pytest.fixture(autouse=True)
+def curves(request, monkeypatch):
+    """Only tests marked with `curves` draw those of a training, which take half of its time."""
+    if request.node.get_closest_marker("curves") is None:
+        draw = "vanilla_transformer.training.trainer.CurvesCallback.on_train_end"
+        monkeypatch.setattr(draw, lambda *args, **kwargs: None)
+
+
+@pytest.fixture(autouse=True)
 def verbosity():
     """What transformers logs in a test does not depend on the programs that ran before it."""
     before = transformers_logging.get_verbosity()

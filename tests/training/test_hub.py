@@ -176,6 +176,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.curves
 def test_every_push_of_a_training_loads_and_tells_no_secret(hub, train_here, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     push = ["--push_to_hub", "--hub_token", TOKEN, "--hub_always_push", "--license", "mit"]

@@ -577,6 +577,7 @@ def test_labels_are_padded_on_the_right(tokenizer, splits, tmp_path, monkeypatch
     assert (batches[0]["labels"] == -100).any()
 
 
+@pytest.mark.curves
 def test_the_trainer_learns_and_leaves_a_whole_folder(tokenizer, splits, tmp_path):
     arguments = training_arguments(
         tmp_path,
@@ -602,6 +603,7 @@ def test_the_trainer_learns_and_leaves_a_whole_folder(tokenizer, splits, tmp_pat
     assert Image.open(tmp_path / "curves.png").size[0] > 500
 
 
+@pytest.mark.curves
 @pytest.mark.parametrize(("pause", "times"), [(0.0, 3), (60.0, 1)])
 def test_curves_are_drawn_as_often_as_they_may(tokenizer, tmp_path, monkeypatch, pause, times):
     """After each of two evaluations and in the end, or in the end alone."""
