@@ -144,7 +144,7 @@ def attend(
 ) -> torch.Tensor:
     """One operation in the place of the kernel for packed rows, with the same shapes."""
     heads = (states.transpose(0, 1)[None] for states in (query, key, value))
-    return torch.nn.functional.scaled_dot_product_attention(*heads)[0].transpose(0, 1)
+    return torch.nn.functional.scaled_dot_product_attention(*heads).squeeze(0).transpose(0, 1)
 
 
 def softmax_less_label(

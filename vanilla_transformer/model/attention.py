@@ -290,12 +290,12 @@ class Rows:
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
         """(batch, length, ...) to (1, tokens, ...)."""
-        return states.flatten(0, 1)[self.places][None]
+        return states.flatten(0, 1).index_select(0, self.places)[None]
 
     def unpack(self, states: torch.Tensor) -> torch.Tensor:
         """(1, tokens, dim) to (batch, length, dim), 0 where there is padding."""
         padded = states.new_zeros(self.shape.numel(), states.shape[-1])
-        return padded.index_copy_(0, self.places, states[0]).unflatten(0, self.shape)
+        return padded.index_copy_(0, self.places, states.squeeze(0)).unflatten(0, self.shape)
 
 
 class PackedRows(Rows):
@@ -380,7 +380,7 @@ class RowsByLength(Rows):
         parts = (states.split(self._tokens, 2) for states in heads)
         for (group, mask), *states in zip(self.groups, *parts, strict=True):
             output, _ = attend(module, *map(group.unpack_heads, states), mask, **options)
-            outputs.append(output.flatten(0, 1)[group.places])
+            outputs.append(output.flatten(0, 1).index_select(0, group.places))
         return torch.cat(outputs)[None], None
 
     def _of_similar_length(self, lengths: torch.Tensor) -> Iterator[torch.Tensor]:

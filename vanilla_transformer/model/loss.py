@@ -56,7 +56,7 @@ def fused_linear_cross_entropy(
         of_pass = torch.arange(passes, device=flat.device) * len(flat)
         with_label, flat = (with_label[:, None] + of_pass).flatten(), flat.repeat(passes)
     if len(with_label) < len(flat) or passes > 1:
-        rows, flat = rows[with_label], flat[with_label]
+        rows, flat = rows.index_select(0, with_label), flat[with_label]
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else matrix.dtype
     # No gradient is needed without autograd, or where weights are frozen.

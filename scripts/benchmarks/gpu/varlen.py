@@ -47,6 +47,6 @@ def attend(
     if module.is_causal:  # an argument of its own until torch 2.10
         has_flag = "is_causal" in inspect.signature(varlen.varlen_attn).parameters
         causal = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
-    heads = (states[0].transpose(0, 1) for states in (query, key, value))
+    heads = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     ends = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     return varlen.varlen_attn(*heads, *ends, **causal)[None], None
