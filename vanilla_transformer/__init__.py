@@ -13,6 +13,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .model.modeling_vanilla_transformer import (
@@ -40,6 +41,10 @@ AutoTokenizer.register(
     VanillaTransformerConfig,
     tokenizer_class=PreTrainedTokenizerFast,
     fast_tokenizer_class=VanillaTransformerTokenizer,
+)
+# `Trainer` (5.17 to 5.24) asks this table, which `register` leaves alone, whether to shift labels.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[VanillaTransformerConfig.model_type] = (
+    VanillaTransformerForCausalLM.__name__
 )
 register_translation_pipelines()
 

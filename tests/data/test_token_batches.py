@@ -8,14 +8,24 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from conftest import REPOSITORY, random_ids, run_ranks, small_config
 from datasets import Dataset
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from torch.utils.data import DataLoader
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+)
 
-from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer import (
+    VanillaTransformerForCausalLM,
+    VanillaTransformerForConditionalGeneration,
+)
 from vanilla_transformer.data.token_batches import (
     TokenBudgetSampler,
     TokenBudgetStream,
@@ -43,6 +53,21 @@ def samplers(processes, *, max_tokens=200, lengths=None, **options):
 
 
 # ---------------------------------------------------------------- the sampler
+
+
+@pytest.mark.parametrize("even_batches", [True, False])
+def test_a_loader_that_accelerate_prepares_loses_no_pair(even_batches):
+    (sampler,) = samplers(1, multiple_of=2)
+    loader = DataLoader(range(500), batch_sampler=sampler, collate_fn=list)
+    parts = [
+        prepare_data_loader(
+            loader, num_processes=2, process_index=rank, put_on_device=False,
+            even_batches=even_batches, rng_types=[],
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    rows = [row for part in parts for batch in part for row in batch]
+    assert sorted(rows) == list(range(500))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
@@ -387,6 +412,38 @@ def test_predictions_come_in_the_order_of_the_data(make_trainer, data):
         np.testing.assert_allclose(
             actual[: len(labels)], wanted[: len(labels)], atol=1e-5, rtol=1e-4
         )
+
+
+@pytest.mark.parametrize(
+    "options", [{"eval_max_tokens": 150}, {"train_sampling_strategy": "group_by_length"}], ids=str
+)
+def test_metrics_get_predictions_in_the_order_of_the_data(make_trainer, data, options):
+    trainer = make_trainer(data, max_tokens=None, include_for_metrics=["inputs"], **options)
+    seen = []
+    trainer.compute_metrics = lambda found: seen.append(found) or {}
+    expected = trainer.predict(data).predictions[0]
+    for rows, name in ((seen[0].label_ids, "labels"), (seen[0].inputs, "input_ids")):
+        for row, ids in zip(rows, data[name], strict=True):
+            assert row[: len(ids)].tolist() == ids
+    np.testing.assert_array_equal(seen[0].predictions[0], expected)
+
+
+@pytest.mark.parametrize("budget", [30, 1000])
+def test_the_loss_of_a_causal_model_is_the_mean_of_what_it_predicts(tmp_path, tokenizer, budget):
+    torch.manual_seed(0)
+    model = VanillaTransformerForCausalLM(small_config(initializer="tensor2tensor")).eval()
+    rows = [{"input_ids": random_ids(1, n, seed=n)[0].tolist()} for n in [2] * 9 + [3] * 5 + [12]]
+    arguments = Arguments(
+        str(tmp_path), eval_max_tokens=budget, report_to="none", disable_tqdm=True, use_cpu=True
+    )
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    trainer = Recorder(model, arguments, data_collator=collate, eval_dataset=rows)
+    total = labels = 0
+    for row in rows:
+        ids = torch.tensor([row["input_ids"]])
+        predicted = ids.shape[1] - 1
+        total, labels = total + model(ids, labels=ids).loss.item() * predicted, labels + predicted
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(total / labels, rel=1e-5)
 
 
 @pytest.mark.parametrize("budget", [40, 150])

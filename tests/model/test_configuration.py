@@ -131,6 +131,27 @@ def test_d_k_and_d_v_are_independent():
     assert attention.encoder_attn.out_proj.weight.shape == (32, 8 * 10)
 
 
+@pytest.mark.parametrize(
+    ("fields", "d_k"),
+    [
+        ({"d_model": 256}, 32),
+        ({"hidden_size": 256}, 32),
+        ({"encoder_attention_heads": 4, "decoder_attention_heads": 4}, 128),
+        ({"d_model": 256, "head_dim": 64}, 64),
+        ({"encoder_attention_heads": 4}, None),  # each stack has its own
+        ({"dropout": 0.3}, 64),
+    ],
+)
+def test_the_width_of_a_head_follows_sizes_that_change_on_loading(tmp_path, fields, d_k):
+    VanillaTransformerConfig().save_pretrained(tmp_path)
+    assert VanillaTransformerConfig.from_pretrained(tmp_path, **fields).head_dim == d_k
+
+
+def test_a_width_of_heads_of_its_own_stays(tmp_path):
+    VanillaTransformerConfig(head_dim=16, value_head_dim=64).save_pretrained(tmp_path)
+    assert VanillaTransformerConfig.from_pretrained(tmp_path, d_model=256).head_dim == 16
+
+
 def test_other_names_of_a_field_set_it_before_anything_follows():
     config = VanillaTransformerConfig(hidden_size=64, num_attention_heads=4)
     assert (config.d_model, config.encoder_attention_heads) == (64, 4)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import SMALL, random_ids, small_config
 from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 from vanilla_transformer import (
     VanillaTransformerConfig,
@@ -401,6 +402,35 @@ def test_the_decoder_alone_takes_labels_that_are_shifted_already():
     assert torch.equal(decoder(input_ids=ids, shift_labels=shifted).loss, expected)
     unheeded = random_ids(2, 6, seed=1)
     assert torch.equal(decoder(input_ids=ids, shift_labels=shifted, labels=unheeded).loss, expected)
+
+
+def test_a_trainer_of_transformers_shifts_labels_and_evaluates_a_causal_model(tmp_path):
+    decoder = VanillaTransformerForCausalLM(small_config(is_encoder_decoder=False)).eval()
+    ids = random_ids(4, 6)
+    arguments = TrainingArguments(
+        str(tmp_path), label_smoothing_factor=0.1, report_to="none", use_cpu=True
+    )
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(decoder, arguments, eval_dataset=rows, data_collator=default_data_collator)
+    predicted = decoder(ids).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(predicted, ids[:, 1:].flatten(), label_smoothing=0.1).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "cls", [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
+)
+def test_another_embedding_is_read_and_saved(cls, tmp_path):
+    model, ids = cls(small_config()).eval(), random_ids(2, 5)
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    before = model(**inputs).logits
+    model.set_input_embeddings(torch.nn.Embedding(50, 24))
+    after = model(**inputs).logits
+    assert (after - before).abs().max() > 0.1
+    model.save_pretrained(tmp_path)
+    assert_close(cls.from_pretrained(tmp_path).eval()(**inputs).logits, after)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

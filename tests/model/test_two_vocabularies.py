@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokenizerFast, pipeline
 
 from vanilla_transformer import VanillaTransformerTokenizer
+from vanilla_transformer.data.tokenization import train_tokenizer
 
 SOURCE = ["<pad>", "<unk>", "ein", "haus", "am", "see", "der", "ist", "tief", "zug"]
 TARGET = ["<pad>", "<unk>", "<s>", "</s>", "lake", "the", "a", "house", "is", "deep", "train"]
@@ -251,6 +252,30 @@ def test_a_saved_folder_loads_with_the_package_and_without(folder, tmp_path):
             "target_tokenizer.json",
             "tokenizer_config.json",
         }
+
+
+@pytest.mark.parametrize("stop", ["x", "a"])
+def test_a_string_that_stops_is_one_of_the_target(stop):
+    options = {"tokenizer_type": "char", "show_progress": False}
+    source = train_tokenizer(["abcdef fed"] * 5, 300, **options)
+    target = train_tokenizer(["abcdef wax xyz"] * 5, 300, **options)
+    both = VanillaTransformerTokenizer(
+        tokenizer_object=source.backend_tokenizer,
+        target_tokenizer_object=target.backend_tokenizer,
+        **{name: getattr(target, name) for name in NAMES},
+    )
+    said = target("wax xyz", add_special_tokens=False)["input_ids"]
+
+    def say(ids, scores):
+        return torch.full_like(scores, -1e9).index_fill(1, torch.tensor(said[ids.shape[1] - 1]), 0)
+
+    model = seq2seq(vocab_size=len(source), decoder_vocab_size=len(target)).eval()
+    (found,) = model.generate(
+        both("fed", return_tensors="pt")["input_ids"], max_new_tokens=len(said),
+        stop_strings=[stop], tokenizer=both, logits_processor=[say],
+    )  # fmt: skip
+    text = both.decode(found, skip_special_tokens=True)
+    assert text == "wax xyz"[: "wax xyz".index(stop) + 1]
 
 
 def test_a_folder_that_names_no_tokenizer_has_a_stock_one(folder, tokenizer, tmp_path):

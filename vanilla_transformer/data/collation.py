@@ -17,12 +17,14 @@ class PairCollator(DataCollatorForSeq2Seq):
     that only the choice of batches needs are left out."""
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> Any:
-        """From token ids `input_ids` and `labels` of each pair, tensors (pairs, length)."""
-        longest = max(len(pair["labels"]) for pair in features)
-        padded = [
-            {**pair, "labels": [*pair["labels"], *[-100] * (longest - len(pair["labels"]))]}
-            for pair in features
-        ]
+        """From token ids `input_ids` and `labels` of each pair, tensors (pairs, length). Sources
+        alone, to be translated, have no labels."""
+        padded = [dict(pair) for pair in features]
+        if "labels" in features[0]:
+            longest = max(len(pair["labels"]) for pair in features)
+            for pair in padded:
+                missing = longest - len(pair["labels"])
+                pair["labels"] = [*pair["labels"], *[self.label_pad_token_id] * missing]
         for pair in padded:
             pair.pop(LENGTH, None)
         batch = super().__call__(padded, return_tensors)
@@ -31,7 +33,8 @@ class PairCollator(DataCollatorForSeq2Seq):
             is_token = torch.arange(batch["input_ids"].shape[1]) < lengths
             on_left = self.tokenizer.padding_side == "left"
             batch["attention_mask"] = (is_token.flip(1) if on_left else is_token).long()
-        if "decoder_input_ids" not in batch and self.model is not None:
+        has_labels = batch.get("labels") is not None
+        if has_labels and "decoder_input_ids" not in batch and self.model is not None:
             start, pad = self.model.config.decoder_start_token_id, self.tokenizer.pad_token_id
             batch["decoder_input_ids"] = shift_right(batch["labels"], start, pad)
         return batch

@@ -52,7 +52,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             of range.
     """
 
-    batch_size = 1  # which accelerate reads
+    batch_size: int | None = None  # accelerate leaves out batches of any other size
 
     def __init__(
         self,

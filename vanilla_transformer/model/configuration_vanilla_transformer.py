@@ -218,6 +218,19 @@ class VanillaTransformerConfig(PreTrainedConfig):
             self.head_dim = self.d_model // heads if heads and self.d_model % heads == 0 else None
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As transformers', which changes the fields in `kwargs` last: a `head_dim` that is
+        d_model / h follows theirs."""
+        changed = {cls.attribute_map.get(name, name): value for name, value in kwargs.items()}
+        sizes = {"d_model", "encoder_attention_heads", "decoder_attention_heads"} & changed.keys()
+        if sizes and changed.get("head_dim") is None:
+            saved = cls(**config_dict)
+            if saved.head_dim == saved.d_model // saved.encoder_attention_heads:
+                sizes_given = {name: changed[name] for name in sizes}
+                config_dict = {**config_dict, "head_dim": None, **sizes_given}
+        return super().from_dict(config_dict, **kwargs)
+
     def _take_other_names(self, given: dict[str, Any]) -> None:
         """Let `hidden_size` and the like be set before anything follows from them."""
         for alias in given.keys() & self.attribute_map.keys():

@@ -17,6 +17,7 @@ from transformers import (
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -118,6 +119,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
     # Section 6.1: "we set the maximum output length during inference to input length + 50"
     extra_output_tokens = 50
+    _max_length_before_trainer: int | None = None
 
     def generate(
         self,
@@ -144,6 +146,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         self._forget_limit_of_trainer()
         expect_prompt({"inputs": inputs, **kwargs})
         kwargs = rename_cache(kwargs, CACHE_NAME)
+        if hasattr(kwargs.get("tokenizer"), "target_tokenizer"):  # where `stop_strings` are
+            target = kwargs["tokenizer"].target_tokenizer
+            kwargs["tokenizer"] = PreTrainedTokenizerFast(tokenizer_object=target)
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
         expect_generation_options(options.all(), self.config.target_vocab_size)
         options.use_length_penalty_type()
@@ -167,12 +172,14 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """Unset the limit of 20 tokens that `Seq2SeqTrainer` (5.17 to 5.24) writes into the model's
         generation config after its first batch, with all other defaults of transformers."""
         config, defaults = self.generation_config, GenerationConfig._get_default_generation_params()
-        if config.max_length == defaults["max_length"] and all(
-            getattr(config, name, None) is not None
+        if any(
+            getattr(config, name, None) is None
             for name, value in defaults.items()
             if value is not None
         ):
-            config.max_length = None
+            self._max_length_before_trainer = config.max_length
+        elif config.max_length == defaults["max_length"]:
+            config.max_length = self._max_length_before_trainer
 
     def _limit_by_source(
         self, inputs: torch.Tensor | None, prompt_length: int, options: "GenerationOptions"

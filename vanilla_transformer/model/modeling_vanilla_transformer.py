@@ -594,13 +594,15 @@ class VanillaTransformerForCausalLM(
     def forward(
         self, input_ids: Ids = None, attention_mask: Mask = None, position_ids: Ids = None,
         cache: Cache | None = None, inputs_embeds: States = None, labels: Ids = None,
-        shift_labels: Ids = None, use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
+        use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None, skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """Predict each next token; for arguments see `VanillaTransformerForConditionalGeneration`.
         `labels`, (batch, length), are usually `input_ids`, and shifted here, as in every causal
         model of transformers; `shift_labels` are taken as they stand."""
+        # No parameter: `Trainer` would demand it as a column of each data set with labels.
+        shift_labels = kwargs.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
             expect_shiftable(labels)
             shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]

@@ -85,8 +85,12 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return getattr(*self._embedding_owner())
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Put another matrix in the place of `get_input_embeddings`'s."""
-        setattr(*self._embedding_owner(), value)
+        """Put another matrix in the place of `get_input_embeddings`'s, in every stack."""
+        owner, name = self._embedding_owner()
+        setattr(owner, name, value)
+        if name == "shared":
+            for stack in self._stacks():
+                stack.embed_tokens = value
 
     def _embedding_owner(self) -> tuple[nn.Module, str]:
         model = self.base_model

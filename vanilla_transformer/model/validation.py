@@ -222,10 +222,13 @@ NUMBERS = (
     "length_penalty", "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
     "repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "diversity_penalty",
 )  # fmt: skip
+SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+POSITIVE = ("repetition_penalty", "encoder_repetition_penalty")
 TOKENS = (
     "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id",
     "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
 )  # fmt: skip
+LISTS = TOKENS[-3:]
 
 
 def expect_generation_options(options: dict[str, Any], vocab_size: int) -> None:
@@ -240,13 +243,20 @@ def expect_generation_options(options: dict[str, Any], vocab_size: int) -> None:
         value = given[name]
         if not _is_a(Real, value) or not abs(value) < 1e30:
             raise ValueError(f"{name}={value!r}: expected a finite number")
+        if name in SHARES and not 0 <= value <= 1:
+            raise ValueError(f"{name}={value!r}: expected a number from 0 to 1")
+        is_used = name in POSITIVE or (name == "temperature" and given.get("do_sample"))
+        if is_used and value <= 0:
+            raise ValueError(f"{name}={value!r}: expected a number above 0")
     for name in given.keys() & set(TOKENS):
         least = -1 if name in ("eos_token_id", "pad_token_id") else 0  # -1 is customary for none
         ids = _flat(given[name])
         if not all(_is_a(Integral, id_) and least <= id_ < vocab_size for id_ in ids):
             raise ValueError(f"{name}={given[name]!r}: expected {least} <= id < {vocab_size}")
+        if name in LISTS and _is_a(Integral, given[name]):
+            raise ValueError(f"{name}={given[name]!r}: expected a list")
     stopping = given.get("early_stopping", False)
-    if not isinstance(stopping, (bool, str)):  # other words transformers refuses by name
+    if not isinstance(stopping, bool) and stopping != "never":
         raise ValueError(f"early_stopping={stopping!r}: expected True, False or 'never'")
     decay = given.get("exponential_decay_length_penalty", (0, 1.0))
     is_pair = isinstance(decay, (tuple, list)) and len(decay) == 2

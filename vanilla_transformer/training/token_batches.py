@@ -3,16 +3,17 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import recursively_apply
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, has_length
 
 from ..data.token_batches import (
     OVERSIZED,
@@ -88,6 +89,13 @@ class TokenBudgetTrainer(Trainer):
             return _SeededLengthGroupedSampler(sampler, self)
         return sampler
 
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """Same as in `Trainer` (5.17 to 5.24), except that with `group_by_length` an evaluation
+        keeps the order of the data set."""
+        sampler = super()._get_eval_sampler(eval_dataset)
+        grouped = isinstance(sampler, LengthGroupedSampler)
+        return SequentialSampler(eval_dataset) if grouped else sampler
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As `Trainer.get_eval_dataloader`, with batches of at most `eval_max_tokens`."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -137,16 +145,21 @@ class TokenBudgetTrainer(Trainer):
 
     def _evaluate_by_tokens(self, *args: Any) -> EvalLoopOutput:
         dataloader, *_, prefix = args
+        sampler = dataloader.batch_sampler
+        places = np.argsort(sampler.order[: len(sampler.lengths[0])])
+        compute: Any = self.compute_metrics  # type: ignore[has-type]
         before, self.gather_function = self.gather_function, self._gather_without_copies
+        if compute is not None and not self.args.batch_eval_metrics:
+            self.compute_metrics = partial(_compute_in_order, compute, places)
         self._loss_and_labels = torch.zeros(2, device=self.args.device)
         try:
             output = super().evaluation_loop(*args)
             loss, labels = self.accelerator.reduce(self._loss_and_labels).tolist()
         finally:
-            self.gather_function, self._loss_and_labels = before, None
+            self.gather_function, self.compute_metrics = before, compute
+            self._loss_and_labels = None
         if labels:
             output.metrics[f"{prefix}_loss"] = loss / labels
-        places = np.argsort(dataloader.batch_sampler.order[: output.num_samples])
         return output._replace(
             predictions=_reorder(output.predictions, places),
             label_ids=_reorder(output.label_ids, places),
@@ -159,7 +172,9 @@ class TokenBudgetTrainer(Trainer):
         loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
         is_noted = self._loss_and_labels is not None and loss is not None and "labels" in inputs
         if is_noted and not self._is_copy():
-            labels = (inputs["labels"] != -100).sum().to(loss.device)
+            # Causal models shift their labels, and the first is not predicted.
+            first = int(getattr(self, "_loss_shifts_labels", False))
+            labels = (inputs["labels"][..., first:] != -100).sum().to(loss.device)
             self._loss_and_labels += torch.stack([loss * labels, labels])
         return loss, *rest
 
@@ -213,6 +228,7 @@ class TokenBudgetTrainer(Trainer):
             return DataLoaderShard(stream, batch_size=None, collate_fn=collate, **loading)
         source, target = count_tokens(dataset)
         sampler = TokenBudgetSampler(source, target, max_tokens, **options)
+        sampler.batch_size = 1  # which accelerate multiplies
         logger.info(
             "%s: %d batches of at most %d tokens, %.1f%% padding; %d longer pairs %s",
             description,
@@ -240,6 +256,15 @@ class _SeededLengthGroupedSampler(LengthGroupedSampler):
         seed = _data_seed(self.trainer.args) + int(self.trainer.state.epoch or 0)
         self.generator = torch.Generator().manual_seed(seed)
         return super().__iter__()
+
+
+def _compute_in_order(
+    compute: Callable[[EvalPrediction], dict], places: np.ndarray, found: EvalPrediction
+) -> dict:
+    names = ("predictions", "label_ids", "inputs", "losses")
+    return compute(
+        EvalPrediction(**{name: _reorder(getattr(found, name), places) for name in names})
+    )
 
 
 def _reorder(values: Any, places: np.ndarray) -> Any:
