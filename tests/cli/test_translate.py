@@ -32,7 +32,8 @@ from vanilla_transformer.cli.ray_translation import (
     expect_ray_options,
     translate_chunk,
 )
-from vanilla_transformer.cli.translation_job import TranslateArguments, TranslationJob
+from vanilla_transformer.cli.translation_job import TranslateArguments, TranslationJob, one_line
+from vanilla_transformer.data.text_files import expect_parallel
 from vanilla_transformer.data.vocabularies import Specials
 from vanilla_transformer.data.vocabularies import words as words_tokenizer
 from vanilla_transformer.inference.loading import LoadingArguments
@@ -282,6 +283,11 @@ def test_reranking_gives_the_same_from_a_file_in_pieces_as_from_a_stream(
     [
         (["--no_such_option", 3], "unrecognized arguments: --no_such_option 3"),
         (["--top_p", "much"], "top_p='much': expected a finite number"),
+        (["--top_p", 2], "top_p=2: expected a number from 0 to 1"),
+        (["--repetition_penalty", 0], "repetition_penalty=0: expected a number above 0"),
+        (["--do_sample", "--temperature", 0], "temperature=0: expected a number above 0"),
+        (["--early_stopping", "maybe"], "early_stopping='maybe': expected True, False or 'never'"),
+        (["--suppress_tokens", 5], "suppress_tokens=5: expected a list"),
         (["--length_penalty_type", "long"], "length_penalty_type='long': expected one of"),
         (["--mbr", "chrf"], "candidates=1: expected at least 2"),
         (["--mbr", "chrf", "--num_beams", 2, "--candidates", 3], "candidates=3 with num_beams=2"),
@@ -438,3 +444,14 @@ def test_a_terminal_is_asked_for_a_line(checkpoint, tmp_path):
     assert process.stdout.count("\n") == 1
     assert "Ctrl-D" in process.stderr
     assert process.stderr.count("> ") == 2
+
+
+def test_only_line_ends_are_taken_out_of_a_translation():
+    assert one_line("a\u2028b\r\nc\nd\x85") == "a\u2028b c d\x85"
+
+
+def test_files_that_are_read_twice_are_no_pipes(tmp_path):
+    (tmp_path / "file").write_text("one\n")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"pipe: expected a file, not a pipe, as it is read twice"):
+        expect_parallel(tmp_path / "file", tmp_path / "pipe")

@@ -284,12 +284,27 @@ def test_text_in_columns_arrives_unchanged(tmp_path, suffix, streaming):
 def test_a_first_line_that_is_no_header_is_named(tmp_path, caplog, header, is_suspicious):
     file = write(tmp_path / "train.tsv", f"{header}\nx\ty\n")
     assert load(train_file=file)["train"][0] == {"source": "x", "target": "y"}
-    message = "its first line is taken for the names of the columns, 'a dog' and 'ein Hund'"
+    message = "its column 'a dog' is the source, and 'ein Hund' the target, by their order in its"
     assert any(message in line for line in caplog.messages) == is_suspicious
     caplog.clear()
     source, target = header.split("\t")
     load(train_file=file, source_column=source, target_column=target)
     assert not caplog.messages  # the user has named the columns
+
+
+def test_columns_that_are_not_named_after_the_languages_are_named(tmp_path, caplog):
+    file = write(tmp_path / "train.jsonl", '{"German": "ja", "English": "yes"}')
+    load(train_file=file, source_lang="en", target_lang="de")
+    message = "its column 'German' is the source, and 'English' the target, by their order; source"
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_empty_lines_of_a_table_are_no_records(tmp_path, suffix):
+    between = {"csv": ",", "tsv": "\t"}[suffix]
+    rows = [f"en{between}de", f"yes{between}ja", "", f"no{between}nein", ""]
+    file = write(tmp_path / f"test.{suffix}", "\n".join(rows) + "\n")
+    assert pairs_of(load(test_file=file)["test"]) == [("yes", "ja"), ("no", "nein")]
 
 
 def test_tsv_knows_no_quoting(tmp_path):
@@ -348,6 +363,8 @@ def test_a_column_that_is_not_text_is_refused(tmp_path):
             {"source_lang": "en", "target_lang": "de"},
             "st",
         ),
+        ({"de": "t", "en": "s"}, {"source_lang": "en_XX", "target_lang": "de_DE"}, "st"),
+        ({"DE": "t", "EN-us": "s"}, {"source_lang": "en", "target_lang": "de"}, "st"),
         ({"x": "-", "source": "s", "target": "t"}, {}, "st"),
         ({"target": "t", "source": "s"}, {}, "st"),
         ({"anything": "s", "else": "t"}, {}, "st"),

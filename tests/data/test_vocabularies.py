@@ -317,7 +317,8 @@ def serialized(model):
     kinds = ["unigram", "bpe", "word", "char"]
     trainer = field(3, kinds.index(model.model_type) + 1) + field(35, model.byte_fallback)
     trainer += field(44, model.unk_surface.encode()) + field(40, 0)
-    rules = field(1, b"nmt_nfkc") + field(2, model.charsmap)
+    name = b"nmt_nfkc" if model.composes else b"identity"
+    rules = field(1, name) + field(2, model.charsmap)
     rules += field(3, model.dummy_prefix) + field(4, model.squeezes_spaces)
     return b"".join(field(1, p) for p in pieces) + field(2, trainer) + field(3, rules)
 
@@ -326,7 +327,7 @@ def serialized(model):
     "model",
     [
         SentencePieceModel(TOY),
-        SentencePieceModel(TOY, "bpe", b"\1\2", False, False, True, "?"),
+        SentencePieceModel(TOY, "bpe", b"\1\2", True, False, False, True, "?"),
         SentencePieceModel(TOY, "char"),
     ],
     ids=lambda model: model.model_type,
@@ -475,6 +476,19 @@ def test_sentencepiece_gives_the_same_ids_and_texts(tmp_path, kind, options, cou
     assert wrong == tied
     texts = tokenizer.batch_decode(expected, skip_special_tokens=True)
     assert texts == [witness.decode(ids[:-1]) for ids in expected]
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("rules", ["nmt_nfkc", "nmt_nfkc_cf", "nfkc"])
+def test_sentencepiece_composes_what_is_decomposed(tmp_path, rules, form):
+    lines = ["tiếng Việt", "한국어 문장", "ガラス", "École Ärger", "１２ ﬁx ～"]
+    witness, file = trained(
+        tmp_path, lines * 50, model_type="unigram", vocab_size=60, hard_vocab_limit=False,
+        character_coverage=1.0, normalization_rule_name=rules,
+    )  # fmt: skip
+    tokenizer = vocabularies.sentencepiece(vocabulary_files.read_sentencepiece(file), NO_PAD)
+    texts = [unicodedata.normalize(form, line) for line in lines]
+    assert not differing(tokenizer, texts, [[*ids, 2] for ids in witness.encode(texts)])
 
 
 @pytest.mark.parametrize("count", LINES)

@@ -72,6 +72,18 @@ def test_every_configuration_is_expressed(exported, config):
     expect_equal(model, engine, early_stopping=True, **LONGEST)
 
 
+def test_tokens_that_a_model_never_says_need_no_option_of_the_engine(saved, tmp_path):
+    """As models of fairseq, Marian and JoeyNMT have them, searched with beams."""
+    model, folder = saved()
+    model.generation_config.update(num_beams=4, suppress_tokens=[1, 5], min_new_tokens=2)
+    model.save_pretrained(folder)
+    engine = load(export(folder, tmp_path / "out", "ctranslate2"))
+    ids, mask = BATCH
+    expected = model.generate(ids, attention_mask=mask, renormalize_logits=True, **LONGEST)
+    found = engine.generate(input_ids=ids, attention_mask=mask, **LONGEST)
+    assert trimmed(found) == trimmed(expected)
+
+
 def test_two_vocabularies_of_one_size_are_told_apart(two_sided):
     # The targets got the names of the sources: CTranslate2's own library wrote source words.
     size = max(len(two_sided), two_sided.target_vocab_size)

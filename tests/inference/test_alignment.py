@@ -4,13 +4,23 @@ import pytest
 import torch
 from conftest import small_config
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import MBartConfig, MBartForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    MBartConfig,
+    MBartForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.vocabularies import Specials, with_moses
 from vanilla_transformer.data.vocabularies import words as words_tokenizer
 from vanilla_transformer.inference import alignment
-from vanilla_transformer.inference.alignment import add_alignments, add_token_scores
+from vanilla_transformer.inference.alignment import (
+    add_alignments,
+    add_token_scores,
+    layers_and_heads,
+)
 from vanilla_transformer.inference.ensemble import VanillaTransformerEnsemble
 from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import BLANK, Hypothesis, translate_n_best
@@ -25,6 +35,17 @@ def model(checkpoint):
 
 def target(tokenizer, text):
     return Hypothesis(text, token_ids=tuple(tokenizer(text_target=text)["input_ids"]))
+
+
+def test_layers_and_heads_have_the_names_of_bart_or_t5():
+    ours = small_config()
+    assert layers_and_heads(ours, "encoder") == (ours.encoder_layers, ours.encoder_attention_heads)
+    assert layers_and_heads(ours, "decoder") == (ours.decoder_layers, ours.decoder_attention_heads)
+    theirs = T5Config(num_layers=2, num_decoder_layers=3, num_heads=4)
+    assert layers_and_heads(theirs, "encoder") == (2, 4)
+    assert layers_and_heads(theirs, "decoder") == (3, 4)
+    with pytest.raises(AttributeError):
+        layers_and_heads(BertConfig(), "decoder")
 
 
 def test_token_scores_add_up_to_the_score_of_the_pair(model, tokenizer):

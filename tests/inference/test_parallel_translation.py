@@ -189,6 +189,22 @@ def test_columns_and_files_that_do_not_fit_are_named(
     assert not table.with_name(f"{output}.parts").exists()
 
 
+def test_an_output_that_is_no_file_is_left_alone(source, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"pipe': expected a file, which is replaced"):
+        transform_file(Worker(), source, tmp_path / "pipe", {})
+    with pytest.raises(FileNotFoundError, match=r"none/out.txt': expected a folder that exists"):
+        transform_file(Worker(), source, tmp_path / "none/out.txt", {})
+    assert {path.name for path in tmp_path.iterdir()} == {"in.txt", "pipe"}
+
+
+def test_an_output_that_is_a_link_stays_one(source, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    source.with_name("out.txt").symlink_to(tmp_path / "elsewhere/real.txt")
+    assert run(Worker(), source).is_symlink()
+    assert (tmp_path / "elsewhere/real.txt").read_text() == EXPECTED
+
+
 @pytest.mark.parametrize("change", ["source", "settings", "lines_per_chunk"])
 def test_another_job_is_refused(source, change):
     with pytest.raises(RuntimeError):

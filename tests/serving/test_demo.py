@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import run_command
+from conftest import run_command, seq2seq
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.inference.loading import LoadingArguments
@@ -36,6 +36,14 @@ def demo(checkpoint):
     made = make_demo(checkpoint, loading=LoadingArguments(device="cpu"))
     made.model.generation_config.extra_output_tokens = 0  # it has not learned to stop
     return made
+
+
+def test_a_model_with_one_layer_has_a_page(tokenizer):
+    model = seq2seq(vocab_size=len(tokenizer), decoder_layers=1)
+    page = Demo(model, tokenizer, "one layer").page()
+    (layer,) = [one for one in page.blocks.values() if "Layer" in str(getattr(one, "label", ""))]
+    assert layer.value == 1
+    assert not layer.visible
 
 
 class Engine:

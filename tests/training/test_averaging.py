@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from conftest import random_ids, run_command, small_config
+from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -55,6 +56,22 @@ def test_a_mean_is_a_model_without_the_trainers_state(run, tmp_path):
     model.generate(random_ids(1, 3), max_new_tokens=2)
     state = {"trainer_state.json", "optimizer.pt", "rng_state_0.pth"}
     assert not state & {path.name for path in output.iterdir()}
+
+
+def test_a_card_keeps_its_languages_but_not_its_scores(run, tmp_path):
+    """They are those of one model."""
+    last = run / "checkpoint-100"
+    (last / "curves.png").write_bytes(b"a picture")
+    (last / "README.md").write_text(
+        "---\nlanguage: [en, de]\nlicense: mit\nmodel-index:\n- name: x\n  results: []\n---\n"
+        "| BLEU | 40.1 |\n"
+    )
+    output = average_checkpoints(select_checkpoints(run, last=2), tmp_path / "mean")
+    card = (output / "README.md").read_text()
+    assert metadata_load(output / "README.md") == {"language": ["en", "de"], "license": "mit"}
+    assert "- checkpoint-10\n- checkpoint-100\n" in card
+    assert "40.1" not in card
+    assert not (output / "curves.png").exists()
 
 
 def test_the_mean_of_equal_models_is_that_model(run, tmp_path):

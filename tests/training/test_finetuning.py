@@ -38,6 +38,7 @@ from vanilla_transformer.training.arguments import ModelArguments, TranslationTr
 from vanilla_transformer.training.languages import set_languages
 from vanilla_transformer.training.preparation import prepare
 from vanilla_transformer.training.speeds import measurement_key
+from vanilla_transformer.training.trainer import make_model
 
 SOURCES, TARGETS = ["the lake is deep", "a lake"] * 4, ["le lac est profond", "un lac"] * 4
 LETTERS = sorted(set("".join(SOURCES + TARGETS)) - {" "})
@@ -187,6 +188,15 @@ def test_nllb_marks_languages_at_the_start_and_forces_the_targets(tmp_path):
     assert ready.model.generation_config.forced_bos_token_id == french
     ids = ready.model.generate(torch.tensor([[5, 6, 2]]), max_new_tokens=3)
     assert ids[0, 1] == french
+
+
+def test_overrides_are_fields_of_the_model_that_is_tuned(tmp_path):
+    folder, tokenizer = t5(tmp_path / "t5"), AutoTokenizer.from_pretrained(tmp_path / "t5")
+    options = {"model_name_or_path": str(folder), "config_overrides": "dropout_rate=0.25"}
+    assert make_model(ModelArguments(**options), tokenizer, None).config.dropout_rate == 0.25
+    options["config_overrides"] = "dropout=0.25"
+    with pytest.raises(ValueError, match="config_overrides has 'dropout': no field of T5Config"):
+        make_model(ModelArguments(**options), tokenizer, None)
 
 
 def test_a_model_without_a_limit_is_not_cut_at_transformers_20_tokens(tmp_path):

@@ -652,6 +652,18 @@ def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_p
     assert fresh.generate(source).shape[1] == 20
 
 
+def test_a_limit_of_20_tokens_that_a_user_chose_outlives_an_evaluation(tokenizer, splits, tmp_path):
+    model = small_model(tokenizer, eos_token_id=None)
+    model.generation_config.max_length = 20
+    Seq2SeqTrainer(
+        model,
+        training_arguments(tmp_path, predict_with_generate=True),
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        processing_class=tokenizer,
+    ).predict(splits["validation"])
+    assert model.generate(torch.tensor([[5, 6, 7]])).shape[1] == 20
+
+
 def test_accumulated_steps_equal_one_large_batch(tokenizer, splits, tmp_path):
     results = []
     for size, accumulation in ((12, 1), (3, 4)):
@@ -717,6 +729,59 @@ def test_a_batch_lacks_the_length_that_only_chooses_it(tokenizer, splits):
     pairs = [{**splits["train"][row], "length": 9} for row in range(3)]
     assert "length" not in PairCollator(tokenizer)(pairs)
     assert pairs[0]["length"] == 9
+
+
+def test_sources_alone_make_a_batch(tokenizer, splits):
+    model = stock_model(tokenizer, *STOCK[1])
+    sources = [{"input_ids": splits["train"][row]["input_ids"]} for row in range(3)]
+    batch = PairCollator(tokenizer, model=model)(sources)
+    assert {name for name, value in batch.items() if value is not None} == {
+        "input_ids",
+        "attention_mask",
+    }
+
+
+def test_labels_are_padded_with_what_is_asked_for(tokenizer, splits):
+    pairs = [{**splits["train"][0], "labels": [5] * length} for length in (1, 3)]
+    batch = PairCollator(tokenizer, label_pad_token_id=-1)(pairs)
+    assert batch["labels"].tolist() == [[5, -1, -1], [5, 5, 5]]
+
+
+def test_a_loss_of_the_users_own_gets_the_number_of_labels(tokenizer, splits, tmp_path):
+    seen = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        seen.append((int((labels != -100).sum()), int(num_items_in_batch)))
+        return outputs.logits.sum() * 0
+
+    arguments = training_arguments(tmp_path, max_steps=2)
+    model = stock_model(tokenizer, *STOCK[0])
+    collate = PairCollator(tokenizer, model=model)
+    TranslationTrainer(
+        model, arguments, train_dataset=splits["train"], data_collator=collate,
+        processing_class=tokenizer, compute_loss_func=loss,
+    ).train()  # fmt: skip
+    assert len(seen) == 2
+    assert all(given == counted for counted, given in seen)
+
+
+def test_a_source_of_one_token_is_not_blank_where_its_end_is_padding_too(tmp_path):
+    words = Tokenizer(models.WordLevel({"</s>": 0, "<s>": 1, "a": 2, "b": 3}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 0)])
+    names = {"pad_token": "</s>", "eos_token": "</s>", "bos_token": "<s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **names)
+    rows = [{**tokenizer(text), "labels": [2, 0]} for text in ("a", "", "a b")]
+    arguments = training_arguments(tmp_path, predict_with_generate=True)
+    torch.manual_seed(0)
+    model = VanillaTransformerForConditionalGeneration(
+        small_config(vocab_size=4, pad_token_id=0, eos_token_id=0, bos_token_id=1)
+    )
+    splits = {"train": Dataset.from_list(rows)}
+    predictions = make_trainer(model, tokenizer, arguments, splits).predict(splits["train"])
+    first = model.generate(torch.tensor([rows[0]["input_ids"]]))[0].tolist()
+    assert predictions.predictions[0][: len(first)].tolist() == first
+    assert set(predictions.predictions[1]) == {0}
 
 
 def test_trainers_own_label_smoothing_equals_ours(tokenizer, splits, tmp_path):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.text_files import read_file
-from ..inference.alignment import add_alignments, count_decoder_layers
+from ..inference.alignment import add_alignments, layers_and_heads
 from ..inference.translation import Hypothesis
 
 Links = Iterable[tuple[int, int]]  # a source word and a target word, from 0
@@ -140,7 +140,8 @@ def score_layers(
         [Hypothesis(text, token_ids=tuple(ids))] for text, ids in zip(targets, encoded, strict=True)
     ]
     scores = []
-    for layer in range(count_decoder_layers(model)):
+    layers, _ = layers_and_heads(model.config, "decoder")
+    for layer in range(layers):
         aligned = add_alignments(
             sources, found, model, tokenizer, layer=layer, max_tokens=max_tokens
         )

@@ -27,6 +27,7 @@ from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from .. import VanillaTransformerConfig
+from ..inference.alignment import layers_and_heads
 from ..model.modeling_vanilla_transformer import SinusoidalPositions
 from ..plotting import (
     KINDS,
@@ -150,15 +151,16 @@ def draw_attention(arguments: Namespace) -> Figure:
     expect_sentences(source=arguments.source, target=arguments.target)
     config = AutoConfig.from_pretrained(arguments.model)
     stack = "encoder" if arguments.kind == "encoder" else "decoder"
-    if not hasattr(config, f"{stack}_layers"):
+    try:
+        last, heads = layers_and_heads(config, stack)
+    except AttributeError as error:
         raise ValueError(
             f"{arguments.model} is of type {config.model_type}: expected an encoder and a decoder, "
-            "as in vanilla_transformer, marian or bart"
-        )
-    last = getattr(config, f"{stack}_layers")
+            "as in vanilla_transformer, marian, bart or t5"
+        ) from error
     layers = {None: [last], "all": range(1, last + 1)}.get(arguments.layer, [arguments.layer])
     expect_numbers("--layer", layers, last)
-    expect_numbers("--heads", arguments.heads or [], getattr(config, f"{stack}_attention_heads"))
+    expect_numbers("--heads", arguments.heads or [], heads)
     maps = attention_maps(
         AutoModelForSeq2SeqLM.from_pretrained(arguments.model, attn_implementation="eager"),
         AutoTokenizer.from_pretrained(arguments.model),

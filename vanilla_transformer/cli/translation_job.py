@@ -1,5 +1,6 @@
 """The work of `translate`: its options, its models, and the lines that it writes."""
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -215,6 +216,9 @@ class TranslationJob:
         if arguments.force_words is not None:
             options["force_words_ids"] = encode_forced_words(arguments.force_words, self.tokenizer)
         if arguments.compile:
+            if not isinstance(self.model, torch.nn.Module):
+                engine = type(self.model).__name__
+                raise ValueError(f"compile=True with a {engine}: expected a PyTorch model")
             options.setdefault("cache_implementation", "static")
             if self.model.device.type == "cpu":  # elsewhere, transformers compiles by itself
                 self.model.forward = torch.compile(self.model.forward)
@@ -329,8 +333,8 @@ class TranslationJob:
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks, which would shift all later lines."""
-    return " ".join(text.splitlines())
+    """The text without line ends, which would shift all later lines."""
+    return re.sub(r"\r\n|\r|\n", " ", text)
 
 
 def report_limit(translated: int, cut: int) -> None:

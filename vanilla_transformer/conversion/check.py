@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
+from ..data.text_files import read_file
 from .core import ConversionOptions
 
 BATCH = 16
@@ -283,7 +284,7 @@ def check(
     Raises:
         ValueError: The file is empty.
     """
-    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    lines = list(read_file(file))
     if not lines:
         raise ValueError(f"{file}: expected lines of the source language, the file is empty")
     if not hasattr(format, "load_toolkit"):

@@ -11,6 +11,7 @@ data set is a memory-mapped Arrow file or a stream.
 import csv
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
@@ -459,7 +460,7 @@ def _read_parallel_text(source: str, target: str) -> Iterator[dict[str, Any]]:
 def _read_table(path: str) -> Iterator[dict[str, Any]]:
     """The records of a csv or tsv file as dictionaries, with the names in its first record."""
     if _suffix(path) == ".tsv":
-        records: Iterator[list[str]] = (line.split("\t") for line in read_file(path))
+        records: Iterator[list[str]] = (line.split("\t") for line in read_file(path) if line)
     else:
         records = _read_csv(path)
     header = next(records, [])
@@ -545,23 +546,39 @@ def _choose_columns(present: list[str], arguments: DataArguments, name: str) -> 
         if arguments.source_lang is not None and arguments.target_lang is not None:
             languages = (arguments.source_lang, arguments.target_lang)
             inside = (f"translation.{languages[0]}", f"translation.{languages[1]}")
-            choices = [inside, languages, *choices]
+            choices = [inside, languages, *_columns_of(languages, present), *choices]
         several = any(len(arguments.corpora(split)) > 1 for split in SPLITS)
         by_order = len(present) == 2 and not present[0].startswith("translation.") and not several
     for source, target in choices:
         if source in present and target in present:
             return source, target
     if by_order:
-        if _suffix(name) in (".csv", ".tsv") and any(" " in column.strip() for column in present):
-            logger.warning(
-                "%s: its first line is taken for the names of the columns, %r and %r",
-                name, *present,
-            )  # fmt: skip
+        is_table = _suffix(name) in (".csv", ".tsv")
+        is_text = is_table and any(" " in column.strip() for column in present)
+        logger.log(
+            logging.WARNING if is_text or arguments.source_lang is not None else logging.INFO,
+            "%s: its column %r is the source, and %r the target, by their order%s; source_column "
+            "and target_column choose others",
+            name, *present, " in its first line" if is_table else "",
+        )  # fmt: skip
         return present[0], present[1]
     source, target = choices[0]
     raise ValueError(
         f"{name}: there are no columns {source!r} and {target!r}, only: {', '.join(present)}"
     )
+
+
+def _columns_of(languages: tuple[str, str], present: list[str]) -> Iterator[tuple[str, str]]:
+    """Columns named after two languages in another way, such as en for EN, en_XX or en-US."""
+
+    def code(name: str) -> str:
+        return re.split("[-_]", name.lower())[0]
+
+    of_source, of_target = (
+        [column for column in present if code(column) == code(language)] for language in languages
+    )
+    if len(of_source) == len(of_target) == 1 and of_source != of_target:
+        yield of_source[0], of_target[0]
 
 
 def _flatten(row: dict[str, Any]) -> dict[str, Any]:

@@ -141,8 +141,11 @@ def expect_unicode(text: str, name: str) -> None:
 
 
 def expect_parallel(source: str | Path, target: str | Path, column: str | None = None) -> None:
-    """Raise a ValueError if two files have different numbers of lines. The source may be a `column`
-    of a parquet file."""
+    """Raise a ValueError if two files have different numbers of lines, or can't be read again. The
+    source may be a `column` of a parquet file."""
+    for path in (source, target):
+        if not is_url(path) and Path(path).exists() and not Path(path).is_file():
+            raise ValueError(f"{path}: expected a file, not a pipe, as it is read twice")
     lines = [sum(1 for _ in file) for file in (read_file(source, column), read_file(target))]
     if lines[0] != lines[1]:
         raise ValueError(f"{source} has {lines[0]} lines and {target} {lines[1]}: expected as many")

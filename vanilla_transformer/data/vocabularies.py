@@ -270,6 +270,8 @@ def _sentencepiece_rules(
     rules: list[normalizers.Normalizer] = [
         normalizers.Replace(symbol, stand_in) for symbol, stand_in in symbols.items()
     ]
+    if model.composes:  # `Precompiled` composes one accent at a time, sentencepiece all
+        rules.append(normalizers.NFC())
     if model.charsmap:
         rules.append(normalizers.Precompiled(model.charsmap))
     if model.squeezes_spaces:

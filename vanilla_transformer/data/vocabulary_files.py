@@ -188,6 +188,7 @@ class SentencePieceModel:
         pieces: (piece, score, type) by id.
         model_type: "unigram", "bpe", "word" or "char".
         charsmap: Compiled rules of normalization, or nothing.
+        composes: Whether these are NFKC, with or without more.
         dummy_prefix: Whether a text gets a space in front.
         squeezes_spaces: Whether spaces at the ends and runs of them are removed.
         byte_fallback: Whether unknown characters are spelled in bytes.
@@ -197,6 +198,7 @@ class SentencePieceModel:
     pieces: list[tuple[str, float, int]]
     model_type: str = "unigram"
     charsmap: bytes = b""
+    composes: bool = False
     dummy_prefix: bool = True
     squeezes_spaces: bool = True
     byte_fallback: bool = False
@@ -290,6 +292,7 @@ def read_sentencepiece(path: str | Path) -> SentencePieceModel:
         pieces=pieces,
         model_type=model_type,
         charsmap=bytes(charsmap),
+        composes=b"nfkc" in normalizer.get(1, [b""])[-1],  # type: ignore[operator]
         dummy_prefix=flag(normalizer, 3, True),
         squeezes_spaces=flag(normalizer, 4, True),
         byte_fallback=flag(trainer, 35, False),

@@ -4,6 +4,7 @@ Both CTranslate2's libraries for C++ and Python and `inference.engines` open the
 `config.json` has both configurations, and the generation config and the tokenizer lie beside it.
 """
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ..inference.engines.ctranslate2_engine import MASKS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.generation import first_given
 from ..model.modeling_vanilla_transformer import (
@@ -44,7 +46,10 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
     spec.validate()
     spec.optimize(quantization)
     spec.save(str(output))
-    model.generation_config.save_pretrained(output)
+    generation_config = copy.deepcopy(model.generation_config)
+    if any(getattr(generation_config, name, None) for name in MASKS):
+        generation_config.renormalize_logits = True  # as the engine does after it masks tokens
+    generation_config.save_pretrained(output)
     tokenizer.save_pretrained(output)
 
 

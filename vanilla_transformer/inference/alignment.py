@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, __version__
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, __version__
 
 from ..data.vocabularies import unknown_token
 from .scoring import map_pairs, reading_inputs, token_scores
@@ -127,7 +127,7 @@ def expect_alignable(
     if unit not in UNITS:
         raise ValueError(f"alignments={unit!r}: expected one of {', '.join(UNITS)}")
     for member in _members(model):
-        layers = count_decoder_layers(member)
+        layers, _ = layers_and_heads(member.config, "decoder")
         if layer is not None and not -layers <= layer < layers:
             raise ValueError(f"alignment_layer={layer}: expected {-layers} to {layers - 1}")
     if not tokenizer.is_fast:
@@ -173,10 +173,17 @@ def penultimate_layer(layers: int) -> int:
     return max(layers - 2, 0)
 
 
-def count_decoder_layers(model: PreTrainedModel) -> int:
-    """Also of T5, whose name for it differs."""
-    config = model.config
-    return getattr(config, "decoder_layers", None) or config.num_decoder_layers
+def layers_and_heads(config: PreTrainedConfig, stack: str) -> tuple[int, int]:
+    """The numbers of layers and heads of the "encoder" or the "decoder", also where they have T5's
+    names.
+
+    Raises:
+        AttributeError: The configuration has neither.
+    """
+    if hasattr(config, f"{stack}_layers"):
+        return getattr(config, f"{stack}_layers"), getattr(config, f"{stack}_attention_heads")
+    layers = config.num_decoder_layers if stack == "decoder" else config.num_layers
+    return layers, config.num_heads
 
 
 def _members(model: Any) -> Iterable[Any]:

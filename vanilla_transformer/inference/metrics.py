@@ -118,6 +118,11 @@ def expect_bleu_tokenizer(name: str | None, option: str = "tokenize") -> None:
     """Raise a ValueError unless sacreBLEU has a tokenizer of this name, or it is None."""
     if name not in (None, *BLEU.TOKENIZERS):
         raise ValueError(f"{option}={name!r}: expected one of {', '.join(BLEU.TOKENIZERS)}")
+    if name in ("ja-mecab", "ko-mecab"):
+        try:
+            BLEU(tokenize=name)
+        except RuntimeError as error:  # sacreBLEU says which packages are missing
+            raise ImportError(f"{option}={name!r}: {' '.join(str(error).split())}") from error
 
 
 def make_metrics(

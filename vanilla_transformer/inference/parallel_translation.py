@@ -195,6 +195,14 @@ def expect_files(
 ) -> None:
     """Raise a ValueError unless these files can be a source and an output. `None` is a stream."""
     expect_other_file(output, source=source)
+    if output is not None and not is_url(output):
+        if not Path(output).parent.is_dir():
+            raise FileNotFoundError(f"output={str(output)!r}: expected a folder that exists")
+        if Path(output).exists() and not Path(output).is_file():
+            raise ValueError(
+                f"output={str(output)!r}: expected a file, which is replaced; without it, standard "
+                "output is used"
+            )
     for name, path, other in (("source", source, output), ("output", output, source)):
         if path is not None and other is None and (is_parquet(path) or is_url(path)):
             expected = "output" if name == "source" else "source"
@@ -256,6 +264,7 @@ def _merge(parts: list[Path], source: str | Path, output: str | Path, target_col
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its name only once it is complete and on the disk."""
+    path = path.resolve() if isinstance(path, Path) else path  # a link stays one
     incomplete = path.with_name(f"{path.name}.incomplete")
     with incomplete.open("wb") as file:
         yield file

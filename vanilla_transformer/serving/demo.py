@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
 from ..conversion.core import expect_unused
+from ..inference.alignment import layers_and_heads
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
 from ..plotting import AttentionMaps, attention_maps, plot_attention
@@ -143,9 +144,7 @@ class Demo:
 
     def _add_attention(self, maps: gr.State, translated: Any) -> None:
         """The lower part of the page, which follows each translation."""
-        layers, heads = (
-            getattr(self.model.config, f"decoder_{name}") for name in ("layers", "attention_heads")
-        )
+        layers, heads = layers_and_heads(self.model.config, "decoder")
         with gr.Column(visible=False) as panel:
             gr.Markdown("## Attention\nSelect a token of the translation to see what it looked at.")
             with gr.Row():
@@ -153,7 +152,10 @@ class Demo:
                     tokens = gr.HighlightedText(label="Translation", elem_id="target-tokens")
                     seen = gr.HighlightedText(label="Source", elem_id="source-tokens")
                     numbers = gr.Textbox(label="In numbers", interactive=False)
-                    layer = gr.Slider(1, layers, layers, step=1, label="Layer of the decoder")
+                    layer = gr.Slider(
+                        1, max(2, layers), layers, step=1, label="Layer of the decoder",
+                        visible=layers > 1,
+                    )  # fmt: skip
                     choices = [MEAN, *map(str, range(1, heads + 1))]
                     head = gr.Dropdown(choices, value=MEAN, label="Head")
                 picture = gr.Plot(label="Attention of all tokens")

@@ -146,10 +146,12 @@ class ModelArguments(TokenizerArguments):
         return "dropout" in self.overrides() or self.preset.startswith("D-drop")
 
     def overrides(self) -> dict[str, Any]:
-        """`config_overrides` as fields and values. A recipe may have them as a mapping."""
+        """`config_overrides` as fields and values. A recipe may have them as a mapping. Those of a
+        model to fine-tune are fields of its own configuration."""
         fields = _as_fields(self.config_overrides)
+        is_new = self.model_name_or_path is None
         for name in fields:
-            if name not in VanillaTransformerConfig.__dataclass_fields__:
+            if is_new and name not in VanillaTransformerConfig.__dataclass_fields__:
                 raise ValueError(f"config_overrides has {name!r}: no field of the configuration")
             if name in ("vocab_size", "decoder_vocab_size"):
                 raise ValueError(f"config_overrides has {name!r}, which follows from the tokenizer")

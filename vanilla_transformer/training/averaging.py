@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import metadata_load, metadata_save, save_torch_state_dict
 from safetensors import safe_open
 from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -85,9 +85,22 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
     for file in paths[-1].iterdir():
         is_weight = file.suffix == ".safetensors"
         is_state = file.name in TRAINER_FILES or file.name.startswith("rng_state")
-        if file.is_file() and not is_weight and not is_state:
+        is_report = file.name in ("README.md", "curves.png")
+        if file.is_file() and not is_weight and not is_state and not is_report:
             shutil.copy2(file, output)
+    if (paths[-1] / "README.md").is_file():
+        _write_card(paths, output)
     return output
+
+
+def _write_card(paths: Sequence[Path], output: Path) -> None:
+    """The last folder's metadata, such as languages and license, without its scores."""
+    data = metadata_load(paths[-1] / "README.md") or {}
+    data.pop("model-index", None)
+    names = "\n".join(f"- {path.resolve().name}" for path in paths)
+    card = output / "README.md"
+    card.write_text(f"# {output.resolve().name}\n\nThe mean of the weights of\n\n{names}\n")
+    metadata_save(card, data)
 
 
 def _mean(paths: Sequence[Path]) -> dict[str, torch.Tensor]:

@@ -214,7 +214,14 @@ def make_model(
     attention = {"attn_implementation": arguments.attn_implementation}
     if arguments.model_name_or_path is not None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # our own models never use it
-        options = {**attention, **arguments.overrides()}
+        overrides = arguments.overrides()
+        config = AutoConfig.from_pretrained(arguments.model_name_or_path) if overrides else None
+        for name in overrides:
+            if not hasattr(config, name):
+                raise ValueError(
+                    f"config_overrides has {name!r}: no field of {type(config).__name__}"
+                )
+        options = {**attention, **overrides}
         return AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path, **options)
     bos = tokenizer.bos_token_id
     separate = {}
@@ -363,7 +370,8 @@ class TranslationTrainer(
         if getattr(self.args, "r_drop_alpha", 0.0) and starts and model.training:
             return self._compute_r_drop_loss(model, inputs, return_outputs, num_items_in_batch)
         counts_items = isinstance(self.model, VanillaTransformerForConditionalGeneration)
-        if num_items_in_batch is None or self.label_smoother is not None or counts_items:
+        has_own_loss = self.label_smoother is not None or self.compute_loss_func is not None
+        if num_items_in_batch is None or has_own_loss or counts_items:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # Stock models return the mean of a batch, whatever the number of labels of the update is.
         # `Trainer` (5.17 to 5.24) takes it for the batch's part of the update's mean.
@@ -426,7 +434,8 @@ class TranslationTrainer(
             self.model.generation_config = generation_config
         if self.args.predict_with_generate and outputs is not None:
             pad, nothing = self.processing_class.pad_token_id, self.processing_class("")
-            lengths = inputs["input_ids"].ne(pad).sum(1)
+            mask = inputs.get("attention_mask")  # `pad_token` may be an `eos_token` too
+            lengths = (inputs["input_ids"].ne(pad) if mask is None else mask).sum(1)
             is_blank = lengths <= len(nothing["input_ids"])
             outputs[is_blank.to(outputs.device)] = pad
         return loss, outputs, labels
