@@ -358,6 +358,15 @@ def test_a_trainer_sees_every_pair_once_an_epoch(make_trainer, data):
     assert trainer.state.global_step == len(trainer.seen) == 2 * len(trainer.get_train_dataloader())
 
 
+def test_samples_are_counted_as_they_are_trained_on(make_trainer, data):
+    trainer = make_trainer(data)
+    updates = len(trainer.get_train_dataloader())
+    trainer.args.max_steps = 3 * updates
+    found = trainer.train().metrics
+    samples = found["train_samples_per_second"] * found["train_runtime"]
+    assert samples == pytest.approx(3 * len(data), rel=0.02)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
 def test_a_run_taken_up_in_mid_epoch_goes_on_with_the_very_batch(

@@ -81,6 +81,18 @@ class TokenBudgetTrainer(Trainer):
         options["multiple_of"] = getattr(args, "batches_per_update", None) or 1
         return self._make_dataloader(self.train_dataset, "Training", args.max_tokens, **options)
 
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: DataLoader
+    ) -> tuple[Any, ...]:
+        """As `Trainer.set_initial_training_values`, which (5.17 to 5.24) counts samples by
+        `per_device_train_batch_size` where `max_steps` is set."""
+        epochs, updates, examples, samples, *others = super().set_initial_training_values(
+            args, dataloader
+        )
+        if isinstance(dataloader.batch_sampler, TokenBudgetSampler) and args.max_steps > 0:
+            samples = round(args.max_steps / updates * examples)
+        return epochs, updates, examples, samples, *others
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Same as in `Trainer` (5.17 to 5.24), except that with `group_by_length` the order depends
         on the seed and the epoch only, so that training resumes in the same order."""
