@@ -193,7 +193,8 @@ def expect_files(
     source_column: str | None = None,
     target_column: str = TARGET_COLUMN,
 ) -> None:
-    """Raise a ValueError unless these files can be a source and an output. `None` is a stream."""
+    """Raise a ValueError, or a FileNotFoundError for the output's folder, unless these files can be
+    a source and an output. `None` is a stream."""
     expect_other_file(output, source=source)
     if output is not None and not is_url(output):
         if not Path(output).parent.is_dir():

@@ -169,7 +169,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         return output.clone() if is_inference else output  # the clone takes part in training
 
     def _forget_limit_of_trainer(self) -> None:
-        """Unset the limit of 20 tokens that `Seq2SeqTrainer` (5.17 to 5.24) writes into the model's
+        """Undo the limit of 20 tokens that `Seq2SeqTrainer` (5.17 to 5.24) writes into the model's
         generation config after its first batch, with all other defaults of transformers."""
         config, defaults = self.generation_config, GenerationConfig._get_default_generation_params()
         if any(
