@@ -238,6 +238,11 @@ def run_module(module, *flags, cwd, stdin=None, check=True, fresh=False):
     return process
 
 
+def lines_of(text):
+    """Lines that end in a line feed. Random models also say what `splitlines` takes for an end."""
+    return text.removesuffix("\n").split("\n")
+
+
 def in_new_process(code, package, cache, *flags):
     """What the code prints as JSON in a new process, where the package can be imported or not."""
     # A None among the modules makes every import of that name fail.

@@ -119,6 +119,10 @@ OVERRIDES = [
         Trainer, "_get_train_sampler", "get_train_dataloader", ("train_dataset",),
         "training/token_batches.py: the order of group_by_length follows from seed and epoch",
     ),
+    Override(
+        Trainer, "_get_eval_sampler", "get_eval_dataloader", ("eval_dataset",),
+        "training/token_batches.py: an evaluation keeps the order of the data set",
+    ),
 ]  # fmt: skip
 
 # Private attributes that a property of ours replaces: whose, where it is read, and what to look at.

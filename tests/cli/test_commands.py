@@ -9,7 +9,7 @@ from subprocess import PIPE
 
 import pytest
 import yaml
-from conftest import run_command, run_ranks
+from conftest import lines_of, run_command, run_ranks
 from transformers import TrainerState
 
 from vanilla_transformer.cli.evaluate import EvaluateArguments
@@ -227,7 +227,8 @@ def test_options_are_checked_before_the_output_is_touched(trained, folder, flags
 
 def test_the_best_hypotheses_come_with_scores(trained, folder):
     options = ("--model", "model", "--num_beams", 3, "--n_best", 2, "--max_new_tokens", 5)
-    lines = run_command("translate", *options, cwd=folder, stdin="one\n\ntwo\n").stdout.splitlines()
+    process = run_command("translate", *options, cwd=folder, stdin="one\n\ntwo\n")
+    lines = lines_of(process.stdout)
     fields = [line.split(" ||| ") for line in lines]
     assert [number for number, _, _ in fields] == ["0", "0", "1", "2", "2"]
     assert float(fields[0][2]) >= float(fields[1][2])

@@ -14,7 +14,7 @@ from functools import partial
 import pyarrow
 import pytest
 import torch
-from conftest import REPOSITORY, run_command
+from conftest import REPOSITORY, lines_of, run_command
 from pyarrow import parquet
 from torch._dynamo.testing import CompileCounter
 from transformers import GenerationConfig
@@ -113,7 +113,7 @@ def test_an_ensemble_of_a_model_with_itself_is_the_model(checkpoint, tmp_path):
     flags = ("--num_beams", 3, "--n_best", 2)
     one = run(checkpoint, tmp_path, *flags).stdout
     two = run(checkpoint, tmp_path, "--model", checkpoint, f"{checkpoint}/", *flags).stdout
-    fields = [[line.split(" ||| ") for line in text.splitlines()] for text in (one, two)]
+    fields = [[line.split(" ||| ") for line in lines_of(text)] for text in (one, two)]
     assert [row[:2] for row in fields[0]] == [row[:2] for row in fields[1]]
     scores = [[float(row[2]) for row in side] for side in fields]
     assert scores[1] == pytest.approx(scores[0], abs=1e-5)
@@ -136,7 +136,7 @@ def test_prefixes_scores_and_alignments_from_file_to_file(checkpoint, tmp_path):
     flags = ["--source", "in", "--target_prefix_file", "prefixes", "--n_best", 2, "--num_beams", 2]
     flags += ["--token_scores", "--alignments", "pieces", "--output", "out"]
     process = run(checkpoint, tmp_path, *flags)
-    rows = [line.split(" ||| ") for line in (tmp_path / "out").read_text().splitlines()]
+    rows = [line.split(" ||| ") for line in lines_of((tmp_path / "out").read_text())]
     assert [row[0] for row in rows] == ["0", "0", "1", "2", "2"]
     assert rows[0][1].startswith("ein Haus")
     assert rows[2] == ["1", "", "0.000000", "", ""]
@@ -152,7 +152,7 @@ def test_scores_start_where_the_translation_does(checkpoint, tmp_path):
     flags = ["--source", "in", "--output", "out", "--n_best", 2, "--num_beams", 2, "--token_scores"]
     flags += ["--length_penalty", 0, "--max_new_tokens", 5, "--decoder_start_token_id", 7]
     run(checkpoint, tmp_path, *flags)
-    for line in (tmp_path / "out").read_text().splitlines():
+    for line in lines_of((tmp_path / "out").read_text()):
         *_, score, tokens = line.split(" ||| ")
         assert sum(map(float, tokens.split())) == pytest.approx(float(score), abs=2e-3)
 
@@ -274,7 +274,7 @@ def test_reranking_gives_the_same_from_a_file_in_pieces_as_from_a_stream(
     (tmp_path / "in").write_text(LINES)
     run(checkpoint, tmp_path, *flags, "--source", "in", "--output", "out")
     assert (tmp_path / "out").read_text() == streamed
-    scores = [float(line.split(" ||| ")[2]) for line in streamed.splitlines()]
+    scores = [float(line.split(" ||| ")[2]) for line in lines_of(streamed)]
     assert scores[0] >= scores[1]
 
 
@@ -378,7 +378,7 @@ def test_a_column_of_a_parquet_file_is_translated_like_lines(checkpoint, tmp_pat
     run(checkpoint, tmp_path, "--source", "in.parquet", "--output", "out.parquet")
     found = parquet.read_table(tmp_path / "out.parquet")
     assert found.drop_columns("translation").equals(table)
-    assert found["translation"].to_pylist() == run(checkpoint, tmp_path).stdout.splitlines()
+    assert found["translation"].to_pylist() == lines_of(run(checkpoint, tmp_path).stdout)
 
 
 def test_prefixes_go_with_a_column_of_several(checkpoint, tmp_path):
@@ -403,7 +403,7 @@ def test_a_worker_translates_a_chunk(call, checkpoint, tmp_path):
     lines, counts = translate_chunk(call, check_call(call), LINES.splitlines(), 2048)
     flags = ["--n_best", 1, "--num_beams", 2, "--max_new_tokens", 2]
     plain = run(checkpoint, tmp_path, *flags, stdin="\n" * 2048 + LINES)
-    assert lines == plain.stdout.splitlines()[2048:]
+    assert lines == lines_of(plain.stdout)[2048:]
     assert counts == [3, 2]
 
 

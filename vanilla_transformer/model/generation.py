@@ -177,7 +177,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             for name, value in defaults.items()
             if value is not None
         ):
-            self._max_length_before_trainer = config.max_length
+            if self._max_length_before_trainer != config.max_length:  # threads share the model
+                self._max_length_before_trainer = config.max_length
         elif config.max_length == defaults["max_length"]:
             config.max_length = self._max_length_before_trainer
 
