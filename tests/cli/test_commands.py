@@ -326,6 +326,24 @@ def test_a_plan_counts_the_epochs_of_the_training(folder):
     assert line in (folder / "planned/README.md").read_text()
 
 
+def test_pairs_that_are_dropped_do_not_count_and_updates_are_whole(folder):
+    options = [
+        "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
+        "--phrases_train_size", 200, "--vocab_size", 320, "--max_tokens", 24, "--oversized", "drop",
+        "--gradient_accumulation_steps", 4, "--num_train_epochs", 2,
+        "--phrases_validation_size", 0, "--phrases_test_size", 0,
+        "--save_strategy", "no", "--report_to", "none", "--use_cpu",
+    ]  # fmt: skip
+    table = run_command("plan", *options, "--measured_steps", 1, cwd=folder).stdout
+    run_command("train", *options, "--output_dir", "dropped", cwd=folder)
+    state = TrainerState.load_from_json(folder / "dropped/trainer_state.json")
+    assert f"| updates | {state.global_step:,} |" in table
+    whole = state.stateful_callbacks["OptionsCallback"]["args"]["text"]["target_tokens"]
+    card = (folder / "dropped/README.md").read_text()
+    (counted,) = re.findall(r"2.0 epochs, ([\d,]+) target tokens", card)
+    assert 0 < int(counted.replace(",", "")) < 1.9 * whole
+
+
 H200 = {
     "device": "NVIDIA H200",
     "shape": "d_model 16, 1+1 layers, d_ff 16",

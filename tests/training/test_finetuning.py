@@ -5,9 +5,12 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
     DataCollatorForSeq2Seq,
     M2M100Config,
     M2M100ForConditionalGeneration,
@@ -33,10 +36,14 @@ from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.inference.alignment import add_alignments
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
-from vanilla_transformer.inference.translation import Hypothesis, encode_prefixes
+from vanilla_transformer.inference.translation import (
+    Hypothesis,
+    encode_prefixes,
+    set_output_limit,
+)
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages
-from vanilla_transformer.training.preparation import prepare
+from vanilla_transformer.training.preparation import expect_positions, prepare
 from vanilla_transformer.training.speeds import measurement_key
 from vanilla_transformer.training.trainer import make_model
 
@@ -205,6 +212,22 @@ def test_a_model_without_a_limit_is_not_cut_at_transformers_20_tokens(tmp_path):
     model, tokenizer = LoadingArguments().load(saved)
     ids = model.generate(torch.tensor([[5, 6]]), suppress_tokens=[tokenizer.eos_token_id])
     assert ids.shape[1] == 1 + 256
+
+
+def test_a_table_of_positions_limits_texts_and_translations(tmp_path):
+    config = BartConfig(
+        vocab_size=300, max_position_embeddings=9, forced_eos_token_id=None, **WIDTH
+    )
+    model = BartForConditionalGeneration(config)
+    model.generation_config.max_length = None
+    set_output_limit(model)
+    assert model.generate(torch.tensor([[5, 6]]), suppress_tokens=[2]).shape[1] == 9
+    rows = [{"input_ids": [4] * 9, "labels": [4]}]
+    expect_positions(model, {"train": Dataset.from_list(rows)})
+    rows.append({"input_ids": [4] * 10, "labels": [4]})
+    message = "a text of 10 tokens: expected at most max_position_embeddings=9"
+    with pytest.raises(ValueError, match=message):
+        expect_positions(model, {"train": Dataset.from_list(rows)})
 
 
 def test_t5_reads_the_prefix_and_starts_with_padding(tmp_path):

@@ -114,8 +114,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_quiet_trainer(prepared, training_args, folder)
         batches = len(trainer.get_train_dataloader())
-        updates = batches / training_args.gradient_accumulation_steps  # of an epoch
-        tokens = prepared.size.target_tokens / updates / training_args.world_size
+        updates = math.ceil(batches / training_args.gradient_accumulation_steps)  # of an epoch
+        per_epoch = prepared.target_tokens_of_epoch(training_args) or 0
+        tokens = per_epoch / updates / training_args.world_size
         speeds = []
         for r_drop_alpha, share in phases(training_args, updates):
             trainer.args.r_drop_alpha, trainer.args.r_drop_start = r_drop_alpha, 0
@@ -229,7 +230,7 @@ def report(
     size = prepared.size
     assert size is not None
     epochs = total_updates(args, updates_per_epoch) / updates_per_epoch
-    tokens = epochs * size.target_tokens
+    tokens = epochs * (prepared.target_tokens_of_epoch(args) or 0)
     hours = tokens / (speed["target_tokens_per_second"] * args.world_size) / 3600
     nearest = min(RECIPES, key=lambda name: abs(math.log(RECIPES[name] / size.pairs)))
     rows = {

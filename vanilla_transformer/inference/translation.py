@@ -172,18 +172,29 @@ def _prefix_limit(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> fl
     options, limit = GenerationOptions(model.generation_config, None, generate_kwargs), math.inf
     if options["max_new_tokens"] is None and options.first_of(LIMITS) == "max_length":
         limit = options["max_length"] - 1
+    return min(limit, (count_positions(model) or math.inf) - 1)
+
+
+def count_positions(model: PreTrainedModel) -> int | None:
+    """The rows of a model's tables of positions, and so the tokens of its longest text; None where
+    there is no table, or one that grows."""
     if getattr(model.config, "position_encoding", None) == "learned":
-        limit = min(limit, model.config.max_position_embeddings - 1)
-    return limit
+        return model.config.max_position_embeddings
+    modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    for name, module in modules:
+        if name.endswith("embed_positions") and isinstance(module, torch.nn.Embedding):
+            return model.config.max_position_embeddings
+    return None
 
 
 def set_output_limit(model: PreTrainedModel) -> None:
-    """Let a model without a limit of its own, such as T5, generate up to 256 tokens. transformers'
-    default is 20. Our models' limit grows with the source."""
+    """Let a model without a limit of its own, such as T5, generate up to 256 tokens, or as many as
+    it has positions for. transformers' default is 20. Our models' limit grows with the source."""
     config = model.generation_config
     limited = config.max_length is not None or config.max_new_tokens is not None
     if not limited and not hasattr(model, "extra_output_tokens"):
-        config.max_length = 1 + DEFAULT_NEW_TOKENS  # with the token that starts it
+        longest = 1 + DEFAULT_NEW_TOKENS  # with the token that starts it
+        config.max_length = min(longest, count_positions(model) or longest)
 
 
 def decoder_start(

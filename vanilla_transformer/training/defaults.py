@@ -71,12 +71,12 @@ def choose_dropout(config: VanillaTransformerConfig, size: TextSize) -> float:
     return dropout
 
 
-def choose_open_options(arguments: Any, d_model: int, size: TextSize | None) -> None:
+def choose_open_options(arguments: Any, d_model: int | None, size: TextSize | None) -> None:
     """Set the options in `arguments.left_open`, and log each with its reason.
 
     Args:
         arguments: `TranslationTrainingArguments`, which are changed.
-        d_model: The model's width.
+        d_model: The model's width; None if the learning rate is not open.
         size: The size of the text; None if unknown.
     """
 
@@ -101,8 +101,9 @@ def choose_open_options(arguments: Any, d_model: int, size: TextSize | None) -> 
         updates = arguments.max_steps
     warmup = min(math.ceil(updates / 10), WARMUP_STEPS)
     choose("warmup_steps", warmup, f"a tenth of {updates:,} updates, but at most {WARMUP_STEPS}")
-    rate = float(f"{(d_model * WARMUP_STEPS) ** -0.5:.3g}")
-    choose("learning_rate", rate, f"the paper's peak, (d_model * {WARMUP_STEPS})^-0.5")
+    if d_model is not None:
+        rate = float(f"{(d_model * WARMUP_STEPS) ** -0.5:.3g}")
+        choose("learning_rate", rate, f"the paper's peak, (d_model * {WARMUP_STEPS})^-0.5")
 
 
 def has_bfloat16_products() -> bool:

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
 from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_dataset
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import expect_whole, log_coverage
+from ..inference.translation import count_positions
 from .arguments import ModelArguments, TranslationTrainingArguments
 from .defaults import (
     TextSize,
@@ -40,6 +42,16 @@ class Preparation(NamedTuple):
     pairs: Any
     splits: dict[str, Any]
     size: TextSize | None
+
+    def target_tokens_of_epoch(self, arguments: TranslationTrainingArguments) -> int | None:
+        """Target tokens that an epoch trains on, without those of pairs that `oversized="drop"`
+        leaves out; None for a stream."""
+        if self.size is None:
+            return None
+        if arguments.max_tokens is None or arguments.oversized != "drop":
+            return self.size.target_tokens
+        source, target = count_tokens(self.splits["train"])
+        return int(target[np.maximum(source, target) <= arguments.max_tokens].sum())
 
 
 def prepare(
@@ -75,7 +87,7 @@ def prepare(
     start_in_target_language(model, tokenizer)
     if model_args.model_name_or_path is not None:
         training_args.left_open &= {"max_tokens"}  # transformers' defaults are for fine-tuning
-    choose_open_options(training_args, model.config.d_model, size)
+    choose_open_options(training_args, getattr(model.config, "d_model", None), size)
     advise_on_precision(training_args)
     extend_output_limit(model, size)
     if data_args.bpe_dropout:
@@ -130,11 +142,11 @@ def warn_of_changed_references(
 
 
 def expect_positions(model: PreTrainedModel, splits: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a text is longer than this model's table of learned positions. Streams
-    are not checked."""
-    if getattr(model.config, "position_encoding", None) != "learned":
+    """Raise a ValueError if a text is longer than this model's table of positions. Streams are not
+    checked."""
+    limit = count_positions(model)
+    if limit is None:
         return
-    limit = model.config.max_position_embeddings
     for name, split in splits.items():
         if not hasattr(split, "__len__"):
             continue
@@ -142,6 +154,6 @@ def expect_positions(model: PreTrainedModel, splits: Mapping[str, Any]) -> None:
         if longest > limit:
             raise ValueError(
                 f"the {name} data has a text of {longest} tokens: expected at most "
-                f"max_position_embeddings={limit}, because positions are learned; "
+                f"max_position_embeddings={limit}, the model's table of positions; "
                 "max_source_length and max_target_length truncate texts"
             )
