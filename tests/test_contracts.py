@@ -95,6 +95,10 @@ OVERRIDES = [
         "model/pretrained.py: two vocabularies, or matrices that are not shared",
     ),
     Override(
+        PreTrainedTokenizerBase, "_add_tokens", "add_tokens", ("new_tokens", "special_tokens"),
+        "model/tokenization_vanilla_transformer.py: both sides get special tokens",
+    ),
+    Override(
         PreTrainedTokenizerBase, "_encode_plus", "__call__", ("text", "is_split_into_words"),
         "model/tokenization_vanilla_transformer.py: where Moses splits a text",
     ),

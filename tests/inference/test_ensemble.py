@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ragged, random_ids, small_config
+from conftest import ragged, random_ids, seq2seq, small_config
 from transformers import MarianConfig, MarianMTModel
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -169,3 +169,12 @@ def test_folders_with_different_tokens_are_refused(checkpoint, tokenizer, tmp_pa
     other.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has a different vocabulary than"):
         LoadingArguments(device="cpu").load([checkpoint, tmp_path])
+
+
+@pytest.mark.parametrize("name", ["labels", "output_attentions", "output_hidden_states"])
+def test_what_only_a_single_model_has_is_named(name):
+    ensemble = VanillaTransformerEnsemble([seq2seq().eval()] * 2)
+    value = random_ids(2, 3) if name == "labels" else True
+    inputs = {"input_ids": random_ids(2, 4), "decoder_input_ids": random_ids(2, 3)}
+    with pytest.raises(ValueError, match=f"^{name} is given to an ensemble"):
+        ensemble(**inputs, **{name: value})

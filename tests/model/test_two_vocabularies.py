@@ -254,6 +254,26 @@ def test_a_saved_folder_loads_with_the_package_and_without(folder, tmp_path):
         }
 
 
+def test_special_tokens_that_are_added_are_the_same_after_loading(two_sided, tmp_path):
+    two_sided.add_special_tokens({"additional_special_tokens": ["<X>"]})
+    before = two_sided("ein <X> haus", text_target="a <X>")
+    assert before["input_ids"] == [2, len(SOURCE), 3]
+    assert before["labels"] == [6, len(TARGET), 3]
+    two_sided.save_pretrained(tmp_path)
+    after = AutoTokenizer.from_pretrained(tmp_path)
+    assert after("ein <X> haus", text_target="a <X>").data == before.data
+    assert after.target_vocab_size == two_sided.target_vocab_size == len(TARGET) + 1
+
+
+@pytest.mark.parametrize("decoder_vocab_size", [31, 17])
+def test_an_assistant_of_two_vocabularies_changes_no_token(decoder_vocab_size):
+    sizes = {"vocab_size": 24, "decoder_vocab_size": decoder_vocab_size}
+    model, assistant = seq2seq(**sizes).eval(), seq2seq(**sizes, decoder_layers=1).eval()
+    ids = torch.tensor([[5, 23, 9, 2]])
+    expected = model.generate(ids, max_new_tokens=9)
+    assert model.generate(ids, max_new_tokens=9, assistant_model=assistant).equal(expected)
+
+
 @pytest.mark.parametrize("stop", ["x", "a"])
 def test_a_string_that_stops_is_one_of_the_target(stop):
     options = {"tokenizer_type": "char", "show_progress": False}

@@ -95,7 +95,11 @@ class VanillaTransformerEnsemble(
         Returns:
             `logits`, the logarithm of the mean probabilities (batch, target_length, vocabulary),
             and the cache.
+
+        Raises:
+            ValueError: An input or output that an ensemble does not have is given or asked for.
         """
+        expect_none(kwargs)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask)
         if use_cache and cache is None:
@@ -144,6 +148,14 @@ class VanillaTransformerEnsemble(
         options.kwargs[CACHE_NAME] = EnsembleCache(caches)
 
 
+def expect_none(options: dict[str, Any]) -> None:
+    """Raise a ValueError if one of these asks for what only a single model has."""
+    names = ("labels", "inputs_embeds", "decoder_inputs_embeds", "output_attentions")
+    for name in (*names, "output_hidden_states"):
+        if options.get(name) is not None and options[name] is not False:
+            raise ValueError(f"{name} is given to an ensemble: expected a single model")
+
+
 class EnsembleEncoder(nn.Module):
     """The encoders of all members. Their states, (batch, source_length, d_model) each, are
     concatenated along the last dimension, so that transformers can repeat them for beams."""
@@ -161,6 +173,7 @@ class EnsembleEncoder(nn.Module):
         **kwargs: Any,
     ) -> BaseModelOutput:
         """(batch, source_length) token ids to (batch, source_length, sum of d_model) states."""
+        expect_none(kwargs)
         states = [encoder(input_ids, attention_mask)[0] for encoder in self.encoders]
         return BaseModelOutput(torch.cat(states, -1))
 

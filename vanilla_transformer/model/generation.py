@@ -149,6 +149,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         if hasattr(kwargs.get("tokenizer"), "target_tokenizer"):  # where `stop_strings` are
             target = kwargs["tokenizer"].target_tokenizer
             kwargs["tokenizer"] = PreTrainedTokenizerFast(tokenizer_object=target)
+        assistant = kwargs.get("assistant_model")
+        if isinstance(assistant, VanillaTransformerGenerationMixin):  # compared with this one
+            kwargs["assistant_model"] = assistant._with_target_vocabulary()
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
         expect_generation_options(options.all(), self.config.target_vocab_size)
         options.use_length_penalty_type()

@@ -124,6 +124,14 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
     def _tokenizer(self, tokenizer: Any) -> None:
         self._target = tokenizer  # the base class sets it, before there is a source
 
+    def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
+        """As transformers', to the source; special tokens to the target too, which gets them when
+        it is loaded."""
+        added = super()._add_tokens(new_tokens, special_tokens)
+        if special_tokens and self._source is not None:
+            self._target.add_special_tokens(new_tokens)
+        return added
+
     def _switch_to_input_mode(self) -> None:
         """Called by transformers before it reads `text`, and after `text_target`."""
         _mode.at_target = None
