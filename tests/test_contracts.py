@@ -20,6 +20,7 @@ from conftest import small_config
 from huggingface_hub import ModelCard
 from sacrebleu import significance
 from transformers import (
+    AutoModelForCausalLM,
     GenerationMixin,
     Pipeline,
     PreTrainedConfig,
@@ -32,6 +33,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import DistributedMixin
+from transformers.models.auto.auto_factory import _LazyAutoMapping
 
 import vanilla_transformer
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -306,6 +308,13 @@ def test_accelerate_skips_batches_and_shares_its_state_as_batching_relies_on():
         assert hasattr(GradientState, name), name
     for name in ("destroy_process_group", "wait_for_everyone"):
         assert hasattr(PartialState, name), name
+
+
+def test_a_trainer_still_asks_a_table_that_registering_leaves_alone():
+    # vanilla_transformer/__init__.py adds the causal model to it.
+    assert "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()" in inspect.getsource(Trainer.compute_loss)
+    for register in (AutoModelForCausalLM.register, _LazyAutoMapping.register):
+        assert "MAPPING_NAMES" not in inspect.getsource(register)
 
 
 def test_a_push_to_the_hub_leaves_out_what_is_unfinished():
