@@ -307,41 +307,41 @@ def test_a_plan_says_how_long_a_training_takes(folder):
     assert not (folder / "trainer_output").exists()
 
 
-def test_a_plan_counts_the_epochs_of_the_training(folder):
-    """Batches hold padding, so that an epoch has more of them than its tokens would fill."""
+def plan_and_train(folder, output, *options):
+    """The plan, and the state, the text's size and the card of the training."""
     options = [
         "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
-        "--phrases_train_size", 200, "--vocab_size", 320, "--max_tokens", 60, "--max_steps", 50,
-        "--phrases_validation_size", 5, "--phrases_test_size", 5,
+        "--phrases_train_size", 200, "--vocab_size", 320, *options,
         "--save_strategy", "no", "--report_to", "none", "--use_cpu",
     ]  # fmt: skip
     table = run_command("plan", *options, "--measured_steps", 1, cwd=folder).stdout
-    run_command("train", *options, "--output_dir", "planned", cwd=folder)
-    state = TrainerState.load_from_json(folder / "planned/trainer_state.json")
+    run_command("train", *options, "--output_dir", output, cwd=folder)
+    state = TrainerState.load_from_json(folder / output / "trainer_state.json")
     text = state.stateful_callbacks["OptionsCallback"]["args"]["text"]
+    return table, state, text, (folder / output / "README.md").read_text()
+
+
+def test_a_plan_counts_the_epochs_of_the_training(folder):
+    """Batches hold padding, so that an epoch has more of them than its tokens would fill."""
+    sizes = ["--phrases_validation_size", 5, "--phrases_test_size", 5]
+    options = ["--max_tokens", 60, "--max_steps", 50, *sizes]
+    table, state, text, card = plan_and_train(folder, "planned", *options)
     tokens = state.epoch * text["target_tokens"]
     assert f"| epochs | {state.epoch:.1f}, {tokens / 1e6:.1f} million target tokens |" in table
     assert state.epoch < 0.97 * 50 / (max(text["source_tokens"], text["target_tokens"]) / 60)
     line = f"50 steps, {state.epoch:.2f} epochs, {round(tokens):,} target tokens, on cpu, with"
-    assert line in (folder / "planned/README.md").read_text()
+    assert line in card
 
 
 def test_pairs_that_are_dropped_do_not_count_and_updates_are_whole(folder):
-    options = [
-        "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
-        "--phrases_train_size", 200, "--vocab_size", 320, "--max_tokens", 24, "--oversized", "drop",
-        "--gradient_accumulation_steps", 4, "--num_train_epochs", 2,
-        "--phrases_validation_size", 0, "--phrases_test_size", 0,
-        "--save_strategy", "no", "--report_to", "none", "--use_cpu",
-    ]  # fmt: skip
-    table = run_command("plan", *options, "--measured_steps", 1, cwd=folder).stdout
-    run_command("train", *options, "--output_dir", "dropped", cwd=folder)
-    state = TrainerState.load_from_json(folder / "dropped/trainer_state.json")
+    sizes = ["--phrases_validation_size", 0, "--phrases_test_size", 0]
+    options = ["--max_tokens", 24, "--oversized", "drop", "--gradient_accumulation_steps", 4]
+    table, state, text, card = plan_and_train(
+        folder, "dropped", *options, "--num_train_epochs", 2, *sizes
+    )
     assert f"| updates | {state.global_step:,} |" in table
-    whole = state.stateful_callbacks["OptionsCallback"]["args"]["text"]["target_tokens"]
-    card = (folder / "dropped/README.md").read_text()
     (counted,) = re.findall(r"2.0 epochs, ([\d,]+) target tokens", card)
-    assert 0 < int(counted.replace(",", "")) < 1.9 * whole
+    assert 0 < int(counted.replace(",", "")) < 1.9 * text["target_tokens"]
 
 
 H200 = {
