@@ -114,6 +114,10 @@ OVERRIDES = [
         "training/checkpoints.py: a checkpoint is written to a staging folder",
     ),
     Override(
+        Trainer, "_run_epoch", "_inner_training_loop", ("model", "epoch"),
+        "training/interruption.py: no step after an evaluation that ended training",
+    ),
+    Override(
         Trainer, "_save_checkpoint", "_maybe_log_save_evaluate", ("model", "trial"),
         "training/checkpoints.py: a complete checkpoint is renamed",
     ),

@@ -478,6 +478,17 @@ def test_a_training_that_stopped_early_is_not_continued(tokenizer, tmp_path):
         assert again.state.global_step == steps
 
 
+def test_an_evaluation_that_is_made_later_may_end_training(tokenizer, tmp_path):
+    options = {**NO_GAIN, "early_stopping_patience": 2}
+    one = Signal(signal.SIGTERM, 3, evaluating=True)
+    with pytest.raises(SystemExit):
+        small_trainer(tmp_path, tokenizer, one, **options).train()
+    again = small_trainer(tmp_path, tokenizer, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.state.global_step == 3
+    assert [step for step, _ in evaluations(again)] == [1, 2, 3]
+
+
 def test_the_last_checkpoint_stays_beside_the_best(tokenizer, tmp_path):
     """Without it, the same command would train again."""
     small_trainer(tmp_path, tokenizer, max_steps=4, save_total_limit=1, **NO_GAIN).train()

@@ -82,6 +82,12 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
             return super().train(*args, **kwargs)
         return self._exit()
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Same as `Trainer._run_epoch` (5.17 to 5.24), which asks whether training is to stop only
+        after a step: no step follows if the evaluation that was made up for has ended training."""
+        if not self.control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Same as `Trainer.evaluate`, but it leaves the random number generators as they were:
         training continues as it would have without this evaluation."""
