@@ -99,7 +99,8 @@ def _write_card(paths: Sequence[Path], output: Path) -> None:
     data.pop("model-index", None)
     names = "\n".join(f"- {path.resolve().name}" for path in paths)
     card = output / "README.md"
-    card.write_text(f"# {output.resolve().name}\n\nThe mean of the weights of\n\n{names}\n")
+    text = f"# {output.resolve().name}\n\nThe mean of the weights of\n\n{names}\n"
+    card.write_text(text, encoding="utf-8")
     metadata_save(card, data)
 
 
