@@ -10,13 +10,12 @@ def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """`torch.nn.functional.dropout`; on a CPU, p is rounded to a multiple of 2^-16.
 
     There torch draws 64 random bits for each element, which is a tenth of a small model's training
-    step; this draws 16. Few elements are left to torch, which starts sooner.
+    step; this draws 16.
     """
     dropped = round(p * 2**16)
     if not training or dropped == 0:
         return states
-    is_large = states.device.type == "cpu" and states.numel() >= 2**14
-    if not is_large or torch.compiler.is_compiling() or dropped == 2**16:
+    if states.device.type != "cpu" or torch.compiler.is_compiling() or dropped == 2**16:
         return F.dropout(states, p)
     bits = torch.empty(-(-states.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     bits = bits.view(torch.int16)[: states.numel()].view(states.shape)
