@@ -15,6 +15,7 @@ from transformers import EvalPrediction
 from vanilla_transformer.data import vocabularies
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.data.tokenizer_options import log_coverage
+from vanilla_transformer.inference import metrics
 from vanilla_transformer.inference.metrics import (
     compare_systems,
     make_compute_metrics,
@@ -252,3 +253,15 @@ def test_the_length_of_words_is_in_characters():
         {"a": ["b"] * 4}, ["b"] * 4, sources=["a", "be", "see", "lake"], **options
     )
     assert ranges == [(1, 2, 2), (3, 4, 2)]
+
+
+def test_a_tokenizer_of_bleu_that_lacks_its_packages_is_named(monkeypatch):
+    class Lacking:
+        TOKENIZERS = ("ja-mecab",)
+
+        def __init__(self, tokenize):
+            raise RuntimeError("Japanese tokenization needs\n  extra packages")
+
+    monkeypatch.setattr(metrics, "BLEU", Lacking)
+    with pytest.raises(ImportError, match=r"^tokenize='ja-mecab': Japanese .* extra packages"):
+        metrics.expect_bleu_tokenizer("ja-mecab")

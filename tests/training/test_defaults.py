@@ -65,6 +65,15 @@ def test_long_sources_count_as_long_targets_do(tmp_path):
     assert max_steps == round(30 * 8_000_000 / max_tokens)
 
 
+def test_a_model_without_a_width_leaves_the_learning_rate(tmp_path):
+    """An `EncoderDecoderModel` that is fine-tuned has no d_model, and needs none."""
+    arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True)
+    arguments.left_open &= {"max_tokens"}
+    before = arguments.learning_rate
+    choose_open_options(arguments, None, MULTI30K)
+    assert (arguments.max_tokens, arguments.learning_rate) == (1944, before)
+
+
 @pytest.mark.parametrize(("tokens", "batch"), [(10, 1000), (1_000_000, 3000), (10**9, 25_000)])
 def test_a_batch_grows_with_the_root_of_the_text(tokens, batch):
     assert tokens_per_update(MULTI30K._replace(source_tokens=1, target_tokens=tokens)) == batch
