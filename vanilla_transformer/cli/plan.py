@@ -109,14 +109,13 @@ def main() -> None:
         logging.getLogger("vanilla_transformer.training.defaults").setLevel(logging.INFO)
     transformers_logging.set_verbosity_error()
     prepared = prepare(model_args, data_args, training_args)
-    if prepared.size is None:
+    if prepared.target_tokens is None:
         sys.exit("vanilla-transformer plan: expected data without --streaming, whose size is known")
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_quiet_trainer(prepared, training_args, folder)
         batches = len(trainer.get_train_dataloader())
         updates = math.ceil(batches / training_args.gradient_accumulation_steps)  # of an epoch
-        per_epoch = prepared.target_tokens_of_epoch(training_args) or 0
-        tokens = per_epoch / updates / training_args.world_size
+        tokens = prepared.target_tokens / updates / training_args.world_size
         speeds = []
         for r_drop_alpha, share in phases(training_args, updates):
             trainer.args.r_drop_alpha, trainer.args.r_drop_start = r_drop_alpha, 0
@@ -229,8 +228,9 @@ def report(
     """The plan as a Markdown table."""
     size = prepared.size
     assert size is not None
+    assert prepared.target_tokens is not None
     epochs = total_updates(args, updates_per_epoch) / updates_per_epoch
-    tokens = epochs * (prepared.target_tokens_of_epoch(args) or 0)
+    tokens = epochs * prepared.target_tokens
     hours = tokens / (speed["target_tokens_per_second"] * args.world_size) / 3600
     nearest = min(RECIPES, key=lambda name: abs(math.log(RECIPES[name] / size.pairs)))
     rows = {

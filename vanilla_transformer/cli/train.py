@@ -59,7 +59,7 @@ def main() -> None:
     trainer = make_trainer(model, tokenizer, training_args, prepared.splits)
     trainer.add_callback(OptionsCallback(options, text))
     trainer.card_arguments = model_args, data_args
-    trainer.target_tokens_per_epoch = prepared.target_tokens_of_epoch(training_args)
+    trainer.target_tokens_per_epoch = prepared.target_tokens
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.exit_if_interrupted()
     load_averaged_checkpoints(trainer)

@@ -9,6 +9,11 @@ def is_url(path: str | Path) -> bool:
     return "://" in str(path)
 
 
+def is_no_file(path: str | Path) -> bool:
+    """Whether there is something on this machine that is no file: a pipe, a device or a folder."""
+    return not is_url(path) and Path(path).exists() and not Path(path).is_file()
+
+
 def as_path(path: str | Path) -> Path:
     """A path for the name of a local file, or an object with the same methods for a URL.
 

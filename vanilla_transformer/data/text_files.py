@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .parquet_files import is_parquet, read_column
-from .paths import as_path, is_url
+from .paths import as_path, is_no_file, is_url
 
 READ_SIZE = 2**20  # bytes
 
@@ -144,7 +144,7 @@ def expect_parallel(source: str | Path, target: str | Path, column: str | None =
     """Raise a ValueError if two files have different numbers of lines, or can't be read again. The
     source may be a `column` of a parquet file."""
     for path in (source, target):
-        if not is_url(path) and Path(path).exists() and not Path(path).is_file():
+        if is_no_file(path):
             raise ValueError(f"{path}: expected a file, not a pipe, as it is read twice")
     lines = [sum(1 for _ in file) for file in (read_file(source, column), read_file(target))]
     if lines[0] != lines[1]:

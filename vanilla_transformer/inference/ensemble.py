@@ -99,7 +99,7 @@ class VanillaTransformerEnsemble(
         Raises:
             ValueError: An input or output that an ensemble does not have is given or asked for.
         """
-        expect_none(kwargs)
+        expect_supported(kwargs)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask)
         if use_cache and cache is None:
@@ -148,7 +148,7 @@ class VanillaTransformerEnsemble(
         options.kwargs[CACHE_NAME] = EnsembleCache(caches)
 
 
-def expect_none(options: dict[str, Any]) -> None:
+def expect_supported(options: dict[str, Any]) -> None:
     """Raise a ValueError if one of these asks for what only a single model has."""
     names = ("labels", "inputs_embeds", "decoder_inputs_embeds", "output_attentions")
     for name in (*names, "output_hidden_states"):
@@ -173,7 +173,7 @@ class EnsembleEncoder(nn.Module):
         **kwargs: Any,
     ) -> BaseModelOutput:
         """(batch, source_length) token ids to (batch, source_length, sum of d_model) states."""
-        expect_none(kwargs)
+        expect_supported(kwargs)
         states = [encoder(input_ids, attention_mask)[0] for encoder in self.encoders]
         return BaseModelOutput(torch.cat(states, -1))
 

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..data.parquet_files import add_column, find_text_column, is_parquet
-from ..data.paths import as_path, is_url
+from ..data.paths import as_path, is_no_file, is_url
 from ..data.text_files import expect_other_file, is_gzip, read_file
 
 Chunk = tuple[int, list[str]]  # the index of the first line, and lines
@@ -196,14 +196,13 @@ def expect_files(
     """Raise a ValueError, or a FileNotFoundError for the output's folder, unless these files can be
     a source and an output. `None` is a stream."""
     expect_other_file(output, source=source)
-    if output is not None and not is_url(output):
-        if not Path(output).parent.is_dir():
-            raise FileNotFoundError(f"output={str(output)!r}: expected a folder that exists")
-        if Path(output).exists() and not Path(output).is_file():
-            raise ValueError(
-                f"output={str(output)!r}: expected a file, which is replaced; without it, standard "
-                "output is used"
-            )
+    if output is not None and not is_url(output) and not Path(output).parent.is_dir():
+        raise FileNotFoundError(f"output={str(output)!r}: expected a folder that exists")
+    if output is not None and is_no_file(output):
+        raise ValueError(
+            f"output={str(output)!r}: expected a file, which is replaced; without it, standard "
+            "output is used"
+        )
     for name, path, other in (("source", source, output), ("output", output, source)):
         if path is not None and other is None and (is_parquet(path) or is_url(path)):
             expected = "output" if name == "source" else "source"

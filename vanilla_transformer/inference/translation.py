@@ -172,12 +172,12 @@ def _prefix_limit(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> fl
     options, limit = GenerationOptions(model.generation_config, None, generate_kwargs), math.inf
     if options["max_new_tokens"] is None and options.first_of(LIMITS) == "max_length":
         limit = options["max_length"] - 1
-    return min(limit, (count_positions(model) or math.inf) - 1)
+    return min(limit, (position_limit(model) or math.inf) - 1)
 
 
-def count_positions(model: PreTrainedModel) -> int | None:
-    """The rows of a model's tables of positions, and so the tokens of its longest text; None where
-    there is no table, or one that grows."""
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The tokens of the longest text that a model's table of positions allows; None where there is
+    no table, or one that grows."""
     if getattr(model.config, "position_encoding", None) == "learned":
         return model.config.max_position_embeddings
     modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
@@ -194,7 +194,7 @@ def set_output_limit(model: PreTrainedModel) -> None:
     limited = config.max_length is not None or config.max_new_tokens is not None
     if not limited and not hasattr(model, "extra_output_tokens"):
         longest = 1 + DEFAULT_NEW_TOKENS  # with the token that starts it
-        config.max_length = min(longest, count_positions(model) or longest)
+        config.max_length = min(longest, position_limit(model) or longest)
 
 
 def decoder_start(

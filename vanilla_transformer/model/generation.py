@@ -145,13 +145,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
                 return self.generate(inputs, generation_config, **kwargs)
         self._forget_limit_of_trainer()
         expect_prompt({"inputs": inputs, **kwargs})
-        kwargs = rename_cache(kwargs, CACHE_NAME)
-        if hasattr(kwargs.get("tokenizer"), "target_tokenizer"):  # where `stop_strings` are
-            target = kwargs["tokenizer"].target_tokenizer
-            kwargs["tokenizer"] = PreTrainedTokenizerFast(tokenizer_object=target)
-        assistant = kwargs.get("assistant_model")
-        if isinstance(assistant, VanillaTransformerGenerationMixin):  # compared with this one
-            kwargs["assistant_model"] = assistant._with_target_vocabulary()
+        kwargs = read_target_vocabulary(rename_cache(kwargs, CACHE_NAME))
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
         expect_generation_options(options.all(), self.config.target_vocab_size)
         options.use_length_penalty_type()
@@ -328,6 +322,18 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         model.config = copy.copy(self.config)
         model.config.vocab_size = self.config.decoder_vocab_size
         return model
+
+
+def read_target_vocabulary(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of `generate()`, with the target's vocabulary where transformers would read the
+    source's: in the tokenizer, for `stop_strings`, and in an assistant, which it compares."""
+    target = getattr(kwargs.get("tokenizer"), "target_tokenizer", None)
+    if target is not None:
+        kwargs = {**kwargs, "tokenizer": PreTrainedTokenizerFast(tokenizer_object=target)}
+    assistant = kwargs.get("assistant_model")
+    if isinstance(assistant, VanillaTransformerGenerationMixin):
+        kwargs = {**kwargs, "assistant_model": assistant._with_target_vocabulary()}
+    return kwargs
 
 
 class GenerationOptions:

@@ -12,7 +12,7 @@ from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
 from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_dataset
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import expect_whole, log_coverage
-from ..inference.translation import count_positions
+from ..inference.translation import position_limit
 from .arguments import ModelArguments, TranslationTrainingArguments
 from .defaults import (
     TextSize,
@@ -35,6 +35,8 @@ class Preparation(NamedTuple):
         pairs: The splits as text, columns `source` and `target`.
         splits: The same as token ids, columns `input_ids` and `labels`.
         size: The size of the training text; None if it is a stream.
+        target_tokens: Those that an epoch trains on: `oversized="drop"` leaves pairs out. None for
+            a stream.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -42,16 +44,7 @@ class Preparation(NamedTuple):
     pairs: Any
     splits: dict[str, Any]
     size: TextSize | None
-
-    def target_tokens_of_epoch(self, arguments: TranslationTrainingArguments) -> int | None:
-        """Target tokens that an epoch trains on, without those of pairs that `oversized="drop"`
-        leaves out; None for a stream."""
-        if self.size is None:
-            return None
-        if arguments.max_tokens is None or arguments.oversized != "drop":
-            return self.size.target_tokens
-        source, target = count_tokens(self.splits["train"])
-        return int(target[np.maximum(source, target) <= arguments.max_tokens].sum())
+    target_tokens: int | None
 
 
 def prepare(
@@ -90,12 +83,16 @@ def prepare(
     choose_open_options(training_args, getattr(model.config, "d_model", None), size)
     advise_on_precision(training_args)
     extend_output_limit(model, size)
+    target_tokens = None if size is None else size.target_tokens
+    if size is not None and training_args.oversized == "drop" and training_args.max_tokens:
+        source, target = count_tokens(splits["train"])
+        target_tokens = int(target[np.maximum(source, target) <= training_args.max_tokens].sum())
     if data_args.bpe_dropout:
         encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
         limits = (data_args.max_source_length, data_args.max_target_length)
         splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
     logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
-    return Preparation(tokenizer, model, pairs, splits, size)
+    return Preparation(tokenizer, model, pairs, splits, size, target_tokens)
 
 
 def warn_of_another_vocabulary(
@@ -144,7 +141,7 @@ def warn_of_changed_references(
 def expect_positions(model: PreTrainedModel, splits: Mapping[str, Any]) -> None:
     """Raise a ValueError if a text is longer than this model's table of positions. Streams are not
     checked."""
-    limit = count_positions(model)
+    limit = position_limit(model)
     if limit is None:
         return
     for name, split in splits.items():

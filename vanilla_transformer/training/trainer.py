@@ -214,15 +214,14 @@ def make_model(
     attention = {"attn_implementation": arguments.attn_implementation}
     if arguments.model_name_or_path is not None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # our own models never use it
-        overrides = arguments.overrides()
-        config = AutoConfig.from_pretrained(arguments.model_name_or_path) if overrides else None
-        for name in overrides:
-            if not hasattr(config, name):
-                raise ValueError(
-                    f"config_overrides has {name!r}: no field of {type(config).__name__}"
-                )
-        options = {**attention, **overrides}
-        return AutoModelForSeq2SeqLM.from_pretrained(arguments.model_name_or_path, **options)
+        name = arguments.model_name_or_path
+        config, unknown = AutoConfig.from_pretrained(
+            name, return_unused_kwargs=True, **arguments.overrides()
+        )
+        if unknown:
+            first, kind = next(iter(unknown)), type(config).__name__
+            raise ValueError(f"config_overrides has {first!r}: no field of {kind}")
+        return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **attention)
     bos = tokenizer.bos_token_id
     separate = {}
     if isinstance(tokenizer, VanillaTransformerTokenizer):
