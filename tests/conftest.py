@@ -13,6 +13,7 @@ import textwrap
 import time
 import traceback
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 # Set before transformers and datasets are imported: no test may reach a hub.
@@ -61,8 +62,9 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def curves(request, monkeypatch):
-    """Only tests marked with `curves` draw those of a training, which take half of its time."""
-    if request.node.get_closest_marker("curves") is None:
+    """Only tests marked with `curves` draw those of a training, which take half of its time. Where
+    there is no package to train with, there is nothing to draw."""
+    if request.node.get_closest_marker("curves") is None and find_spec("datasets"):
         draw = "vanilla_transformer.training.trainer.CurvesCallback.on_train_end"
         monkeypatch.setattr(draw, lambda *args, **kwargs: None)
 

@@ -130,6 +130,8 @@ def on_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(varlen.varlen, "varlen_attn", attend))
         kernel = mock.patch.object(loss, "_gpu_kernel", return_value=softmax_less_label)
         stack.enter_context(kernel)
+        stack.enter_context(mock.patch.object(loss, "_has_wide_products", return_value=True))
+        stack.enter_context(mock.patch.object(loss, "_add_product", add_product))
         stack.enter_context(OnGPU())
         yield
 
@@ -152,6 +154,11 @@ def softmax_less_label(
 ) -> torch.Tensor:
     """An operation in the place of the loss's kernel, and one for the sum of what it writes."""
     return out.copy_(scores)[:, 0].sum()
+
+
+def add_product(total: torch.Tensor, *args: Any) -> None:
+    """An operation in the place of a product that is added up."""
+    total.mul_(1)
 
 
 class OnGPU(TorchFunctionMode):

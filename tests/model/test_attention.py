@@ -53,7 +53,7 @@ def attend_on_gpu(queries, mask=None):
     module = nn.Module()
     module.is_causal = True
     options = {"scaling": 0.5, "dropout": 0.0}
-    return attention.attend_without_cudnn(module, queries, queries, queries, mask, **options)[0]
+    return attention.attend_on_gpu(module, queries, queries, queries, mask, **options)[0]
 
 
 def test_a_gpu_attends_without_cudnn_which_plans_every_shape(has_cudnn):
@@ -112,7 +112,7 @@ def test_a_compiled_attention_uses_what_the_caller_has_enabled(allowed, expected
 
 def test_a_compiled_attention_keeps_cudnn_where_it_is_the_only_kernel():
     with sdpa_kernel(CUDNN):
-        assert attention.enabled_kernels() == [CUDNN]
+        assert attention.enabled_kernels(False) == [CUDNN]
 
 
 # ---------------------------------------------------------------- attention in half precision

@@ -19,6 +19,7 @@ from vanilla_transformer import (
 )
 from vanilla_transformer.model.loss import fused_linear_cross_entropy
 from vanilla_transformer.model.modeling_vanilla_transformer import label_smoothed_cross_entropy
+from vanilla_transformer.training.compilation import compile_layers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,9 +152,7 @@ def test_a_compiled_model_learns_the_same(what):
     if what == "model":
         model.forward = torch.compile(model.forward, dynamic=True)
     else:
-        for stack in (model.get_encoder(), model.get_decoder()):
-            for layer in stack.layers:
-                layer.compile(dynamic=True)
+        compile_layers(model.train())
     for rows in (4, 6):
         learn(model, on_gpu(batch_of(rows=rows)))
         model.zero_grad()

@@ -35,6 +35,7 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 # ---------------------------------------------------------------- Kernels
 
 NO_ATTENTION_OPTIONS = {"use_cache", "output_hidden_states"}
+FLASH_TILE = 128  # positions
 
 
 class FastAttention(AttentionInterface):
@@ -79,7 +80,7 @@ def sdpa_attention(
         return attend_with_shared_keys(again, module, query, key, value, attention_mask, **options)
     attend: AttentionFunction = sdpa_attention_forward
     if query.device.type == "cuda":
-        attend = attend_without_cudnn
+        attend = attend_on_gpu
         if attention_mask is not None and attention_mask.is_floating_point():
             attention_mask = attention_mask.to(query.dtype)  # a quantized layer may choose its own
     known = {"scaling", "dropout"} | NO_ATTENTION_OPTIONS
@@ -134,30 +135,49 @@ def one_row_for_all_queries(is_token: torch.Tensor, states: torch.Tensor) -> tor
     return scores[:, None, None, :length]
 
 
-def attend_without_cudnn(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    """`sdpa_attention_forward` without cuDNN's kernel, which torch 2.11 to 2.13 prefer on Hopper
-    and Blackwell. It plans each new shape, which takes longer than a training step, and sentences
-    have many shapes. It stays where the caller has left no alternative."""
+def attend_on_gpu(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """`sdpa_attention_forward` without two kernels that torch 2.11 to 2.13 prefer, unless the
+    caller has left no alternative. cuDNN's, on Hopper and Blackwell, plans each new shape, which
+    takes longer than a training step, and sentences have many shapes. Flash attention works on
+    tiles of 128 positions: for short sentences, the memory-efficient kernel is twice as fast."""
+    arguments, is_short = (module, query, key, value, *mask), fits_a_tile(module, query, key, value)
     if torch.compiler.is_compiling():
-        with sdpa_kernel(enabled_kernels()):
-            return sdpa_attention_forward(*args, **options)
+        with sdpa_kernel(enabled_kernels(True) if is_short else enabled_kernels(False)):
+            return sdpa_attention_forward(*arguments, **options)
     kernels = torch.backends.cuda
-    before = kernels.cudnn_sdp_enabled()
-    kernels.enable_cudnn_sdp(before and not kernels.math_sdp_enabled())
+    cudnn, flash = kernels.cudnn_sdp_enabled(), kernels.flash_sdp_enabled()
+    kernels.enable_cudnn_sdp(cudnn and not kernels.math_sdp_enabled())
+    kernels.enable_flash_sdp(flash and not (is_short and kernels.mem_efficient_sdp_enabled()))
     try:
-        return sdpa_attention_forward(*args, **options)
+        return sdpa_attention_forward(*arguments, **options)
     finally:
-        kernels.enable_cudnn_sdp(before)
+        kernels.enable_cudnn_sdp(cudnn)
+        kernels.enable_flash_sdp(flash)
+
+
+def fits_a_tile(module: torch.nn.Module, *heads: torch.Tensor) -> bool:
+    """Whether these are short sentences in training, in heads that the memory-efficient kernel
+    takes: their width is a multiple of 8."""
+    if not module.training or any(states.shape[3] % 8 for states in heads):
+        return False
+    return all(states.shape[2] <= FLASH_TILE for states in heads)
 
 
 @torch.compiler.assume_constant_result
-def enabled_kernels() -> list[SDPBackend]:
+def enabled_kernels(is_short: bool) -> list[SDPBackend]:
     """What a compiler may choose from. It can't ask, and follows no later change."""
     kernels = torch.backends.cuda
-    has_math = kernels.math_sdp_enabled()
+    has_math, is_efficient = kernels.math_sdp_enabled(), kernels.mem_efficient_sdp_enabled()
     enabled = {
-        SDPBackend.FLASH_ATTENTION: kernels.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: kernels.mem_efficient_sdp_enabled(),
+        SDPBackend.FLASH_ATTENTION: kernels.flash_sdp_enabled() and not (is_short and is_efficient),
+        SDPBackend.EFFICIENT_ATTENTION: is_efficient,
         SDPBackend.MATH: has_math,
         SDPBackend.CUDNN_ATTENTION: kernels.cudnn_sdp_enabled() and not has_math,
     }
@@ -183,13 +203,16 @@ def unfused_attention(
     """The `equation`, with the masks of `sdpa_attention_forward`: a mask is added to the scores, or
     is True where a key is visible, and a query that sees no key gets 0. Without a mask, the queries
     of a causal module see no later key."""
-    if attention_mask is None and module.is_causal and query.shape[2] > 1:
+    given = attention_mask
+    if given is None and module.is_causal and query.shape[2] > 1:
         attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-    if attention_mask is None or attention_mask.dtype != torch.bool:
-        return equation(module, query, key, value, attention_mask, **options)[0], None
     output, _ = equation(module, query, key, value, attention_mask, **options)
-    sees_any = attention_mask.any(-1)  # (..., query_length)
-    return output if sees_any.all() else output * sees_any.transpose(-1, -2)[..., None], None
+    if given is None or given.dtype != torch.bool:
+        return output, None
+    sees_any = given.any(-1)  # (..., query_length)
+    if not is_tracing() and sees_any.all():
+        return output, None
+    return output * sees_any.transpose(-1, -2)[..., None], None
 
 
 def flash_or_flex_attention(
@@ -210,7 +233,7 @@ def flash_or_flex_attention(
     elif isinstance(attention_mask, torch.Tensor):
         if attention_mask.ndim == 2 and module.is_cross_attention:
             attention_mask = attention_mask[:, None, None].bool()
-        attend = attend_without_cudnn if attention_mask.ndim == 4 else attend
+        attend = attend_on_gpu if attention_mask.ndim == 4 else attend
     return attend(module, query, key, value, attention_mask, **options)
 
 

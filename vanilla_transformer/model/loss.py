@@ -100,7 +100,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         grad_projection = product = None
         if wants_grad_projection:
             grad_projection = torch.zeros_like(projection, dtype=wide)
-            product = torch.empty_like(projection) if wide != dtype else None
+            if wide != dtype and not _has_wide_products(projection.device):
+                product = torch.empty_like(projection)
         rows, cached_rows = (
             max(passes, number // passes * passes)
             for number in _rows_at_a_time(states, len(projection))
@@ -143,18 +144,25 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         return grad_states, grad_projection, *(None,) * 8
 
 
+def _has_wide_products(device: torch.device) -> bool:
+    """Whether products of half precision can be written, and added up, in float32."""
+    return device.type == "cuda" and torch.version.cuda is not None
+
+
 def _add_product(
     total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: torch.Tensor | None
 ) -> None:
-    """Adds left^T right to a total; where that is wider than they are, by way of `product`."""
-    if product is None:
+    """Adds left^T right to a total, by way of `product` where that is given."""
+    if total.dtype == left.dtype:
         total.addmm_(left.t(), right)
-        return
-    torch.mm(left.t(), right, out=product)
-    # A CPU has each slice in its cache; elsewhere, each would be a kernel.
-    rows = ROWS if total.device.type == "cpu" else len(total)
-    for wide, narrow in _split(rows, total, product):
-        wide += narrow
+    elif product is None:
+        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
+    else:
+        torch.mm(left.t(), right, out=product)
+        # A CPU has each slice in its cache; elsewhere, each would be a kernel.
+        rows = ROWS if total.device.type == "cpu" else len(total)
+        for wide, narrow in _split(rows, total, product):
+            wide += narrow
 
 
 def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:
@@ -165,7 +173,7 @@ def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:
     tiles of up to 128 rows.
     """
     if states.device.type != "cpu":
-        rows = max(128, 2**26 // vocab_size // 128 * 128)
+        rows = max(128, 2**27 // vocab_size // 128 * 128)
         return rows, rows
     rows = min(ROWS if states.dtype.itemsize > 2 else 2 * ROWS, max(1, 2**24 // vocab_size))
     return rows, max(1, 2**17 // vocab_size)

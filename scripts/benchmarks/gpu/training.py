@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional as F
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from scripts.benchmarks.gpu import varlen
 from scripts.benchmarks.gpu.cells import Cell, Worker, describe
@@ -24,6 +24,7 @@ from scripts.benchmarks.peers import PEERS, SMOOTHING, Size
 from scripts.benchmarks.speed import training, training_batch
 from vanilla_transformer.data.token_batches import TokenBudgetSampler
 from vanilla_transformer.model.loss import fused_linear_cross_entropy
+from vanilla_transformer.training.compilation import compile_layers
 
 SOURCE_MEAN, TARGET_MEAN = 27, 28  # tokens of a sentence
 SPREAD, RATIO_SPREAD = 0.6, 0.2  # standard deviations of logarithms
@@ -64,6 +65,7 @@ LAYERS_COMPILED = {
     "ours, packed, varlen_attn, layers compiled": Contender(
         attention=varlen.NAME, compiled="layers"
     ),
+    "marian, layers compiled": Contender("marian", compiled="layers"),
     "ours, packed, flex": Contender(attention="flex_attention"),  # it compiles itself
 }
 COMPILED = {
@@ -172,16 +174,14 @@ def training_flops(size: Size, source: torch.Tensor, target: torch.Tensor) -> fl
 # ---------------------------------------------------------------- Steps
 
 
-def make_model(plan: Plan, size: str, contender: Contender) -> torch.nn.Module:
+def make_model(plan: Plan, size: str, contender: Contender) -> nn.Module:
     with torch.device(plan.device):
         model = PEERS[contender.peer](plan.sizes[size])
     if contender.attention is not None:
         varlen.register()
         model.set_attn_implementation(contender.attention)
     if contender.compiled == "layers":
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.compile(dynamic=True)
+        compile_layers(model)
     elif contender.compiled == "model":
         model.forward = torch.compile(model.forward, dynamic=True)
     return model
@@ -215,7 +215,7 @@ def measure_largest(plan: Plan, size: str, contender: Contender) -> dict[str, An
 
 
 def steps(
-    plan: Plan, size: str, contender: Contender, model: torch.nn.Module, tokens: int, count: int
+    plan: Plan, size: str, contender: Contender, model: nn.Module, tokens: int, count: int
 ) -> dict[str, Any]:
     batches: list[dict[str, Any]] = [*wmt_batches(plan.sizes[size], tokens, count, plan.device)]
     source = torch.cat([batch["attention_mask"].sum(1) for batch in batches]).cpu()
@@ -277,8 +277,8 @@ def measure_loss(plan: Plan, size: str, name: str) -> dict[str, Any]:
     shape = plan.sizes[size]
     options = {"device": plan.device, "dtype": torch.bfloat16, "requires_grad": True}
     states = torch.randn(plan.tokens, shape.d_model, **options)
-    matrix = torch.nn.Parameter(torch.empty(shape.vocab_size, shape.d_model, **options))
-    torch.nn.init.normal_(matrix, std=shape.d_model**-0.5)
+    matrix = nn.Parameter(torch.empty(shape.vocab_size, shape.d_model, **options))
+    nn.init.normal_(matrix, std=shape.d_model**-0.5)
     labels = torch.randint(shape.vocab_size, (plan.tokens,), device=plan.device)
     compute = LOSSES[name]
     if name.endswith("compiled"):

@@ -1,0 +1,32 @@
+"""Training with compiled layers: the same layer many times, compiled once."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+GRAPHS = 64  # of a layer: torch's limit of 8 is below the kinds of batches, with padding or without
+
+
+def compile_layers(model: nn.Module, **options: Any) -> None:
+    """Compile what each layer of encoder and decoder does in training, for batches of any shape.
+
+    What is around the layers stays as it is, the loss without logits too, and so does generation,
+    which would compile each of its steps anew.
+
+    Args:
+        model: Any of transformers' models.
+        options: Of `torch.compile`.
+    """
+    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            compiled = torch.compile(layer.forward, dynamic=True, **options)
+            layer.forward = partial(_forward, layer, layer.forward, compiled)
+
+
+def _forward(layer: nn.Module, plain: Callable, compiled: Callable, *args: Any, **kwargs: Any) -> Any:
+    return (compiled if layer.training else plain)(*args, **kwargs)
