@@ -1,5 +1,6 @@
 import faulthandler
 import gc
+import inspect
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ import transformers
 from accelerate.state import AcceleratorState
 from packaging.version import Version
 from torch import distributed
+from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
 from vanilla_transformer import (
@@ -34,6 +36,8 @@ from vanilla_transformer import (
 from vanilla_transformer.data.tokenization import train_tokenizer
 
 REPOSITORY = Path(__file__).parents[1]
+# Up to some version after 5.17, transformers reads back what it has not finished offloading.
+OFFLOADS_IN_ORDER = "prefetch_stream.wait_stream" in inspect.getsource(Cache.update)
 
 # Small, and with every size different, so that no two can be taken for each other.
 SMALL = {

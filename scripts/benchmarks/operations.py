@@ -28,7 +28,7 @@ from scripts.benchmarks.peers import PEERS, Size
 from scripts.benchmarks.speed import generation, sources, training, training_batch
 from scripts.benchmarks.turns import settle
 from scripts.reports import markdown, write
-from vanilla_transformer.model import loss
+from vanilla_transformer.model import attention, loss
 
 GPU = torch.device("cuda", 0)
 ANSWERS = {  # of the attributes that tell where a tensor is
@@ -130,6 +130,7 @@ def on_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(varlen.varlen, "varlen_attn", attend))
         kernel = mock.patch.object(loss, "_gpu_kernel", return_value=softmax_less_label)
         stack.enter_context(kernel)
+        stack.enter_context(mock.patch.object(attention, "fits_a_tile", return_value=False))
         stack.enter_context(mock.patch.object(loss, "_has_wide_products", return_value=True))
         stack.enter_context(mock.patch.object(loss, "_add_product", add_product))
         stack.enter_context(OnGPU())

@@ -28,6 +28,11 @@ from vanilla_transformer.model.modeling_vanilla_transformer import (
 
 # ---------------------------------------------------------------- kernels of a GPU
 
+FLASH, EFFICIENT, MATH, CUDNN = (
+    getattr(SDPBackend, name)
+    for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
+)
+
 
 @pytest.fixture
 def enabled():
@@ -48,9 +53,9 @@ def has_cudnn(enabled, monkeypatch):
     return seen
 
 
-def attend_on_gpu(queries, mask=None):
+def attend_on_gpu(queries, mask=None, training=True):
     """What "sdpa" does on a GPU."""
-    module = nn.Module()
+    module = nn.Module().train(training)
     module.is_causal = True
     options = {"scaling": 0.5, "dropout": 0.0}
     return attention.attend_on_gpu(module, queries, queries, queries, mask, **options)[0]
@@ -75,6 +80,37 @@ def test_cudnn_stays_where_it_is_the_callers_only_kernel(has_cudnn):
     assert has_cudnn == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("shape", "training", "allowed", "has_flash"),
+    [
+        ((2, 3, 128, 8), True, [FLASH, EFFICIENT, MATH], False),
+        ((2, 3, 129, 8), True, [FLASH, EFFICIENT, MATH], True),  # longer than a tile
+        ((2, 3, 128, 8), False, [FLASH, EFFICIENT, MATH], True),
+        ((2, 3, 128, 4), True, [FLASH, EFFICIENT, MATH], True),  # the other kernel can't
+        ((2, 3, 128, 8), True, [FLASH, MATH], True),
+        ((2, 3, 128, 8), True, [EFFICIENT, MATH], False),
+    ],
+)
+def test_short_sentences_train_without_the_large_tiles_of_flash_attention(
+    monkeypatch, shape, training, allowed, has_flash
+):
+    seen = []
+
+    def attend(*args, **options):
+        seen.append(torch.backends.cuda.flash_sdp_enabled())
+        return sdpa_attention_forward(*args, **options)
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", attend)
+    queries = torch.randn(shape)
+    with sdpa_kernel(allowed):
+        output = attend_on_gpu(queries, training=training)
+        assert torch.backends.cuda.flash_sdp_enabled() == (FLASH in allowed)
+        assert (FLASH in attention.enabled_kernels(not has_flash)) == has_flash
+    assert seen == [has_flash]
+    expected = F.scaled_dot_product_attention(*[queries] * 3, is_causal=True, scale=0.5)
+    torch.testing.assert_close(output.transpose(1, 2), expected)
+
+
 @pytest.mark.usefixtures("enabled")
 def test_a_compiled_attention_on_a_gpu_is_the_same():
     compiled = torch.compile(attend_on_gpu, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -82,12 +118,6 @@ def test_a_compiled_attention_on_a_gpu_is_the_same():
         queries = torch.randn(2, 3, length, 4)
         torch.testing.assert_close(compiled(queries), attend_on_gpu(queries))
     assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
-FLASH, EFFICIENT, MATH, CUDNN = (
-    getattr(SDPBackend, name)
-    for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
-)
 
 
 @pytest.mark.parametrize(

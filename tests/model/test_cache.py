@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import ragged, random_ids, seq2seq, small_config
+from conftest import OFFLOADS_IN_ORDER, ragged, random_ids, seq2seq, small_config
 from transformers import BartModel, GenerationMixin
 from transformers import logging as transformers_logging
 from transformers.cache_utils import DynamicLayer
@@ -37,6 +37,8 @@ from vanilla_transformer.model.generation import VanillaTransformerGenerationMix
 def test_generation_is_as_with_transformers_own_caches(monkeypatch, options):
     if options.get("cache_implementation") == "offloaded" and not torch.cuda.is_available():
         pytest.skip("transformers offloads caches from a GPU, and there is none")
+    if options.get("cache_implementation") == "offloaded" and not OFFLOADS_IN_ORDER:
+        pytest.skip("this transformers reads back what it has not finished offloading")
     device = "cuda" if options.get("cache_implementation") == "offloaded" else "cpu"
     model = seq2seq().eval().to(device)
     source, mask = (tensor.to(device) for tensor in ragged(9, 2, 5))

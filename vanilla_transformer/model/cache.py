@@ -96,6 +96,8 @@ def update_kv_cache(
     if cache.is_updated.get(layer_idx):
         layer = cross.layers[layer_idx]
         if getattr(cross, "offloading", False):  # which only an update brings back
+            if states.is_cuda:
+                torch.cuda.default_stream(states.device).wait_stream(cross.prefetch_stream)
             return layer.keys.to(states.device), layer.values.to(states.device)
         return layer.keys, layer.values
     cache.is_updated[layer_idx] = True

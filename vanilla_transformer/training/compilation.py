@@ -22,11 +22,15 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
         options: Of `torch.compile`.
     """
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    compiled: dict[type, Callable] = {}
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            compiled = torch.compile(layer.forward, dynamic=True, **options)
-            layer.forward = partial(_forward, layer, layer.forward, compiled)
+            kind = type(layer)
+            if kind not in compiled:
+                compiled[kind] = torch.compile(kind.forward, dynamic=True, **options)
+            layer.forward = partial(_forward, compiled[kind], layer)
 
 
-def _forward(layer: nn.Module, plain: Callable, compiled: Callable, *args: Any, **kwargs: Any) -> Any:
-    return (compiled if layer.training else plain)(*args, **kwargs)
+def _forward(compiled: Callable, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = compiled if layer.training else type(layer).forward
+    return forward(layer, *args, **kwargs)

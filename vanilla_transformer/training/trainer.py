@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import TorchDynamoPlugin, broadcast_object_list
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -46,6 +46,7 @@ from .checkpoints import (
     is_off_schedule,
     last_complete_checkpoint,
 )
+from .compilation import compile_layers
 from .defaults import TextSize, choose_dropout
 from .diagnosis import LossGapCallback, SourceUseCallback
 from .distributed import (
@@ -309,6 +310,10 @@ def make_trainer(
             *([] if patience is None else [ResumableEarlyStoppingCallback(patience)]),
         ],
     )
+    if arguments.torch_compile:
+        trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # of the model
+        how = {"backend": arguments.torch_compile_backend, "mode": arguments.torch_compile_mode}
+        compile_layers(model, **how)
     trainer.add_callback(CurvesCallback(trainer))
     if trainer.pop_callback(TensorBoardCallback) is not None:
         trainer.add_callback(ResilientTensorBoardCallback())
