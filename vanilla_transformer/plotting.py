@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 # Okabe and Ito's colours, which the colour-blind tell apart too, without yellow, pale on white.
@@ -336,7 +337,10 @@ def attention_maps(
         else:
             predicted = tokenizer(text_target=target, return_tensors="pt")["input_ids"]
             predicted = predicted.to(model.device)
-            read = model.prepare_decoder_input_ids_from_labels(predicted)
+            config = model.generation_config
+            starts = (config.decoder_start_token_id, config.bos_token_id)
+            start = next(token for token in starts if token is not None)
+            read = F.pad(predicted[:, :-1], (1, 0), value=start)
         outputs = model(**inputs, decoder_input_ids=read, output_attentions=True)
     queries, keys = {
         "encoder": (inputs["input_ids"], inputs["input_ids"]),

@@ -3,7 +3,9 @@
 from math import isnan
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, small_config
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.analysis.alignments import (
@@ -13,6 +15,7 @@ from vanilla_transformer.analysis.alignments import (
     score_layers,
 )
 from vanilla_transformer.data.text_files import read_file
+from vanilla_transformer.inference import alignment
 from vanilla_transformer.inference.alignment import add_alignments
 from vanilla_transformer.inference.translation import Hypothesis
 
@@ -53,6 +56,27 @@ def test_the_sample_by_hand_links_words_that_exist():
     assert linked > 0.9 * words
     monotone = [[(place, place) for place in range(len(target.split()))] for _, target in pairs]
     assert score_alignments(monotone, gold).error_rate > 0.5
+
+
+def test_unknown_words_of_a_target_count(monkeypatch):
+    # Decoding leaves them out: the words after one had the index of the word before.
+    names = ["<pad>", "<s>", "</s>", "<unk>", "a", "b", "c"]
+    raw = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 2)])
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **special)
+    model = VanillaTransformerForConditionalGeneration(small_config(vocab_size=len(names)))
+    monkeypatch.setattr(
+        alignment,
+        "_aligned_places",
+        lambda model, inputs, *_: [[*range(inputs["labels"].shape[1])]],
+    )
+    diagonal = frozenset((place, place) for place in range(4))
+    gold = [GoldAlignment(diagonal, diagonal)]
+    for text in ("a b c b", "a Quokka b c"):
+        for score in score_layers([(text, text)], gold, model, tokenizer):
+            assert score == (0, 1, 1)
 
 
 def test_each_layer_is_scored_on_the_given_targets(checkpoint, tokenizer):

@@ -81,6 +81,15 @@ def test_a_tag_and_a_prefix_stand_before_each_source(tmp_path):
     assert sources(load(corpora, **options)) == ["<2fr> translate: a 0", "translate: b 0"]
 
 
+def test_a_blank_source_stays_blank(tmp_path):
+    (tmp_path / "a.en").write_text("a\n \n")
+    (tmp_path / "a.de").write_text("b\nc\n")
+    sides = {"source": [str(tmp_path / "a.en")], "target": [str(tmp_path / "a.de")]}
+    files = {f"test_{side}": paths for side, paths in sides.items()}
+    arguments = load([numbered(tmp_path, "b", 1)], corpus_tags=["<x>"], **files)
+    assert [source.strip() for source in sources(arguments, "test")] == ["<x> a", ""]
+
+
 def test_other_splits_get_the_tags_if_they_have_as_many_corpora(tmp_path):
     corpora = [numbered(tmp_path, "a", 1), numbered(tmp_path, "b", 1)]
     files = {

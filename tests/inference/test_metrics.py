@@ -255,6 +255,24 @@ def test_the_length_of_words_is_in_characters():
     assert ranges == [(1, 2, 2), (3, 4, 2)]
 
 
+def test_the_amount_of_white_space_is_no_error():
+    predictions, references = ["a b", "a b c"], ["a  b ", "a bc"]
+    scores = score_translations(predictions, references, metrics=["exact_match", "ser"])
+    assert (scores["exact_match"], scores["ser"]) == (50, 50)
+
+
+def test_a_tokenizer_of_bleu_that_cannot_be_downloaded_is_named_at_once(monkeypatch):
+    class Offline:
+        TOKENIZERS = ("flores200",)
+
+        def __init__(self, tokenize):
+            raise OSError("no connection")
+
+    monkeypatch.setattr(metrics, "BLEU", Offline)
+    with pytest.raises(OSError, match=r"^bleu_tokenize='flores200': .* downloaded: no connection"):
+        metrics.expect_bleu_tokenizer("flores200", "bleu_tokenize")
+
+
 def test_a_tokenizer_of_bleu_that_lacks_its_packages_is_named(monkeypatch):
     class Lacking:
         TOKENIZERS = ("ja-mecab",)

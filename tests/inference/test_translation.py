@@ -1,11 +1,14 @@
 """Lines in, lines out: order, blank lines, batches by length, bounded reading."""
 
+import copy
 import json
 import math
 
 import pytest
 import torch
 from conftest import REPOSITORY, run_ranks
+from tokenizers import normalizers
+from transformers import pipeline
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.text_files import read_lines
@@ -39,6 +42,18 @@ def alone(model, tokenizer):
 def test_order_is_kept_and_blank_lines_stay_blank(model, tokenizer, alone, batch_size):
     results = translate(LINES, model, tokenizer, batch_size=batch_size, max_new_tokens=6)
     assert list(results) == alone
+
+
+def test_invisible_characters_are_a_blank_line(model, tokenizer):
+    # Engines differed about sources without a token.
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    lines = ["a house", "\u200b", "\u200b\u200b"]
+    found = list(translate(lines, model, tokenizer, max_new_tokens=6))
+    assert found[1:] == ["", ""]
+    assert found[0] == next(translate(["a house"], model, tokenizer, max_new_tokens=6))
+    pipe = pipeline("translation", model=model, tokenizer=tokenizer, num_beams=1, max_new_tokens=6)
+    assert [one["translation_text"] for one in pipe(lines)] == found
 
 
 def test_batches_hold_lines_of_similar_length(model, tokenizer, monkeypatch):

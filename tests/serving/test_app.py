@@ -220,8 +220,10 @@ def test_a_missing_key_file_is_an_error_and_not_an_open_server(tmp_path, monkeyp
 
 
 def test_a_failure_is_answered_without_its_details():
-    answer = post(client(Failing()))
+    origin = {"Origin": "https://example.org"}
+    answer = client(Failing()).post("/translate", json={"q": LINE, **PAIR}, headers=origin)
     assert (answer.status_code, answer.json()) == (500, {"error": "The translation failed"})
+    assert answer.headers["access-control-allow-origin"] == "*"  # or browsers hide the answer
     answer = post(client(Failing()), stream=True)
     assert json.loads(answer.text) == {"error": "The translation failed"}
 

@@ -1,6 +1,7 @@
 """Which sentences share a batch, and what becomes of those that fail or are dropped."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,9 @@ class Recording(BatchingTranslator):
     """Records its batches, and translates to upper case."""
 
     def __init__(self, **options):
-        super().__init__(None, self.tokenize, ServingArguments(batch_wait=0.0, **options))
+        config = SimpleNamespace(position_encoding="learned", max_position_embeddings=99)
+        model = SimpleNamespace(config=config)
+        super().__init__(model, self.tokenize, ServingArguments(batch_wait=0.0, **options))
         self.batches = []
 
     def tokenize(self, sentences):
@@ -43,6 +46,17 @@ def test_requests_that_wait_together_share_a_batch():
     results = together(translator, (["a", "b"],), ([],), (["c"],))
     assert results == [[["A"], ["B"]], [], [["C"]]]
     assert translator.batches == [["a", "b", "c"]]
+
+
+def test_a_sentence_beyond_the_table_of_positions_is_refused_with_its_request_alone():
+    translator = Recording()
+    fine, error = together(translator, (["a"],), (["b", "c " * 100],))
+    assert fine == [["A"]]
+    assert (error.status_code, error.detail) == (
+        400,
+        "a sentence of 100 tokens: expected at most 99",
+    )
+    assert translator.batches == [["a"]]
 
 
 def test_batches_have_similar_lengths_and_the_longest_wait_is_first():

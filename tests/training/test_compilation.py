@@ -83,6 +83,11 @@ def test_layers_of_other_models_are_compiled_too():
     assert graphs
 
 
+def test_a_model_without_layers_that_are_known_as_such_is_left_alone():
+    assert compile_layers(seq2seq(), backend="eager")
+    assert not compile_layers(torch.nn.Transformer(16, 2, 1, 1, 16), backend="eager")
+
+
 def test_torch_compile_compiles_the_layers_of_a_trainer(tmp_path, tokenizer):
     options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
     trainer = small_trainer(tmp_path, tokenizer, **options)

@@ -25,6 +25,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     T5Tokenizer,
+    pipeline,
 )
 
 from vanilla_transformer import (
@@ -41,6 +42,7 @@ from vanilla_transformer.inference.translation import (
     encode_prefixes,
     set_output_limit,
 )
+from vanilla_transformer.plotting import attention_maps
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages
 from vanilla_transformer.training.preparation import expect_positions, prepare
@@ -371,3 +373,34 @@ def test_train_fine_tunes_it_and_saves_what_translation_needs(make, flags, tmp_p
     written = tokenizer.convert_ids_to_tokens(tuned.generate(ids, max_new_tokens=3)[0].tolist())
     start = "<s>" if make is ours else "<pad>"
     assert (target or start) in written[:2]
+
+
+@pytest.mark.parametrize(
+    ("make", "languages"),
+    [(nllb, ("eng_Latn", "fra_Latn")), (mbart, ("en_XX", "fr_XX")), (mbart50, ("en_XX", "fr_XX"))],
+)
+def test_a_pipeline_refuses_languages_that_the_tokenizer_does_not_know(tmp_path, make, languages):
+    # It translated from and into the language of unknown tokens.
+    folder = make(tmp_path / "model")
+    source, target = languages
+    for known, task in ((True, (source, target)), (False, ("en", target)), (False, (source, "fr"))):
+        translator = pipeline("translation_{}_to_{}".format(*task), str(folder), max_new_tokens=3)
+        if known:
+            assert len(translator(["a lake", ""])) == 2
+            continue
+        expected = "src_lang={!r}, tgt_lang={!r}: expected language codes of".format(*task)
+        with pytest.raises(ValueError, match=expected):
+            translator("a lake")
+
+
+@pytest.mark.parametrize("make", [nllb, mbart, t5])
+def test_attention_is_drawn_of_any_model_and_given_target(tmp_path, make):
+    folder = make(tmp_path / "model")
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if make is not t5:
+        set_languages(
+            tokenizer, *(("eng_Latn", "fra_Latn") if make is nllb else ("en_XX", "fr_XX"))
+        )
+    maps = attention_maps(model, tokenizer, SOURCES[0], TARGETS[0])
+    assert len(maps.queries) == len(tokenizer(text_target=TARGETS[0])["input_ids"])

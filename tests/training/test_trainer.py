@@ -50,6 +50,7 @@ from vanilla_transformer.training.arguments import (
     parse_arguments,
 )
 from vanilla_transformer.training.checkpoints import checkpoints_by_step
+from vanilla_transformer.training.defaults import TextSize
 from vanilla_transformer.training.model_card import write_model_card
 from vanilla_transformer.training.preparation import (
     warn_of_another_vocabulary,
@@ -502,6 +503,30 @@ def test_a_checkpoint_of_another_shape_is_not_resumed(checkpoint, tokenizer):
         ValueError, match="different model: its norm_position is 'post', this run's"
     ):
         make_model(other, tokenizer, str(checkpoint))
+
+
+def test_a_resumed_run_keeps_the_dropout_that_was_chosen(checkpoint, tokenizer):
+    # The text may have changed, and with it the choice.
+    text = TextSize(target_tokens=10, distinct_target_tokens=10)
+    overrides = (
+        "d_model=24,encoder_layers=2,decoder_layers=3,encoder_attention_heads=2,"
+        "decoder_attention_heads=4,encoder_ffn_dim=40,decoder_ffn_dim=36"
+    )
+    arguments = ModelArguments(config_overrides=overrides)
+    assert make_model(arguments, tokenizer, None, text).config.dropout == 0.3
+    assert make_model(arguments, tokenizer, str(checkpoint), text).config.dropout == 0.1
+
+
+def test_a_fine_tuned_model_is_not_resumed_with_other_options(checkpoint, tokenizer, tmp_path):
+    arguments = ModelArguments(model_name_or_path=str(checkpoint))
+    model = make_model(arguments, tokenizer, None)
+    model.save_pretrained(tmp_path / "checkpoint-1")
+    make_model(arguments, tokenizer, str(tmp_path / "checkpoint-1"))
+    other = ModelArguments(
+        model_name_or_path=str(checkpoint), config_overrides="scale_embedding=false"
+    )
+    with pytest.raises(ValueError, match="its scale_embedding is True, this run's is False"):
+        make_model(other, tokenizer, str(tmp_path / "checkpoint-1"))
 
 
 # ---------------------------------------------------------------- training

@@ -60,10 +60,17 @@ def main() -> None:
         )
     try:
         module.main()
-    except Exception as error:
-        if sys.flags.dev_mode or needs_traceback(error):
+    except Exception as raised:
+        cause = explanation(raised)
+        if sys.flags.dev_mode or needs_traceback(cause):
             raise
-        sys.exit(f"vanilla-transformer {command}: error: {full_message(error)}")
+        sys.exit(f"vanilla-transformer {command}: error: {full_message(cause)}")
+
+
+def explanation(error: Exception) -> Exception:
+    """The error that says what is wrong: a configuration's is the cause of another."""
+    is_wrapped = type(error).__name__ == "StrictDataclassClassValidationError"
+    return error.__cause__ if is_wrapped and isinstance(error.__cause__, Exception) else error
 
 
 def full_message(error: Exception) -> str:

@@ -189,6 +189,7 @@ def make_quiet_trainer(
     quiet: dict[str, Any] = {
         "output_dir": folder, "eval_strategy": "no", "early_stopping_patience": None,
         "save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "push_to_hub": False, "eval_on_start": False,
     }  # fmt: skip
     for name, value in quiet.items():
         setattr(args, name, value)

@@ -231,4 +231,4 @@ def _mark(corpus: Dataset | IterableDataset, opening: str) -> Dataset | Iterable
 
 
 def _put_before(batch: dict[str, list[str]], opening: str) -> dict[str, list[str]]:
-    return {"source": [opening + text for text in batch["source"]]}
+    return {"source": [opening + text if text.strip() else text for text in batch["source"]]}

@@ -92,7 +92,14 @@ def add_alignments(
             encoded["input_ids"], [list(h.token_ids) for h in hypotheses],
             model, tokenizer, max_tokens, start=decoder_start(model),
         )  # fmt: skip
-        columns = (encoded["input_ids"], encoded["offset_mapping"], places)
+        targets = tokenizer(text_target=[h.text for h in hypotheses], return_offsets_mapping=True)
+        known = [
+            offsets if list(hypothesis.token_ids) == ids else None
+            for hypothesis, ids, offsets in zip(
+                hypotheses, targets["input_ids"], targets["offset_mapping"], strict=True
+            )
+        ]
+        columns = (encoded["input_ids"], encoded["offset_mapping"], places, known)
         for row in zip(sources, hypotheses, *columns, strict=True):
             yield reader.read(*row)
 
@@ -227,8 +234,10 @@ class _AlignmentReader:
         source_ids: Sequence[int],
         offsets: Sequence[tuple[int, int]],
         places: Sequence[int],
+        target_offsets: Sequence[tuple[int, int]] | None = None,
     ) -> Hypothesis:
-        """The hypothesis with its alignment, and with its unknown words replaced."""
+        """The hypothesis with its alignment, and with its unknown words replaced. The offsets are
+        those of its tokens in its text, where the tokenizer makes them of it."""
         ids = hypothesis.token_ids
         words = source.split()
         source_words = _words_at(source, offsets)
@@ -239,13 +248,25 @@ class _AlignmentReader:
         }
         text = self._spell(ids, replaced) if replaced else hypothesis.text
         if self.unit == "words":
-            rows, columns = source_words, self._target_words(ids, replaced)
+            if replaced or target_offsets is None:
+                columns = self._target_words(ids, replaced)
+            else:
+                columns = self._words_of(ids, hypothesis.text, target_offsets)
+            rows = source_words
         else:
             rows = _count(source_ids, self.source_special)
             columns = _count(ids, self.target_special)
         pairs = {(rows[at], column) for at, column in zip(places, columns, strict=False)}
         alignment = tuple(sorted((s, t) for s, t in pairs if s is not None and t is not None))
         return hypothesis._replace(text=text, alignment=alignment)
+
+    def _words_of(
+        self, ids: Sequence[int], text: str, offsets: Sequence[tuple[int, int]]
+    ) -> list[int | None]:
+        """The index of the word of a text that each of its tokens is in, or None."""
+        ends = self.target_special - {unknown_id(self.tokenizer)}
+        words = _words_at(text, offsets)
+        return [None if token in ends else word for token, word in zip(ids, words, strict=True)]
 
     def _target_words(self, ids: Sequence[int], replaced: dict[int, str]) -> list[int | None]:
         """The index of the word that each token is in, or None."""

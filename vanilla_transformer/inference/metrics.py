@@ -30,6 +30,8 @@ LABELS = {
 METRICS_WITHOUT_SOURCE = tuple(name for name in LABELS if name != "comet")
 LOWER_IS_BETTER = frozenset({"ter", "ser", "wer", "per", "cer"})
 SIGNED = frozenset({"bleu", "chrf", "ter"})  # by sacreBLEU
+# Tokenizers of BLEU that need further packages, or a model from the network.
+NEEDS_MORE = ("ja-mecab", "ko-mecab", "spm", "flores101", "flores200", "spBLEU-1K")
 COMET_MODEL = "Unbabel/wmt22-comet-da"
 TESTS = {"bootstrap": "bs", "ar": "ar"}  # paired tests, and sacreBLEU's names of them
 
@@ -101,6 +103,11 @@ class Comet(LineMetric):
         return [[mean, 1] for mean in means.tolist()]
 
 
+def is_one_of(translation: str, references: Sequence[str]) -> bool:
+    """Whether a translation equals a reference, but for the amount of white space."""
+    return translation.split() in map(str.split, references)
+
+
 def edits(split: Callable[[str], Sequence[str]]) -> LineStatistics:
     """Counts the edits from a translation to the nearest reference, and the units of that
     reference."""
@@ -118,11 +125,13 @@ def expect_bleu_tokenizer(name: str | None, option: str = "tokenize") -> None:
     """Raise a ValueError unless sacreBLEU has a tokenizer of this name, or it is None."""
     if name not in (None, *BLEU.TOKENIZERS):
         raise ValueError(f"{option}={name!r}: expected one of {', '.join(BLEU.TOKENIZERS)}")
-    if name in ("ja-mecab", "ko-mecab"):
+    if name in NEEDS_MORE:
         try:
             BLEU(tokenize=name)
-        except RuntimeError as error:  # sacreBLEU says which packages are missing
+        except (RuntimeError, ImportError) as error:  # sacreBLEU says which packages are missing
             raise ImportError(f"{option}={name!r}: {' '.join(str(error).split())}") from error
+        except OSError as error:
+            raise OSError(f"{option}={name!r}: its model can't be downloaded: {error}") from error
 
 
 def make_metrics(
@@ -151,8 +160,10 @@ def make_metrics(
         "bleu": lambda: BLEU(tokenize=tokenize, lowercase=lowercase),
         "chrf": lambda: CHRF(lowercase=lowercase),
         "ter": TER,
-        "exact_match": lambda: LineMetric("exact_match", lambda line, right: (line in right, 1)),
-        "ser": lambda: LineMetric("ser", lambda line, right: (line not in right, 1)),
+        "exact_match": lambda: LineMetric(
+            "exact_match", lambda line, right: (is_one_of(line, right), 1)
+        ),
+        "ser": lambda: LineMetric("ser", lambda line, right: (not is_one_of(line, right), 1)),
         "wer": lambda: LineMetric("wer", edits(str.split)),
         "per": lambda: LineMetric("per", edits(str.split)),
         "cer": lambda: LineMetric("cer", edits(str.strip)),

@@ -264,8 +264,13 @@ class Batches(NamedTuple):
         if any(texts):
             models = (self.model, self.tokenizer)
             prefixes = encode_prefixes(texts, *models, self.generate_kwargs, first)
+        nothing = self.tokenizer("")["input_ids"]  # and the ids of invisible characters
         rows = enumerate(zip(sources, prefixes, strict=True))
-        kept = [row for row, line in zip(rows, lines, strict=True) if line.strip()]
+        kept = [
+            row
+            for row, line in zip(rows, lines, strict=True)
+            if line.strip() and row[1][0] != nothing
+        ]
         batch: dict[int, tuple[list[int], list[int]]] = {}
         for index, row in sorted(kept, key=lambda row: (len(row[1][1]), -len(row[1][0]))):
             if batch and self._is_full(next(iter(batch.values())), row, len(batch)):

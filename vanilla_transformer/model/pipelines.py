@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
 from transformers import AutoModelForSeq2SeqLM, Pipeline, PreTrainedModel, pipelines
 
+LONGEST_NOTHING = 8  # tokens: a prefix and special tokens, without a source
 _LANGUAGE_PAIR = re.compile(r"translation_(.+?)_to_(.+)")
 
 
@@ -139,12 +141,18 @@ class Text2TextGenerationPipeline(Pipeline):
         self._check_source(text)
         encoded = dict(self._tokenize(text, **tokenizer_kwargs))
         encoded.pop("token_type_ids", None)
-        if not text.strip() or not encoded["input_ids"].numel():
+        if not text.strip() or self._is_nothing(encoded["input_ids"], **tokenizer_kwargs):
             # A row with a shape to batch, that `_forward` knows by its mask and never computes.
             encoded["input_ids"] = torch.full((1, 1), self.tokenizer.pad_token_id or 0)
             encoded["attention_mask"] = torch.zeros_like(encoded["input_ids"])
         encoded.setdefault("attention_mask", torch.ones_like(encoded["input_ids"]))
         return encoded
+
+    def _is_nothing(self, ids: torch.Tensor, **tokenizer_kwargs: Any) -> bool:
+        """Whether these are the ids of an empty source, as those of invisible characters are."""
+        if ids.shape[1] > LONGEST_NOTHING:
+            return False
+        return bool(torch.equal(ids, self._tokenize("", **tokenizer_kwargs)["input_ids"]))
 
     def _tokenize(self, text: str, **tokenizer_kwargs: Any) -> Any:
         return self.tokenizer(self.prefix + text, return_tensors="pt", **tokenizer_kwargs)
@@ -262,8 +270,16 @@ class TranslationPipeline(Text2TextGenerationPipeline):
         build = getattr(self.tokenizer, "_build_translation_inputs", None)
         if build is None:
             return super()._tokenize(text, **tokenizer_kwargs)
-        return build(
-            text, return_tensors="pt", src_lang=src_lang, tgt_lang=tgt_lang, **tokenizer_kwargs
+        with suppress(KeyError):  # which some tokenizers raise, and others take for unknown
+            encoded = build(
+                text, return_tensors="pt", src_lang=src_lang, tgt_lang=tgt_lang, **tokenizer_kwargs
+            )
+            marks = (encoded.get("forced_bos_token_id"), *self.tokenizer("")["input_ids"])
+            if (unknown := self.tokenizer.unk_token_id) is None or unknown not in marks:
+                return encoded
+        raise ValueError(
+            f"src_lang={src_lang!r}, tgt_lang={tgt_lang!r}: expected language codes of "
+            f"{type(self.tokenizer).__name__}"
         )
 
 

@@ -177,4 +177,6 @@ async def _json_lines(pieces: AsyncIterator[str], end: float) -> AsyncIterator[s
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, AnyHTTPException):
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-    return JSONResponse({"error": ERRORS[500]["description"]}, 500)
+    # This answer does not pass through the middleware that allows all origins.
+    headers = {"Access-Control-Allow-Origin": "*"}
+    return JSONResponse({"error": ERRORS[500]["description"]}, 500, headers)

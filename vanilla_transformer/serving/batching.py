@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+from fastapi import HTTPException
 from prometheus_client import Counter, Histogram
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..inference.translation import translate, translate_n_best
+from ..inference.translation import position_limit, translate, translate_n_best
 from .arguments import ServingArguments
 
 SENTENCES = Histogram(
@@ -61,6 +62,7 @@ class BatchingTranslator:
         """As in `Translator`.
 
         Raises:
+            HTTPException: A sentence is longer than the model's table of positions (400).
             RuntimeError: What `generate()` raises for one of the sentences, such as a lack of
                 memory.
         """
@@ -68,6 +70,9 @@ class BatchingTranslator:
             return []
         loop = asyncio.get_running_loop()
         ids = self.tokenizer(list(sentences))["input_ids"]
+        longest, limit = max(map(len, ids)), position_limit(self.model)
+        if limit is not None and longest > limit:
+            raise HTTPException(400, f"a sentence of {longest} tokens: expected at most {limit}")
         added = [
             _Waiting(sentence, len(row), n_best, loop.create_future())
             for sentence, row in zip(sentences, ids, strict=True)

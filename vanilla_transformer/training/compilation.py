@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 GRAPHS = 64  # of a layer: torch's limit of 8 is below the kinds of batches, with padding or without
 
 
-def compile_layers(model: nn.Module, **options: Any) -> None:
+def compile_layers(model: nn.Module, **options: Any) -> bool:
     """Compile what each layer of encoder and decoder does in training, for batches of any shape.
 
     What is around the layers stays as it is, the loss without logits too, and so does generation,
@@ -20,6 +20,9 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     Args:
         model: Any of transformers' models.
         options: Of `torch.compile`.
+
+    Returns:
+        Whether there are layers that transformers knows as such: FSMT, for one, has none.
     """
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     compiled: dict[type, Callable] = {}
@@ -29,6 +32,7 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
             if kind not in compiled:
                 compiled[kind] = torch.compile(kind.forward, dynamic=True, **options)
             layer.forward = partial(_forward, compiled[kind], layer)
+    return bool(compiled)
 
 
 def _forward(compiled: Callable, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,10 @@ def read_log(folder: str | Path) -> Log:
     log = max(map(_read_state, paths), key=lambda state: state.global_step).log_history
     wanted = LOSSES | SCORES
     if not any(name in entry for entry in log for name in wanted):
-        raise ValueError(f"{folder}: its log has none of {', '.join(wanted)}")
+        raise ValueError(
+            f"{folder}: its log has none of {', '.join(wanted)}: expected a training of at least "
+            "logging_steps updates"
+        )
     return log
 
 

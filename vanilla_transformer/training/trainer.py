@@ -222,6 +222,8 @@ def make_model(
         if unknown:
             first, kind = next(iter(unknown)), type(config).__name__
             raise ValueError(f"config_overrides has {first!r}: no field of {kind}")
+        if checkpoint is not None:
+            _check_same_model(config, checkpoint)
         return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **attention)
     bos = tokenizer.bos_token_id
     separate = {}
@@ -241,7 +243,11 @@ def make_model(
         **{**tokens, **arguments.overrides()},
     )
     if size is not None and not arguments.states_dropout():
-        config.dropout = choose_dropout(config, size)
+        if checkpoint is None:
+            config.dropout = choose_dropout(config, size)
+        else:  # the text may have changed
+            saved = AutoConfig.from_pretrained(checkpoint)
+            config.dropout = getattr(saved, "dropout", config.dropout)
     if checkpoint is not None:
         _check_same_model(config, checkpoint)
     return VanillaTransformerForConditionalGeneration(config)
@@ -310,10 +316,11 @@ def make_trainer(
             *([] if patience is None else [ResumableEarlyStoppingCallback(patience)]),
         ],
     )
-    if arguments.torch_compile:
-        trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # of the model
+    # Replicas of `DataParallel` would all compute with the layers of the first GPU.
+    if arguments.torch_compile and arguments.n_gpu <= 1:
         how = {"backend": arguments.torch_compile_backend, "mode": arguments.torch_compile_mode}
-        compile_layers(model, **how)
+        if compile_layers(model, **how):  # and not the model as a whole
+            trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
     trainer.add_callback(CurvesCallback(trainer))
     if trainer.pop_callback(TensorBoardCallback) is not None:
         trainer.add_callback(ResilientTensorBoardCallback())

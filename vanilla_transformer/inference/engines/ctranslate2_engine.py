@@ -75,7 +75,7 @@ class Found(NamedTuple):
 
     def score(self, penalty: float) -> float:
         """What it is ranked by."""
-        return self.log_probability / len(self.ids) ** penalty
+        return self.log_probability / max(1, len(self.ids)) ** penalty
 
 
 class CTranslate2Engine:
