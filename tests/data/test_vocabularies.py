@@ -233,6 +233,19 @@ def test_codes_split_words(tmp_path):
     assert tokenizer.decode(ids, skip_special_tokens=True) == "haus has"
 
 
+def test_a_word_ends_with_an_unknown_unit():
+    """As in fairseq, which prints `<unk>` and a space; the next word was glued to it."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "a@@", "b", "ab", "a", "b@@", "c"]
+    vocab = {name: number for number, name in enumerate(names)}
+    tokenizer = vocabularies.bpe_codes([("a", "b</w>")], vocab, Specials())
+    for text, expected in (
+        ("ab 日 c", "ab <unk> c"), ("ab日 c", "ab<unk> c"), ("a日b c", "a<unk> b c"),
+        ("日", "<unk>"),
+    ):  # fmt: skip
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == expected
+
+
 def test_fastbpes_codes_have_counts(tmp_path):
     file = written(tmp_path, "codes", "h a 12\nu s</w> 3\n")
     assert vocabulary_files.read_bpe_codes(file) == [("h", "a"), ("u", "s</w>")]

@@ -166,11 +166,14 @@ def bpe_codes(
         backend.pre_tokenizer = splits.WhitespaceSplit()
     else:  # subword-nmt takes other white space for characters of a word
         backend.pre_tokenizer = splits.Split(" ", behavior="removed")
-    backend.decoder = decoders.BPEDecoder(suffix="</w>")
+    decoding: list[decoders.Decoder] = [decoders.BPEDecoder(suffix="</w>")]
+    if specials.unk is not None:  # a word ends with an unknown unit, as after `s/@@ //g`
+        decoding.insert(0, decoders.Replace(specials.unk, f"{specials.unk}</w>"))
     if separator in vocab:
-        backend.decoder = decoders.Sequence([decoders.Replace(alone, ""), backend.decoder])
+        decoding.insert(0, decoders.Replace(alone, ""))
         if splits_again:
             backend.normalizer = normalizers.Replace(Regex(_INSIDE_WORDS), NO_BREAK_SPACE)
+    backend.decoder = decoders.Sequence(decoding)
     return _wrap(backend, vocab, specials)
 
 
