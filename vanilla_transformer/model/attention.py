@@ -140,14 +140,15 @@ def attend_on_gpu(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """`sdpa_attention_forward` without two kernels that torch 2.11 to 2.13 prefer, unless the
     caller has left no alternative. cuDNN's, on Hopper and Blackwell, plans each new shape, which
     takes longer than a training step, and sentences have many shapes. Flash attention works on
     tiles of 128 positions: for short sentences, the memory-efficient kernel is twice as fast."""
-    arguments, is_short = (module, query, key, value, *mask), fits_a_tile(module, query, key, value)
+    heads = (query, key, value)
+    arguments, is_short = (module, *heads, attention_mask), fits_a_tile(module, *heads)
     if torch.compiler.is_compiling():
         with sdpa_kernel(enabled_kernels(True) if is_short else enabled_kernels(False)):
             return sdpa_attention_forward(*arguments, **options)

@@ -1,7 +1,7 @@
 """Training with compiled layers: the same layer many times, compiled once."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,16 +25,18 @@ def compile_layers(model: nn.Module, **options: Any) -> bool:
         Whether there are layers that transformers knows as such: FSMT, for one, has none.
     """
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-    compiled: dict[type, Callable] = {}
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            kind = type(layer)
-            if kind not in compiled:
-                compiled[kind] = torch.compile(kind.forward, dynamic=True, **options)
-            layer.forward = partial(_forward, compiled[kind], layer)
-    return bool(compiled)
+
+    @cache
+    def compiled(kind: type[nn.Module]) -> Callable:
+        return torch.compile(kind.forward, dynamic=True, **options)
+
+    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.forward = partial(_forward, compiled, layer)
+    return bool(layers)
 
 
 def _forward(compiled: Callable, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = compiled if layer.training else type(layer).forward
+    kind = type(layer)  # FSDP changes it
+    forward = compiled(kind) if layer.training else kind.forward
     return forward(layer, *args, **kwargs)
