@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import random_ids, seq2seq, small_trainer
+from conftest import random_ids, seq2seq, slow, small_trainer
 from transformers import MarianConfig, MarianMTModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -37,7 +37,7 @@ def learn(model, rows, length):
     return output.loss.detach(), gradients
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", *slow("eager")])
 def test_compiled_layers_learn_the_same_from_batches_of_any_shape(attention):
     plain = seq2seq(dropout=0.0, attn_implementation=attention).train()
     model, graphs = copy.deepcopy(plain), []
