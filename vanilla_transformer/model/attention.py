@@ -146,7 +146,7 @@ def attend_on_gpu(
     """`sdpa_attention_forward` without two kernels that torch 2.11 to 2.13 prefer, unless the
     caller has left no alternative. cuDNN's, on Hopper and Blackwell, plans each new shape, which
     takes longer than a training step, and sentences have many shapes. Flash attention works on
-    tiles of 128 positions: for short sentences, the memory-efficient kernel is twice as fast."""
+    tiles of 128 positions: for short sentences, the memory-efficient kernel is faster."""
     heads = (query, key, value)
     arguments, is_short = (module, *heads, attention_mask), fits_a_tile(module, *heads)
     if torch.compiler.is_compiling():

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scripts.benchmarks.gpu import varlen
 from scripts.benchmarks.gpu.cells import Cell, Worker, describe
@@ -31,7 +33,8 @@ SPREAD, RATIO_SPREAD = 0.6, 0.2  # standard deviations of logarithms
 LONGEST = 256
 TEXT = 1_000_000  # sentences, from which batches are drawn
 SEARCH = 100.0  # seconds for the largest batch
-LOSS = "loss alone:"
+LOSS, ATTENTION = "loss alone:", "attention alone:"
+LENGTHS = (13, 26, 62, 128, 256)  # of sentences, for attention alone
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ COLUMNS = {
     "loss": "{:.3f}",
 }
 NOTES = """\
-tokens_per_second counts source and target tokens without padding; in rows of a loss, its rows.
+tokens_per_second counts source and target tokens without padding; in rows of a loss, its rows; in
+those of attention, the tokens of one side.
 MFU is FLOPs of the model over those of the GPU in dense bfloat16. seconds is a median over passes
 through all batches, first_seconds the first pass, with compilation and plans for new shapes, and
 tokens the budget of a batch on each side. "largest" doubles the budget as long as memory and time
@@ -116,7 +120,12 @@ def cells(plan: Plan, worker: Worker) -> list[Cell]:
         for name in LARGEST:
             labels = {"size": size, "batch": "largest", "what": name}
             found.append(Cell(labels, measure_largest, (plan, size, EAGER[name]), SEARCH))
-    return found + steps_of(COMPILED)
+    found += steps_of(COMPILED)
+    for size, length, kernel in product(plan.sizes, LENGTHS, KERNELS):
+        what = f"{ATTENTION} {length} tokens, {kernel}"
+        labels = {"size": size, "batch": plan.tokens, "what": what}
+        found.append(Cell(labels, measure_attention, (plan, size, length, kernel)))
+    return found
 
 
 # ---------------------------------------------------------------- Data
@@ -293,6 +302,31 @@ def measure_loss(plan: Plan, size: str, name: str) -> dict[str, Any]:
     return {**found, **times, "loss": float(compute(states, matrix, labels))}
 
 
+# ---------------------------------------------------------------- Attention alone
+
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+
+
+def measure_attention(plan: Plan, size: str, length: int, kernel: str) -> dict[str, Any]:
+    """Forward and backward of one layer's attention in bfloat16, without padding."""
+    begin(plan)
+    shape = plan.sizes[size]
+    rows, width = max(1, plan.tokens // length), shape.d_model // shape.heads
+    options = {"device": plan.device, "dtype": torch.bfloat16, "requires_grad": True}
+    heads = [torch.randn(rows, length, shape.heads, width, **options) for _ in range(3)]
+    query, key, value = (states.transpose(1, 2) for states in heads)
+    gradient = torch.randn_like(query)
+
+    def run() -> None:
+        with sdpa_kernel([KERNELS[kernel], SDPBackend.MATH]):  # a CPU lacks some
+            output = F.scaled_dot_product_attention(query, key, value)
+        torch.autograd.grad(output, heads, gradient)
+
+    times = median_seconds(run, plan)
+    found = {"tokens_per_second": rows * length / times["seconds"], "peak_gib": peak_gib(plan)}
+    return {**found, **times}
+
+
 # ---------------------------------------------------------------- Goals
 
 
@@ -302,7 +336,7 @@ def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for size in dict.fromkeys(row["size"] for row in rows):
         of_size = [row for row in rows if row["size"] == size]
         alone = {row["what"]: row.get("tokens_per_second") for row in of_size if is_loss(row)}
-        steps = [row for row in of_size if not is_loss(row)]
+        steps = [row for row in of_size if not is_part(row)]
         rates = [best(steps, "tokens_per_second", among) for among in (is_ours, is_peer)]
         found.append(goal(f"{size}: speed of training, best peer = 1", *rates, wanted=1.8))
         if size == "big":
@@ -314,3 +348,8 @@ def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def is_loss(row: dict[str, Any]) -> bool:
     return row["what"].startswith(LOSS)
+
+
+def is_part(row: dict[str, Any]) -> bool:
+    """Whether this is only a part of a step."""
+    return row["what"].startswith((LOSS, ATTENTION))
