@@ -507,7 +507,7 @@ def test_a_checkpoint_of_another_shape_is_not_resumed(checkpoint, tokenizer):
 
 def test_a_resumed_run_keeps_the_dropout_that_was_chosen(checkpoint, tokenizer):
     # The text may have changed, and with it the choice.
-    text = TextSize(target_tokens=10, distinct_target_tokens=10)
+    text = TextSize(3, 10, 10, distinct_target_tokens=10, longest_excess=0)
     overrides = (
         "d_model=24,encoder_layers=2,decoder_layers=3,encoder_attention_heads=2,"
         "decoder_attention_heads=4,encoder_ffn_dim=40,decoder_ffn_dim=36"
