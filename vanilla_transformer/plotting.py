@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+
+from .data.collation import shift_right
 
 # Okabe and Ito's colours, which the colour-blind tell apart too, without yellow, pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -340,7 +341,7 @@ def attention_maps(
             config = model.generation_config
             starts = (config.decoder_start_token_id, config.bos_token_id)
             start = next(token for token in starts if token is not None)
-            read = F.pad(predicted[:, :-1], (1, 0), value=start)
+            read = shift_right(predicted, start, tokenizer.pad_token_id)
         outputs = model(**inputs, decoder_input_ids=read, output_attentions=True)
     queries, keys = {
         "encoder": (inputs["input_ids"], inputs["input_ids"]),

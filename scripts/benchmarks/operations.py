@@ -130,7 +130,7 @@ def on_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(varlen.varlen, "varlen_attn", attend))
         kernel = mock.patch.object(loss, "_gpu_kernel", return_value=softmax_less_label)
         stack.enter_context(kernel)
-        stack.enter_context(mock.patch.object(attention, "fits_a_tile", return_value=False))
+        stack.enter_context(mock.patch.object(attention, "suits_small_tiles", return_value=False))
         stack.enter_context(mock.patch.object(loss, "_has_wide_products", return_value=True))
         stack.enter_context(mock.patch.object(loss, "_add_product", add_product))
         stack.enter_context(OnGPU())

@@ -105,7 +105,7 @@ def test_short_sentences_train_without_the_large_tiles_of_flash_attention(
     with sdpa_kernel(allowed):
         output = attend_on_gpu(queries, training=training)
         assert torch.backends.cuda.flash_sdp_enabled() == (FLASH in allowed)
-        assert (FLASH in attention.enabled_kernels(not has_flash)) == has_flash
+        assert (FLASH in attention.kernels_to_choose_from(not has_flash)) == has_flash
     assert seen == [has_flash]
     expected = F.scaled_dot_product_attention(*[queries] * 3, is_causal=True, scale=0.5)
     torch.testing.assert_close(output.transpose(1, 2), expected)
@@ -142,7 +142,7 @@ def test_a_compiled_attention_uses_what_the_caller_has_enabled(allowed, expected
 
 def test_a_compiled_attention_keeps_cudnn_where_it_is_the_only_kernel():
     with sdpa_kernel(CUDNN):
-        assert attention.enabled_kernels(False) == [CUDNN]
+        assert attention.kernels_to_choose_from(False) == [CUDNN]
 
 
 # ---------------------------------------------------------------- attention in half precision

@@ -11,7 +11,10 @@ from transformers import (
     AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
     DataCollatorForSeq2Seq,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     M2M100Config,
     M2M100ForConditionalGeneration,
     MarianConfig,
@@ -47,7 +50,7 @@ from vanilla_transformer.training.arguments import ModelArguments, TranslationTr
 from vanilla_transformer.training.languages import set_languages
 from vanilla_transformer.training.preparation import expect_positions, prepare
 from vanilla_transformer.training.speeds import measurement_key
-from vanilla_transformer.training.trainer import make_model
+from vanilla_transformer.training.trainer import make_model, make_trainer
 
 SOURCES, TARGETS = ["the lake is deep", "a lake"] * 4, ["le lac est profond", "un lac"] * 4
 LETTERS = sorted(set("".join(SOURCES + TARGETS)) - {" "})
@@ -391,6 +394,33 @@ def test_a_pipeline_refuses_languages_that_the_tokenizer_does_not_know(tmp_path,
         expected = "src_lang={!r}, tgt_lang={!r}: expected language codes of".format(*task)
         with pytest.raises(ValueError, match=expected):
             translator("a lake")
+
+
+def bert2bert(folder):
+    """Its parts have configurations of their own, without the special tokens."""
+    tokenizer = train_tokenizer(SOURCES + TARGETS, 300, show_progress=False)
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_attention_heads": 2}
+    shape |= {"num_hidden_layers": 1, "intermediate_size": 16}
+    parts = BertConfig(**shape), BertConfig(**shape, is_decoder=True, add_cross_attention=True)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    config.decoder_start_token_id = tokenizer.bos_token_id
+    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return save(folder, EncoderDecoderModel(config), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "languages"), [(mbart, ("en_XX", "fr_XX")), (bert2bert, (None, None))]
+)
+def test_a_fine_tuned_stock_model_is_resumed(tmp_path, make, languages):
+    # Training sets special tokens in the configuration, which the model to fine-tune lacks.
+    folder = make(tmp_path / "model")
+    ready = prepared(tmp_path, folder, source_lang=languages[0], target_lang=languages[1])
+    arguments = TranslationTrainingArguments(
+        str(tmp_path / "out"), max_steps=1, save_steps=1, use_cpu=True, report_to="none"
+    )
+    make_trainer(ready.model, ready.tokenizer, arguments, ready.splits).train()
+    wanted = ModelArguments(model_name_or_path=str(folder))
+    make_model(wanted, ready.tokenizer, str(tmp_path / "out/checkpoint-1"))
 
 
 @pytest.mark.parametrize("make", [nllb, mbart, t5])

@@ -166,14 +166,14 @@ def bpe_codes(
         backend.pre_tokenizer = splits.WhitespaceSplit()
     else:  # subword-nmt takes other white space for characters of a word
         backend.pre_tokenizer = splits.Split(" ", behavior="removed")
-    decoding: list[decoders.Decoder] = [decoders.BPEDecoder(suffix="</w>")]
-    if specials.unk is not None:  # a word ends with an unknown unit, as after `s/@@ //g`
-        decoding.insert(0, decoders.Replace(specials.unk, f"{specials.unk}</w>"))
+    decoding: list[decoders.Decoder] = []
     if separator in vocab:
-        decoding.insert(0, decoders.Replace(alone, ""))
+        decoding.append(decoders.Replace(alone, ""))
         if splits_again:
             backend.normalizer = normalizers.Replace(Regex(_INSIDE_WORDS), NO_BREAK_SPACE)
-    backend.decoder = decoders.Sequence(decoding)
+    if specials.unk is not None:  # a word ends with an unknown unit, as after `s/@@ //g`
+        decoding.append(decoders.Replace(specials.unk, f"{specials.unk}</w>"))
+    backend.decoder = decoders.Sequence([*decoding, decoders.BPEDecoder(suffix="</w>")])
     return _wrap(backend, vocab, specials)
 
 

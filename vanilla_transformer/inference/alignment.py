@@ -92,14 +92,8 @@ def add_alignments(
             encoded["input_ids"], [list(h.token_ids) for h in hypotheses],
             model, tokenizer, max_tokens, start=decoder_start(model),
         )  # fmt: skip
-        targets = tokenizer(text_target=[h.text for h in hypotheses], return_offsets_mapping=True)
-        known = [
-            offsets if list(hypothesis.token_ids) == ids else None
-            for hypothesis, ids, offsets in zip(
-                hypotheses, targets["input_ids"], targets["offset_mapping"], strict=True
-            )
-        ]
-        columns = (encoded["input_ids"], encoded["offset_mapping"], places, known)
+        target_words = reader.words_of_texts(hypotheses)
+        columns = (encoded["input_ids"], encoded["offset_mapping"], places, target_words)
         for row in zip(sources, hypotheses, *columns, strict=True):
             yield reader.read(*row)
 
@@ -227,6 +221,24 @@ class _AlignmentReader:
         hidden = unknown if tokenizer.unk_token else None  # others are words
         self.target_special = {*ends, hidden} - {self.unknown, None}
 
+    def words_of_texts(self, hypotheses: Sequence[Hypothesis]) -> list[list[int | None] | None]:
+        """The index of the word of its text that each token of a hypothesis is in, or None; None
+        for a text with other tokens, as one without the unknown words that were generated."""
+        if self.unit != "words":
+            return [None] * len(hypotheses)
+        encoded = self.tokenizer(
+            text_target=[hypothesis.text for hypothesis in hypotheses],
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+        )
+        names = ("input_ids", "offset_mapping", "special_tokens_mask")
+        found: list[list[int | None] | None] = []
+        for one, ids, offsets, special in zip(hypotheses, *map(encoded.get, names), strict=True):
+            words = zip(_words_at(one.text, offsets), special, strict=True)
+            is_read = list(one.token_ids) == ids
+            found.append([None if hidden else word for word, hidden in words] if is_read else None)
+        return found
+
     def read(
         self,
         source: str,
@@ -234,10 +246,9 @@ class _AlignmentReader:
         source_ids: Sequence[int],
         offsets: Sequence[tuple[int, int]],
         places: Sequence[int],
-        target_offsets: Sequence[tuple[int, int]] | None = None,
+        target_words: list[int | None] | None,
     ) -> Hypothesis:
-        """The hypothesis with its alignment, and with its unknown words replaced. The offsets are
-        those of its tokens in its text, where the tokenizer makes them of it."""
+        """The hypothesis with its alignment, and with its unknown words replaced."""
         ids = hypothesis.token_ids
         words = source.split()
         source_words = _words_at(source, offsets)
@@ -248,25 +259,16 @@ class _AlignmentReader:
         }
         text = self._spell(ids, replaced) if replaced else hypothesis.text
         if self.unit == "words":
-            if replaced or target_offsets is None:
-                columns = self._target_words(ids, replaced)
-            else:
-                columns = self._words_of(ids, hypothesis.text, target_offsets)
             rows = source_words
+            if replaced or target_words is None:
+                target_words = self._target_words(ids, replaced)
+            columns = target_words
         else:
             rows = _count(source_ids, self.source_special)
             columns = _count(ids, self.target_special)
         pairs = {(rows[at], column) for at, column in zip(places, columns, strict=False)}
         alignment = tuple(sorted((s, t) for s, t in pairs if s is not None and t is not None))
         return hypothesis._replace(text=text, alignment=alignment)
-
-    def _words_of(
-        self, ids: Sequence[int], text: str, offsets: Sequence[tuple[int, int]]
-    ) -> list[int | None]:
-        """The index of the word of a text that each of its tokens is in, or None."""
-        ends = self.target_special - {unknown_id(self.tokenizer)}
-        words = _words_at(text, offsets)
-        return [None if token in ends else word for token, word in zip(ids, words, strict=True)]
 
     def _target_words(self, ids: Sequence[int], replaced: dict[int, str]) -> list[int | None]:
         """The index of the word that each token is in, or None."""

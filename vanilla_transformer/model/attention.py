@@ -148,22 +148,23 @@ def attend_on_gpu(
     takes longer than a training step, and sentences have many shapes. Flash attention works on
     tiles of 128 positions: for short sentences, the memory-efficient kernel is faster."""
     heads = (query, key, value)
-    arguments, is_short = (module, *heads, attention_mask), fits_a_tile(module, *heads)
+    arguments, is_short = (module, *heads, attention_mask), suits_small_tiles(module, *heads)
     if torch.compiler.is_compiling():
-        with sdpa_kernel(enabled_kernels(True) if is_short else enabled_kernels(False)):
+        with sdpa_kernel(kernels_to_choose_from(is_short)):
             return sdpa_attention_forward(*arguments, **options)
     kernels = torch.backends.cuda
-    cudnn, flash = kernels.cudnn_sdp_enabled(), kernels.flash_sdp_enabled()
-    kernels.enable_cudnn_sdp(cudnn and not kernels.math_sdp_enabled())
-    kernels.enable_flash_sdp(flash and not (is_short and kernels.mem_efficient_sdp_enabled()))
+    before = kernels.cudnn_sdp_enabled(), kernels.flash_sdp_enabled()
+    cudnn, flash = keeps_cudnn_and_flash(is_short)
+    kernels.enable_cudnn_sdp(cudnn)
+    kernels.enable_flash_sdp(flash)
     try:
         return sdpa_attention_forward(*arguments, **options)
     finally:
-        kernels.enable_cudnn_sdp(cudnn)
-        kernels.enable_flash_sdp(flash)
+        kernels.enable_cudnn_sdp(before[0])
+        kernels.enable_flash_sdp(before[1])
 
 
-def fits_a_tile(module: torch.nn.Module, *heads: torch.Tensor) -> bool:
+def suits_small_tiles(module: torch.nn.Module, *heads: torch.Tensor) -> bool:
     """Whether these are short sentences in training, in heads that the memory-efficient kernel
     takes: their width is a multiple of 8."""
     if not module.training or any(states.shape[3] % 8 for states in heads):
@@ -171,16 +172,24 @@ def fits_a_tile(module: torch.nn.Module, *heads: torch.Tensor) -> bool:
     return all(states.shape[2] <= FLASH_TILE for states in heads)
 
 
-@torch.compiler.assume_constant_result
-def enabled_kernels(is_short: bool) -> list[SDPBackend]:
-    """What a compiler may choose from. It can't ask, and follows no later change."""
+def keeps_cudnn_and_flash(is_short: bool) -> tuple[bool, bool]:
+    """Whether cuDNN's kernel and flash attention's stay among those to choose from."""
     kernels = torch.backends.cuda
-    has_math, is_efficient = kernels.math_sdp_enabled(), kernels.mem_efficient_sdp_enabled()
+    cudnn = kernels.cudnn_sdp_enabled() and not kernels.math_sdp_enabled()
+    flash = kernels.flash_sdp_enabled() and not (is_short and kernels.mem_efficient_sdp_enabled())
+    return cudnn, flash
+
+
+@torch.compiler.assume_constant_result
+def kernels_to_choose_from(is_short: bool) -> list[SDPBackend]:
+    """For a compiler, which can't ask what is enabled, and follows no later change."""
+    kernels = torch.backends.cuda
+    cudnn, flash = keeps_cudnn_and_flash(is_short)
     enabled = {
-        SDPBackend.FLASH_ATTENTION: kernels.flash_sdp_enabled() and not (is_short and is_efficient),
-        SDPBackend.EFFICIENT_ATTENTION: is_efficient,
-        SDPBackend.MATH: has_math,
-        SDPBackend.CUDNN_ATTENTION: kernels.cudnn_sdp_enabled() and not has_math,
+        SDPBackend.FLASH_ATTENTION: flash,
+        SDPBackend.EFFICIENT_ATTENTION: kernels.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: kernels.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: cudnn,
     }
     return [kernel for kernel, is_enabled in enabled.items() if is_enabled]
 

@@ -141,18 +141,18 @@ class Text2TextGenerationPipeline(Pipeline):
         self._check_source(text)
         encoded = dict(self._tokenize(text, **tokenizer_kwargs))
         encoded.pop("token_type_ids", None)
-        if not text.strip() or self._is_nothing(encoded["input_ids"], **tokenizer_kwargs):
+        if not text.strip() or self._is_nothing(encoded["input_ids"]):
             # A row with a shape to batch, that `_forward` knows by its mask and never computes.
             encoded["input_ids"] = torch.full((1, 1), self.tokenizer.pad_token_id or 0)
             encoded["attention_mask"] = torch.zeros_like(encoded["input_ids"])
         encoded.setdefault("attention_mask", torch.ones_like(encoded["input_ids"]))
         return encoded
 
-    def _is_nothing(self, ids: torch.Tensor, **tokenizer_kwargs: Any) -> bool:
+    def _is_nothing(self, ids: torch.Tensor) -> bool:
         """Whether these are the ids of an empty source, as those of invisible characters are."""
         if ids.shape[1] > LONGEST_NOTHING:
             return False
-        return bool(torch.equal(ids, self._tokenize("", **tokenizer_kwargs)["input_ids"]))
+        return ids[0].tolist() == self.tokenizer(self.prefix)["input_ids"]
 
     def _tokenize(self, text: str, **tokenizer_kwargs: Any) -> Any:
         return self.tokenizer(self.prefix + text, return_tensors="pt", **tokenizer_kwargs)

@@ -54,7 +54,7 @@ class BatchingTranslator:
         arguments: ServingArguments,
     ) -> None:
         self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
-        self.longest = position_limit(model)
+        self.position_limit = position_limit(model)
         self.thread = ThreadPoolExecutor(1)
         self.waiting: list[_Waiting] = []
         self.worker: asyncio.Task[None] | None = None
@@ -71,7 +71,7 @@ class BatchingTranslator:
             return []
         loop = asyncio.get_running_loop()
         ids = self.tokenizer(list(sentences))["input_ids"]
-        longest, limit = max(map(len, ids)), self.longest
+        longest, limit = max(map(len, ids)), self.position_limit
         if limit is not None and longest > limit:
             raise HTTPException(400, f"a sentence of {longest} tokens: expected at most {limit}")
         added = [

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     EarlyStoppingCallback,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
@@ -213,6 +214,7 @@ def make_model(
     if arguments.float32_matmul_precision is not None:
         torch.set_float32_matmul_precision(arguments.float32_matmul_precision)
     attention = {"attn_implementation": arguments.attn_implementation}
+    saved = None if checkpoint is None else AutoConfig.from_pretrained(checkpoint)
     if arguments.model_name_or_path is not None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # our own models never use it
         name = arguments.model_name_or_path
@@ -222,8 +224,8 @@ def make_model(
         if unknown:
             first, kind = next(iter(unknown)), type(config).__name__
             raise ValueError(f"config_overrides has {first!r}: no field of {kind}")
-        if checkpoint is not None:
-            _check_same_model(config, checkpoint)
+        if saved is not None:  # its special tokens became those of the tokenizer and the language
+            _expect_same_model(config, saved, checkpoint, with_tokens=False)
         return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **attention)
     bos = tokenizer.bos_token_id
     separate = {}
@@ -243,25 +245,34 @@ def make_model(
         **{**tokens, **arguments.overrides()},
     )
     if size is not None and not arguments.states_dropout():
-        if checkpoint is None:
+        if saved is None:
             config.dropout = choose_dropout(config, size)
         else:  # the text may have changed
-            saved = AutoConfig.from_pretrained(checkpoint)
             config.dropout = getattr(saved, "dropout", config.dropout)
-    if checkpoint is not None:
-        _check_same_model(config, checkpoint)
+    if saved is not None:
+        _expect_same_model(config, saved, checkpoint)
     return VanillaTransformerForConditionalGeneration(config)
 
 
-def _check_same_model(config: VanillaTransformerConfig, checkpoint: str) -> None:
-    saved = AutoConfig.from_pretrained(checkpoint)
+def _expect_same_model(
+    config: PreTrainedConfig,
+    saved: PreTrainedConfig,
+    checkpoint: str | None,
+    with_tokens: bool = True,
+) -> None:
+    """Raise a ValueError unless the checkpoint's model computes what this one does."""
     for name in ("model_type", *type(config).__dataclass_fields__):
         if name in ("architectures", "dtype", "transformers_version", "use_cache"):
             continue
-        if getattr(saved, name, None) != getattr(config, name):
+        if name.endswith("_token_id") and not with_tokens:
+            continue
+        theirs, ours = getattr(saved, name, None), getattr(config, name)
+        if isinstance(theirs, PreTrainedConfig) and isinstance(ours, PreTrainedConfig):
+            _expect_same_model(ours, theirs, f"{checkpoint}, in its {name},", with_tokens)
+        elif theirs != ours:
             raise ValueError(
-                f"{checkpoint} holds a different model: its {name} is "
-                f"{getattr(saved, name, None)!r}, this run's is {getattr(config, name)!r}"
+                f"{checkpoint} holds a different model: its {name} is {theirs!r}, this run's is "
+                f"{ours!r}"
             )
 
 

@@ -240,7 +240,7 @@ def measure_multi30k(plan: Plan, seconds: float) -> dict[str, Any]:
     if plan.data is None:
         raise ValueError("--data is not given: expected a folder with Multi30k")
     begin(plan)
-    # A small model waits for its operations to start: with bfloat16, a third of them are casts.
+    # A small model waits for its operations to start: with bfloat16, many of them are casts.
     torch.set_float32_matmul_precision("high")
     texts = read_split(plan.data, TRAINING)
     tokenizer = train_tokenizer([*texts[0], *texts[1]], plan.vocab_size, show_progress=False)
