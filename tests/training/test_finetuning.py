@@ -17,6 +17,7 @@ from transformers import (
     EncoderDecoderModel,
     M2M100Config,
     M2M100ForConditionalGeneration,
+    M2M100Tokenizer,
     MarianConfig,
     MarianMTModel,
     MarianTokenizer,
@@ -53,6 +54,7 @@ from vanilla_transformer.training.speeds import measurement_key
 from vanilla_transformer.training.trainer import make_model, make_trainer
 
 SOURCES, TARGETS = ["the lake is deep", "a lake"] * 4, ["le lac est profond", "un lac"] * 4
+SIDES = {"source": SOURCES, "target": TARGETS}
 LETTERS = sorted(set("".join(SOURCES + TARGETS)) - {" "})
 WIDTH = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16}
 WIDTH |= {"decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -99,18 +101,7 @@ def t5(folder):
 
 
 def marian(folder):
-    sentencepiece = pytest.importorskip("sentencepiece", reason="Marian's tokenizer needs it")
-    folder.mkdir()
-    for side, texts in (("source", SOURCES), ("target", TARGETS)):
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_prefix=str(folder / side), vocab_size=24,
-            hard_vocab_limit=False, minloglevel=2,
-        )  # fmt: skip
-        (folder / f"{side}.model").rename(folder / f"{side}.spm")
-    pieces = set()
-    for side in ("source", "target"):
-        model = sentencepiece.SentencePieceProcessor(str(folder / f"{side}.spm"))
-        pieces |= {model.id_to_piece(number) for number in range(3, model.vocab_size())}
+    pieces = set().union(*(sentencepiece(folder, *side) for side in SIDES.items()))
     vocab = ["</s>", "<unk>", *sorted(pieces), "<pad>"]
     (folder / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(vocab)}))
     tokenizer = MarianTokenizer(
@@ -122,6 +113,28 @@ def marian(folder):
         forced_eos_token_id=0, **WIDTH,
     )  # fmt: skip
     return save(folder, MarianMTModel(config), tokenizer)
+
+
+def m2m100(folder):
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", *sentencepiece(folder, "both", SOURCES + TARGETS)]
+    (folder / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(pieces)}))
+    tokenizer = M2M100Tokenizer(str(folder / "vocab.json"), str(folder / "both.spm"))
+    size = max(tokenizer.lang_token_to_id.values()) + 1  # which `len(tokenizer)` does not count
+    config = M2M100Config(vocab_size=size, **WIDTH)
+    return save(folder, M2M100ForConditionalGeneration(config), tokenizer)
+
+
+def sentencepiece(folder, name, texts):
+    """Train a SentencePiece model, name.spm, and return its pieces."""
+    module = pytest.importorskip("sentencepiece", reason="these tokenizers need it")
+    folder.mkdir(exist_ok=True)
+    module.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(folder / name), vocab_size=24,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    (folder / f"{name}.model").rename(folder / f"{name}.spm")
+    model = module.SentencePieceProcessor(str(folder / f"{name}.spm"))
+    return [model.id_to_piece(number) for number in range(3, model.vocab_size())]
 
 
 def save(folder, model, tokenizer):
@@ -202,6 +215,16 @@ def test_nllb_marks_languages_at_the_start_and_forces_the_targets(tmp_path):
     assert ids[0, 1] == french
 
 
+def test_m2m100_marks_languages_at_the_start_and_forces_the_targets(tmp_path):
+    # Its tokenizer has no target language at first, and can't read a target without one.
+    ready = prepared(tmp_path, m2m100(tmp_path / "m2m"), source_lang="en", target_lang="fr")
+    batch = batch_of(ready)
+    assert (batch["input_ids"][0], batch["input_ids"][-1]) == ("__en__", "</s>")
+    assert (batch["labels"][0], batch["labels"][-1]) == ("__fr__", "</s>")
+    french = ready.tokenizer.get_lang_id("fr")
+    assert ready.model.generation_config.forced_bos_token_id == french
+
+
 def test_overrides_are_fields_of_the_model_that_is_tuned(tmp_path):
     folder, tokenizer = t5(tmp_path / "t5"), AutoTokenizer.from_pretrained(tmp_path / "t5")
     options = {"model_name_or_path": str(folder), "config_overrides": "dropout_rate=0.25"}
@@ -277,6 +300,7 @@ def test_the_recipe_fine_tunes_a_marian(tmp_path, train_here):
         (mbart, ("en_XX", "fr_XX")),
         (mbart50, ("en_XX", "fr_XX")),
         (nllb, ("eng_Latn", "fra_Latn")),
+        (m2m100, ("en", "fr")),
         (t5, (None, None)),
         (marian, (None, None)),
     ],
@@ -347,6 +371,7 @@ def test_a_language_that_a_tokenizer_lacks_is_named(make, languages, tmp_path):
         (mbart, ["--source_lang", "fr_XX", "--target_lang", "de_DE"]),
         (mbart50, ["--source_lang", "fr_XX", "--target_lang", "de_DE"]),
         (nllb, ["--source_lang", "fra_Latn", "--target_lang", "deu_Latn"]),
+        (m2m100, ["--source_lang", "fr", "--target_lang", "de"]),
         (t5, ["--source_prefix", "a place: "]),
         (marian, []),
     ],
@@ -370,12 +395,19 @@ def test_train_fine_tunes_it_and_saves_what_translation_needs(make, flags, tmp_p
     )
     languages = dict(zip(flags[::2], flags[1::2], strict=True))
     source, target = (languages.get(f"--{side}_lang") for side in ("source", "target"))
+    if make is m2m100:
+        source, target = f"__{source}__", f"__{target}__"
     ids = tokenizer(SOURCES[0], return_tensors="pt")["input_ids"]
     read = tokenizer.convert_ids_to_tokens(ids[0].tolist())
     assert source in (None, read[0], read[-1])
-    written = tokenizer.convert_ids_to_tokens(tuned.generate(ids, max_new_tokens=3)[0].tolist())
+    limits = {"max_new_tokens": 3, "num_beams": 1}
+    generated = tuned.generate(ids, **limits)[0].tolist()
+    written = tokenizer.convert_ids_to_tokens(generated)
     start = "<s>" if make is ours else "<pad>"
     assert (target or start) in written[:2]
+    translator = pipeline("translation", str(tmp_path / "out"), **limits)
+    (result,) = translator(SOURCES[0], return_tensors=True)
+    assert result["translation_token_ids"].tolist() == generated
 
 
 @pytest.mark.parametrize(

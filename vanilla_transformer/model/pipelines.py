@@ -241,16 +241,22 @@ class TranslationPipeline(Text2TextGenerationPipeline):
     """Translates: `pipeline("translation", model=...)` or `pipeline("translation_en_to_de", ...)`.
 
     A call takes two more parameters, the languages `src_lang` and `tgt_lang`; the second form of
-    the task's name sets both. They matter to tokenizers of many languages and to no other.
+    the task's name sets both. They matter to tokenizers of many languages and to no other. The
+    default is the languages of a tokenizer with a `tgt_lang`, as `train` saves it.
     """
 
     return_name = "translation"
 
     def __init__(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
+        languages: Any = None
         if pair := _LANGUAGE_PAIR.fullmatch(self.task):
-            self._preprocess_params.setdefault("src_lang", pair[1])
-            self._preprocess_params.setdefault("tgt_lang", pair[2])
+            languages = pair.groups()
+        elif getattr(self.tokenizer, "tgt_lang", None) is not None:
+            languages = self.tokenizer.src_lang, self.tokenizer.tgt_lang
+        if languages is not None:
+            self._preprocess_params.setdefault("src_lang", languages[0])
+            self._preprocess_params.setdefault("tgt_lang", languages[1])
 
     def _sanitize_parameters(
         self, *, src_lang: str | None = None, tgt_lang: str | None = None, **kwargs: Any
@@ -276,6 +282,8 @@ class TranslationPipeline(Text2TextGenerationPipeline):
             )
             marks = (encoded.get("forced_bos_token_id"), *self.tokenizer("")["input_ids"])
             if (unknown := self.tokenizer.unk_token_id) is None or unknown not in marks:
+                if marks[0] == self.model.generation_config.decoder_start_token_id:
+                    encoded.pop("forced_bos_token_id", None)  # it would come twice, as in mBART
                 return encoded
         raise ValueError(
             f"src_lang={src_lang!r}, tgt_lang={tgt_lang!r}: expected language codes of "

@@ -67,9 +67,10 @@ def prepare(
     tags = [tag for tag in data_args.tags() if tag not in model_args.user_tokens]
     wanted = replace(model_args, user_tokens=[*model_args.user_tokens, *tags])
     tokenizer = make_tokenizer(wanted, pairs["train"], checkpoint)
+    set_languages(tokenizer, data_args.source_lang, data_args.target_lang)
+    expect_end_of_targets(tokenizer)
     expect_whole(wanted.user_tokens, tokenizer)
     warn_of_another_vocabulary(model_args, tokenizer)
-    set_languages(tokenizer, data_args.source_lang, data_args.target_lang)
     with training_args.main_process_first(desc="tokenising"):
         splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
     log_coverage(splits["train"], tokenizer)
@@ -93,6 +94,16 @@ def prepare(
         splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
     logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
     return Preparation(tokenizer, model, pairs, splits, size, target_tokens)
+
+
+def expect_end_of_targets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ValueError unless a tokenizer ends its targets with its `eos_token`."""
+    if tokenizer.eos_token_id not in tokenizer(text_target="a")["input_ids"]:
+        raise ValueError(
+            f"{tokenizer.name_or_path}: the tokenizer does not add its eos_token "
+            f"{tokenizer.eos_token!r} to a text: expected one that does, or a model can't learn "
+            "where a target ends"
+        )
 
 
 def warn_of_another_vocabulary(
