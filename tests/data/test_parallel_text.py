@@ -307,6 +307,29 @@ def test_empty_lines_of_a_table_are_no_records(tmp_path, suffix):
     assert pairs_of(load(test_file=file)["test"]) == [("yes", "ja"), ("no", "nein")]
 
 
+def test_spaces_before_the_fields_of_csv_are_dropped(tmp_path):
+    # Before a quote, they made the quotes part of the text.
+    file = write(
+        tmp_path / "test.csv", 'en, de\n"a lake, deep", "ein See, tief"\na house, ein Haus\n'
+    )
+    loaded = load(test_file=file, source_lang="en", target_lang="de")["test"]
+    assert pairs_of(loaded) == [("a lake, deep", "ein See, tief"), ("a house", "ein Haus")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("a.csv", "en;de\na;b\n", "'en;de'"),
+        ("a.jsonl", '{"en": "a"}\n{"en": "a", "de": "b"}\n', "'en'"),
+        ("a.jsonl", '{"translation": {"en": "a"}}\n', "'translation.en'"),
+    ],
+)
+def test_columns_that_are_not_there_are_the_languages(tmp_path, name, content, found):
+    message = f"{name}: there are no columns 'en' and 'de', only: {found}$"
+    with pytest.raises(ValueError, match=message):
+        load(train_file=write(tmp_path / name, content), source_lang="en", target_lang="de")
+
+
 def test_tsv_knows_no_quoting(tmp_path):
     file = write(tmp_path / "test.tsv", 'en\tde\n"open, quote\tsay "a" ""\r\n\t\\n\n')
     assert pairs_of(load(test_file=file)["test"]) == [('"open, quote', 'say "a" ""'), ("", "\\n")]
@@ -407,18 +430,22 @@ def test_columns_are_chosen_by_name_then_language_then_order(
         (
             {"a": "s", "b": "t"},
             {"source_column": "a", "target_column": "c"},
-            "no columns 'a' and 'c', only: a, b$",
+            "no columns 'a' and 'c', only: 'a', 'b'$",
         ),
-        ({"a": "s", "b": "t", "c": "-"}, {}, "no columns 'source' and 'target', only: a, b, c$"),
+        (
+            {"a": "s", "b": "t", "c": "-"},
+            {},
+            "no columns 'source' and 'target', only: 'a', 'b', 'c'$",
+        ),
         (
             {"translation": {"en": "s", "de": "t"}},
             {"source_lang": "en", "target_lang": "fr"},
-            "no columns 'translation.en' and 'translation.fr', only: translation.en, ",
+            "no columns 'en' and 'fr', only: 'translation.en', ",
         ),
         (
             {"translation": {"en": "s", "de": "t"}},
             {},
-            "no columns 'source' and 'target', only: translation.en, translation.de",
+            "no columns 'source' and 'target', only: 'translation.en', 'translation.de'",
         ),
     ],
 )

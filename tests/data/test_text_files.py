@@ -1,14 +1,23 @@
 """Lines as they come: as many at once as have arrived, in UTF-8 both ways."""
 
+import bz2
 import gzip
 import io
+import lzma
 import os
 import sys
+import zipfile
 from itertools import chain
 
 import pytest
 
-from vanilla_transformer.data.text_files import open_output, open_text, read_arrived, read_file
+from vanilla_transformer.data.text_files import (
+    expect_output,
+    open_output,
+    open_text,
+    read_arrived,
+    read_file,
+)
 
 
 @pytest.fixture
@@ -58,6 +67,34 @@ def test_a_compressed_file_has_the_lines_of_a_plain_one(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"text\.GZ: damaged gzip"):
         list(read_file(path))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zip"])
+def test_text_that_is_compressed_in_another_way_is_named(tmp_path, suffix):
+    path = tmp_path / f"text{suffix}"
+    if suffix == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("text", "ein Haus\n")
+    else:
+        module = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[suffix]
+        path.write_bytes(module.compress(b"ein Haus\n"))
+    path = path.rename(tmp_path / "text")
+    with pytest.raises(ValueError, match=f"text: its content is that of a {suffix} file, expected"):
+        list(read_file(path))
+    if suffix != ".gz":
+        with pytest.raises(ValueError, match=f"output='out{suffix}': expected a plain text file"):
+            expect_output(f"out{suffix}")
+
+
+def test_zstandard_is_known_by_its_first_bytes(tmp_path):  # RFC 8878, section 3.1.1
+    (tmp_path / "text").write_bytes(0xFD2FB528.to_bytes(4, "little") + b"a\n")
+    with pytest.raises(ValueError, match=r"text: its content is that of a \.zst file"):
+        list(read_file(tmp_path / "text"))
+
+
+def test_text_about_compression_is_text(tmp_path):
+    (tmp_path / "text").write_text("BZh91\nPK\n")
+    assert list(read_file(tmp_path / "text")) == ["BZh91", "PK"]
 
 
 def test_a_line_that_is_not_utf8_is_named_by_its_number_in_the_whole(pipe):

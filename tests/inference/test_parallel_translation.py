@@ -275,6 +275,16 @@ def test_other_files_in_the_folder_of_parts_stay(source):
     assert [path.name for path in parts.iterdir()] == ["notes"]
 
 
+def test_a_job_that_has_finished_no_part_is_forgotten(source):
+    def fails(chunks):
+        raise ValueError("the first line")
+
+    output = source.with_name("out.txt")
+    with pytest.raises(ValueError, match="the first line"):
+        transform_chunks(fails, source, output, {"model": "wrong"})
+    assert run(Worker(), source).read_text() == EXPECTED
+
+
 @pytest.mark.parametrize("processes", [2, 3, 9])
 def test_processes_share_the_chunks(source, processes):
     barrier = threading.Barrier(processes)

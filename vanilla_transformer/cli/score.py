@@ -9,7 +9,7 @@ sentence counts as a token. Label smoothing has no effect.
 import sys
 from dataclasses import dataclass, field
 
-from ..data.text_files import expect_other_file, expect_parallel, open_output, read_file
+from ..data.text_files import expect_output, expect_parallel, open_output, read_file
 from ..inference.loading import LoadingArguments
 from ..inference.scoring import score_pairs
 from .parser import CommandParser
@@ -37,7 +37,7 @@ class ScoreArguments:
         if self.max_tokens < 1:
             raise ValueError(f"--max_tokens {self.max_tokens}: expected a positive number")
         expect_parallel(self.source, self.target)
-        expect_other_file(self.output, source=self.source, target=self.target)
+        expect_output(self.output, source=self.source, target=self.target)
 
 
 def main() -> None:

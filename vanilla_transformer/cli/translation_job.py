@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.parquet_files import is_parquet
-from ..data.text_files import expect_other_file, expect_parallel, read_file
+from ..data.text_files import expect_output, expect_parallel, read_file
 from ..inference.alignment import UNITS, add_alignments, add_token_scores
 from ..inference.loading import LoadingArguments
 from ..inference.parallel_translation import (
@@ -151,7 +151,7 @@ class TranslateArguments:
                 f"{MOVED['force_words_ids']} as well, or another recipe that has force_words_ids"
             )
         expect_files(self.source, self.output, self.source_column, self.target_column)
-        expect_other_file(self.output, target_prefix_file=self.target_prefix_file)
+        expect_output(self.output, target_prefix_file=self.target_prefix_file)
         for name in ("n_best", "token_scores", "alignments"):
             if (value := getattr(self, name)) and self.output and is_parquet(self.output):
                 raise ValueError(

@@ -215,8 +215,9 @@ def load_parallel_dataset(
 
     Local files are read completely before anything else, so that errors in them are raised at once.
     Lines end in "\\n" or "\\r\\n" only, and a byte order mark is dropped; text is otherwise
-    unchanged. A missing value becomes an empty string. Training pairs with a blank side are
-    dropped, and their number is logged. Validation and test data keep all pairs in order.
+    unchanged, but for spaces before a field of a csv file. A missing value becomes an empty string.
+    Training pairs with a blank side are dropped, and their number is logged. Validation and test
+    data keep all pairs in order.
 
     Args:
         arguments: Which pairs to load.
@@ -476,7 +477,8 @@ def _read_table(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_csv(path: str) -> Iterator[list[str]]:
-    reader = csv.reader(_decode_lines(path), strict=True)
+    # Or `"a", "b"` would keep the second pair of quotes, as text.
+    reader = csv.reader(_decode_lines(path), strict=True, skipinitialspace=True)
     try:
         yield from filter(None, reader)
     except csv.Error as error:
@@ -562,10 +564,9 @@ def _choose_columns(present: list[str], arguments: DataArguments, name: str) -> 
             name, *present, " in its first line" if is_table else "",
         )  # fmt: skip
         return present[0], present[1]
-    source, target = choices[0]
-    raise ValueError(
-        f"{name}: there are no columns {source!r} and {target!r}, only: {', '.join(present)}"
-    )
+    source, target = (column.removeprefix("translation.") for column in choices[0])
+    found = ", ".join(map(repr, present))
+    raise ValueError(f"{name}: there are no columns {source!r} and {target!r}, only: {found}")
 
 
 def _columns_of(languages: tuple[str, str], present: list[str]) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ lines of two parallel files would no longer match.
 import codecs
 import gzip
 import os
+import re
 import sys
 import zlib
 from collections import deque
@@ -21,20 +22,41 @@ from .parquet_files import is_parquet, read_column
 from .paths import as_path, is_no_file, is_url
 
 READ_SIZE = 2**20  # bytes
+# How compressed files begin, by the ends of their names.
+COMPRESSED = {
+    ".gz": rb"\x1f\x8b",
+    ".bz2": rb"BZh[1-9]1AY&SY",
+    ".xz": rb"\xfd7zXZ\x00",
+    ".zst": rb"\x28\xb5\x2f\xfd",
+    ".zip": rb"PK\x03\x04",
+}
 
 
 def decode_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
     """Yield the lines of a binary file with their line endings, without a byte order mark.
 
     Raises:
-        ValueError: A line is not UTF-8. The message has `name` and the line number.
+        ValueError: The file is compressed, or a line is not UTF-8. The message has `name` and the
+            line number.
     """
     for number, line in enumerate(file, start=1):
-        content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        content = line
+        if number == 1:
+            content = line.removeprefix(codecs.BOM_UTF8)
+            _expect_plain(line, name)
         try:
             yield content.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{name}, line {number}: not UTF-8 ({error.reason})") from error
+
+
+def _expect_plain(line: bytes, name: str) -> None:
+    for suffix, start in COMPRESSED.items():
+        if re.match(start, line):
+            raise ValueError(
+                f"{name}: its content is that of a {suffix} file, expected plain text (or gzip, if "
+                "the name ends in .gz)"
+            )
 
 
 def read_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
@@ -116,8 +138,11 @@ def open_output(path: str | Path | None) -> Iterator[TextIO]:
         sys.exit(1)
 
 
-def expect_other_file(output: str | Path | None, **inputs: str | Path | None) -> None:
-    """Raise a ValueError if an output is one of these inputs, which it would replace."""
+def expect_output(output: str | Path | None, **inputs: str | Path | None) -> None:
+    """Raise a ValueError if an output has a name that stands for compression other than gzip, or is
+    one of these inputs, which it would replace."""
+    if Path(str(output).lower()).suffix in COMPRESSED.keys() - {".gz"}:
+        raise ValueError(f"output={str(output)!r}: expected a plain text file or .gz")
     for name, path in inputs.items():
         if None not in (path, output) and _same_file(str(path), str(output)):
             raise ValueError(f"output={str(output)!r}: expected another file than {name}")

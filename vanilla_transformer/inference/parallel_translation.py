@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.parquet_files import add_column, find_text_column, is_parquet
 from ..data.paths import as_path, is_no_file, is_url
-from ..data.text_files import expect_other_file, is_gzip, read_file
+from ..data.text_files import expect_output, is_gzip, read_file
 
 Chunk = tuple[int, list[str]]  # the index of the first line, and lines
 
@@ -155,7 +155,7 @@ def transform_chunks(
     expect_files(source, output, source_column, target_column)
     parts = as_path(f"{output}.parts")
     job = {**settings, **_origin(as_path(source)), "lines_per_chunk": lines_per_chunk}
-    if process_index == 0 and not (parts / JOB_FILE).exists():
+    if process_index == 0 and not _is_begun(parts):
         _clear(parts)  # parts of a job that was killed while it was being removed
         parts.mkdir(exist_ok=True)
         _write(parts / JOB_FILE, [json.dumps(job)])
@@ -195,7 +195,7 @@ def expect_files(
 ) -> None:
     """Raise a ValueError, or a FileNotFoundError for the output's folder, unless these files can be
     a source and an output. `None` is a stream."""
-    expect_other_file(output, source=source)
+    expect_output(output, source=source)
     if output is not None and not is_url(output) and not Path(output).parent.is_dir():
         raise FileNotFoundError(f"output={str(output)!r}: expected a folder that exists")
     if output is not None and is_no_file(output):
@@ -221,6 +221,11 @@ def expect_files(
 def _origin(source: Path) -> dict[str, Any]:
     stat = source.stat()
     return {"source": str(source.resolve()), "bytes": stat.st_size, "modified": stat.st_mtime_ns}
+
+
+def _is_begun(parts: Path) -> bool:
+    """Whether there is a job with a part that is finished."""
+    return (parts / JOB_FILE).exists() and any(path.name.isdigit() for path in parts.iterdir())
 
 
 def _clear(parts: Path) -> None:
