@@ -383,17 +383,20 @@ def test_a_resumed_training_saves_as_often_as_its_options_say(tokenizer, tmp_pat
 @pytest.mark.parametrize(
     ("text", "warning"),
     [
-        ({"pairs": 3, "target_tokens": 20}, None),
-        ({"pairs": 2, "target_tokens": 20}, "has 2 pairs and 20 target tokens, but that of "),
-        ({"pairs": 3, "target_tokens": 1500}, "has 3 pairs and 1,500 target tokens, but that of "),
+        ((3, 30, 20), None),
+        ((2, 30, 20), "has 2 pairs, 30 source and 20 target tokens, but that of "),
+        ((3, 31, 20), "has 3 pairs, 31 source and 20 target tokens, but that of "),
+        ((3, 30, 1500), "has 3 pairs, 30 source and 1,500 target tokens, but that of "),
         (None, None),  # a stream
     ],
 )
 def test_a_training_that_resumes_with_another_text_says_so(
     tokenizer, tmp_path, caplog, text, warning
 ):
-    before = {"pairs": 3, "target_tokens": 20}
+    names = ("pairs", "source_tokens", "target_tokens")
+    before = dict(zip(names, (3, 30, 20), strict=True))
     small_trainer(tmp_path, tokenizer, OptionsCallback({}, before), max_steps=2).train()
+    text = text and dict(zip(names, text, strict=True))
     warn_of_another_text(tmp_path / "checkpoint-2", text)
     messages = [each for each in caplog.messages if "The training text" in each]
     assert len(messages) == (warning is not None)
@@ -402,7 +405,8 @@ def test_a_training_that_resumes_with_another_text_says_so(
 
 def test_a_checkpoint_without_the_size_of_its_text_can_be_resumed(tokenizer, tmp_path, caplog):
     small_trainer(tmp_path, tokenizer, OptionsCallback({}), max_steps=2).train()
-    warn_of_another_text(tmp_path / "checkpoint-2", {"pairs": 3, "target_tokens": 20})
+    text = {"pairs": 3, "source_tokens": 30, "target_tokens": 20}
+    warn_of_another_text(tmp_path / "checkpoint-2", text)
     assert not any("The training text" in each for each in caplog.messages)
 
 

@@ -91,7 +91,8 @@ def _saved(checkpoint: str | Path, name: str) -> dict[str, Any] | None:
 
 
 def _in_words(text: dict[str, int]) -> str:
-    return f"{text['pairs']:,} pairs and {text['target_tokens']:,} target tokens"
+    source, target = text["source_tokens"], text["target_tokens"]
+    return f"{text['pairs']:,} pairs, {source:,} source and {target:,} target tokens"
 
 
 def _name_files(option: str, value: Any) -> Any:
