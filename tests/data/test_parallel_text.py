@@ -322,6 +322,7 @@ def test_spaces_before_the_fields_of_csv_are_dropped(tmp_path):
         ("a.csv", "en;de\na;b\n", "'en;de'"),
         ("a.jsonl", '{"en": "a"}\n{"en": "a", "de": "b"}\n', "'en'"),
         ("a.jsonl", '{"translation": {"en": "a"}}\n', "'translation.en'"),
+        ("a.jsonl", "{}\n", ""),
     ],
 )
 def test_columns_that_are_not_there_are_the_languages(tmp_path, name, content, found):

@@ -8,10 +8,7 @@
 data set is a memory-mapped Arrow file or a stream.
 """
 
-import csv
-import json
 import logging
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
@@ -34,7 +31,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .collation import LENGTH
 from .corpora import PAIR_FEATURES, CorpusArguments
-from .text_files import decode_lines, expect_unicode, open_text, read_file
+from .tables import FILE_SUFFIXES, ColumnChoice, flatten, read_json, read_table, suffix_of
+from .text_files import expect_unicode, read_file
 
 # ruff: noqa: RUF009  # `_option` returns a field
 logger = logging.getLogger(__name__)
@@ -42,7 +40,6 @@ logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
 # What options such as `max_eval_samples` call the splits, as in transformers' examples.
 SAMPLES = {"train": "train", "validation": "eval", "test": "predict"}
-FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 
 
 def _option(help: str, default: Any = None) -> Any:
@@ -186,7 +183,7 @@ class DataArguments(CorpusArguments):
                 if not Path(path).is_file():
                     raise ValueError(f"{split} data {path!r}: expected a file")
             for file in getattr(self, f"{split}_file") or ():
-                if _suffix(file) not in FILE_SUFFIXES:
+                if suffix_of(file) not in FILE_SUFFIXES:
                     raise ValueError(
                         f"{split}_file={file!r}: expected a name that ends in one of "
                         f"{', '.join(FILE_SUFFIXES)}, or the same with .gz"
@@ -326,6 +323,16 @@ def _load_phrases(arguments: DataArguments) -> Corpora:
     return {split: [dataset] for split, dataset in splits.items()}
 
 
+def _column_choice(arguments: DataArguments) -> ColumnChoice:
+    columns = languages = None
+    if arguments.source_column is not None and arguments.target_column is not None:
+        columns = arguments.source_column, arguments.target_column
+    if arguments.source_lang is not None and arguments.target_lang is not None:
+        languages = arguments.source_lang, arguments.target_lang
+    several = any(len(arguments.corpora(split)) > 1 for split in SPLITS)
+    return ColumnChoice(columns, languages, by_order=not several)
+
+
 def _load_from_hub(name: str, arguments: DataArguments) -> Corpora:
     tables = load_dataset(name, arguments.dataset_config_name, streaming=arguments.streaming)
     present = [split for split in SPLITS if split in tables]
@@ -333,18 +340,18 @@ def _load_from_hub(name: str, arguments: DataArguments) -> Corpora:
         raise ValueError(
             f"{name} has none of the splits {', '.join(SPLITS)}, only: {', '.join(tables)}"
         )
-    choose = _ColumnChoice(arguments)
+    choose = _column_choice(arguments)
     return {split: [_table_to_pairs(tables[split], split, name, choose)] for split in present}
 
 
 def _load_files(arguments: DataArguments) -> Corpora:
     files = {split: found for split in SPLITS if (found := arguments.corpora(split))}
-    choose = _ColumnChoice(arguments)
+    choose = _column_choice(arguments)
     columns = {
         (split, paths): _check_rows(paths, split, choose)
         for split, corpora in files.items()
         for paths in corpora
-        if _suffix(paths[0]) != ".parquet" or len(paths) == 2
+        if suffix_of(paths[0]) != ".parquet" or len(paths) == 2
     }
 
     def load(split: str, paths: tuple[str, ...]) -> Dataset | IterableDataset:
@@ -359,13 +366,13 @@ def _load_files(arguments: DataArguments) -> Corpora:
 
 
 def _table_to_pairs(
-    table: Dataset | IterableDataset, split: str, name: str, choose: "_ColumnChoice"
+    table: Dataset | IterableDataset, split: str, name: str, choose: ColumnChoice
 ) -> Dataset | IterableDataset:
     """Convert a dataset with any columns to `source` and `target`."""
     first = next(iter(table), None)
     if first is None:
         raise ValueError(f"the {split} data of {name} holds no sentence pair")
-    source, target = choose(list(_flatten(first)), f"the {split} data of {name}")
+    source, target = choose(list(flatten(first)), f"the {split} data of {name}")
     # "translation.en" is a key of the column "translation", unless there is a column of that name.
     used = {column if column in first else column.split(".")[0] for column in (source, target)}
     table = table.select_columns(sorted(used))
@@ -386,7 +393,7 @@ def _clean_batch(
 ) -> dict[str, list[str]]:
     names = list(batch)
     rows = (
-        _flatten(dict(zip(names, row, strict=True))) for row in zip(*batch.values(), strict=True)
+        flatten(dict(zip(names, row, strict=True))) for row in zip(*batch.values(), strict=True)
     )
     pairs = list(_clean(rows, columns, drop_blank, name))
     return {side: [pair[side] for pair in pairs] for side in PAIR_FEATURES}
@@ -395,7 +402,7 @@ def _clean_batch(
 # Local files
 
 
-def _check_rows(paths: tuple[str, ...], split: str, choose: "_ColumnChoice") -> tuple[str, str]:
+def _check_rows(paths: tuple[str, ...], split: str, choose: ColumnChoice) -> tuple[str, str]:
     """Read a split of local data completely, and return its source and target columns."""
     name = " and ".join(paths)
     first = next(_read_rows(paths), None)
@@ -442,8 +449,8 @@ def _read_pairs(
 def _read_rows(paths: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     if len(paths) == 2:
         return _read_parallel_text(*paths)
-    suffix = _suffix(paths[0])
-    return _read_json(paths[0]) if suffix.startswith(".json") else _read_table(paths[0])
+    suffix = suffix_of(paths[0])
+    return read_json(paths[0]) if suffix.startswith(".json") else read_table(paths[0])
 
 
 def _read_parallel_text(source: str, target: str) -> Iterator[dict[str, Any]]:
@@ -456,141 +463,6 @@ def _read_parallel_text(source: str, target: str) -> Iterator[dict[str, Any]]:
                 f"{source} has {counts[source]} lines and {target} has {counts[target]}"
             )
         yield {"source": source_line, "target": target_line}
-
-
-def _read_table(path: str) -> Iterator[dict[str, Any]]:
-    """The records of a csv or tsv file as dictionaries, with the names in its first record."""
-    if _suffix(path) == ".tsv":
-        records: Iterator[list[str]] = (line.split("\t") for line in read_file(path) if line)
-    else:
-        records = _read_csv(path)
-    header = next(records, [])
-    twice = next((name for name in filter(None, header) if header.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{path}: expected a header with each name once, not {twice!r} twice")
-    for number, record in enumerate(records, start=2):
-        if len(record) != len(header):
-            raise ValueError(
-                f"{path}, record {number}: {len(record)} fields, but the header has {len(header)}"
-            )
-        yield dict(zip(header, record, strict=True))
-
-
-def _read_csv(path: str) -> Iterator[list[str]]:
-    # Or `"a", "b"` would keep the second pair of quotes, as text.
-    reader = csv.reader(_decode_lines(path), strict=True, skipinitialspace=True)
-    try:
-        yield from filter(None, reader)
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
-
-
-def _read_json(path: str) -> Iterator[dict[str, Any]]:
-    """The objects of a file, one per line or (which takes memory) in one list."""
-    start = next((line for line in read_file(path) if line.strip()), "")
-    if start.lstrip().startswith("["):
-        texts: Iterable[str] = ["\n".join(read_file(path))]
-    else:
-        texts = read_file(path)
-    for number, text in enumerate(texts, start=1):
-        if not text.strip():
-            continue
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
-            line = number + error.lineno - 1
-            raise ValueError(f"{path}, line {line}: not valid JSON ({error.msg})") from error
-        except (ValueError, RecursionError) as error:  # a number is too long, or nesting too deep
-            raise ValueError(f"{path}, line {number}: not readable JSON ({error})") from error
-        for row in value if isinstance(value, list) else [value]:
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: {type(row).__name__} is not an object")
-            yield _flatten(row)
-
-
-def _decode_lines(path: str) -> Iterator[str]:
-    with open_text(path) as file:
-        yield from decode_lines(file, path)
-
-
-def _suffix(path: str) -> str:
-    return Path(path.lower().removesuffix(".gz")).suffix
-
-
-# Rows
-
-
-class _ColumnChoice:
-    """The source and target columns of the tables of a data set, each by its columns and name."""
-
-    def __init__(self, arguments: DataArguments):
-        self.arguments = arguments
-        self.chosen: dict[tuple[str, str], str] = {}
-
-    def __call__(self, present: list[str], name: str) -> tuple[str, str]:
-        source, target = _choose_columns(present, self.arguments, name)
-        if other := self.chosen.get((target, source)):
-            raise ValueError(
-                f"{name} has the columns {source!r}, {target!r}, and {other} has them the other "
-                "way round: expected source_column and target_column, which say the direction"
-            )
-        self.chosen[source, target] = name
-        return source, target
-
-
-def _choose_columns(present: list[str], arguments: DataArguments, name: str) -> tuple[str, str]:
-    """The source and target columns among those present. A key in a dictionary is named a.b."""
-    by_order = False
-    if arguments.source_column is not None and arguments.target_column is not None:
-        choices = [(arguments.source_column, arguments.target_column)]
-    else:
-        choices = [("source", "target")]
-        if arguments.source_lang is not None and arguments.target_lang is not None:
-            languages = (arguments.source_lang, arguments.target_lang)
-            inside = (f"translation.{languages[0]}", f"translation.{languages[1]}")
-            choices = [inside, languages, *_columns_of(languages, present), *choices]
-        several = any(len(arguments.corpora(split)) > 1 for split in SPLITS)
-        by_order = len(present) == 2 and not present[0].startswith("translation.") and not several
-    for source, target in choices:
-        if source in present and target in present:
-            return source, target
-    if by_order:
-        is_table = _suffix(name) in (".csv", ".tsv")
-        is_text = is_table and any(" " in column.strip() for column in present)
-        logger.log(
-            logging.WARNING if is_text or arguments.source_lang is not None else logging.INFO,
-            "%s: its column %r is the source, and %r the target, by their order%s; source_column "
-            "and target_column choose others",
-            name, *present, " in its first line" if is_table else "",
-        )  # fmt: skip
-        return present[0], present[1]
-    source, target = (column.removeprefix("translation.") for column in choices[0])
-    found = ", ".join(map(repr, present))
-    raise ValueError(f"{name}: there are no columns {source!r} and {target!r}, only: {found}")
-
-
-def _columns_of(languages: tuple[str, str], present: list[str]) -> Iterator[tuple[str, str]]:
-    """Columns named after two languages in another way, such as en for EN, en_XX or en-US."""
-
-    def code(name: str) -> str:
-        return re.split("[-_]", name.lower())[0]
-
-    of_source, of_target = (
-        [column for column in present if code(column) == code(language)] for language in languages
-    )
-    if len(of_source) == len(of_target) == 1 and of_source != of_target:
-        yield of_source[0], of_target[0]
-
-
-def _flatten(row: dict[str, Any]) -> dict[str, Any]:
-    """Flatten dictionaries in a row: {"a": {"b": 1}} -> {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for column, value in row.items():
-        if isinstance(value, dict):
-            flat.update({f"{column}.{key}": inner for key, inner in value.items()})
-        else:
-            flat[column] = value
-    return flat
 
 
 def _clean(

@@ -1,0 +1,167 @@
+"""Reads the records of tables of sentence pairs, and chooses the columns of both sides."""
+
+import csv
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .text_files import decode_lines, open_text, read_file
+
+logger = logging.getLogger(__name__)
+
+SIDES = ("source", "target")
+FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+
+
+def suffix_of(path: str) -> str:
+    """The end of a file's name that says its format, such as .csv of a.csv.gz."""
+    return Path(path.lower().removesuffix(".gz")).suffix
+
+
+def read_table(path: str) -> Iterator[dict[str, Any]]:
+    """The records of a csv or tsv file as dictionaries, with the names in its first record."""
+    if suffix_of(path) == ".tsv":
+        records: Iterator[list[str]] = (line.split("\t") for line in read_file(path) if line)
+    else:
+        records = _read_csv(path)
+    header = next(records, [])
+    twice = next((name for name in filter(None, header) if header.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{path}: expected a header with each name once, not {twice!r} twice")
+    for number, record in enumerate(records, start=2):
+        if len(record) != len(header):
+            raise ValueError(
+                f"{path}, record {number}: {len(record)} fields, but the header has {len(header)}"
+            )
+        yield dict(zip(header, record, strict=True))
+
+
+def _read_csv(path: str) -> Iterator[list[str]]:
+    # Or `"a", "b"` would keep the second pair of quotes, as text.
+    reader = csv.reader(_decode_lines(path), strict=True, skipinitialspace=True)
+    try:
+        yield from filter(None, reader)
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+
+
+def read_json(path: str) -> Iterator[dict[str, Any]]:
+    """The objects of a file, one per line or (which takes memory) in one list."""
+    start = next((line for line in read_file(path) if line.strip()), "")
+    if start.lstrip().startswith("["):
+        texts: Iterable[str] = ["\n".join(read_file(path))]
+    else:
+        texts = read_file(path)
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            continue
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            line = number + error.lineno - 1
+            raise ValueError(f"{path}, line {line}: not valid JSON ({error.msg})") from error
+        except (ValueError, RecursionError) as error:  # a number is too long, or nesting too deep
+            raise ValueError(f"{path}, line {number}: not readable JSON ({error})") from error
+        for row in value if isinstance(value, list) else [value]:
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: {type(row).__name__} is not an object")
+            yield flatten(row)
+
+
+def _decode_lines(path: str) -> Iterator[str]:
+    with open_text(path) as file:
+        yield from decode_lines(file, path)
+
+
+def flatten(row: dict[str, Any]) -> dict[str, Any]:
+    """Flatten dictionaries in a row: {"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for column, value in row.items():
+        if isinstance(value, dict):
+            flat.update({f"{column}.{key}": inner for key, inner in value.items()})
+        else:
+            flat[column] = value
+    return flat
+
+
+class ColumnChoice:
+    """Chooses the source and target columns of the tables of a data set.
+
+    Args:
+        columns: The columns that the user names.
+        languages: Those of the source and the target, after which columns may be named.
+        by_order: Whether the first of two columns, of any names, is the source.
+    """
+
+    def __init__(
+        self, columns: tuple[str, str] | None, languages: tuple[str, str] | None, by_order: bool
+    ):
+        self.columns, self.languages, self.by_order = columns, languages, by_order
+        self.chosen: dict[tuple[str, str], str] = {}
+
+    def __call__(self, present: list[str], name: str) -> tuple[str, str]:
+        """Return the source and target columns among those present in the table of this name. The
+        name of a key in a dictionary is a.b.
+
+        Raises:
+            ValueError: There are no such columns, or an earlier table has them the other way round.
+        """
+        source, target = self._choose(present, name)
+        if other := self.chosen.get((target, source)):
+            raise ValueError(
+                f"{name} has the columns {source!r}, {target!r}, and {other} has them the other "
+                "way round: expected source_column and target_column, which say the direction"
+            )
+        self.chosen[source, target] = name
+        return source, target
+
+    def _choose(self, present: list[str], name: str) -> tuple[str, str]:
+        candidates = [self.columns] if self.columns else [*self._by_language(present), SIDES]
+        for source, target in candidates:
+            if source in present and target in present:
+                return source, target
+        if self._has_order(present):
+            self._tell_order(present, name)
+            return present[0], present[1]
+        source, target = self.columns or self.languages or SIDES
+        found = ", ".join(map(repr, present))
+        raise ValueError(f"{name}: there are no columns {source!r} and {target!r}, only: {found}")
+
+    def _by_language(self, present: list[str]) -> Iterator[tuple[str, str]]:
+        if self.languages is None:
+            return
+        source, target = self.languages
+        yield f"translation.{source}", f"translation.{target}"
+        yield source, target
+        yield from _columns_of(self.languages, present)
+
+    def _has_order(self, present: list[str]) -> bool:
+        if self.columns is not None or len(present) != 2:
+            return False
+        return self.by_order and not present[0].startswith("translation.")
+
+    def _tell_order(self, present: list[str], name: str) -> None:
+        is_table = suffix_of(name) in (".csv", ".tsv")
+        is_text = is_table and any(" " in column.strip() for column in present)
+        logger.log(
+            logging.WARNING if is_text or self.languages is not None else logging.INFO,
+            "%s: its column %r is the source, and %r the target, by their order%s; source_column "
+            "and target_column choose others",
+            name, *present, " in its first line" if is_table else "",
+        )  # fmt: skip
+
+
+def _columns_of(languages: tuple[str, str], present: list[str]) -> Iterator[tuple[str, str]]:
+    """Columns named after two languages in another way, such as en for EN, en_XX or en-US."""
+
+    def code(name: str) -> str:
+        return re.split("[-_]", name.lower())[0]
+
+    of_source, of_target = (
+        [column for column in present if code(column) == code(language)] for language in languages
+    )
+    if len(of_source) == len(of_target) == 1 and of_source != of_target:
+        yield of_source[0], of_target[0]
