@@ -69,7 +69,7 @@ def curves(request, monkeypatch):
     """Only tests marked with `curves` draw those of a training, which take half of its time. Where
     there is no package to train with, there is nothing to draw."""
     if request.node.get_closest_marker("curves") is None and find_spec("datasets"):
-        draw = "vanilla_transformer.training.trainer.CurvesCallback.on_train_end"
+        draw = "vanilla_transformer.training.callbacks.CurvesCallback.on_train_end"
         monkeypatch.setattr(draw, lambda *args, **kwargs: None)
 
 

@@ -35,12 +35,8 @@ from vanilla_transformer.training.arguments import (
     parse_arguments,
 )
 from vanilla_transformer.training.defaults import TextSize, choose_open_options
-from vanilla_transformer.training.trainer import (
-    load_averaged_checkpoints,
-    make_model,
-    make_tokenizer,
-    make_trainer,
-)
+from vanilla_transformer.training.preparation import make_model, make_tokenizer
+from vanilla_transformer.training.trainer import load_averaged_checkpoints, make_trainer
 
 RECIPE = Path(__file__).parents[2] / "vanilla_transformer/recipes/phrases.yaml"
 LIKE_THE_PAPER = "encoder_layers=2,decoder_layers=2,dropout=0.1,label_smoothing=0.1"

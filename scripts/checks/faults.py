@@ -48,7 +48,8 @@ from vanilla_transformer.data.phrases import load_phrases
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
 from vanilla_transformer.training.checkpoints import STAGING_DIR, checkpoints_by_step
-from vanilla_transformer.training.trainer import find_checkpoint, make_trainer
+from vanilla_transformer.training.resumption import find_checkpoint
+from vanilla_transformer.training.trainer import make_trainer
 
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 # Expected exit codes. Until training starts, signals have their default effect.

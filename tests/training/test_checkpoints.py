@@ -21,7 +21,7 @@ from vanilla_transformer.training.checkpoints import (
     find_defect,
     last_complete_checkpoint,
 )
-from vanilla_transformer.training.trainer import find_checkpoint
+from vanilla_transformer.training.resumption import find_checkpoint
 
 
 @pytest.fixture(scope="module")

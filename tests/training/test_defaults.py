@@ -20,8 +20,7 @@ from vanilla_transformer.training.defaults import (
     extend_output_limit,
     tokens_per_update,
 )
-from vanilla_transformer.training.preparation import expect_positions
-from vanilla_transformer.training.trainer import make_model
+from vanilla_transformer.training.preparation import expect_positions, make_model
 
 MULTI30K = TextSize(29_000, 410_000, 420_000, longest_excess=20, distinct_target_tokens=9000)
 WMT = TextSize(

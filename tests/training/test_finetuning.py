@@ -49,9 +49,9 @@ from vanilla_transformer.inference.translation import (
 from vanilla_transformer.plotting import attention_maps
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages
-from vanilla_transformer.training.preparation import expect_positions, prepare
+from vanilla_transformer.training.preparation import expect_positions, make_model, prepare
 from vanilla_transformer.training.speeds import measurement_key
-from vanilla_transformer.training.trainer import make_model, make_trainer
+from vanilla_transformer.training.trainer import make_trainer
 
 SOURCES, TARGETS = ["the lake is deep", "a lake"] * 4, ["le lac est profond", "un lac"] * 4
 SIDES = {"source": SOURCES, "target": TARGETS}

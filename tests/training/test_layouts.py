@@ -21,7 +21,7 @@ from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.token_batches import TokenBudgetSampler
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
 from vanilla_transformer.training.recipes import find_recipe, recipe_path
-from vanilla_transformer.training.trainer import find_checkpoint
+from vanilla_transformer.training.resumption import find_checkpoint
 
 CONFIGS = sorted((REPOSITORY / "vanilla_transformer/recipes/accelerate").glob("*.yaml"))
 fsdp = pytest.mark.parametrize("layout", ["2, FSDP2", *slow("2, FSDP2, full state")])

@@ -49,21 +49,21 @@ from vanilla_transformer.training.arguments import (
     TranslationTrainingArguments,
     parse_arguments,
 )
+from vanilla_transformer.training.callbacks import CurvesCallback
 from vanilla_transformer.training.checkpoints import checkpoints_by_step
 from vanilla_transformer.training.defaults import TextSize
 from vanilla_transformer.training.model_card import write_model_card
 from vanilla_transformer.training.preparation import (
     expect_end_of_targets,
+    make_model,
+    make_tokenizer,
     warn_of_another_vocabulary,
     warn_of_changed_references,
 )
+from vanilla_transformer.training.resumption import find_checkpoint
 from vanilla_transformer.training.trainer import (
-    CurvesCallback,
     TranslationTrainer,
-    find_checkpoint,
     load_averaged_checkpoints,
-    make_model,
-    make_tokenizer,
     make_trainer,
 )
 

@@ -37,10 +37,11 @@ from transformers.utils import logging as transformers_logging
 
 from ..data.parallel_text import DataArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
+from ..training.callbacks import CurvesCallback
 from ..training.distributed import end_training
 from ..training.preparation import Preparation, prepare
 from ..training.speeds import find_speed, measurement_key, nearest_speed, read_speeds, write_speeds
-from ..training.trainer import CurvesCallback, make_trainer
+from ..training.trainer import make_trainer
 from .train_options import make_parser, names
 
 # The pairs of the text that a recipe is for.

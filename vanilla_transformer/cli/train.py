@@ -30,10 +30,11 @@ from ..training.preparation import prepare
 from ..training.resumption import (
     OptionsCallback,
     expect_same_options,
+    find_checkpoint,
     fixed_options,
     warn_of_another_text,
 )
-from ..training.trainer import find_checkpoint, load_averaged_checkpoints, make_trainer
+from ..training.trainer import load_averaged_checkpoints, make_trainer
 from .train_options import make_parser
 
 logger = logging.getLogger("train")

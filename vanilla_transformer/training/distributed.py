@@ -2,6 +2,7 @@
 
 ShardedTrainer           a `Trainer` for FSDP2 and DeepSpeed that runs no code from checkpoints
 load_saved_model         load the model that several processes have trained and saved
+run_on_main_process      let the others have its result or its error
 end_training             leave the other processes when all is done
 init_cpu_process_group   let processes on CPUs give up on each other after `ddp_timeout`
 enable_fsdp_on_cpu       let accelerate use FSDP without a GPU
@@ -11,7 +12,7 @@ import io
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType, reduce, str_to_bool
+from accelerate.utils import DistributedType, broadcast_object_list, reduce, str_to_bool
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from safetensors.torch import load_file
 from torch import distributed
@@ -319,3 +320,18 @@ def _trust_records_of_deepspeed() -> Iterator[None]:
     records = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
     with torch.serialization.safe_globals(records):
         yield
+
+
+def run_on_main_process(make: Callable[[], Any]) -> Any:
+    """Call the function on the main process; all processes return its result, or raise its
+    error."""
+    results: list[Any] = [None]
+    if PartialState().is_main_process:
+        try:
+            results = [make()]
+        except Exception as error:
+            results = [error]
+    broadcast_object_list(results)
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]

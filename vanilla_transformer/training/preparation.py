@@ -1,4 +1,4 @@
-"""Makes the tokenizer, the model and the token ids of a training run from its options."""
+"""Makes the tokenizer, the token ids and the model of a training run from its options."""
 
 import logging
 from collections.abc import Mapping
@@ -6,22 +6,35 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 
 from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
 from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_dataset
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import expect_whole, log_coverage
 from ..inference.translation import position_limit
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from .arguments import ModelArguments, TranslationTrainingArguments
 from .defaults import (
     TextSize,
     advise_on_precision,
+    choose_dropout,
     choose_open_options,
     extend_output_limit,
 )
+from .distributed import run_on_main_process
 from .languages import set_languages, start_in_target_language
-from .trainer import make_model, make_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +107,104 @@ def prepare(
         splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
     logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
     return Preparation(tokenizer, model, pairs, splits, size, target_tokens)
+
+
+def make_tokenizer(
+    arguments: ModelArguments, training_data: Any, checkpoint: str | None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the checkpoint or of the options, or train a new one on the data (on
+    the main process, for all).
+
+    Raises:
+        ValueError: The named tokenizer has no padding token or no `eos_token`.
+    """
+    name = checkpoint or arguments.tokenizer_name or arguments.model_name_or_path
+    if name is not None:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        for kind in ("pad_token", "eos_token"):
+            if getattr(tokenizer, kind) is None:
+                raise ValueError(f"{name}: the tokenizer has no {kind}, expected one")
+        return tokenizer
+    logger.info("Training a tokenizer with %d tokens", arguments.vocab_size)
+    return run_on_main_process(lambda: arguments.train(training_data))
+
+
+def make_model(
+    arguments: ModelArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: str | None,
+    size: TextSize | None = None,
+) -> PreTrainedModel:
+    """Make a new model with the tokenizer's vocabulary and special tokens, or load the one to
+    fine-tune. A target starts with `bos_token` or, if there is none, with `pad_token`, as in T5 and
+    Marian. Without a dropout in the options, the size of the text decides.
+
+    Raises:
+        ValueError: The checkpoint to resume from holds a model with a different configuration.
+    """
+    if arguments.float32_matmul_precision is not None:
+        torch.set_float32_matmul_precision(arguments.float32_matmul_precision)
+    attention = {"attn_implementation": arguments.attn_implementation}
+    saved = None if checkpoint is None else AutoConfig.from_pretrained(checkpoint)
+    if arguments.model_name_or_path is not None:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # our own models never use it
+        name = arguments.model_name_or_path
+        config, unknown = AutoConfig.from_pretrained(
+            name, return_unused_kwargs=True, **arguments.overrides()
+        )
+        if unknown:
+            first, kind = next(iter(unknown)), type(config).__name__
+            raise ValueError(f"config_overrides has {first!r}: no field of {kind}")
+        if saved is not None:  # its special tokens became those of the tokenizer and the language
+            _expect_same_model(config, saved, checkpoint, with_tokens=False)
+        return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **attention)
+    bos = tokenizer.bos_token_id
+    separate = {}
+    if isinstance(tokenizer, VanillaTransformerTokenizer):
+        separate["decoder_vocab_size"] = tokenizer.target_vocab_size
+    tokens = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": bos,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": tokenizer.pad_token_id if bos is None else bos,
+    }
+    config = VanillaTransformerConfig.from_preset(
+        arguments.preset,
+        vocab_size=len(tokenizer),
+        **separate,
+        **attention,
+        **{**tokens, **arguments.overrides()},
+    )
+    if size is not None and not arguments.states_dropout():
+        if saved is None:
+            config.dropout = choose_dropout(config, size)
+        else:  # the text may have changed
+            config.dropout = getattr(saved, "dropout", config.dropout)
+    if saved is not None:
+        _expect_same_model(config, saved, checkpoint)
+    return VanillaTransformerForConditionalGeneration(config)
+
+
+def _expect_same_model(
+    config: PreTrainedConfig,
+    saved: PreTrainedConfig,
+    checkpoint: str | None,
+    with_tokens: bool = True,
+) -> None:
+    """Raise a ValueError unless the checkpoint's model computes what this one does."""
+    for name in ("model_type", *type(config).__dataclass_fields__):
+        if name in ("architectures", "dtype", "transformers_version", "use_cache"):
+            continue
+        if name.endswith("_token_id") and not with_tokens:
+            continue
+        theirs, ours = getattr(saved, name, None), getattr(config, name)
+        if isinstance(theirs, PreTrainedConfig) and isinstance(ours, PreTrainedConfig):
+            _expect_same_model(ours, theirs, f"{checkpoint}, in its {name},", with_tokens)
+        elif theirs != ours:
+            raise ValueError(
+                f"{checkpoint} holds a different model: its {name} is {theirs!r}, this run's is "
+                f"{ours!r}"
+            )
 
 
 def expect_end_of_targets(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,5 +1,4 @@
-"""What a checkpoint tells of its run: options that a resumed training can't change, and the size
-of the text."""
+"""Resuming: finds the checkpoint, and compares its options and text with those of the run."""
 
 import json
 import logging
@@ -8,12 +7,26 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import (
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from ..data.tokenizer_options import TokenizerArguments
 from .arguments import ModelArguments, TranslationTrainingArguments
+from .checkpoints import checkpoints_by_step, find_defect, last_complete_checkpoint
+from .distributed import (
+    FULL_OPTIMIZER,
+    SHARDED_OPTIMIZER,
+    run_on_main_process,
+    saves_shards,
+    uses_fsdp,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +34,92 @@ OPTIMIZER = (
     "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim"
 )  # fmt: skip
 FILES = {"tokenizer_name", "sentencepiece_model", "bpe_codes"}  # which may have moved
+
+
+def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
+    """The checkpoint to resume from, or `None` to start a new training.
+
+    `resume_from_checkpoint` is a checkpoint's folder, "true" for the newest complete checkpoint in
+    `output_dir`, or "auto" for the same if there is one. The main process decides for all.
+
+    Raises:
+        FileNotFoundError: The checkpoint does not exist, or not for all processes.
+        ValueError: The checkpoint is damaged (the message names the file), or holds no optimizer
+            state that this run can load.
+        FileExistsError: `output_dir` is a file, or holds a model that would be overwritten.
+    """
+    output_dir, wanted = Path(arguments.output_dir), arguments.resume_from_checkpoint
+    layout = _optimizer_layout(arguments)
+    found = run_on_main_process(lambda: _find_checkpoint(output_dir, wanted, layout))
+    if found is not None and not Path(found).is_dir():
+        raise FileNotFoundError(
+            f"{found}: process 0 sees this folder, process {arguments.process_index} does not: "
+            "expected a file system that all processes share"
+        )
+    return found
+
+
+def _find_checkpoint(output_dir: Path, wanted: str | None, layout: str) -> str | None:
+    if output_dir.exists() and not output_dir.is_dir():
+        raise FileExistsError(f"output_dir={output_dir} is a file: expected a folder")
+    mode = str(wanted).lower()
+    if mode in ("auto", "true"):
+        newest = last_complete_checkpoint(output_dir)
+        if newest is None and mode == "true":
+            raise FileNotFoundError(f"{output_dir}: no checkpoint to resume from")
+        if newest is not None:
+            return _expect_optimizer_state(newest, layout)
+    elif wanted is not None:
+        if not Path(wanted, "trainer_state.json").is_file():
+            raise FileNotFoundError(f"resume_from_checkpoint={wanted}: not a trainer's checkpoint")
+        defect = find_defect(wanted)
+        if defect is not None:
+            raise ValueError(f"resume_from_checkpoint={wanted}: {defect}")
+        _expect_optimizer_state(Path(wanted), layout)
+        if Path(wanted).resolve().parent != output_dir.resolve():
+            _expect_no_model(output_dir)
+        return str(wanted)
+    _expect_no_model(output_dir)
+    return None
+
+
+def _expect_no_model(output_dir: Path) -> None:
+    if checkpoints_by_step(output_dir) or (output_dir / "config.json").exists():
+        raise FileExistsError(
+            f"output_dir={output_dir} already holds a model: choose another folder, or resume its "
+            "training with --resume_from_checkpoint true"
+        )
+
+
+# How an optimizer's state is saved, and the file or folder in a checkpoint that shows it.
+OPTIMIZER_LAYOUTS = {
+    "DeepSpeed": "global_step*",
+    "FSDP with SHARDED_STATE_DICT": SHARDED_OPTIMIZER,
+    "FSDP with FULL_STATE_DICT": FULL_OPTIMIZER,
+    "one process or DDP": OPTIMIZER_NAME,
+}
+
+
+def _optimizer_layout(arguments: Seq2SeqTrainingArguments) -> str:
+    if arguments.deepspeed_plugin is not None:
+        return "DeepSpeed"
+    if saves_shards():
+        return "FSDP with SHARDED_STATE_DICT"
+    return "FSDP with FULL_STATE_DICT" if uses_fsdp() else "one process or DDP"
+
+
+def _expect_optimizer_state(checkpoint: Path, layout: str) -> str:
+    held = [name for name, file in OPTIMIZER_LAYOUTS.items() if any(checkpoint.glob(file))]
+    if layout not in held:
+        holds = f"the optimizer state of {held[0]}" if held else "no optimizer state"
+        advice = "--model_name_or_path trains its weights with a new optimizer"
+        if held and "SHARDED" in held[0]:
+            advice = f"`accelerate merge-weights` gathers its weights, and {advice}"
+        raise ValueError(
+            f"resume_from_checkpoint={checkpoint} holds {holds}, expected that of {layout}; "
+            f"{advice}"
+        )
+    return str(checkpoint)
 
 
 class OptionsCallback(TrainerCallback, ExportableState):

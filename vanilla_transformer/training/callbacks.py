@@ -1,0 +1,133 @@
+"""Callbacks of a training: early stopping, epochs of BPE-dropout, TensorBoard and curves."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    EarlyStoppingCallback,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.integrations import TensorBoardCallback
+
+from ..data.bpe_dropout import BPEDropoutDataset
+from .checkpoints import (
+    AtomicCheckpointTrainer,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ResumableEarlyStoppingCallback(EarlyStoppingCallback):
+    """Counts on from the checkpoint's evaluations without an improvement."""
+
+    def on_train_begin(
+        self,
+        args: Seq2SeqTrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Take the number from the state that the trainer has loaded."""
+        super().on_train_begin(args, state, control, **kwargs)
+        if state.global_step:
+            self.early_stopping_patience_counter = evaluations_without_gain(state)
+
+
+def evaluations_without_gain(state: TrainerState) -> int:
+    """How many evaluations in a row were no better, up to a checkpoint with this state."""
+    saved = state.stateful_callbacks.get(ResumableEarlyStoppingCallback.__name__)
+    return saved["attributes"]["early_stopping_patience_counter"] if saved else 0
+
+
+class EpochCallback(TrainerCallback):
+    """Tells a `BPEDropoutDataset`, which differs from epoch to epoch, which epoch begins.
+    accelerate does not, if it skips the batches before a checkpoint."""
+
+    def on_epoch_begin(
+        self,
+        args: Seq2SeqTrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Set the epoch before its first batch is made."""
+        dataset = getattr(train_dataloader, "dataset", None)
+        if isinstance(dataset, BPEDropoutDataset):
+            dataset.set_epoch(int(state.epoch or 0))
+
+
+class ResilientTensorBoardCallback(TensorBoardCallback):
+    """Continues with a new file of events if someone deletes the old one during training."""
+
+    def on_log(
+        self,
+        args: Seq2SeqTrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the logs, to a new file if that fails."""
+        try:
+            super().on_log(args, state, control, logs=logs, **kwargs)
+        except OSError as error:
+            logger.warning("TensorBoard's events are lost (%s): they continue in a new file", error)
+            self.tb_writer = None
+            super().on_log(args, state, control, logs=logs, **kwargs)
+
+    def on_train_end(
+        self,
+        args: Seq2SeqTrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Close the file, if it still exists."""
+        try:
+            super().on_train_end(args, state, control, **kwargs)
+        except OSError as error:
+            logger.warning("TensorBoard's last events are lost (%s)", error)
+
+
+class CurvesCallback(TrainerCallback):
+    """Plots loss and scores over steps to `curves.png` in the output folder: at the end of
+    training, and after an evaluation, but at most once a minute and not during an upload."""
+
+    INTERVAL = 60.0  # seconds
+
+    def __init__(self, trainer: AtomicCheckpointTrainer) -> None:
+        self.trainer = trainer
+        self.last_plot = time.monotonic()
+
+    def on_evaluate(
+        self,
+        args: Seq2SeqTrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Plot the newest scores."""
+        waited = time.monotonic() - self.last_plot >= self.INTERVAL
+        if waited and not self.trainer.is_uploading():
+            self.on_train_end(args, state, control)
+            self.last_plot = time.monotonic()
+
+    def on_train_end(
+        self,
+        args: Seq2SeqTrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Plot, on the main process only."""
+        if state.is_world_process_zero:
+            from ..plotting import plot_curves, save  # matplotlib is slow to import
+
+            folder = Path(args.output_dir).resolve()
+            save(plot_curves({folder.name: state.log_history}), folder / "curves.png")
