@@ -22,8 +22,8 @@ def test_every_file_that_is_named_exists():
         assert any((root / name).exists() for root in roots), name
 
 
-def test_a_batch_walks_ten_steps():
-    walk = TEXT.partition("## The walk of a batch")[2].partition("## ")[0]
+def test_a_batch_takes_ten_steps():
+    walk = TEXT.partition("## How a batch is processed")[2].partition("## ")[0]
     assert re.findall(r"^\d+(?=\.)", walk, re.MULTILINE) == [str(n) for n in range(1, 11)]
 
 

@@ -79,6 +79,18 @@ def test_the_recipe_is_all_that_was_set(model, tmp_path):
     assert not {"report_to", "debug", "label_names", "accelerator_config"} & recipe.keys()
 
 
+def test_the_recipe_has_no_option_that_decides_nothing(model, tmp_path):
+    flags = ["--dataset_name", "phrases", "--disable_tqdm", "true"]
+    _, _, recipe = card_of(model, tmp_path, *flags, "--max_tokens", 900, "--max_steps", 9)
+    assert {name: recipe[name] for name in ("max_tokens", "max_steps")} == {
+        "max_tokens": 900, "max_steps": 9,
+    }  # fmt: skip
+    replaced = {"per_device_train_batch_size", "num_train_epochs"}
+    assert not recipe.keys() & {*replaced, "use_cpu", "disable_tqdm"}
+    _, _, recipe = card_of(model, tmp_path, *flags, "--per_device_train_batch_size", 4)
+    assert recipe["per_device_train_batch_size"] == 4
+
+
 @pytest.mark.parametrize("flags", [["--hub_token", "hf_s3cr3t"], ["--hub-token=hf_s3cr3t"]])
 def test_no_secret_is_told(model, tmp_path, monkeypatch, flags):
     monkeypatch.setattr("sys.argv", ["train", *flags, "--max_tokens", "9"])

@@ -3,7 +3,8 @@ r"""List the packaged recipes, print one, or print the path of its file.
     vanilla-transformer recipes
     vanilla-transformer recipes multi30k_tiny > my_recipe.yaml
     accelerate launch --config_file "$(vanilla-transformer recipes --path accelerate/ddp)" \
-        -m vanilla_transformer train --config multi30k_tiny --output_dir outputs/multi30k
+        -m vanilla_transformer train --config multi30k_tiny --max_tokens 1024 \
+        --output_dir outputs/multi30k
 
 A recipe holds options of `train`: `vanilla-transformer train --config NAME`. The recipes in
 accelerate/ are for `accelerate launch --config_file FILE`.

@@ -5,9 +5,10 @@ r"""Train a translation model from scratch, or fine-tune one.
         --train_source train.en --train_target train.de \
         --validation_source valid.en --validation_target valid.de
     torchrun --nproc_per_node 2 -m vanilla_transformer train --config multi30k_tiny \
-        --output_dir outputs/multi30k
+        --max_tokens 1024 --output_dir outputs/multi30k
     accelerate launch --config_file "$(vanilla-transformer recipes --path accelerate/ddp)" \
-        -m vanilla_transformer train --config multi30k_tiny --output_dir outputs/multi30k
+        -m vanilla_transformer train --config multi30k_tiny --max_tokens 1024 \
+        --output_dir outputs/multi30k
 
 Options override those of the recipe (--config), and local files replace its data set. The output
 folder gets the model, its tokenizer, a model card and learning curves. See docs/training.md.

@@ -22,9 +22,10 @@ WITHOUT_EFFECT = {
 TRAINING = (
     "output_dir", "resume_from_checkpoint", "seed", "max_steps", "num_train_epochs",
     "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
-    "lr_scheduler_type", "warmup_steps", "bf16", "eval_strategy", "eval_steps", "save_strategy",
-    "save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model",
-    "logging_steps",
+    "lr_scheduler_type", "warmup_steps", "adam_beta2", "weight_decay", "max_grad_norm", "bf16",
+    "fp16", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit",
+    "load_best_model_at_end", "metric_for_best_model", "logging_steps", "report_to",
+    "torch_compile", "dataloader_num_workers", "push_to_hub",
 )  # fmt: skip
 DECODING = (
     "predict_with_generate", "generation_num_beams", "generation_max_length", "generation_config",

@@ -98,7 +98,7 @@ class DataArguments(CorpusArguments):
     )
     max_target_length: int | None = _option(
         "Truncate targets to this many tokens, including the final </s>. Default: no limit. "
-        "Scores during training have the same limit, those at its end do not."
+        "Scores during training use this limit; the final scores do not."
     )
     bpe_dropout: float = _option(
         "BPE-dropout: the probability of skipping a merge, so that training texts are split "

@@ -32,7 +32,7 @@ class Text2TextGenerationPipeline(Pipeline):
         args, kwargs: As for every pipeline; the parameters of a call may be given here as well.
 
     Raises:
-        ValueError: The model is no such encoder-decoder.
+        ValueError: The model is not an encoder-decoder that reads token ids.
     """
 
     # `_pipeline_calls_generate` stays off: what it sets up differs before and since transformers
@@ -131,8 +131,8 @@ class Text2TextGenerationPipeline(Pipeline):
         """Tokenizes one source.
 
         Returns:
-            `input_ids` and `attention_mask` (1, source length), and what else the tokenizer wants
-            `generate()` to get. The mask of a blank source is zero throughout.
+            `input_ids` and `attention_mask` (1, source length), and other outputs of the tokenizer
+            for `generate()`. The mask of a blank source is zero throughout.
 
         Raises:
             TypeError: The source is not a string.

@@ -224,6 +224,16 @@ class TranslationTrainingArguments(
             "updates; 3 for fine-tuning."
         },
     )
+    max_steps: int = field(
+        default=-1,
+        metadata={
+            "help": "Number of updates, in place of num_train_epochs. Default: as many as in those "
+            "epochs."
+        },
+    )
+    predict_with_generate: bool = field(
+        default=False, metadata={"help": "Translate in each evaluation, and compute metrics."}
+    )
     per_device_train_batch_size: int | None = field(
         default=None,
         metadata={
@@ -272,7 +282,7 @@ class TranslationTrainingArguments(
     r_drop_start: int = field(
         default=0,
         metadata={
-            "help": "Train without R-Drop for this many updates, which are faster. Needs "
+            "help": "Start R-Drop after this many updates; those before are faster. Needs "
             "r_drop_alpha."
         },
     )

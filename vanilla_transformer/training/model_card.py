@@ -63,7 +63,7 @@ A {{ model_type }} with {{ parameters }} parameters for {{ direction }}, trained
 {{ command }}
 ```
 
-The options that differ from their defaults, including those of the recipe:
+The options that differ from their defaults, as given, in the recipe or chosen from the text:
 
 ```yaml
 {{ recipe }}
@@ -262,9 +262,18 @@ def _command(token: str | None) -> str:
     return f"{words[0]} {shlex.join(words[1:])}"
 
 
+# What does not describe a training: an option that another one replaces, and the machine's.
+REPLACED = {
+    "num_train_epochs": "max_steps",
+    "per_device_train_batch_size": "max_tokens",
+    "gradient_accumulation_steps": "batches_per_update",
+}
+OF_THE_MACHINE = {"use_cpu", "use_cache", "disable_tqdm"}
+
+
 def _changed(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """The options that the user or the recipe has set to other values than the defaults, without
-    secrets."""
+    """The options with other values than their defaults, without secrets and without those that
+    decide nothing."""
     changed: dict[str, Any] = {}
     for group in arguments:
         for name, spec in type(group).__dataclass_fields__.items():
@@ -275,4 +284,6 @@ def _changed(arguments: tuple[Any, ...]) -> dict[str, Any]:
             # `TrainingArguments` turns some names into lists, and masks secrets by their ending.
             if value not in (default, [default], []) and not name.endswith("_token"):
                 changed[name] = value
-    return json.loads(json.dumps(changed, default=str))
+    replaced = {one for one, other in REPLACED.items() if other in changed}
+    kept = {name: changed[name] for name in changed.keys() - replaced - OF_THE_MACHINE}
+    return json.loads(json.dumps(kept, default=str))

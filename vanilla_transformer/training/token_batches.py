@@ -37,8 +37,8 @@ class TokenBudgetArguments:
         default=None,
         metadata={
             "help": "Maximum number of source tokens, and of target tokens, in a batch, per "
-            "device and with padding. Replaces per_device_train_batch_size. The paper uses 25000 "
-            "over all devices."
+            "device and with padding. Replaces per_device_train_batch_size. Default: 1,000 to "
+            "25,000 per update, by the size of the text. The paper uses 25,000 over all devices."
         },
     )
     eval_max_tokens: int | None = field(
