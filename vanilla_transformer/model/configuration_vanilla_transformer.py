@@ -127,7 +127,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
         sinusoid_frequencies: "paper" is 10000^(-2i / d_model); "tensor2tensor", as in its code and
             in fairseq and Marian, is 10000^(-2i / (d_model - 2)).
         position_offset: The first token's place in the sinusoids. The paper's is 0.
-        max_position_embeddings: Number of learned positions; a mere hint for sinusoids.
+        max_position_embeddings: Number of learned positions; sinusoids have no limit.
         scale_embedding: Multiply embeddings by sqrt(d_model) on input (section 3.4).
         tie_word_embeddings: Source embedding, target embedding and pre-softmax projection are one
             matrix (section 3.4); with two vocabularies, the latter two.
@@ -220,8 +220,8 @@ class VanillaTransformerConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As transformers', which changes the fields in `kwargs` last: a `head_dim` that is
-        d_model / h follows theirs."""
+        """Same as transformers' method, whose `kwargs` override the fields: a `head_dim` that
+        equals d_model / h is computed again from them."""
         changed = {cls.attribute_map.get(name, name): value for name, value in kwargs.items()}
         sizes = {"d_model", "encoder_attention_heads", "decoder_attention_heads"} & changed.keys()
         if sizes and changed.get("head_dim") is None:
@@ -295,11 +295,11 @@ class VanillaTransformerConfig(PreTrainedConfig):
         return super().get_text_config(decoder=decoder, encoder=encoder)
 
     def for_both_stacks(self) -> "VanillaTransformerConfig":
-        """The same for encoder and decoder, also where it was saved from one of them alone."""
+        """This configuration for encoder and decoder, also if it is that of one of them."""
         return self._with(is_encoder_decoder=True)
 
     def for_one_stack(self, stack: Literal["encoder", "decoder"]) -> "VanillaTransformerConfig":
-        """The same for a stack alone. The other's sizes follow it, because transformers reads
+        """This configuration for one stack. The other's sizes follow it, because transformers reads
         `num_hidden_layers`, `num_attention_heads` and `vocab_size` from the encoder's."""
         fields: dict[str, Any] = {
             f"{either}_{size}": getattr(self, f"{stack}_{size}")
