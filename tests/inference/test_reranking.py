@@ -61,6 +61,11 @@ def test_with_exact_match_the_most_frequent_wins():
     assert ranked[1] == found[1]
 
 
+def test_a_single_hypothesis_has_its_utility_as_its_score():
+    one, two = rerank_by_utility(["x", "y"], [hypotheses("ab cd"), hypotheses("ab cd", "ab cd")])
+    assert one[0].score == two[0].score == pytest.approx(100)
+
+
 def test_a_utility_may_be_a_function_that_sees_the_source():
     def shortest(hypotheses, references, source):
         lengths = [abs(len(h) - len(source)) for h in hypotheses]

@@ -46,6 +46,26 @@ def test_batching_and_padding_change_nothing(any_model, strategy, side):
     assert batch.tolist() == torch.cat(padded).tolist()
 
 
+def test_an_encoders_output_can_be_used_again():
+    model, source = seq2seq().eval(), random_ids(3, 6)
+    encoded = model.get_encoder()(source)
+    first, second = (
+        model.generate(encoder_outputs=encoded, num_beams=3, max_new_tokens=5) for _ in range(2)
+    )
+    assert first.tolist() == second.tolist()
+    assert len(encoded.last_hidden_state) == 3
+
+
+@pytest.mark.parametrize("length", [6, 10])
+def test_a_mask_of_another_length_than_the_source_is_refused(length):
+    # Its few tokens were looked up in the wrong rows.
+    model, source = seq2seq().eval(), random_ids(4, 8)
+    mask = (torch.arange(length) < 3).long().expand(4, length)
+    message = rf"attention_mask of shape \(4, {length}\): expected \(4, 8\), as the source"
+    with pytest.raises(ValueError, match=message):
+        model.generate(source, attention_mask=mask, max_new_tokens=5)
+
+
 def test_the_cache_changes_nothing(any_model, strategy):
     source = random_ids(2, 6)
     expected = any_model.generate(source, use_cache=False, **strategy)

@@ -212,6 +212,18 @@ def test_the_second_epoch_resumes_with_the_pair_that_comes_next(options, tokeniz
     assert torch.equal(weights_of(resumed), weights_of(whole))
 
 
+@pytest.mark.parametrize("batches", [{}, {"max_tokens": 6}], ids=str)
+def test_workers_that_live_on_do_not_change_what_follows_a_resumption(batches, tokenizer, tmp_path):
+    """Their start drew a number from the generator that dropout uses."""
+    options = {"pairs": DIFFERENT, "max_steps": 14, "dataloader_num_workers": 1, **batches}
+    options["dataloader_persistent_workers"] = True
+    whole = small_trainer(tmp_path / "whole", tokenizer, **options)
+    whole.train()
+    resumed = small_trainer(tmp_path / "resumed", tokenizer, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-4"))
+    assert torch.equal(weights_of(resumed), weights_of(whole))
+
+
 def test_an_update_may_begin_in_one_pass_over_a_stream_and_end_in_the_next(tokenizer, tmp_path):
     """An update has 4 batches, a pass 6, so that two passes are 3 updates."""
     options = {"streaming": True, "gradient_accumulation_steps": 4, "max_steps": 3}

@@ -42,7 +42,7 @@ def rerank_by_utility(
     """
     measure = get_utility(utility) if isinstance(utility, str) else utility
     for line, hypotheses in zip(lines, found, strict=True):
-        if len(hypotheses) == 1:
+        if not line.strip():  # its translation is blank
             yield hypotheses
             continue
         counts = Counter(h.text for h in hypotheses)

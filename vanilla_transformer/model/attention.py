@@ -483,7 +483,11 @@ def group_by_length(
     config: PreTrainedConfig, attention_mask: torch.Tensor | None = None, **inputs: Any
 ) -> tuple[Rows, dict[str, Any]] | None:
     """The rows of a padded source, and the encoder's inputs of their tokens alone; None unless
-    padding costs time: with "sdpa" on a CPU, where no gradients are needed."""
+    padding costs time: with "sdpa" on a CPU, where no gradients are needed.
+
+    Raises:
+        ValueError: The mask has another shape than the source.
+    """
     mask = attention_mask
     if mask is None or mask.ndim != 2 or mask.shape[0] == 1 or mask.device.type != "cpu":
         return None
@@ -491,6 +495,12 @@ def group_by_length(
         return None
     if int(mask.count_nonzero()) >= 0.75 * mask.numel():
         return None
+    source = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if source is not None and source.shape[:2] != mask.shape:
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)}: expected {tuple(source.shape[:2])}, as "
+            "the source"
+        )
     rows = RowsByLength(mask)
     return rows, {**_packed_inputs(rows, mask, **inputs), "attention_mask": None, "rows": rows}
 

@@ -21,6 +21,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.utils import ModelOutput
 
 from .beam_search import best_tokens, shallow_copy, with_fast_projection
 from .cache import (
@@ -144,6 +145,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             with torch.no_grad():
                 return self.generate(inputs, generation_config, **kwargs)
         self._forget_limit_of_trainer()
+        encoded = kwargs.get("encoder_outputs")
+        if isinstance(encoded, ModelOutput):  # whose rows transformers repeats in place
+            kwargs["encoder_outputs"] = type(encoded)(**encoded)
         expect_prompt({"inputs": inputs, **kwargs})
         kwargs = read_target_vocabulary(rename_cache(kwargs, CACHE_NAME))
         options = GenerationOptions(self.generation_config, generation_config, kwargs)

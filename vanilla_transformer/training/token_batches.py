@@ -73,6 +73,15 @@ class TokenBudgetTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """As `Trainer.get_train_dataloader`, with batches of at most `max_tokens`."""
+        dataloader = self._make_train_dataloader()
+        if dataloader.persistent_workers:
+            # Each start of workers draws a number: from torch's generator, a resumed training,
+            # which starts them twice, would draw more than one that was not interrupted.
+            inner = getattr(dataloader, "base_dataloader", dataloader)
+            inner.generator = torch.Generator().manual_seed(_data_seed(self.args))
+        return dataloader
+
+    def _make_train_dataloader(self) -> DataLoader:
         args = self.args
         if getattr(args, "max_tokens", None) is None:
             return super().get_train_dataloader()
