@@ -1,11 +1,13 @@
 """What `export` refuses before it works, what it leaves as it was, and its command."""
 
 import json
+import shutil
 import sys
 
 import pytest
 import torch
 from conftest import run_command, run_module
+from huggingface_hub import metadata_load
 from transformers import GenerationConfig
 
 from vanilla_transformer import VanillaTransformerForCausalLM
@@ -71,6 +73,25 @@ def test_an_output_folder_in_use_is_left_alone(saved, tmp_path, to):
     with pytest.raises(FileExistsError, match="expected a new or empty folder"):
         export(folder, folder, to)
     assert sorted(folder.iterdir()) == before
+
+
+def test_an_export_keeps_the_languages_and_the_licence(saved, tmp_path, to):
+    _, folder = saved()
+    (folder / "README.md").write_text(
+        "---\nlanguage: [en, de]\nlicense: mit\nlibrary_name: transformers\n"
+        "tags: [vanilla_transformer]\nmodel-index: [{name: a, results: []}]\n---\n# mine\n"
+    )
+    output = export(folder, tmp_path / "exported", to)
+    found = metadata_load(output / "README.md")
+    assert (found["language"], found["license"]) == (["en", "de"], "mit")
+    assert found["tags"] == [to]
+    assert "model-index" not in found
+    card = (output / "README.md").read_text()
+    assert card.split("---\n")[2].startswith("# exported\n")
+    assert "vanilla-transformer translate --model FOLDER" in card
+    (folder / "README.md").write_text("---\nlanguage: [en\n---\n")
+    shutil.rmtree(output)
+    expect_refusal(ValueError, "README.md: expected YAML between two", folder, tmp_path, to)
 
 
 PRE = {"norm_position": "pre"}

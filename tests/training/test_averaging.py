@@ -71,6 +71,17 @@ def test_a_card_keeps_its_languages_but_not_its_scores(run, tmp_path):
     assert metadata_load(output / "README.md") == {"language": ["en", "de"], "license": "mit"}
     assert "- checkpoint-10\n- checkpoint-100\n" in card
     assert "40.1" not in card
+
+
+def test_the_average_of_a_trainings_checkpoints_has_the_card_of_the_training(run, tmp_path):
+    checkpoints = [run / "checkpoint-10", run / "checkpoint-100"]
+    (run / "README.md").write_text("---\nlanguage: [en, de]\n---\n# mine\n")
+    output = average_checkpoints(checkpoints, tmp_path / "average")
+    assert metadata_load(output / "README.md") == {"language": ["en", "de"]}
+    (run / "README.md").write_text("---\nlanguage: [en\n---\n")
+    with pytest.raises(ValueError, match=r"README.md: expected YAML between two lines of ---"):
+        average_checkpoints(checkpoints, tmp_path / "another")
+    assert not (tmp_path / "another").exists()
     assert not (output / "curves.png").exists()
 
 

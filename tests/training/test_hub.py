@@ -100,6 +100,16 @@ My own words about outputs/finished.
     assert (finished / "README.md").read_text() == card
 
 
+def test_a_folder_without_code_and_card_is_downloaded_to_be_used(hub, finished):
+    (finished / "README.md").unlink(missing_ok=True)
+    for code in finished.glob("*.py"):
+        code.unlink()
+    push_folder(finished, "my-team/engine")
+    card = hub.files("my-team/engine")["README.md"].decode()
+    assert "hf download my-team/engine --local-dir FOLDER" in card
+    assert "trust_remote_code" not in card
+
+
 def test_a_revision_is_a_branch_that_is_made_if_need_be(hub, finished):
     push_folder(finished, "mine", revision="v2")
     push_folder(finished, "mine", revision="v2")

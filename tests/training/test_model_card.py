@@ -20,6 +20,7 @@ from vanilla_transformer.training.arguments import (
 )
 from vanilla_transformer.training.model_card import write_model_card
 
+SIDES = ("source", "target")
 GROUPS = (ModelArguments, DataArguments, TranslationTrainingArguments)
 SHAPE = "encoder_layers=1,decoder_layers=1,d_model=32,encoder_ffn_dim=32,decoder_ffn_dim=32"
 TRAIN = {
@@ -77,6 +78,20 @@ def test_the_recipe_is_all_that_was_set(model, tmp_path):
     _, _, recipe = card_of(model, tmp_path, "--config", recipe_file(tmp_path, **given))
     assert given.items() <= recipe.items()
     assert not {"report_to", "debug", "label_names", "accelerator_config"} & recipe.keys()
+
+
+def test_scores_belong_to_the_text_of_their_split(model, text, tmp_path):
+    files = {f"{split}_{side}": str(text) for split in ("train", "test") for side in SIDES}
+    for side in SIDES:
+        files[f"test_{side}"] = str(text.with_name(f"test.{side}"))
+        Path(files[f"test_{side}"]).write_text("la casa\n")
+    flags = [word for name, file in files.items() for word in (f"--{name}", file)]
+    arguments = parse_arguments(GROUPS, ["--output_dir", str(tmp_path), "--use_cpu", *flags])
+    scores = {"test": {"bleu": 12.0, "bleu_signature": "s"}}
+    card = write_model_card(model, scores, {"steps": 4, "epochs": 1.0}, *arguments).read_text()
+    (result,) = yaml.safe_load(card.split("---")[1])["model-index"][0]["results"]
+    assert result["dataset"] == {"name": "test.source", "type": "test.source", "split": "test"}
+    assert "trained on `text`" in card
 
 
 def test_the_recipe_has_no_option_that_decides_nothing(model, tmp_path):

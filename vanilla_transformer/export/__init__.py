@@ -4,7 +4,7 @@ A target is a module with
 
 - `NAME`: what `export` and the command call it;
 - `QUANTIZATIONS`: the names of the quantizations that it can write;
-- `write(model_folder, output, quantization)`: writes into an empty folder.
+- `write(model_folder, output, quantization)`: writes into an empty folder. `export` adds a card.
 
 A module is only imported for its target, because most of them need a package that few users have.
 """
@@ -13,8 +13,10 @@ import importlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
+from typing import Any
 
 from ..conversion.core import expect_unused
+from ..inference.derived_cards import card_metadata, write_card
 from .source import expect_model
 
 # The modules by the names of their targets.
@@ -25,6 +27,15 @@ TARGETS = {
     "onnx": "onnx_graphs",
     "transformers.js": "transformers_js",
 }
+
+CARD = """Exported for {target} with [vanilla_transformer]({site}).
+
+```bash
+{command}
+```"""
+SITE = "https://github.com/vanilla-transformer/vanilla_transformer"
+TRANSLATE = "vanilla-transformer translate --model FOLDER --source FILE"
+SHOW_PAGE = "python -m http.server --directory FOLDER"
 
 
 def export(
@@ -55,14 +66,28 @@ def export(
         expected = f"one of {known}" if known else "none"
         raise ValueError(f"quantization={quantization!r} with {to}: expected {expected}")
     expect_model(folder)
+    metadata = card_metadata(folder)
     place = output.resolve()
     place.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as staging:
         written = Path(staging) / place.name
         written.mkdir()
         target.write(folder, written, quantization)
+        _write_card(written, metadata, to)
         written.replace(place)  # which is not there, or empty
     return output
+
+
+def _write_card(folder: Path, metadata: dict[str, Any], target: str) -> None:
+    """The card of the model, with the target's name and how to use the folder."""
+    classes = ("marian", "pegasus")
+    metadata |= {
+        "library_name": "transformers" if target in classes else target,
+        "pipeline_tag": "translation",
+        "tags": [target],
+    }
+    command = SHOW_PAGE if target == "transformers.js" else TRANSLATE
+    write_card(folder, metadata, CARD.format(target=target, site=SITE, command=command))
 
 
 def find_target(name: str) -> ModuleType:

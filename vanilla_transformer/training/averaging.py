@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import metadata_load, metadata_save, save_torch_state_dict
+from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ..inference.derived_cards import card_metadata, write_card
 from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, is_off_schedule
 
 # Files of a trainer's checkpoint that do not belong to an averaged model.
@@ -79,6 +80,7 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
     if not paths:
         raise ValueError("there is no checkpoint to average")
     _check_same_architecture(paths)
+    metadata = card_metadata(paths[-1])
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(_mean(paths), str(output))
@@ -88,20 +90,9 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
         is_report = file.name in ("README.md", "curves.png")
         if file.is_file() and not is_weight and not is_state and not is_report:
             shutil.copy2(file, output)
-    if (paths[-1] / "README.md").is_file():
-        _write_card(paths, output)
-    return output
-
-
-def _write_card(paths: Sequence[Path], output: Path) -> None:
-    """The last folder's metadata, such as languages and license, without its scores."""
-    data = metadata_load(paths[-1] / "README.md") or {}
-    data.pop("model-index", None)
     names = "\n".join(f"- {path.resolve().name}" for path in paths)
-    card = output / "README.md"
-    text = f"# {output.resolve().name}\n\nThe mean of the weights of\n\n{names}\n"
-    card.write_text(text, encoding="utf-8")
-    metadata_save(card, data)
+    write_card(output, metadata, f"The mean of the weights of\n\n{names}")
+    return output
 
 
 def _mean(paths: Sequence[Path]) -> dict[str, torch.Tensor]:

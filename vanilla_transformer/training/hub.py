@@ -27,6 +27,11 @@ PRIVATE_FILES = (
     "scheduler.pt", "rng_state*", "global_step*", "*.log", CHECKSUMS_NAME,
 )  # fmt: skip
 
+USAGE_WITHOUT_CODE = """```bash
+hf download {place} --local-dir FOLDER
+vanilla-transformer translate --model FOLDER --source FILE
+```"""
+
 CARD = """---
 {{ card_data }}
 ---
@@ -72,7 +77,7 @@ def push_folder(
     name = api.create_repo(repository, private=private, exist_ok=True).repo_id
     if revision is not None:
         api.create_branch(name, branch=revision, exist_ok=True)
-    card = str(_named(old_card, name)).encode()
+    card = str(_named(old_card, name, folder)).encode()
     operations = [CommitOperationAdd(path, file) for path, file in files.items()]
     return api.create_commit(
         name,
@@ -131,15 +136,17 @@ def _read_card(folder: Path) -> ModelCard | None:
         raise ValueError(f"{path}: expected YAML between two lines of ---, but {error}") from None
 
 
-def _named(card: Any, repository: str) -> Any:
+def _named(card: Any, repository: str, folder: Path) -> Any:
     """The card with the repository's name in its title, its example and its metadata."""
     name = repository.split("/")[-1]
     if card is None:
         data = ModelCardData(library_name="transformers", pipeline_tag="translation")
-        usage = USAGE.format(place=repository)
+        has_code = any(folder.glob("*.py"))
+        usage = (USAGE if has_code else USAGE_WITHOUT_CODE).format(place=repository)
         return ModelCard.from_template(data, template_str=CARD, name=name, usage=usage)
+    title = card.data.model_name or folder.resolve().name
+    card.text = card.text.replace(f"# {title}\n", f"# {name}\n", 1)
     if card.data.model_name:
-        card.text = card.text.replace(f"# {card.data.model_name}\n", f"# {name}\n", 1)
         card.data.model_name = name
     example = r'(pipeline\("translation", model=)"[^"]*"'
     card.text = re.sub(example, rf'\1"{repository}"', card.text)

@@ -187,7 +187,7 @@ def write_model_card(
         model_type=model.config.model_type,
         parameters=f"{get_model_param_count(model):,}",
         direction=" to ".join(filter(None, languages)) or "sequence-to-sequence tasks",
-        data=_data_name(data_arguments),
+        data=", ".join(f"`{name}`" for name in _data_names(data_arguments)),
         scores=_score_table(scores),
         curves=(output_dir / "curves.png").exists(),
         device=training_arguments.device.type,
@@ -207,22 +207,20 @@ def _on_the_hub(name: str | None, *built_in: str) -> str | None:
     return None if name is None or name in built_in or Path(name).exists() else name
 
 
-def _data_name(arguments: DataArguments) -> str:
+def _data_names(arguments: DataArguments, split: str = "train") -> list[str]:
     if arguments.dataset_name is not None:
-        return f"`{arguments.dataset_name}`"
-    sources = [corpus[0] for corpus in arguments.corpora("train")]
-    return ", ".join(f"`{Path(source).name}`" for source in sources)
+        return [arguments.dataset_name]
+    return [Path(corpus[0]).name for corpus in arguments.corpora(split)]
 
 
 def _eval_results(
     scores: dict[str, dict[str, Any]] | None, arguments: DataArguments
 ) -> list[EvalResult]:
-    name = _data_name(arguments).strip("`")
     return [
         EvalResult(
             task_type="translation",
-            dataset_type=name,
-            dataset_name=name,
+            dataset_type=", ".join(_data_names(arguments, split)),
+            dataset_name=", ".join(_data_names(arguments, split)),
             dataset_config=arguments.dataset_config_name,
             dataset_split=split,
             metric_type=metric,

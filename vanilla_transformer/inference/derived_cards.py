@@ -1,0 +1,35 @@
+"""The card of a model that is made from another: its languages and licence, without its scores."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import metadata_load, metadata_save
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+
+def card_metadata(folder: Path) -> dict[str, Any]:
+    """The metadata of a model's card, without its scores; empty without a card. That of a
+    trainer's checkpoint is in the folder above it.
+
+    Raises:
+        ValueError: The card can't be read.
+    """
+    place = folder.resolve()
+    above = [place.parent] if place.name.startswith(PREFIX_CHECKPOINT_DIR) else []
+    card = next((card for at in (place, *above) if (card := at / "README.md").is_file()), None)
+    if card is None:
+        return {}
+    try:
+        found = metadata_load(card) or {}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{card}: expected YAML between two lines of ---, but {error}") from error
+    return {name: value for name, value in found.items() if name not in ("model-index", "metrics")}
+
+
+def write_card(folder: Path, metadata: dict[str, Any], text: str) -> None:
+    """Write a card with the folder's name as its title."""
+    card = folder / "README.md"
+    card.write_text(f"# {folder.resolve().name}\n\n{text}\n", encoding="utf-8")
+    if metadata:
+        metadata_save(card, metadata)
