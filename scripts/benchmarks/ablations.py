@@ -63,6 +63,7 @@ ROWS = {
     "(A) h = 1, d_k = d_v = 128": Row(HEADS.format(1, 128), 24.9),
     "(A) h = 2, d_k = d_v = 64": Row(HEADS.format(2, 64), 25.5),
     "(A) h = 8, d_k = d_v = 16": Row(HEADS.format(8, 16), 25.8),
+    "(A) h = 16, d_k = d_v = 8": Row(HEADS.format(16, 8), 25.4),
     "(B) d_k = 8": Row("head_dim=8,value_head_dim=32", 25.1),
     "(C) N = 1": Row(LAYERS.format(1), 23.7),
     "(C) d_model = 64": Row("d_model=64,head_dim=16", 24.5),
@@ -96,7 +97,7 @@ class Claim(NamedTuple):
 
 CLAIMS = (
     Claim("a single head is worse", "base", "(A) h = 1, d_k = d_v = 128"),
-    Claim("too many heads are worse", "base", "(A) h = 8, d_k = d_v = 16"),
+    Claim("too many heads are worse", "base", "(A) h = 16, d_k = d_v = 8"),
     Claim("a smaller d_k is worse", "base", "(B) d_k = 8"),
     Claim("more layers are better", "base", "(C) N = 1"),
     Claim("a wider model is better", "base", "(C) d_model = 64"),

@@ -296,6 +296,8 @@ def test_reranking_gives_the_same_from_a_file_in_pieces_as_from_a_stream(
         (["--reverse_weight", 3], "reverse_weight=3.0: expected --reverse_model as well"),
         (["--length_weight", 1], "length_weight=1.0: expected --reverse_model as well"),
         (["--alignment_layer", 1], "alignment_layer=1: expected --alignments or --replace_unknow"),
+        (["--source", "none"], "source='none': expected a file that exists"),
+        (["--source", "in", "--output", "out.xz"], "output='out.xz': expected a plain text file"),
         (["--source", "in", "--output", "./in"], "output='./in': expected another file than sour"),
         (["--source", "in", "--target_prefix_file", "in", "--output", "in"], "expected another"),
         (["--stop_strings", "a"], "unrecognized arguments: --stop_strings a"),
@@ -413,8 +415,9 @@ def test_a_worker_with_another_model_is_refused(call):
         translate_chunk(call, settings, ["a house"], 0)
 
 
-def test_ray_refuses_a_device_and_a_launcher(monkeypatch):
-    arguments = TranslateArguments(["model"], source="in", output="out")
+def test_ray_refuses_a_device_and_a_launcher(tmp_path):
+    (tmp_path / "in").touch()
+    arguments = TranslateArguments(["model"], source=str(tmp_path / "in"), output="out")
     loading, workers = LoadingArguments(device="cpu"), RayWorkerArguments(ray=True, num_gpus=1)
     with pytest.raises(ValueError, match="ray=True in 2 processes: expected one"):
         expect_ray_options(arguments, loading, workers, num_processes=2)

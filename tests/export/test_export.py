@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from vanilla_transformer import VanillaTransformerForCausalLM
 from vanilla_transformer.export import TARGETS, export
-from vanilla_transformer.export.check import size
+from vanilla_transformer.export.check import compare, size
 
 NEEDED = {"ctranslate2": "ctranslate2"}
 
@@ -172,6 +172,17 @@ def test_the_command_refuses_before_it_works(tmp_path):
 
 
 @pytest.mark.slow
+def test_scores_are_compared_for_equal_tokens_alone(saved, tokenizer):
+    model, _ = saved()
+    torch.manual_seed(1)
+    another = type(model)(model.config).eval()
+    lines = ["the lake is deep", "a house"]
+    same = compare((model, tokenizer), (model, tokenizer), lines)
+    assert (same["equal"], same["difference"]) == (2, 0.0)
+    different = compare((model, tokenizer), (another, tokenizer), lines)
+    assert (different["equal"], different["difference"]) == (0, None)
+
+
 def test_the_benchmark_compares_the_engines(saved, tmp_path):
     pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
     saved()

@@ -5,6 +5,7 @@ import torch
 from conftest import ragged
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from vanilla_transformer.conversion import convert
 from vanilla_transformer.export import export
 
 MARIAN = {
@@ -71,6 +72,36 @@ def test_what_is_lost_is_said(saved, tmp_path, caplog):
     assert "after 512 tokens, not after source + 50" in caplog.text
     found = AutoModelForSeq2SeqLM.from_pretrained(output).generation_config
     assert (found.num_beams, found.max_length) == (4, 512)
+
+
+def test_no_translation_is_longer_than_the_table_of_positions(saved, tmp_path, caplog):
+    positions = {"position_encoding": "learned", "max_position_embeddings": 40}
+    _, folder = saved(**PRE, **positions, layer_norm_eps=1e-5)
+    output = export(folder, tmp_path / "exported", "pegasus")
+    assert "after 40 tokens" in caplog.text
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(output)
+    ids = loaded.generate(torch.tensor([[4, 5, 2]]), suppress_tokens=[2], num_beams=1)
+    assert ids.shape[1] == 40
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_marian_export_is_converted_back(saved, two_sided, tmp_path, separate):
+    tokenizer, sizes = None, {}
+    if separate:
+        tokenizer = two_sided
+        sizes = {"vocab_size": len(two_sided), "decoder_vocab_size": two_sided.target_vocab_size}
+    model, folder = saved(*filter(None, [tokenizer]), layer_norm_eps=1e-5, **sizes)
+    exported = export(folder, tmp_path / "exported", "marian")
+    converted = convert(exported, tmp_path / "converted")
+    found = AutoModelForSeq2SeqLM.from_pretrained(converted)
+    ids, mask = ragged(7, 4)
+    inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
+    with torch.no_grad():
+        torch.testing.assert_close(found(**inputs).logits, model.eval()(**inputs).logits)
+    texts = ["the lake is deep", "a house"]
+    before, after = map(AutoTokenizer.from_pretrained, (folder, converted))
+    for side in ("text", "text_target"):
+        assert before(**{side: texts}).input_ids == after(**{side: texts}).input_ids
 
 
 def test_the_tokenizer_comes_along(exported, tokenizer):

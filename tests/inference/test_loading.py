@@ -18,6 +18,14 @@ def test_a_model_has_the_precision_asked_for(model, tokenizer, tmp_path, dtype):
     assert its_tokenizer.get_vocab() == tokenizer.get_vocab()
 
 
+def test_a_model_without_its_tokenizer_is_named(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=f"{tmp_path}: .* there is no tokenizer_config.json"
+    ):
+        LoadingArguments(device="cpu").load(tmp_path)
+
+
 @pytest.mark.parametrize("models", [1, 2])
 def test_a_stock_model_is_spared_the_plans_of_cudnn(model, tokenizer, tmp_path, models):
     """Ours does without by itself, but is loaded in the same way."""

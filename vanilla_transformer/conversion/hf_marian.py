@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 from transformers import (
+    AutoTokenizer,
     GenerationConfig,
     MarianConfig,
     MarianMTModel,
@@ -24,6 +25,7 @@ from ..data import vocabularies, vocabulary_files
 from ..data.vocabularies import Specials
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import SinusoidalPositions
+from ..model.tokenization_vanilla_transformer import TARGET_FILE
 from . import core
 from .check import TransformersModel
 from .core import (
@@ -70,6 +72,7 @@ OFF = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "add_b
 FILES = (
     "config.json", "generation_config.json", "source.spm", "target.spm", "vocab.json",
     "target_vocab.json", "tokenizer_config.json", "special_tokens_map.json",
+    "tokenizer.json", TARGET_FILE,
 )  # fmt: skip
 
 
@@ -102,19 +105,27 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     config.sinusoid_frequencies = _frequencies(tensors, config)
     weights |= core.take_layers(tensors, config, their_name)
     tensors.expect_all_taken()
-    sides = _sides(path, config)
+    sides = [] if _was_exported(path) else _sides(path, config)
     unk = [side.backend_tokenizer.token_to_id(UNK) for side in sides]
-    pair = vocabularies.pair(*sides, size=config.target_vocab_size, unk_id=unk[1])
+    if sides:
+        pair = vocabularies.pair(*sides, size=config.target_vocab_size, unk_id=unk[1])
+    else:
+        pair = AutoTokenizer.from_pretrained(path)
     conversion = Conversion(config, weights, pair)
     conversion.sources, conversion.leftovers = _way_back(tensors, weights)
     core.interleave_halves(weights)
-    for side, tokenizer, unk_id in zip(core.SIDES, sides, unk, strict=True):
+    for side, tokenizer, unk_id in zip(core.SIDES, sides, unk, strict=False):
         conversion.fill_with_clones(side, vocabularies.rows(tokenizer), unk_id)
     conversion.generation = _generation(path)
     version = str(theirs.transformers_version)
     conversion.origin = {"toolkit": "transformers (MarianMTModel)", "version": version}
     conversion.files = [file for name in FILES if (file := path / name).is_file()]
     return conversion
+
+
+def _was_exported(folder: Path) -> bool:
+    """Whether the folder has one of our tokenizers, as `export` writes it, and not Marian's."""
+    return (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file()
 
 
 def their_name(ours: str) -> str:
@@ -234,7 +245,8 @@ def write(model_folder: Path, output: Path) -> None:
 
 def load_toolkit(path: Path, options: ConversionOptions) -> TransformersModel:
     """The checkpoint in transformers, for `check`."""
-    tokenizer = MarianTokenizer.from_pretrained(path)
+    kind = AutoTokenizer if _was_exported(path) else MarianTokenizer
+    tokenizer = kind.from_pretrained(path)
     model = MarianMTModel.from_pretrained(path, dtype="float32")
     unk = tokenizer.convert_tokens_to_ids(UNK)
     return TransformersModel(

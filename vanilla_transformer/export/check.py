@@ -44,7 +44,9 @@ def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str
     rows = {
         "lines": f"{number}",
         "equal translations": f"{equal} ({equal / number:.1%})",
-        f"largest difference of scores, {BEAMS} beams": f"{found['difference']:.1e}",
+        f"largest difference of scores, {BEAMS} beams": "no equal translations"
+        if found["difference"] is None
+        else f"{found['difference']:.1e}",
         "lines per second, model": f"{found['speeds'][0]:.1f}",
         "lines per second, export": f"{found['speeds'][1]:.1f}",
         "MB of weights, model": f"{sizes[0]:.1f}",
@@ -63,10 +65,11 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
 
     Returns:
         `equal`, the number of equal translations with the model's own search; `difference`, the
-        largest difference of scores between best hypotheses of the same text, in beam search;
-        `speeds` of model and export, in lines per second.
+        largest difference of scores between best hypotheses of the same tokens, in beam search,
+        or None without such; `speeds` of model and export, in lines per second.
     """
-    seconds, equal, difference = [0.0, 0.0], 0, 0.0
+    seconds, equal = [0.0, 0.0], 0
+    differences = []
     for batch in in_batches(lines, BATCH):
         texts = []
         for number, pair in enumerate((model, exported)):
@@ -76,10 +79,10 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
         equal += sum(map(str.__eq__, *texts))
         scored = [translate_n_best(batch, *pair, 1, num_beams=BEAMS) for pair in (model, exported)]
         for (one, *_), (other, *_) in zip(*scored, strict=True):
-            if one.text == other.text:
-                difference = max(difference, abs(one.score - other.score))
+            if one.token_ids == other.token_ids:
+                differences.append(abs(one.score - other.score))
     speeds = [len(lines) / each for each in seconds]
-    return {"equal": equal, "difference": difference, "speeds": speeds}
+    return {"equal": equal, "difference": max(differences, default=None), "speeds": speeds}
 
 
 def size(folder: Path) -> int:

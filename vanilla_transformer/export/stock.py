@@ -104,7 +104,8 @@ def save(
     """
     bias = weights.pop(PROJECTION_BIAS, torch.zeros(model.config.target_vocab_size))
     named = {their_name(name): tensor for name, tensor in weights.items()} | {BIAS: bias[None]}
-    theirs.generation_config = _generation_config(model.generation_config)
+    limit = min(MAX_LENGTH, number_of_positions(model.config))
+    theirs.generation_config = _generation_config(model.generation_config, limit)
     theirs.save_pretrained(output, state_dict=named)
     tokenizer.save_pretrained(output)
     written, report = AutoModelForSeq2SeqLM.from_pretrained(output, output_loading_info=True)
@@ -120,13 +121,14 @@ def save(
     )
 
 
-def _generation_config(ours: GenerationConfig) -> GenerationConfig:
-    """The generation config without options that only our `generate()` has."""
+def _generation_config(ours: GenerationConfig, limit: int) -> GenerationConfig:
+    """The generation config without options that only our `generate()` has, and with this limit of
+    length if it has none."""
     fields = ours.to_diff_dict()
     lost = {name: fields.pop(name) for name in OWN_OPTIONS if name in fields}
     if fields.get("max_length") is None and fields.get("max_new_tokens") is None:
-        fields["max_length"] = MAX_LENGTH
-        logger.warning("translations end after %d tokens, not after source + 50", MAX_LENGTH)
+        fields["max_length"] = limit
+        logger.warning("translations end after %d tokens, not after source + 50", limit)
     if lost:
         said = ", ".join(f"{name}={value!r}" for name, value in lost.items())
         logger.warning("%s: left out, because transformers' own generate() lacks it", said)

@@ -101,7 +101,7 @@ class LoadingArguments:
                 f"attn_implementation={self.attn_implementation!r} with engine={engine.NAME!r}: "
                 "expected none"
             )
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+        tokenizer = self._load_tokenizer(name)
         return engine.load(Path(name), device=self.device, dtype=self.dtype), tokenizer
 
     def load_model(
@@ -126,13 +126,27 @@ class LoadingArguments:
                 f"{name} with engine={used!r}: expected a model that torch runs, such as the one "
                 "that was exported"
             )
-        remote = {"trust_remote_code": self.trust_remote_code}
-        tokenizer = AutoTokenizer.from_pretrained(name, **remote)
+        tokenizer = self._load_tokenizer(name)
         model = AutoModelForSeq2SeqLM.from_pretrained(
-            name, dtype=self.dtype, attn_implementation=self.attn_implementation, **remote
+            name,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
         )
         set_output_limit(model)
         return model.to(self.device), tokenizer
+
+    def _load_tokenizer(self, name: str | Path) -> PreTrainedTokenizerBase:
+        """Raises FileNotFoundError if a folder holds a model and no tokenizer."""
+        try:
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+        except ValueError as error:
+            folder = Path(name)
+            if not (folder / "config.json").is_file() or any(folder.glob("*token*")):
+                raise
+            raise FileNotFoundError(
+                f"{name}: expected a model with its tokenizer, there is no tokenizer_config.json"
+            ) from error
 
     def _load_ensemble(
         self, names: Sequence[str | Path]

@@ -193,9 +193,11 @@ def expect_files(
     source_column: str | None = None,
     target_column: str = TARGET_COLUMN,
 ) -> None:
-    """Raise a ValueError, or a FileNotFoundError for the output's folder, unless these files can be
-    a source and an output. `None` is a stream."""
+    """Raise a ValueError, or a FileNotFoundError for the source or the output's folder, unless
+    these files can be a source and an output. `None` is a stream."""
     expect_output(output, source=source)
+    if source is not None and not is_url(source) and not Path(source).exists():
+        raise FileNotFoundError(f"source={str(source)!r}: expected a file that exists")
     if output is not None and not is_url(output) and not Path(output).parent.is_dir():
         raise FileNotFoundError(f"output={str(output)!r}: expected a folder that exists")
     if output is not None and is_no_file(output):
