@@ -155,10 +155,8 @@ def transform_chunks(
     expect_files(source, output, source_column, target_column)
     parts = as_path(f"{output}.parts")
     job = {**settings, **_origin(as_path(source)), "lines_per_chunk": lines_per_chunk}
-    if process_index == 0 and not _is_begun(parts):
-        _clear(parts)  # parts of a job that was killed while it was being removed
-        parts.mkdir(exist_ok=True)
-        _write(parts / JOB_FILE, [json.dumps(job)])
+    if process_index == 0:
+        _begin(parts, job)
     wait_for_everyone()
     _check_same_job(parts, job)
     finished = {path.name for path in parts.iterdir()}
@@ -225,9 +223,14 @@ def _origin(source: Path) -> dict[str, Any]:
     return {"source": str(source.resolve()), "bytes": stat.st_size, "modified": stat.st_mtime_ns}
 
 
-def _is_begun(parts: Path) -> bool:
-    """Whether there is a job with a part that is finished."""
-    return (parts / JOB_FILE).exists() and any(path.name.isdigit() for path in parts.iterdir())
+def _begin(parts: Path, job: dict[str, Any]) -> None:
+    """Write the job, in place of one that has finished no part."""
+    is_there = (parts / JOB_FILE).exists()
+    if is_there and any(path.name.isdigit() for path in parts.iterdir()):
+        return
+    _clear(parts)  # parts of a job that was killed while it was being removed
+    parts.mkdir(exist_ok=True)
+    _write(parts / JOB_FILE, [json.dumps(job)])
 
 
 def _clear(parts: Path) -> None:
