@@ -79,13 +79,13 @@ def test_an_export_keeps_the_languages_and_the_licence(saved, tmp_path, to):
     _, folder = saved()
     (folder / "README.md").write_text(
         "---\nlanguage: [en, de]\nlicense: mit\nlibrary_name: transformers\n"
-        "tags: [vanilla_transformer]\nmodel-index: [{name: a, results: []}]\n---\n# mine\n"
+        "tags: [vanilla_transformer]\nmodel_name: mine\nmetrics: [bleu]\n---\n# mine\n"
     )
     output = export(folder, tmp_path / "exported", to)
     found = metadata_load(output / "README.md")
     assert (found["language"], found["license"]) == (["en", "de"], "mit")
     assert found["tags"] == [to]
-    assert "model-index" not in found
+    assert not {"model_name", "metrics"} & found.keys()
     card = (output / "README.md").read_text()
     assert card.split("---\n")[2].startswith("# exported\n")
     assert "vanilla-transformer translate --model FOLDER" in card
@@ -171,7 +171,6 @@ def test_the_command_refuses_before_it_works(tmp_path):
     assert "--check none: expected a file" in failed.stderr
 
 
-@pytest.mark.slow
 def test_scores_are_compared_for_equal_tokens_alone(saved, tokenizer):
     model, _ = saved()
     torch.manual_seed(1)
@@ -183,6 +182,7 @@ def test_scores_are_compared_for_equal_tokens_alone(saved, tokenizer):
     assert (different["equal"], different["difference"]) == (0, None)
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_the_engines(saved, tmp_path):
     pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
     saved()

@@ -285,6 +285,15 @@ def test_a_job_that_has_finished_no_part_is_forgotten(source):
     assert run(Worker(), source).read_text() == EXPECTED
 
 
+def test_a_job_that_runs_is_not_replaced_by_another(source):
+    def starts_another(lines, first):
+        with pytest.raises(ValueError, match="model='n': expected 'm', as in the unfinished"):
+            transform_file(Worker(), source, source.with_name("out.txt"), {"model": "n"})
+        return Worker()(lines, first)
+
+    assert run(starts_another, source).read_text() == EXPECTED
+
+
 @pytest.mark.parametrize("processes", [2, 3, 9])
 def test_processes_share_the_chunks(source, processes):
     barrier = threading.Barrier(processes)

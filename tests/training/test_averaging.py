@@ -71,6 +71,7 @@ def test_a_card_keeps_its_languages_but_not_its_scores(run, tmp_path):
     assert metadata_load(output / "README.md") == {"language": ["en", "de"], "license": "mit"}
     assert "- checkpoint-10\n- checkpoint-100\n" in card
     assert "40.1" not in card
+    assert not (output / "curves.png").exists()
 
 
 def test_the_average_of_a_trainings_checkpoints_has_the_card_of_the_training(run, tmp_path):
@@ -82,7 +83,12 @@ def test_the_average_of_a_trainings_checkpoints_has_the_card_of_the_training(run
     with pytest.raises(ValueError, match=r"README.md: expected YAML between two lines of ---"):
         average_checkpoints(checkpoints, tmp_path / "another")
     assert not (tmp_path / "another").exists()
-    assert not (output / "curves.png").exists()
+
+
+def test_notes_in_the_output_folder_stay(run, tmp_path):
+    (tmp_path / "README.md").write_text("my notes")
+    average_checkpoints([run / "checkpoint-10"], tmp_path)
+    assert (tmp_path / "README.md").read_text() == "my notes"
 
 
 def test_the_mean_of_equal_models_is_that_model(run, tmp_path):

@@ -118,7 +118,9 @@ def marian(folder):
 def m2m100(folder):
     pieces = ["<s>", "<pad>", "</s>", "<unk>", *sentencepiece(folder, "both", SOURCES + TARGETS)]
     (folder / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(pieces)}))
-    tokenizer = M2M100Tokenizer(str(folder / "vocab.json"), str(folder / "both.spm"))
+    files = str(folder / "vocab.json"), str(folder / "both.spm")
+    languages = [*M2M100Tokenizer(*files).lang_token_to_id]
+    tokenizer = M2M100Tokenizer(*files, additional_special_tokens=languages)
     size = max(tokenizer.lang_token_to_id.values()) + 1  # which `len(tokenizer)` does not count
     config = M2M100Config(vocab_size=size, **WIDTH)
     return save(folder, M2M100ForConditionalGeneration(config), tokenizer)
@@ -408,6 +410,8 @@ def test_train_fine_tunes_it_and_saves_what_translation_needs(make, flags, tmp_p
     translator = pipeline("translation", str(tmp_path / "out"), **limits)
     (result,) = translator(SOURCES[0], return_tensors=True)
     assert result["translation_token_ids"].tolist() == generated
+    (result,) = translator(SOURCES[0])
+    assert target is None or target not in result["translation_text"]
 
 
 @pytest.mark.parametrize(

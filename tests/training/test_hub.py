@@ -110,6 +110,17 @@ def test_a_folder_without_code_and_card_is_downloaded_to_be_used(hub, finished):
     assert "trust_remote_code" not in card
 
 
+def test_the_card_of_an_export_says_where_to_download_it(hub, finished):
+    text = "```bash\nvanilla-transformer translate --model FOLDER --source FILE\n```\n"
+    title = f"# {finished.name}\n\n## {finished.name}\n\n"
+    (finished / "README.md").write_text(title + text)
+    push_folder(finished, "my-team/engine")
+    card = hub.files("my-team/engine")["README.md"].decode()
+    assert f"# engine\n\n## {finished.name}\n" in card  # the title alone
+    command = "hf download my-team/engine --local-dir FOLDER\nvanilla-transformer translate --model"
+    assert card.count(command) == 1
+
+
 def test_a_revision_is_a_branch_that_is_made_if_need_be(hub, finished):
     push_folder(finished, "mine", revision="v2")
     push_folder(finished, "mine", revision="v2")

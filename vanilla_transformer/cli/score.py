@@ -9,7 +9,7 @@ sentence counts as a token. Label smoothing has no effect.
 import sys
 from dataclasses import dataclass, field
 
-from ..data.text_files import expect_output, expect_parallel, open_output, read_file
+from ..data.text_files import expect_inputs, expect_output, expect_parallel, open_output, read_file
 from ..inference.loading import LoadingArguments
 from ..inference.scoring import score_pairs
 from .parser import CommandParser
@@ -36,6 +36,7 @@ class ScoreArguments:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"--max_tokens {self.max_tokens}: expected a positive number")
+        expect_inputs(source=self.source, target=self.target)
         expect_parallel(self.source, self.target)
         expect_output(self.output, source=self.source, target=self.target)
 

@@ -105,17 +105,19 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     config.sinusoid_frequencies = _frequencies(tensors, config)
     weights |= core.take_layers(tensors, config, their_name)
     tensors.expect_all_taken()
-    sides = [] if _was_exported(path) else _sides(path, config)
-    unk = [side.backend_tokenizer.token_to_id(UNK) for side in sides]
-    if sides:
-        pair = vocabularies.pair(*sides, size=config.target_vocab_size, unk_id=unk[1])
-    else:
+    sides, unk = [], []
+    if _was_exported(path):
         pair = AutoTokenizer.from_pretrained(path)
+    else:
+        sides = _sides(path, config)
+        unk = [side.backend_tokenizer.token_to_id(UNK) for side in sides]
+        pair = vocabularies.pair(*sides, size=config.target_vocab_size, unk_id=unk[1])
     conversion = Conversion(config, weights, pair)
     conversion.sources, conversion.leftovers = _way_back(tensors, weights)
     core.interleave_halves(weights)
-    for side, tokenizer, unk_id in zip(core.SIDES, sides, unk, strict=False):
-        conversion.fill_with_clones(side, vocabularies.rows(tokenizer), unk_id)
+    if sides:
+        for side, tokenizer, unk_id in zip(core.SIDES, sides, unk, strict=True):
+            conversion.fill_with_clones(side, vocabularies.rows(tokenizer), unk_id)
     conversion.generation = _generation(path)
     version = str(theirs.transformers_version)
     conversion.origin = {"toolkit": "transformers (MarianMTModel)", "version": version}

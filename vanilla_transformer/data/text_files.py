@@ -30,6 +30,7 @@ COMPRESSED = {
     ".zst": rb"\x28\xb5\x2f\xfd",
     ".zip": rb"PK\x03\x04",
 }
+COMPRESSED_NAMES = {*COMPRESSED, ".zstd", ".lzma", ".7z", ".tgz"}
 
 
 def decode_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
@@ -54,8 +55,8 @@ def _expect_plain(line: bytes, name: str) -> None:
     for suffix, start in COMPRESSED.items():
         if re.match(start, line):
             raise ValueError(
-                f"{name}: its content is that of a {suffix} file, expected plain text (or gzip, if "
-                "the name ends in .gz)"
+                f"{name}: its content is that of a {suffix} file, expected plain text (which gzip "
+                "may have compressed once, if the name ends in .gz)"
             )
 
 
@@ -138,10 +139,17 @@ def open_output(path: str | Path | None) -> Iterator[TextIO]:
         sys.exit(1)
 
 
+def expect_inputs(**inputs: str | Path | None) -> None:
+    """Raise a FileNotFoundError if one of these files is not there. A URL is not looked up."""
+    for name, path in inputs.items():
+        if path is not None and not is_url(path) and not Path(path).exists():
+            raise FileNotFoundError(f"{name}={str(path)!r}: expected a file that exists")
+
+
 def expect_output(output: str | Path | None, **inputs: str | Path | None) -> None:
     """Raise a ValueError if an output has a name that stands for compression other than gzip, or is
     one of these inputs, which it would replace."""
-    if Path(str(output).lower()).suffix in COMPRESSED.keys() - {".gz"}:
+    if Path(str(output).lower()).suffix in COMPRESSED_NAMES - {".gz"}:
         raise ValueError(f"output={str(output)!r}: expected a plain text file or .gz")
     for name, path in inputs.items():
         if None not in (path, output) and _same_file(str(path), str(output)):

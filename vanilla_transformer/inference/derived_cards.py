@@ -7,6 +7,8 @@ import yaml
 from huggingface_hub import metadata_load, metadata_save
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+OF_ONE_MODEL = {"model-index", "metrics", "model_name"}
+
 
 def card_metadata(folder: Path) -> dict[str, Any]:
     """The metadata of a model's card, without its scores; empty without a card. That of a
@@ -24,7 +26,7 @@ def card_metadata(folder: Path) -> dict[str, Any]:
         found = metadata_load(card) or {}
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{card}: expected YAML between two lines of ---, but {error}") from error
-    return {name: value for name, value in found.items() if name not in ("model-index", "metrics")}
+    return {name: value for name, value in found.items() if name not in OF_ONE_MODEL}
 
 
 def write_card(folder: Path, metadata: dict[str, Any], text: str) -> None:

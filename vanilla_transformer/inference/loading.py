@@ -19,6 +19,7 @@ from .translation import set_output_limit
 
 TORCH = "torch"
 ENGINE_NAMES = (TORCH, *(engine.NAME for engine in ENGINES))
+TOKENIZERS = ("*token*", "*.spm", "*.model", "vocab*")  # files, of any kind
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -138,15 +139,12 @@ class LoadingArguments:
 
     def _load_tokenizer(self, name: str | Path) -> PreTrainedTokenizerBase:
         """Raises FileNotFoundError if a folder holds a model and no tokenizer."""
-        try:
-            return AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
-        except ValueError as error:
-            folder = Path(name)
-            if not (folder / "config.json").is_file() or any(folder.glob("*token*")):
-                raise
+        folder = Path(name)
+        if (folder / "config.json").is_file() and not any(map(any, map(folder.glob, TOKENIZERS))):
             raise FileNotFoundError(
                 f"{name}: expected a model with its tokenizer, there is no tokenizer_config.json"
-            ) from error
+            )
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
 
     def _load_ensemble(
         self, names: Sequence[str | Path]

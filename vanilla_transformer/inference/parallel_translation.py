@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.parquet_files import add_column, find_text_column, is_parquet
 from ..data.paths import as_path, is_no_file, is_url
-from ..data.text_files import expect_output, is_gzip, read_file
+from ..data.text_files import expect_inputs, expect_output, is_gzip, read_file
 
 Chunk = tuple[int, list[str]]  # the index of the first line, and lines
 
@@ -155,8 +155,10 @@ def transform_chunks(
     expect_files(source, output, source_column, target_column)
     parts = as_path(f"{output}.parts")
     job = {**settings, **_origin(as_path(source)), "lines_per_chunk": lines_per_chunk}
-    if process_index == 0:
-        _begin(parts, job)
+    if process_index == 0 and not (parts / JOB_FILE).exists():
+        _clear(parts)  # parts of a job that was killed while it was being removed
+        parts.mkdir(exist_ok=True)
+        _write(parts / JOB_FILE, [json.dumps(job)])
     wait_for_everyone()
     _check_same_job(parts, job)
     finished = {path.name for path in parts.iterdir()}
@@ -171,18 +173,29 @@ def transform_chunks(
                 else:
                     progress.update(len(lines))
 
-        for first, results in transform(unfinished()):
-            number = first // lines_per_chunk
-            _write(parts / str(number), results)
-            progress.update(sizes[number])
+        with _forgotten_without_parts(parts, num_processes):
+            for first, results in transform(unfinished()):
+                number = first // lines_per_chunk
+                _write(parts / str(number), results)
+                progress.update(sizes[number])
     wait_for_everyone()
     if process_index == 0:
         names = map(str, range(len(sizes)))
         _merge([parts / name for name in names], source, output, target_column)
         _clear(parts)
-        with suppress(OSError):  # there are other files in the folder
-            parts.rmdir()
     wait_for_everyone()
+
+
+@contextmanager
+def _forgotten_without_parts(parts: Path, num_processes: int) -> Iterator[None]:
+    """Remove a job that fails before it has finished a part, so that it does not refuse the next.
+    That of several processes stays: others may be at work."""
+    try:
+        yield
+    except BaseException:
+        if num_processes == 1 and not any(path.name.isdigit() for path in parts.iterdir()):
+            _clear(parts)
+        raise
 
 
 def expect_files(
@@ -194,8 +207,7 @@ def expect_files(
     """Raise a ValueError, or a FileNotFoundError for the source or the output's folder, unless
     these files can be a source and an output. `None` is a stream."""
     expect_output(output, source=source)
-    if source is not None and not is_url(source) and not Path(source).exists():
-        raise FileNotFoundError(f"source={str(source)!r}: expected a file that exists")
+    expect_inputs(source=source)
     if output is not None and not is_url(output) and not Path(output).parent.is_dir():
         raise FileNotFoundError(f"output={str(output)!r}: expected a folder that exists")
     if output is not None and is_no_file(output):
@@ -223,20 +235,12 @@ def _origin(source: Path) -> dict[str, Any]:
     return {"source": str(source.resolve()), "bytes": stat.st_size, "modified": stat.st_mtime_ns}
 
 
-def _begin(parts: Path, job: dict[str, Any]) -> None:
-    """Write the job, in place of one that has finished no part."""
-    is_there = (parts / JOB_FILE).exists()
-    if is_there and any(path.name.isdigit() for path in parts.iterdir()):
-        return
-    _clear(parts)  # parts of a job that was killed while it was being removed
-    parts.mkdir(exist_ok=True)
-    _write(parts / JOB_FILE, [json.dumps(job)])
-
-
 def _clear(parts: Path) -> None:
     """Remove a job and its parts, the job first: parts without a job are never reused."""
     for path in (parts / JOB_FILE, *parts.glob("[0-9]*")):
         path.unlink(missing_ok=True)
+    with suppress(OSError):  # there are other files in the folder, or it is not there
+        parts.rmdir()
 
 
 def _chunks(source: str | Path, column: str | None, size: int) -> Iterator[list[str]]:

@@ -62,8 +62,8 @@ def select_checkpoints(
 
 
 def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -> Path:
-    """Write a model with the mean of the weights in the folders, and the configuration and
-    tokenizer of the last folder.
+    """Write a model with the mean of the weights in the folders, the configuration and tokenizer
+    of the last folder, and a card with its languages and licence.
 
     Besides the mean, it keeps one tensor of one checkpoint in memory at a time. Sums are in
     float64. Tensors of integers are copied from the last folder.
@@ -74,13 +74,24 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
 
     Raises:
         FileNotFoundError: A folder holds no safetensors weights.
-        ValueError: There is no folder, or the models differ in architecture.
+        ValueError: There is no folder, the models differ in architecture, or the last one's card
+            can't be read.
     """
     paths = [Path(folder) for folder in folders]
     if not paths:
         raise ValueError("there is no checkpoint to average")
-    _check_same_architecture(paths)
     metadata = card_metadata(paths[-1])
+    output = write_average(paths, output_dir)
+    if not (output / "README.md").exists():
+        names = "\n".join(f"- {path.resolve().name}" for path in paths)
+        write_card(output, metadata, f"The mean of the weights of\n\n{names}")
+    return output
+
+
+def write_average(folders: Sequence[str | Path], output_dir: str | Path) -> Path:
+    """Same as `average_checkpoints`, without a card."""
+    paths = [Path(folder) for folder in folders]
+    _check_same_architecture(paths)
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(_mean(paths), str(output))
@@ -90,8 +101,6 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
         is_report = file.name in ("README.md", "curves.png")
         if file.is_file() and not is_weight and not is_state and not is_report:
             shutil.copy2(file, output)
-    names = "\n".join(f"- {path.resolve().name}" for path in paths)
-    write_card(output, metadata, f"The mean of the weights of\n\n{names}")
     return output
 
 

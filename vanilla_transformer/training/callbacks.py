@@ -15,9 +15,7 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 
 from ..data.bpe_dropout import BPEDropoutDataset
-from .checkpoints import (
-    AtomicCheckpointTrainer,
-)
+from .checkpoints import AtomicCheckpointTrainer
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,9 @@ PRIVATE_FILES = (
     "scheduler.pt", "rng_state*", "global_step*", "*.log", CHECKSUMS_NAME,
 )  # fmt: skip
 
-USAGE_WITHOUT_CODE = """```bash
-hf download {place} --local-dir FOLDER
+DOWNLOAD = "hf download"
+USAGE_WITHOUT_CODE = f"""```bash
+{DOWNLOAD} {{place}} --local-dir FOLDER
 vanilla-transformer translate --model FOLDER --source FILE
 ```"""
 
@@ -144,10 +145,14 @@ def _named(card: Any, repository: str, folder: Path) -> Any:
         has_code = any(folder.glob("*.py"))
         usage = (USAGE if has_code else USAGE_WITHOUT_CODE).format(place=repository)
         return ModelCard.from_template(data, template_str=CARD, name=name, usage=usage)
-    title = card.data.model_name or folder.resolve().name
-    card.text = card.text.replace(f"# {title}\n", f"# {name}\n", 1)
+    title = re.escape(card.data.model_name or folder.resolve().name)
+    card.text = re.sub(rf"\A(\s*)# {title}\n", rf"\g<1># {name}\n", card.text)
     if card.data.model_name:
         card.data.model_name = name
     example = r'(pipeline\("translation", model=)"[^"]*"'
     card.text = re.sub(example, rf'\1"{repository}"', card.text)
+    if DOWNLOAD not in card.text:
+        download = f"{DOWNLOAD} {repository} --local-dir FOLDER"
+        command = r"^(?=(vanilla-transformer translate --model|python .*--directory) FOLDER)"
+        card.text = re.sub(command, f"{download}\n", card.text, count=1, flags=re.MULTILINE)
     return card

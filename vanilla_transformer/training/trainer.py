@@ -21,7 +21,7 @@ from ..data.token_batches import RepeatedStream
 from ..inference.metrics import METRICS, make_compute_metrics
 from ..inference.translation import expect_valid_options
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
-from .averaging import average_checkpoints, checkpoints_with_weights
+from .averaging import checkpoints_with_weights, write_average
 from .callbacks import (
     CurvesCallback,
     EpochCallback,
@@ -267,5 +267,5 @@ def load_averaged_checkpoints(trainer: Seq2SeqTrainer) -> None:
         return
     logger.info("The model is the mean of the checkpoints at steps %s", chosen)
     with tempfile.TemporaryDirectory() as averaged:
-        average_checkpoints([checkpoints[step] for step in chosen], averaged)
+        write_average([checkpoints[step] for step in chosen], averaged)
         load_full_weights(trainer.model, averaged)
