@@ -507,6 +507,9 @@ def test_a_named_dataset_has_its_translations_split_into_two_columns(repository,
     names = {"dataset_name": repository, "source_lang": "de", "target_lang": "en"}
     loaded = load(**names, streaming=streaming)
     assert set(loaded) == {"train", "validation", "test"}
+    kinds = {split: type(dataset) for split, dataset in loaded.items()}
+    stored = {"validation": Dataset, "test": Dataset}  # evaluations need their length
+    assert kinds == {"train": IterableDataset if streaming else Dataset, **stored}
     swapped = [(de, en) for en, de in PAIRS]
     assert pairs_of(loaded["train"]) == swapped
     assert pairs_of(loaded["test"]) == [*swapped, ("x", "")]

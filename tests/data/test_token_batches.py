@@ -1,5 +1,6 @@
 """Batches of so many tokens: the budget holds, no pair is lost, and a run can be taken up again."""
 
+import json
 import math
 import re
 from collections import Counter
@@ -565,3 +566,24 @@ def test_two_processes_learn_what_one_does_that_accumulates(tmp_path, max_tokens
     alone, pair = seen[0][0], [batch for both in zip(*seen[1], strict=True) for batch in both]
     assert pair == alone
     torch.testing.assert_close(trained[1], trained[0], atol=1e-4, rtol=1e-3)
+
+
+def test_two_processes_evaluate_a_training_on_a_stream(tmp_path):
+    """accelerate, which reads a stream in one process alone, could not join its batches."""
+    texts = [" ".join(["a house", "the lake", "deep"][: 1 + n % 3]) for n in range(13)]
+    (tmp_path / "text").write_text("".join(f"{text}\n" for text in texts))
+    files = [
+        f"--{split}_{side}=text"
+        for split in ("train", "validation")
+        for side in ("source", "target")
+    ]
+    failed, output = run_ranks(
+        2, "-m", "vanilla_transformer", "train", *files, "--streaming", "--max_tokens", 20,
+        "--preset", "tiny", "--vocab_size", 300, "--max_steps", 2, "--output_dir", "out",
+        "--config_overrides", "d_model=16,encoder_layers=1,decoder_layers=1",
+        "--eval_strategy", "steps", "--eval_steps", 1, "--save_strategy", "no", "--use_cpu",
+        "--report_to", "none", cwd=tmp_path,
+    )  # fmt: skip
+    assert not failed, output
+    log = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in log if "eval_loss" in entry] == [1, 2]

@@ -354,6 +354,21 @@ def test_batches_of_tokens_from_a_stream_have_no_epochs(tmp_path, name):
         arguments.expect_data(["train", "validation"], streaming=True)
 
 
+def test_several_processes_cannot_share_rows_of_a_stream(tmp_path, monkeypatch):
+    options = {"use_cpu": True, "max_steps": 5, "report_to": "none"}
+    by_rows = {"per_device_train_batch_size": 4, **options}
+    arguments = TranslationTrainingArguments(str(tmp_path), **by_rows)
+    by_tokens = TranslationTrainingArguments(str(tmp_path), max_tokens=90, **options)
+    arguments.expect_data(["train"], streaming=True)
+    launched = "vanilla_transformer.training.arguments.launched_world_size"
+    monkeypatch.setattr(launched, lambda: 2)
+    message = "per_device_train_batch_size=4 with a stream in 2 processes: expected max_tokens in"
+    with pytest.raises(ValueError, match=message):
+        arguments.expect_data(["train"], streaming=True)
+    arguments.expect_data(["train"])
+    by_tokens.expect_data(["train"], streaming=True)
+
+
 def test_training_with_gradient_checkpointing_can_be_resumed(tokenizer, tmp_path):
     """It is another way to the same gradients, with which the model keeps its cache."""
     options = {"gradient_checkpointing": True, "config": {"dropout": 0.0}}

@@ -111,7 +111,9 @@ class DataArguments(CorpusArguments):
     preprocessing_num_workers: int | None = _option(
         "Number of processes that tokenize. Has no effect with streaming."
     )
-    streaming: bool = _option("Read the data during training instead of storing it first.", False)
+    streaming: bool = _option(
+        "Read the training data during training instead of storing it first.", False
+    )
 
     def __post_init__(self) -> None:
         for split, kind in product(SPLITS, ("source", "target", "file")):
@@ -222,7 +224,7 @@ def load_parallel_dataset(
 
     Returns:
         The splits that exist among train, validation and test, with the string columns `source` and
-        `target`; an `IterableDatasetDict` if `arguments.streaming`.
+        `target`. With `arguments.streaming`, "train" is an `IterableDataset`.
 
     Raises:
         ValueError: A split or column does not exist, there is no pair, a value is not text, a file
@@ -241,6 +243,9 @@ def load_parallel_dataset(
         if limit is not None:
             known = dataset.num_rows if isinstance(dataset, Dataset) else limit
             splits[split] = dataset.take(min(limit, known))
+        if split != "train" and arguments.streaming:
+            # Evaluations need its length, and its order in each process.
+            splits[split] = Dataset.from_list(list(splits[split]), features=PAIR_FEATURES)
     return IterableDatasetDict(splits) if arguments.streaming else DatasetDict(splits)
 
 

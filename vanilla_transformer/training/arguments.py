@@ -467,10 +467,11 @@ class TranslationTrainingArguments(
             )
 
     def expect_data(self, splits: Collection[str], streaming: bool = False) -> None:
-        """Check that the splits that training needs exist, and `max_steps` for a stream.
+        """Check that the splits that training needs exist, and what a stream needs.
 
         Raises:
-            ValueError: A split or `max_steps` is missing.
+            ValueError: A split or `max_steps` is missing, or several processes would read batches
+                of rows from a stream.
         """
         needs = [("training", "train")]
         if self.eval_strategy != "no":
@@ -491,6 +492,11 @@ class TranslationTrainingArguments(
                     f"{name}=epoch: expected steps or no, as batches of tokens from a stream have "
                     "no epochs"
                 )
+        if streaming and not by_tokens and launched_world_size() > 1:
+            raise ValueError(
+                f"per_device_train_batch_size={self.per_device_train_batch_size} with a stream in "
+                f"{launched_world_size()} processes: expected max_tokens in its place"
+            )
         if streaming and self.max_steps < 1:
             raise ValueError(
                 f"max_steps={self.max_steps}: expected a positive number, as the length of a "
