@@ -101,7 +101,8 @@ def test_the_recipe_has_no_option_that_decides_nothing(model, tmp_path):
         "max_tokens": 900, "max_steps": 9,
     }  # fmt: skip
     replaced = {"per_device_train_batch_size", "num_train_epochs"}
-    assert not recipe.keys() & {*replaced, "use_cpu", "disable_tqdm"}
+    incidental = {"use_cpu", "disable_tqdm", "dataloader_pin_memory", "gradient_checkpointing"}
+    assert not recipe.keys() & {*replaced, *incidental}
     _, _, recipe = card_of(model, tmp_path, *flags, "--per_device_train_batch_size", 4)
     assert recipe["per_device_train_batch_size"] == 4
 

@@ -260,13 +260,17 @@ def _command(token: str | None) -> str:
     return f"{words[0]} {shlex.join(words[1:])}"
 
 
-# What does not describe a training: an option that another one replaces, and the machine's.
+# What does not describe a training: an option that another one replaces, and what is set for a
+# machine, or follows from others.
 REPLACED = {
     "num_train_epochs": "max_steps",
     "per_device_train_batch_size": "max_tokens",
     "gradient_accumulation_steps": "batches_per_update",
 }
-OF_THE_MACHINE = {"use_cpu", "use_cache", "disable_tqdm"}
+INCIDENTAL = {
+    "dataloader_pin_memory", "disable_tqdm", "do_eval", "resume_from_checkpoint", "use_cache",
+    "use_cpu",
+}  # fmt: skip
 
 
 def _changed(arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -280,8 +284,9 @@ def _changed(arguments: tuple[Any, ...]) -> dict[str, Any]:
             if not spec.init or not isinstance(value, (str, int, float, bool, list, dict)):
                 continue
             # `TrainingArguments` turns some names into lists, and masks secrets by their ending.
-            if value not in (default, [default], []) and not name.endswith("_token"):
+            is_off = value is False and default is None
+            if value not in (default, [default], []) and not (is_off or name.endswith("_token")):
                 changed[name] = value
     replaced = {one for one, other in REPLACED.items() if other in changed}
-    kept = {name: changed[name] for name in changed.keys() - replaced - OF_THE_MACHINE}
+    kept = {name: changed[name] for name in changed.keys() - replaced - INCIDENTAL}
     return json.loads(json.dumps(kept, default=str))
