@@ -105,19 +105,18 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     config.sinusoid_frequencies = _frequencies(tensors, config)
     weights |= core.take_layers(tensors, config, their_name)
     tensors.expect_all_taken()
-    sides, unk = [], []
-    if _was_exported(path):
-        pair = AutoTokenizer.from_pretrained(path)
-    else:
-        sides = _sides(path, config)
-        unk = [side.backend_tokenizer.token_to_id(UNK) for side in sides]
-        pair = vocabularies.pair(*sides, size=config.target_vocab_size, unk_id=unk[1])
+    sides = {} if _was_exported(path) else _sides(path, config)
+    unk = {side: each.backend_tokenizer.token_to_id(UNK) for side, each in sides.items()}
+    pair = (
+        vocabularies.pair(*sides.values(), size=config.target_vocab_size, unk_id=unk["target"])
+        if sides
+        else AutoTokenizer.from_pretrained(path)
+    )
     conversion = Conversion(config, weights, pair)
     conversion.sources, conversion.leftovers = _way_back(tensors, weights)
     core.interleave_halves(weights)
-    if sides:
-        for side, tokenizer, unk_id in zip(core.SIDES, sides, unk, strict=True):
-            conversion.fill_with_clones(side, vocabularies.rows(tokenizer), unk_id)
+    for side, tokenizer in sides.items():
+        conversion.fill_with_clones(side, vocabularies.rows(tokenizer), unk[side])
     conversion.generation = _generation(path)
     version = str(theirs.transformers_version)
     conversion.origin = {"toolkit": "transformers (MarianMTModel)", "version": version}
@@ -183,12 +182,12 @@ def _generation(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in known}
 
 
-def _sides(folder: Path, config: VanillaTransformerConfig) -> list[PreTrainedTokenizerFast]:
-    """The tokenizers of source and target, with one vocabulary or two."""
+def _sides(folder: Path, config: VanillaTransformerConfig) -> dict[str, PreTrainedTokenizerFast]:
+    """The tokenizers of "source" and "target", with one vocabulary or two."""
     separate = folder / "target_vocab.json"
     files = [folder / "vocab.json", separate if separate.is_file() else folder / "vocab.json"]
     sizes = [config.vocab_size, config.target_vocab_size]
-    sides = []
+    sides = {}
     for side, file, size in zip(core.SIDES, files, sizes, strict=True):
         vocab = vocabulary_files.read_json(file)
         expect_size(file, vocab, size)
@@ -199,7 +198,7 @@ def _sides(folder: Path, config: VanillaTransformerConfig) -> list[PreTrainedTok
         whole = [token for token in vocab if re.fullmatch(">>.+<<", token)]
         tokenizer = vocabularies.sentencepiece(model, SPECIALS, vocab=vocab, size=size, whole=whole)
         tokenizer.add_special_tokens({"unk_token": UNK})  # decoding leaves it out
-        sides.append(tokenizer)
+        sides[side] = tokenizer
     return sides
 
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ..conversion.core import expect_unused
-from ..inference.derived_cards import card_metadata, write_card
+from ..inference.derived_cards import SHOW_PAGE, TRANSLATE, card_metadata, write_card
 from .source import expect_model
 
 # The modules by the names of their targets.
@@ -34,8 +34,6 @@ CARD = """Exported for {target} with [vanilla_transformer]({site}).
 {command}
 ```"""
 SITE = "https://github.com/vanilla-transformer/vanilla_transformer"
-TRANSLATE = "vanilla-transformer translate --model FOLDER --source FILE"
-SHOW_PAGE = "python -m http.server --directory FOLDER"
 
 
 def export(

@@ -39,14 +39,15 @@ def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str
     except (OSError, ValueError) as error:
         return f"--check: {output} can't be run from here ({error}); nothing was compared"
     found = compare(model, exported, lines)
+    difference = found["difference"]
     sizes = [size(Path(folder)) / 1e6 for folder in (model_folder, output)]
     equal, number = found["equal"], len(lines)
     rows = {
         "lines": f"{number}",
         "equal translations": f"{equal} ({equal / number:.1%})",
         f"largest difference of scores, {BEAMS} beams": "no equal translations"
-        if found["difference"] is None
-        else f"{found['difference']:.1e}",
+        if difference is None
+        else f"{difference:.1e}",
         "lines per second, model": f"{found['speeds'][0]:.1f}",
         "lines per second, export": f"{found['speeds'][1]:.1f}",
         "MB of weights, model": f"{sizes[0]:.1f}",
@@ -66,7 +67,7 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
     Returns:
         `equal`, the number of equal translations with the model's own search; `difference`, the
         largest difference of scores between best hypotheses of the same tokens, in beam search,
-        or None without such; `speeds` of model and export, in lines per second.
+        or None if there are none; `speeds` of model and export, in lines per second.
     """
     seconds, equal = [0.0, 0.0], 0
     differences = []

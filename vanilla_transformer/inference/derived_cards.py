@@ -7,6 +7,9 @@ import yaml
 from huggingface_hub import metadata_load, metadata_save
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+# How to use a folder without the model's code. `push` puts a download before these commands.
+TRANSLATE = "vanilla-transformer translate --model FOLDER --source FILE"
+SHOW_PAGE = "python -m http.server --directory FOLDER"
 OF_ONE_MODEL = {"model-index", "metrics", "model_name"}
 
 

@@ -140,7 +140,9 @@ class LoadingArguments:
     def _load_tokenizer(self, name: str | Path) -> PreTrainedTokenizerBase:
         """Raises FileNotFoundError if a folder holds a model and no tokenizer."""
         folder = Path(name)
-        if (folder / "config.json").is_file() and not any(map(any, map(folder.glob, TOKENIZERS))):
+        if (folder / "config.json").is_file() and not any(
+            any(folder.glob(pattern)) for pattern in TOKENIZERS
+        ):
             raise FileNotFoundError(
                 f"{name}: expected a model with its tokenizer, there is no tokenizer_config.json"
             )

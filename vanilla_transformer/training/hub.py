@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, ModelCardData
 
+from ..inference.derived_cards import SHOW_PAGE, TRANSLATE
 from ..model.tokenization_vanilla_transformer import TARGET_FILE, VanillaTransformerTokenizer
 from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, find_defect
 from .model_card import USAGE
@@ -30,7 +31,7 @@ PRIVATE_FILES = (
 DOWNLOAD = "hf download"
 USAGE_WITHOUT_CODE = f"""```bash
 {DOWNLOAD} {{place}} --local-dir FOLDER
-vanilla-transformer translate --model FOLDER --source FILE
+{TRANSLATE}
 ```"""
 
 CARD = """---
@@ -153,6 +154,6 @@ def _named(card: Any, repository: str, folder: Path) -> Any:
     card.text = re.sub(example, rf'\1"{repository}"', card.text)
     if DOWNLOAD not in card.text:
         download = f"{DOWNLOAD} {repository} --local-dir FOLDER"
-        command = r"^(?=(vanilla-transformer translate --model|python .*--directory) FOLDER)"
-        card.text = re.sub(command, f"{download}\n", card.text, count=1, flags=re.MULTILINE)
+        for command in (TRANSLATE, SHOW_PAGE):
+            card.text = card.text.replace(command, f"{download}\n{command}", 1)
     return card
