@@ -107,6 +107,11 @@ def test_an_unknown_option_is_refused_by_name(tmp_path, command, words):
         ("average", ["--output_dir", "out"], "expected one of --models and --checkpoints_of"),
         ("train", ["--config", "fairseq"], "config='fairseq': expected a YAML file, or a recipe: "),
         (
+            "plan",
+            ["--config", "phrases", "--config_overrides", "norm_position=Pre"],
+            "Field 'norm_position' expected one of ('post', 'pre'), got Pre",
+        ),
+        (
             "plot",
             ["positions", "--d_model", "3", "--output", "positions"],
             "d_model=3: sinusoidal positions come in pairs of sine and cosine, expected",

@@ -1,6 +1,7 @@
 """`vanilla-transformer convert`."""
 
 import pytest
+import torch
 from conftest import run_command
 from conversion.reference import CHECKPOINTS
 from transformers import AutoModelForSeq2SeqLM
@@ -39,8 +40,9 @@ def test_it_shards_and_names_the_licence(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["cut.pt", "--output_dir", "out"], "cut.pt: expected a complete torch checkpoint ("),
         (["nowhere", "--output_dir", "out"], "nowhere: expected a checkpoint"),
-        ([".", "--output_dir", "out"], ".: not recognised, expected a checkpoint of "),
+        (["sub", "--output_dir", "out"], "sub: not recognised, expected a checkpoint of "),
         ([".", "--output_dir", "out", "--format", "lua"], "format='lua': expected one of "),
         ([".", "--output_dir", "out", "--to", "fairseq"], "expected the record of a conversion"),
         ([".", "--output_dir", "."], "output_dir='.': expected a new or empty folder"),
@@ -49,7 +51,9 @@ def test_it_shards_and_names_the_licence(checkpoint, tmp_path):
     ],
 )
 def test_what_it_cannot_do_is_named(tmp_path, words, message):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "sub").mkdir()
+    torch.save({}, tmp_path / "whole")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole").read_bytes()[:-100])
     process = run_command("convert", *words, cwd=tmp_path, check=False)
     assert process.returncode != 0
     assert message in process.stderr.splitlines()[-1]

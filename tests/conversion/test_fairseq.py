@@ -191,6 +191,22 @@ def test_options_may_be_a_configuration_of_omegaconf(edited, converted, tmp_path
     assert torch.equal(log_probs(output), log_probs(converted("fairseq/post")))
 
 
+def test_label_smoothing_may_be_an_option_of_the_criterion(edited, tmp_path):
+    folder = edited()
+    checkpoint = load(folder)
+    model = vars(checkpoint["cfg"]["model"])
+    del model["label_smoothing"]
+    criterion = {"_name": "label_smoothed_cross_entropy", "label_smoothing": 0.2}
+    checkpoint["cfg"] |= {"model": model, "criterion": criterion}
+    torch.save(checkpoint, folder / "checkpoint_best.pt")
+    assert read(folder).config.label_smoothing == 0.2
+
+
+def test_the_old_name_of_a_dropout_counts_where_the_new_one_is_0(edited):
+    folder = edited(activation_dropout=0.0, relu_dropout=0.3)
+    assert read(folder).config.activation_dropout == 0.3
+
+
 def forget_languages(args, state):
     for name in ("source_lang", "target_lang"):
         args[name] = None

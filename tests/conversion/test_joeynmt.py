@@ -361,6 +361,10 @@ def change_activation(checkpoint):
     checkpoint.stack("decoder")["activation"] = "gelu"
 
 
+def change_norm(checkpoint):
+    checkpoint.stack("encoder")["layer_norm"] = "Pre"
+
+
 def change_to_unknown_activation(checkpoint):
     checkpoint.stack("decoder")["activation"] = "mish"
 
@@ -396,6 +400,7 @@ def remove_model(checkpoint):
         (change_type, r"model\.encoder\.type='recurrent', expected 'transformer'"),
         (change_activation, "activation is 'relu' in the encoder and 'gelu' in the decoder"),
         (change_to_unknown_activation, r"model\.decoder\.activation='mish', expected 'relu' or"),
+        (change_norm, r"model\.encoder\.layer_norm='Pre', expected None or 'pre' or 'post'"),
         (change_prompt, r"data\.trg\.has_prompt=True, expected False"),
         (add_tensor, "does not know: extra$"),
         (remove_tensor, r"src_trg_att\.k_layer\.bias' of shape \(32\)"),

@@ -289,6 +289,13 @@ def test_a_vocabulary_that_does_not_match_is_refused(tmp_path, small):
         convert(folder, tmp_path / "ours")
 
 
+def test_a_missing_vocabulary_is_asked_for(tmp_path, small):
+    folder = save(tmp_path / "sockeye", small)
+    (folder / "vocab.trg.0.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"trg.0.json: expected .* --target_vocabulary"):
+        convert(folder, tmp_path / "ours")
+
+
 def test_a_payload_among_the_parameters_stays_asleep(tmp_path, small, mark):
     folder = save(tmp_path / "sockeye", small, params_of(small) | {"evil": Payload(mark)})
     with pytest.raises(ValueError, match=r"params.best: holds objects of posix.mkdir"):

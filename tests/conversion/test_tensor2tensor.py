@@ -349,6 +349,12 @@ def test_a_checkpoint_without_hyper_parameters_asks_for_heads(tmp_path, small):
     expect_same(ours, small, start="zero", constant=variables_of(small)[1])
 
 
+def test_heads_that_the_hyper_parameters_contradict_are_named(tmp_path, small):
+    folder, options = save(tmp_path / "t2t", small), ConversionOptions(heads=8)
+    with pytest.raises(ValueError, match=r"heads=8: expected 4, as hparams.json has it"):
+        convert(folder, tmp_path / "ours", options=options)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -101,6 +101,7 @@ VARIANTS = {
     "no biases, pre": ({"bias": False, "norm_first": True}, {"norm_first": True}),
     "tied": ({"tied": True}, {}),
     "embeddings as they are": ({"scale": False}, {"names": {"scale_embedding": False}}),
+    "few learned positions": ({"table": torch.arange(9 * D).view(9, D).sin()}, {}),
     "learned positions": ({"table": torch.arange(50 * D).view(50, D).sin()}, {}),
     "halves": ({"table": positions.sinusoids(50, D, "paper", "halves")}, {}),
     "tensor2tensor": ({"table": positions.sinusoids(50, D, "tensor2tensor", "halves")}, {}),
@@ -301,15 +302,19 @@ def test_a_language_model_is_refused(tmp_path, stack):
         convert_state(tmp_path, state)
 
 
-def test_a_vocabulary_that_does_not_match_is_refused(tmp_path):
-    file = save(tmp_path / "torch", Tutorial().state_dict(), sizes=(SOURCE, TARGET + 1))
-    with pytest.raises(ValueError, match=r"target vocabulary: .* embedding of 26 rows"):
+@pytest.mark.parametrize("found", [TARGET - 1, TARGET + 1])
+def test_a_vocabulary_that_does_not_match_is_refused(tmp_path, found):
+    file = save(tmp_path / "torch", Tutorial().state_dict(), sizes=(SOURCE, found))
+    message = f"target vocabulary: {found} tokens: expected {TARGET}, the rows of the embedding"
+    with pytest.raises(ValueError, match=message):
         convert(file, tmp_path / "ours", options=ConversionOptions(heads=HEADS))
 
 
 def test_one_vocabulary_serves_both_sides(tmp_path):
-    file = save(tmp_path / "torch", Tutorial().state_dict(), sizes=(SOURCE, SOURCE))
-    tokens = (file.parent / "vocab.src.txt").read_text().splitlines()[:TARGET]
+    state = Tutorial().state_dict()
+    state["src_tok_emb.embedding.weight"] = state["src_tok_emb.embedding.weight"][:TARGET]
+    file = save(tmp_path / "torch", state, sizes=(TARGET, TARGET))
+    tokens = (file.parent / "vocab.src.txt").read_text().splitlines()
     (file.parent / "vocab.tgt.txt").unlink()
     (tmp_path / "both").write_text("\n".join(tokens) + "\n")
     options = ConversionOptions(heads=HEADS, source_vocabulary=str(tmp_path / "both"))

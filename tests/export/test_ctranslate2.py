@@ -75,13 +75,23 @@ def test_every_configuration_is_expressed(exported, config):
 def test_tokens_that_a_model_never_says_need_no_option_of_the_engine(saved, tmp_path):
     """As models of fairseq, Marian and JoeyNMT have them, searched with beams."""
     model, folder = saved()
-    model.generation_config.update(num_beams=4, suppress_tokens=[1, 5], min_new_tokens=2)
+    options = {"num_beams": 4, "suppress_tokens": [1, 5], "min_new_tokens": 2}
+    model.generation_config.update(**options, forced_eos_token_id=2)
     model.save_pretrained(folder)
     engine = load(export(folder, tmp_path / "out", "ctranslate2"))
     ids, mask = BATCH
     expected = model.generate(ids, attention_mask=mask, renormalize_logits=True, **LONGEST)
     found = engine.generate(input_ids=ids, attention_mask=mask, **LONGEST)
     assert trimmed(found) == trimmed(expected)
+
+
+def test_options_that_the_engine_lacks_stop_the_export(saved, tmp_path):
+    model, folder = saved()
+    model.generation_config.sequence_bias = [[[5], -1.0]]
+    model.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"generation_config.json: sequence_bias: expected only"):
+        export(folder, tmp_path / "out", "ctranslate2")
+    assert not (tmp_path / "out").exists()
 
 
 def test_two_vocabularies_of_one_size_are_told_apart(two_sided):

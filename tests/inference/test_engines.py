@@ -84,6 +84,13 @@ OPTIONS = {
     "repetition_penalty": {**GREEDY, "repetition_penalty": 1.3},
     "bad words": {**GREEDY, "bad_words_ids": [[51], [60, 61]]},
     "suppressed": {**GREEDY, "suppress_tokens": [51, 17]},
+    "forced end": {"num_beams": 1, "extra_output_tokens": 3, "forced_eos_token_id": 2},
+    "forced end, beams": {**BEAMS, "max_new_tokens": 5, "forced_eos_token_id": 17},
+    "forced end, source + 3": {
+        **AGAIN, "max_new_tokens": None, "extra_output_tokens": 3, "forced_eos_token_id": 17,
+        "suppress_tokens": [2],
+    },
+    "forced end at once": {"num_beams": 1, "max_new_tokens": 1, "forced_eos_token_id": [17, 9]},
     "sampling of one": {**GREEDY, "do_sample": True, "top_k": 1},
     "prompt, source + 50": {"num_beams": 1, "decoder_input_ids": PROMPT},
     "prompt, gnmt": {
@@ -159,7 +166,7 @@ def test_samples_are_the_same_after_the_same_seed_of_torch(engine):
         {"penalty_alpha": 0.6},
         {"output_attentions": True},
         {"logits_processor": [print]},
-        {"forced_eos_token_id": 2},
+        {"sequence_bias": [[[5], 1.0]]},
         {"decoder_attention_mask": torch.tensor([[1, 1]])},
         {"decoder_input_ids": [[1, 5]]},
         {"decoder_input_ids": torch.tensor([[1, 5], [1, 6]])},

@@ -23,6 +23,12 @@ from vanilla_transformer.training.trainer import load_averaged_checkpoints
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """A process that loads data and is left in mid-epoch is ended after 5 seconds by torch."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+
+
 class Signal(TrainerCallback):
     """Sends this process a signal in the midst of a step, or of the evaluation after it."""
 
@@ -321,9 +327,9 @@ STALLED = """
 import os, sys, time
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
 
-arguments = TranslationTrainingArguments("out", use_cpu=True, ddp_timeout=2)
+arguments = TranslationTrainingArguments("out", use_cpu=True, ddp_timeout=1)
 if os.environ["RANK"] == "1":
-    time.sleep(5)
+    time.sleep(3)
 import torch
 from torch import distributed
 distributed.all_reduce(torch.ones(1))

@@ -7,6 +7,8 @@ import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
+
 COMMANDS = {
     "train": "Train a model from scratch, or fine-tune one.",
     "plan": "Estimate the time and memory of a training.",
@@ -62,14 +64,15 @@ def main() -> None:
         module.main()
     except Exception as raised:
         cause = explanation(raised)
-        if sys.flags.dev_mode or needs_traceback(cause):
+        is_field = isinstance(raised, StrictDataclassFieldValidationError)
+        if sys.flags.dev_mode or (needs_traceback(cause) and not is_field):
             raise
         sys.exit(f"vanilla-transformer {command}: error: {full_message(cause)}")
 
 
 def explanation(error: Exception) -> Exception:
     """The error that says what is wrong: a configuration's is the cause of another."""
-    is_wrapped = type(error).__name__ == "StrictDataclassClassValidationError"
+    is_wrapped = isinstance(error, StrictDataclassError)
     return error.__cause__ if is_wrapped and isinstance(error.__cause__, Exception) else error
 
 

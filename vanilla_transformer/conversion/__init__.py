@@ -17,12 +17,15 @@ from . import (
     torch_nn,
 )
 from .core import Conversion, ConversionOptions
+from .unpickling import load_torch
 
 # In the order in which they are asked whether a checkpoint is theirs: files with a name of their
 # own first, bare state dicts last.
 FORMATS: list[ModuleType] = [
     marian, fsmt, hf_marian, sockeye, tensor2tensor, fairseq, opennmt_py, joeynmt, torch_nn,
 ]  # fmt: skip
+# Files of `torch.save`.
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 
 
 def find_format(path: Path, name: str | None = None) -> ModuleType:
@@ -41,6 +44,9 @@ def find_format(path: Path, name: str | None = None) -> ModuleType:
             return module
     if name is not None:
         raise ValueError(f"format={name!r}: expected one of {names}")
+    for file in [path] if path.is_file() else sorted(path.glob("*")):
+        if file.suffix in TORCH_SUFFIXES:  # perhaps it is incomplete
+            load_torch(file, inert=["*"])
     raise ValueError(f"{path}: not recognised, expected a checkpoint of {names}")
 
 

@@ -167,7 +167,8 @@ def _model_options(path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     task = cfg.get("task") or {}
     names = {"arch": model.get("arch") or model.get("_name")}
     names["task"] = model.get("task") or task.get("_name")
-    return {**task, **model, **names}
+    smoothing = (cfg.get("criterion") or {}).get("label_smoothing")
+    return {**task, "label_smoothing": smoothing, **model, **names}
 
 
 def plain(value: Any) -> Any:
@@ -304,7 +305,7 @@ def _config(
         activation_function=ACTIVATIONS[activation],
         dropout=_rate(args, "dropout", 0.1),
         attention_dropout=_rate(args, "attention_dropout", 0.0),
-        activation_dropout=_rate(args, "activation_dropout", args.get("relu_dropout") or 0.0),
+        activation_dropout=_rate(args, "activation_dropout", 0) or _rate(args, "relu_dropout", 0),
         label_smoothing=_rate(args, "label_smoothing", 0.0),
         **core.norm_positions(*("pre" if pre else "post" for pre in pre_norm)),
         final_layer_norm=final.get((ends[0], ends[1]), "none"),

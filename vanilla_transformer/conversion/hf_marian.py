@@ -38,7 +38,6 @@ from .core import (
     ConversionOptions,
     Tensors,
 )
-from .marian import expect_size
 
 NAME = "hf_marian"
 READS: tuple[str, ...] = ()
@@ -190,7 +189,7 @@ def _sides(folder: Path, config: VanillaTransformerConfig) -> dict[str, PreTrain
     sides = {}
     for side, file, size in zip(core.SIDES, files, sizes, strict=True):
         vocab = vocabulary_files.read_json(file)
-        expect_size(file, vocab, size)
+        core.expect_size(file, vocab, size)
         for token, number in (("<pad>", config.pad_token_id), (END, config.eos_token_id)):
             if vocab.get(token) != number:
                 raise ValueError(f"{file}: {token} has id {vocab.get(token)}: expected {number}")

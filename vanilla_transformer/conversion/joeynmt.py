@@ -31,6 +31,7 @@ from ..data.vocabularies import (
 )
 from ..data.vocabulary_files import PRIVATE, read_bpe_codes, read_lines, read_sentencepiece
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.generation import first_given
 from .check import Toolkit
 from .core import (
     SHARED,
@@ -187,7 +188,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected the configuration of the training")
     try:
-        cfg = {"testing": {}, "training": {}, **yaml.safe_load(path.read_text(encoding="utf-8"))}
+        cfg = yaml.safe_load(path.read_text(encoding="utf-8"))
+        cfg |= {name: cfg.get(name) or {} for name in ("testing", "training")}
         data = cfg["data"]
         if isinstance(data["src"], str):
             both = {name: data[name] for name in ("level", "lowercase") if name in data}
@@ -200,10 +202,12 @@ def _read_config(path: Path) -> dict[str, Any]:
             _expect(path, f"model.{stack}.type", options.get("type", "transformer"), "transformer")
             activation = options.setdefault("activation", "relu")
             _expect(path, f"model.{stack}.activation", activation, *ACTIVATIONS)
+            norm = options.get("layer_norm")
+            _expect(path, f"model.{stack}.layer_norm", norm, None, "pre", "post")
             _expect(path, f"data.{side}.has_prompt", data[side].get("has_prompt", False), False)
             level = data[side].setdefault("level", "word")
             _expect(path, f"data.{side}.level", level, "word", "char", "bpe")
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: expected a configuration of JoeyNMT, but {error!r}") from error
     return cfg
 
@@ -342,8 +346,9 @@ def _generation(
 ) -> dict[str, Any]:
     """The search that `testing` describes."""
     testing = cfg["testing"]
-    alpha = testing.get("beam_alpha", testing.get("alpha", -1))
-    fields: dict[str, Any] = {"num_beams": testing.get("beam_size", 1), "length_penalty": 0.0}
+    alpha = first_given(testing.get("beam_alpha"), testing.get("alpha"), -1)
+    beams = first_given(testing.get("beam_size"), 1)
+    fields: dict[str, Any] = {"num_beams": beams, "length_penalty": 0.0}
     if alpha > 0:
         fields |= {"length_penalty": float(alpha), "length_penalty_type": "gnmt"}
     most = testing.get("max_output_length", cfg["training"].get("max_output_length"))

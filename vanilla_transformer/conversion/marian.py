@@ -219,13 +219,13 @@ def _beside(file: Path, name: str) -> Path:
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
-    return _parse_yaml(file.read_text(encoding="utf-8"), file)
+    return _parse_yaml(file.read_bytes(), file)
 
 
-def _parse_yaml(text: str, file: Path) -> dict[str, Any]:
+def _parse_yaml(text: str | bytes, file: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: expected options in YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file}: expected options in YAML, not {content!r:.80}")
@@ -544,7 +544,7 @@ def _side(file: Path, size: int, pad: int, splitter: str | Path | None) -> Side:
         raise ValueError(f"{file}: expected a vocabulary without factors")
     model = vocabulary_files.read_sentencepiece(file) if file.suffix == ".spm" else None
     vocab = model.vocab() if model else vocabulary_files.read_marian_vocab(file)
-    expect_size(file, vocab, size)
+    core.expect_size(file, vocab, size)
     eos = _required(file, vocab, "</s>", "eos", 0)
     unk = _required(file, vocab, "<unk>", "UNK", 1)
     ids = vocab[unk], vocab[eos]
@@ -577,14 +577,6 @@ def add_pad(vocab: dict[str, int], number: int) -> str:
         pad = f"<{pad}>"
     vocab[pad] = number
     return pad
-
-
-def expect_size(file: Path, vocab: dict[str, int], size: int) -> None:
-    """Vocabulary and embedding are of equal size, but for rows that fill up a multiple of 8."""
-    found = len(vocab)
-    is_filled_up = size % 8 == 0 and 0 < size - found <= max(8, size // 10)
-    if found != size and not is_filled_up:
-        raise ValueError(f"{file}: {found} tokens: expected {size}, the rows of the embedding")
 
 
 def _required(file: Path, vocab: dict[str, int], name: str, old: str, number: int) -> str:

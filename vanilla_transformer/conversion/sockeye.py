@@ -18,6 +18,7 @@ from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
+    SIDES,
     TOKEN_FILES,
     Conversion,
     ConversionOptions,
@@ -103,10 +104,12 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     if not positions:
         interleave_halves(weights)
     files = options.source_vocabulary, options.target_vocabulary
-    vocabularies = [
-        read_vocabulary(Path(given or folder / name), described[f"vocab_{side}_size"])
-        for given, name, side in zip(files, VOCABULARIES, ("source", "target"), strict=True)
-    ]
+    vocabularies = []
+    for given, name, side in zip(files, VOCABULARIES, SIDES, strict=True):
+        path = Path(given or folder / name)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: expected the vocabulary, or --{side}_vocabulary")
+        vocabularies.append(read_vocabulary(path, described[f"vocab_{side}_size"]))
     tokenizer, vocabulary_fields = tokenizer_for(vocabularies, [Specials()] * 2, options, weights)
     arguments = _load_yaml(folder / ARGUMENTS) if (folder / ARGUMENTS).is_file() else {}
     config = VanillaTransformerConfig(

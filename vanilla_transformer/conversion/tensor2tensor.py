@@ -278,7 +278,10 @@ class _Reader:
                 "translation model"
             )
         self.pre = "encoder.layer_norm.scale" in tensors
-        self.heads = int(options.heads or hparams.get("num_heads") or 0)
+        known = hparams.get("num_heads")
+        if known and options.heads not in (None, known):
+            raise ValueError(f"heads={options.heads}: expected {known}, as hparams.json has it")
+        self.heads = int(options.heads or known or 0)
         if not self.heads:
             raise ValueError(
                 f"{tensors.place}: there is no hparams.json beside it, which says how many "

@@ -32,11 +32,15 @@ from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
+    SHARED,
     SIDES,
+    SOURCE,
+    TARGET,
     TOKEN_FILES,
     Conversion,
     ConversionOptions,
     Tensors,
+    expect_size,
     interleave_halves,
     split_fused,
     tie,
@@ -209,6 +213,9 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     if position_fields.pop("layout", None) == "halves":
         interleave_halves(weights)
     vocabularies = _vocabularies(file.parent, options, table)
+    matrices = (SHARED, SHARED) if SHARED in weights else (SOURCE, TARGET)
+    for side, vocabulary, matrix in zip(SIDES, vocabularies, matrices, strict=True):
+        expect_size(f"{side} vocabulary", vocabulary, len(weights[matrix]))
     specials = _specials(table)
     tokenizer, vocabulary_sizes = tokenizer_for(vocabularies, specials, options, weights)
     if table.activation not in ACT2FN:
@@ -419,8 +426,8 @@ def _positions(
     for name in (table.source_positions, table.target_positions):
         if name is not None and name in tensors:
             positions = tensors.take(name)
-            if positions.numel() % d_model or positions.numel() != max(positions.shape) * d_model:
-                shape = tuple(positions.shape)
+            shape = tuple(positions.shape)
+            if shape[-1:] != (d_model,) or positions.numel() != max(1, *shape[:-1]) * d_model:
                 raise ValueError(f"{name}: the shape is {shape}, expected (positions, {d_model})")
             found.append(positions.reshape(-1, d_model))
     if not found:

@@ -15,9 +15,9 @@ from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ..inference.engines.ctranslate2_engine import MASKS
+from ..inference.engines.ctranslate2_engine import MASKS, unsupported
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ..model.generation import first_given
+from ..model.generation import GenerationOptions, first_given
 from ..model.modeling_vanilla_transformer import (
     VanillaTransformerAttention,
     VanillaTransformerForConditionalGeneration,
@@ -42,15 +42,27 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
         ValueError: CTranslate2 can't express the model; the message names the field.
     """
     model, tokenizer = read_model(model_folder)
+    generation_config = _generation_config(model)
     spec = make_spec(model, tokenizer)
     spec.validate()
     spec.optimize(quantization)
     spec.save(str(output))
+    generation_config.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def _generation_config(model: VanillaTransformerForConditionalGeneration) -> GenerationConfig:
+    """The model's, whose options the engine must have."""
     generation_config = copy.deepcopy(model.generation_config)
     if any(getattr(generation_config, name, None) for name in MASKS):
         generation_config.renormalize_logits = True  # as the engine does after it masks tokens
-    generation_config.save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    lacking = unsupported(GenerationOptions(generation_config, None, {}), generation_config)
+    if lacking:
+        raise ValueError(
+            f"generation_config.json: {'; '.join(lacking)}: expected only options that CTranslate2 "
+            "has"
+        )
+    return generation_config
 
 
 def make_spec(

@@ -24,11 +24,11 @@ DTYPES = {
 # Options that mean the same here, or make no difference to the result.
 SUPPORTED = {
     "bad_words_ids", "bos_token_id", "decoder_start_token_id", "do_sample", "early_stopping",
-    "eos_token_id", "extra_output_tokens", "length_penalty", "length_penalty_type",
-    "max_length", "max_length_factor", "max_new_tokens", "min_length", "min_new_tokens",
-    "no_repeat_ngram_size", "num_beams", "num_return_sequences", "output_scores", "pad_token_id",
-    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "suppress_tokens",
-    "temperature", "top_k", "top_p", "use_cache",
+    "eos_token_id", "extra_output_tokens", "forced_eos_token_id", "length_penalty",
+    "length_penalty_type", "max_length", "max_length_factor", "max_new_tokens", "min_length",
+    "min_new_tokens", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "output_scores",
+    "pad_token_id", "renormalize_logits", "repetition_penalty", "return_dict_in_generate",
+    "suppress_tokens", "temperature", "top_k", "top_p", "use_cache",
 }  # fmt: skip
 # What a generation config holds beside options.
 OWN = {"transformers_version"}
@@ -274,20 +274,7 @@ class CTranslate2Engine:
     def _expect_supported(self, options: GenerationOptions) -> None:
         """Raises ValueError for an option that the engine lacks."""
         expect_generation_options(options.all(), len(self.targets))
-        lacking = _unsupported(options, self.generation_config)
-        beams, stopping = options["num_beams"] or 1, options["early_stopping"]
-        if beams == 1 and options["output_scores"]:
-            lacking.append("output_scores without beams")
-        if beams > 1 and options["do_sample"]:
-            lacking.append("do_sample with beams")
-        if beams > 1 and options["repetition_penalty"] not in (None, 1):
-            lacking.append("repetition_penalty with beams")
-        if beams > 1 and not options["renormalize_logits"]:
-            masks = (name for name in MASKS if options[name])
-            lacking += [f"{name} with beams but without renormalize_logits" for name in masks]
-        if stopping not in (None, *PATIENCE):
-            lacking.append(f"early_stopping={stopping!r}")
-        start = self.start_id
+        lacking, start = unsupported(options, self.generation_config), self.start_id
         wanted = first_given(options["decoder_start_token_id"], options["bos_token_id"], start)
         if wanted != start:
             lacking.append(f"decoder_start_token_id={wanted} where the model has {start}")
@@ -370,6 +357,8 @@ class Search:
         self.num_beams = options["num_beams"] or 1
         self.returned = options["num_return_sequences"] or 1
         self.penalty = _penalty(options)
+        forced = options["forced_eos_token_id"]
+        self.forced_end: int | None = min(forced) if isinstance(forced, list) else forced
         if self.returned > self.num_beams and not options["do_sample"]:
             raise ValueError(
                 f"num_return_sequences={self.returned} with num_beams={self.num_beams}: expected "
@@ -380,7 +369,34 @@ class Search:
     def run(
         self, rows: list[list[int]], prefixes: list[list[int]], limits: list[int]
     ) -> list[list[Found]]:
-        """The sequences for each source, best first, with at most `limits` new tokens.
+        """The sequences for each source, best first, with at most `limits` new tokens."""
+        if self.forced_end is None:
+            found = self._within(rows, prefixes, limits)
+        else:
+            searched = self._within(rows, prefixes, [max(1, limit - 1) for limit in limits])
+            found = [
+                [self._with_forced_end(each, limit) for each in row]
+                for row, limit in zip(searched, limits, strict=True)
+            ]
+        if self.num_beams == 1:
+            return found
+        ranked = (sorted(row, key=lambda each: -each.score(self.penalty)) for row in found)
+        return [row[: self.returned] for row in ranked]
+
+    def _with_forced_end(self, found: Found, limit: int) -> Found:
+        """What was found up to the token before the limit, with that at the limit, whose
+        log-probability is 0, as transformers' `ForcedEOSTokenLogitsProcessor` has it."""
+        assert self.forced_end is not None
+        if limit == 1:
+            return Found([self.forced_end], 0.0)
+        if len(found.ids) < limit - 1 or self.engine.targets[found.ids[-1]] in self.ends:
+            return found
+        return found._replace(ids=[*found.ids, self.forced_end])
+
+    def _within(
+        self, rows: list[list[int]], prefixes: list[list[int]], limits: list[int]
+    ) -> list[list[Found]]:
+        """The sequences for each source, with at most `limits` new tokens.
 
         The engine takes one limit for all. So all rows get the largest. A greedy sequence that is
         longer than its row's limit is cut, and a search in which one was is made once more, with
@@ -399,8 +415,7 @@ class Search:
             again = self._search(chosen, begun, limit)
             for number, results in zip(numbers, again, strict=True):
                 found[number] = results
-        ranked = (sorted(row, key=lambda each: -each.score(self.penalty)) for row in found)
-        return [row[: self.returned] for row in ranked]
+        return found
 
     def _search(
         self, rows: list[list[int]], prefixes: list[list[int]], limit: int
@@ -464,16 +479,29 @@ def _penalty(options: GenerationOptions) -> float:
     return first_given(options["length_penalty"], 1.0)
 
 
-def _unsupported(options: GenerationOptions, default: GenerationConfig) -> list[str]:
-    """Options that the engine does not know and that are set to something that counts."""
+def unsupported(options: GenerationOptions, default: GenerationConfig) -> list[str]:
+    """Options that the engine lacks and that are set to something that counts, in words."""
     unchanged = GenerationConfig._get_default_generation_params()
     names = sorted({*vars(default), *options.kwargs} - SUPPORTED - OWN)
     values = {name: options[name] for name in names if not name.startswith("_")}
-    return [
+    lacking = [
         name
         for name, value in values.items()
         if value is not None and value is not False and value != unchanged.get(name)
     ]
+    beams, stopping = options["num_beams"] or 1, options["early_stopping"]
+    if beams == 1 and options["output_scores"]:
+        lacking.append("output_scores without beams")
+    if beams > 1 and options["do_sample"]:
+        lacking.append("do_sample with beams")
+    if beams > 1 and options["repetition_penalty"] not in (None, 1):
+        lacking.append("repetition_penalty with beams")
+    if beams > 1 and not options["renormalize_logits"]:
+        masks = (name for name in MASKS if options[name])
+        lacking += [f"{name} with beams but without renormalize_logits" for name in masks]
+    if stopping not in (None, *PATIENCE):
+        lacking.append(f"early_stopping={stopping!r}")
+    return lacking
 
 
 def _read_vocabularies(folder: Path) -> list[list[str]]:
