@@ -5,6 +5,7 @@ import torch
 from conftest import small_trainer
 from transformers import TrainerControl, TrainerState
 
+from vanilla_transformer.training import diagnosis
 from vanilla_transformer.training.diagnosis import LossGapCallback, SourceUseCallback
 
 IGNORES = "the decoder ignores its source"
@@ -56,6 +57,19 @@ def test_a_decoder_that_reads_its_source_is_not(trainer, caplog):
     step_of(trainer, callback, 500)
     assert callback.passed
     assert not [text for text in caplog.messages if IGNORES in text]
+
+
+@pytest.mark.parametrize(
+    ("own", "exchanged", "warns"),
+    [(2.0, 2.04, 1), (2.0, 2.06, 0), (0.0009, 0.034, 0), (0.03, 0.031, 1)],
+)
+def test_one_word_of_a_long_target_may_be_all_that_a_source_decides(
+    trainer, caplog, monkeypatch, own, exchanged, warns
+):
+    """The loss is the mean over a target's tokens, which may be nearly certain."""
+    monkeypatch.setattr(diagnosis, "_losses", lambda model, inputs: (own, exchanged))
+    step_of(trainer, SourceUseCallback(), 500)
+    assert sum(IGNORES in text for text in caplog.messages) == warns
 
 
 @pytest.mark.parametrize(

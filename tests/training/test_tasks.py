@@ -35,6 +35,47 @@ def trained(folder, train_here, *flags):
     return AutoTokenizer.from_pretrained(loaded), AutoModelForSeq2SeqLM.from_pretrained(loaded)
 
 
+def words_to_digits(folder, train_here, *flags):
+    written(folder, source=["one two", "six"] * 4, target=["1 2", "6"] * 4)
+    files = {f"--{split}_{side}": folder / side for split in ("train", "validation")
+             for side in ("source", "target")}  # fmt: skip
+    return trained(folder, train_here, *(part for pair in files.items() for part in pair), *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "eps"),
+    [
+        ([], 0.1),
+        (["--label_smoothing_factor", 0], 0.0),
+        (["--label_smoothing_factor", 0.2], 0.2),
+        (
+            ["--label_smoothing_factor", 0.3, "--config_overrides", f"{SHAPE},label_smoothing=0.3"],
+            0.3,
+        ),
+    ],
+)
+def test_label_smoothing_has_transformers_option_too(tmp_path, train_here, flags, eps):
+    _, model = words_to_digits(tmp_path, train_here, *flags)
+    assert model.config.label_smoothing == eps
+    recipe = (tmp_path / "model/README.md").read_text().partition("```yaml")[2]
+    assert "label_smoothing_factor" not in recipe
+    assert bool(flags) == (f"label_smoothing: {eps}" in recipe or f"smoothing={eps}" in recipe)
+
+
+def test_two_rates_of_label_smoothing_are_refused(tmp_path, train_here):
+    flags = ["--label_smoothing_factor", 0.2, "--config_overrides", f"{SHAPE},label_smoothing=0.1"]
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0.2 and .*=0.1: expected one"):
+        words_to_digits(tmp_path, train_here, *flags)
+
+
+def test_bleu_does_not_choose_among_translations_that_are_too_short_for_it(tmp_path, train_here):
+    flags = ["--predict_with_generate", "--eval_strategy", "steps", "--eval_steps", 1]
+    flags += ["--metric_for_best_model", "bleu"]
+    with pytest.raises(ValueError, match=r"metric_for_best_model=bleu: no validation target has 4"):
+        words_to_digits(tmp_path, train_here, *flags)
+    words_to_digits(tmp_path, train_here, *flags, "--metric_for_best_model", "chrf")
+
+
 def pieces(tokenizer, text):
     return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
 

@@ -43,7 +43,10 @@ from vanilla_transformer import (
 from vanilla_transformer.data.collation import PairCollator
 from vanilla_transformer.data.parallel_text import DataArguments
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.export.source import read_model
+from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.metrics import make_compute_metrics
+from vanilla_transformer.model import loss
 from vanilla_transformer.training.arguments import (
     ModelArguments,
     TranslationTrainingArguments,
@@ -494,6 +497,21 @@ def test_a_folder_that_holds_a_model_is_left_alone(tmp_path, content):
         find_checkpoint(arguments_for(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["README.md", "loss.py"])
+def test_a_users_file_that_training_would_replace_is_left_alone(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    message = f"holds {name}, which training would replace: choose another folder"
+    with pytest.raises(FileExistsError, match=message):
+        find_checkpoint(arguments_for(tmp_path))
+
+
+def test_code_that_a_tokenizer_brought_is_no_users_file(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    shutil.copy(Path(loss.__file__), tmp_path)
+    assert find_checkpoint(arguments_for(tmp_path)) is None
+
+
 def test_resuming_from_nothing_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
         find_checkpoint(arguments_for(tmp_path, "true"))
@@ -685,6 +703,10 @@ def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_p
     source = torch.tensor([[5, 6, 7]])
     for each in (model, saved):
         assert each.generate(source).shape[1] == 1 + 3 + 50
+    exported, _ = read_model(tmp_path)
+    translated, _ = LoadingArguments(device="cpu").load_model(tmp_path)
+    assert exported.generation_config.max_length is None
+    assert translated.generation_config.max_length is None
     assert model.generate(source, max_length=20).shape[1] == 20
     limited = GenerationConfig(max_length=20, eos_token_id=None, decoder_start_token_id=0)
     assert model.generate(source, generation_config=limited).shape[1] == 20

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ..inference.translation import set_output_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import (
     VanillaTransformerAttention,
@@ -63,6 +64,7 @@ def read_model(
     if report["missing_keys"]:
         names = ", ".join(sorted(report["missing_keys"]))
         raise ValueError(f"{folder}: expected complete weights, there is no {names}")
+    set_output_limit(model)
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 

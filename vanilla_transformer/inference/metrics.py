@@ -12,8 +12,11 @@ from sacrebleu import significance
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Metric, Score
 from transformers import EvalPrediction, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from .alignment import unknown_id
+
+logger = logging.get_logger(__name__)
 
 METRICS = ("bleu", "chrf", "exact_match")  # the default
 LABELS = {
@@ -32,6 +35,8 @@ LOWER_IS_BETTER = frozenset({"ter", "ser", "wer", "per", "cer"})
 SIGNED = frozenset({"bleu", "chrf", "ter"})  # by sacreBLEU
 # Tokenizers of BLEU that need further packages, or a model from the network.
 NEEDS_MORE = ("ja-mecab", "ko-mecab", "spm", "flores101", "flores200", "spBLEU-1K")
+# Where BLEU is 0 because targets are short.
+OTHER_METRICS = "Use chrf or exact_match, or bleu_tokenize=char, which counts characters"
 COMET_MODEL = "Unbabel/wmt22-comet-da"
 TESTS = {"bootstrap": "bs", "ar": "ar"}  # paired tests, and sacreBLEU's names of them
 
@@ -224,12 +229,26 @@ def score_translations(
     scores = {
         name: metric.corpus_score(predictions, references).score for name, metric in metrics.items()
     }
+    if scores.get("bleu") == 0 and not any(
+        has_4_tokens(one, metrics["bleu"]) for one in references
+    ):
+        logger.warning_once(
+            f"BLEU is 0 whatever the translations are: none of the {len(references[0])} references "
+            f"has 4 tokens. {OTHER_METRICS}"
+        )
     signatures = {
         f"{name}_signature": str(metric.get_signature())
         for name, metric in metrics.items()
         if name in SIGNED
     }
     return scores | signatures
+
+
+def has_4_tokens(references: Iterable[str], bleu: Metric) -> bool:
+    """Whether BLEU's tokenizer finds 4 tokens in one of the references. Otherwise BLEU, which
+    counts sequences of 1 to 4 tokens, is 0."""
+    assert isinstance(bleu, BLEU)
+    return any(len(bleu.tokenizer(reference).split()) >= 4 for reference in references)
 
 
 def expect_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..model.generation import LIMITS, GenerationOptions
+from ..model.generation import LIMITS, GenerationOptions, VanillaTransformerGenerationMixin
 from ..model.validation import expect_generation_options
 
 DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
@@ -189,7 +189,10 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 def set_output_limit(model: PreTrainedModel) -> None:
     """Let a model without a limit of its own, such as T5, generate up to 256 tokens, or as many as
-    it has positions for. transformers' default is 20. Our models' limit grows with the source."""
+    it has positions for. transformers' default is 20. Our models' limit grows with the source, also
+    after a `Seq2SeqTrainer` has saved that default."""
+    if isinstance(model, VanillaTransformerGenerationMixin):
+        model._forget_limit_of_trainer()
     config = model.generation_config
     limited = config.max_length is not None or config.max_new_tokens is not None
     if not limited and not hasattr(model, "extra_output_tokens"):

@@ -321,6 +321,7 @@ class TranslationTrainingArguments(
     )
 
     def __post_init__(self) -> None:
+        self.stated: set[str] = set()  # the options of a command line and its recipe
         if self.disable_tqdm is None and not (sys.stderr.isatty() or is_in_notebook()):
             self.disable_tqdm = True  # nested bars would fill a file with escape sequences
         self._find_left_open()
@@ -550,6 +551,10 @@ def parse_arguments(
     if "config" in given:
         recipe = _recipe_flags(find_recipe(given["config"]), parser, given)
     found = parser.parse_args_into_dataclasses([*recipe, *argv])
+    for one in found:
+        if isinstance(one, TranslationTrainingArguments):
+            flags = (flag.removeprefix("--").partition("=")[0] for flag in recipe)
+            one.stated = {*given, *flags}
     return found[: len(parser.dataclass_types)]
 
 

@@ -1,7 +1,7 @@
 """Makes the tokenizer, the token ids and the model of a training run from its options."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
 from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_dataset
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import expect_whole, log_coverage
+from ..inference.metrics import OTHER_METRICS, has_4_tokens, make_metrics
 from ..inference.translation import position_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -74,9 +75,11 @@ def prepare(
     """
     training_args.limit(data_args)
     model_args.warn_of_what_has_no_effect()
+    set_label_smoothing(model_args, training_args)
     set_seed(training_args.seed)
     pairs = load_parallel_dataset(data_args, training_args.seed)
     training_args.expect_data(pairs, data_args.streaming)
+    expect_bleu_above_0(pairs.get("validation"), training_args)
     tags = [tag for tag in data_args.tags() if tag not in model_args.user_tokens]
     wanted = replace(model_args, user_tokens=[*model_args.user_tokens, *tags])
     tokenizer = make_tokenizer(wanted, pairs["train"], checkpoint)
@@ -107,6 +110,46 @@ def prepare(
         splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
     logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
     return Preparation(tokenizer, model, pairs, splits, size, target_tokens)
+
+
+def set_label_smoothing(
+    model_args: ModelArguments, training_args: TranslationTrainingArguments
+) -> None:
+    """Move `label_smoothing_factor`, which transformers has for models without a label smoothing of
+    their own, to the configuration of a model that has one.
+
+    Raises:
+        ValueError: `config_overrides` has another.
+    """
+    name, eps = model_args.model_name_or_path, training_args.label_smoothing_factor
+    if "label_smoothing_factor" not in training_args.stated:
+        return
+    if name is not None and not hasattr(AutoConfig.from_pretrained(name), "label_smoothing"):
+        return
+    overrides = model_args.overrides()
+    if overrides.setdefault("label_smoothing", eps) != eps:
+        raise ValueError(
+            f"label_smoothing_factor={eps} and config_overrides label_smoothing="
+            f"{overrides['label_smoothing']}: expected one of them"
+        )
+    model_args.config_overrides = overrides  # type: ignore[assignment]  # as a recipe may have it
+    training_args.label_smoothing_factor = 0.0
+
+
+def expect_bleu_above_0(
+    pairs: Sequence[Mapping[str, str]] | None, arguments: TranslationTrainingArguments
+) -> None:
+    """Raise a ValueError if BLEU, which is 0 for all translations of short targets, is to choose
+    the best checkpoint."""
+    best = (arguments.metric_for_best_model or "").removeprefix("eval_")
+    if pairs is None or best != "bleu":
+        return
+    (bleu,) = make_metrics(["bleu"], tokenize=arguments.bleu_tokenize).values()
+    if not has_4_tokens((pair["target"] for pair in pairs), bleu):
+        raise ValueError(
+            f"metric_for_best_model={arguments.metric_for_best_model}: no validation target has 4 "
+            f"tokens, so that BLEU is 0. {OTHER_METRICS}"
+        )
 
 
 def make_tokenizer(

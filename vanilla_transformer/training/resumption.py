@@ -17,6 +17,7 @@ from transformers import (
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
+from .. import model
 from ..data.tokenizer_options import TokenizerArguments
 from .arguments import ModelArguments, TranslationTrainingArguments
 from .checkpoints import checkpoints_by_step, find_defect, last_complete_checkpoint
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 OPTIMIZER = (
     "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim"
 )  # fmt: skip
+# What a finished training writes beside the model: its card, and the curves.
+WRITTEN = ("README.md", "curves.png")
+CODE = Path(model.__file__).parent  # each model carries a copy
 FILES = {"tokenizer_name", "sentencepiece_model", "bpe_codes"}  # which may have moved
 
 
@@ -77,18 +81,26 @@ def _find_checkpoint(output_dir: Path, wanted: str | None, layout: str) -> str |
             raise ValueError(f"resume_from_checkpoint={wanted}: {defect}")
         _expect_optimizer_state(Path(wanted), layout)
         if Path(wanted).resolve().parent != output_dir.resolve():
-            _expect_no_model(output_dir)
+            _expect_free(output_dir)
         return str(wanted)
-    _expect_no_model(output_dir)
+    _expect_free(output_dir)
     return None
 
 
-def _expect_no_model(output_dir: Path) -> None:
+def _expect_free(output_dir: Path) -> None:
     if checkpoints_by_step(output_dir) or (output_dir / "config.json").exists():
         raise FileExistsError(
             f"output_dir={output_dir} already holds a model: choose another folder, or resume its "
             "training with --resume_from_checkpoint true"
         )
+    code = {file.name: file.read_bytes() for file in CODE.glob("*.py")}
+    found = (output_dir / name for name in (*WRITTEN, *code) if (output_dir / name).exists())
+    for file in found:
+        if file.name in WRITTEN or file.read_bytes() != code[file.name]:
+            raise FileExistsError(
+                f"output_dir={output_dir} holds {file.name}, which training would replace: choose "
+                "another folder"
+            )
 
 
 # How an optimizer's state is saved, and the file or folder in a checkpoint that shows it.
