@@ -8,11 +8,13 @@ import sys
 from subprocess import PIPE
 
 import pytest
+import torch
 import yaml
 from conftest import lines_of, run_command, run_ranks
-from transformers import TrainerState
+from transformers import Seq2SeqTrainingArguments, Trainer, TrainerState
 
 from vanilla_transformer.cli.evaluate import EvaluateArguments
+from vanilla_transformer.cli.plan import measured_with, total_updates
 
 SHAPE = (
     "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,"
@@ -293,6 +295,7 @@ def test_a_plan_says_how_long_a_training_takes(folder):
     rows = dict(line.strip("| ").split(" | ") for line in table[2:])
     assert rows["text"].startswith("200 pairs, ")
     assert rows["updates"] == "3,000"
+    assert "measured with" not in rows
     assert "learning_rate=" in process.stderr
     (measured,) = json.loads((folder / "plan/speeds.json").read_text())
     speed = measured["target_tokens_per_second"]
@@ -344,17 +347,61 @@ def test_pairs_that_are_dropped_do_not_count_and_updates_are_whole(folder):
     assert 0 < int(counted.replace(",", "")) < 1.9 * text["target_tokens"]
 
 
+class Line(torch.nn.Linear):
+    """The smallest model that a trainer trains."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, labels):
+        return {"loss": super().forward(labels[:, None]).square().mean()}
+
+
+@pytest.mark.parametrize(
+    ("options", "updates"),
+    [({"num_train_epochs": 3.3}, 93), ({"num_train_epochs": 3.0}, 84), ({"max_steps": 92}, 92)],
+    ids=str,
+)
+def test_a_plan_has_the_updates_of_a_trainer(options, updates, tmp_path):
+    """Of 28 updates in an epoch, 3.3 epochs are 92.4."""
+    arguments = Seq2SeqTrainingArguments(
+        str(tmp_path), use_cpu=True, per_device_train_batch_size=1, save_strategy="no",
+        report_to=[], disable_tqdm=True, **options,
+    )  # fmt: skip
+    trainer = Trainer(Line(), arguments, train_dataset=[{"labels": 1.0}] * 28)
+    trainer.train()
+    assert trainer.state.global_step == updates == total_updates(arguments, 28)
+
+
 H200 = {
     "device": "NVIDIA H200",
     "shape": "d_model 16, 1+1 layers, d_ff 16",
+    "layer_weights": 4320,
     "vocabulary": 320,
     "precision": "fp32",
     "batch": 500,
+    "accumulation": 1,
+    "processes": 1,
     "attention": "sdpa",
     "options": [],
     "target_tokens_per_second": 1e-3,
     "gib": 7.0,
 }
+
+
+def test_a_plan_says_what_was_measured_with_another_update():
+    """And what a file of an older version does not tell."""
+    new = ("layer_weights", "accumulation", "processes")
+    old = {name: value for name, value in H200.items() if name not in new}
+    unknown = ", ".join(f"unknown {name}" for name in new)
+    other = {**H200, "vocabulary": 5000, "batch": 8000, "accumulation": 2, "processes": 8}
+    differing = "vocabulary 5,000, batch 8,000 tokens, accumulation 2, processes 8"
+    assert measured_with([H200, H200], H200) == {}
+    assert measured_with([other, other], H200) == {"measured with": differing}
+    assert measured_with([H200, old], H200) == {"measured with": unknown}
+    assert measured_with([other, old], H200) == {"measured with": f"{differing}; {unknown}"}
+    pairs = [{**H200, "batch": -64}], {**H200, "batch": -32}
+    assert measured_with(*pairs) == {"measured with": "batch 64 pairs"}
 
 
 def test_a_plan_adds_up_the_updates_without_and_with_r_drop(folder):
@@ -387,6 +434,7 @@ def test_a_plan_for_two_processes_is_printed_once(folder):
     assert not failed, output
     assert output.count("learning_rate=") == 1
     assert output.count("| hardware | 2 x NVIDIA H200, fp32 |") == 1
+    assert output.count("| measured with | processes 1 |") == 1
 
 
 def test_a_plan_for_a_device_that_this_machine_lacks(folder):
@@ -415,7 +463,8 @@ def test_a_plan_for_a_device_that_this_machine_lacks(folder):
     process = run_command(
         "plan", *options, "--max_tokens", 500, "--r_drop_alpha", 5, cwd=folder, check=False
     )
-    assert "1+1 layers, d_ff 16, R-Drop in fp32" in process.stderr.splitlines()[-1]
+    message = "1+1 layers, d_ff 16, R-Drop in fp32, and 4,320 weights in layers"
+    assert message in process.stderr.splitlines()[-1]
     process = run_command("plan", *options, "--hardware", "A100", cwd=folder, check=False)
     message = "hardware='A100': expected a device that speeds=elsewhere.json has measured: NVIDIA"
     assert message in process.stderr.splitlines()[-1]

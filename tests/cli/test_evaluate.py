@@ -18,6 +18,8 @@ TEXTS = {
     "a.de": "eins\nzwei Wörter\nund Worte\n",
     "b.de": "zwei\nzwei Worte\nund vier Worte\n",
     "short": "eins\n",
+    "none": "",
+    "none.de": "",
 }
 
 
@@ -122,6 +124,8 @@ def test_scores_are_drawn_by_source_length(run, monkeypatch, tmp_path):
         (["--predictions", "a.de", "short"], "short has 1 lines and ref0 3: expected as many"),
         (["--target", "ref0", "short"], "short has 1 lines and ref0 3: expected as many"),
         (["--source", "short"], "short has 1 lines and ref0 3: expected as many"),
+        (["--predictions", "none"], "none: expected at least one line"),
+        (["--predictions", "none", "--target", "none.de"], "none.de: expected at least one line"),
         (["--predictions", "a.de", "a.de"], "--predictions a.de: expected each file once"),
         (["--paired", "bootstrap"], "--paired bootstrap: expected several files in --predictions"),
         (["--paired", "t"], "paired='t': expected one of bootstrap, ar"),
@@ -137,3 +141,9 @@ def test_what_cannot_be_scored_is_said_before_work_starts(run, monkeypatch, flag
     given = [word for name in defaults if name not in flags for word in (name, *defaults[name])]
     with pytest.raises(ValueError, match=message):
         run(*given, *flags)
+
+
+def test_an_empty_source_is_named_before_the_model_is_read(run):
+    flags = ["--model", "no_such_model", "--source", "none", "--target", "none.de"]
+    with pytest.raises(ValueError, match=r"^none: expected at least one line$"):
+        run(*flags)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import weakref
 
 import pytest
@@ -93,7 +94,8 @@ def test_notes_in_the_output_folder_stay(run, tmp_path):
 
 def test_the_mean_of_equal_models_is_that_model(run, tmp_path):
     folder = run / "checkpoint-5"
-    output = average_checkpoints([folder] * 3, tmp_path / "mean")
+    copies = [shutil.copytree(folder, tmp_path / name) for name in ("one", "other")]
+    output = average_checkpoints([folder, *copies], tmp_path / "mean")
     for name, weight in load_file(output / "model.safetensors").items():
         assert torch.equal(weight, load_file(folder / "model.safetensors")[name])
 
@@ -169,6 +171,24 @@ def test_steps_that_do_not_exist_are_named(run, wanted, message):
         select_checkpoints(run, **wanted)
 
 
+def test_a_step_counts_once(run):
+    message = "steps=[5, 100]: expected each once"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        select_checkpoints(run, steps=[100, 5, 10, 5, 100, 100])
+
+
+def test_a_folder_counts_once_however_it_is_spelled(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(run / "checkpoint-5")
+    names = ["run/checkpoint-5/", "run/checkpoint-10", "link", run / "checkpoint-5"]
+    message = f"run/checkpoint-5, link, {run}/checkpoint-5: expected each folder once"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        average_checkpoints(names, "mean")
+    with pytest.raises(ValueError, match=r"^link: expected each folder once$"):
+        average_checkpoints(["link", "link"], "mean")
+    assert not (tmp_path / "mean").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -216,6 +236,11 @@ def test_the_script_averages_and_refuses(run, tmp_path):
         assert torch.equal(weight, weights[1][name])
     again = script("--checkpoints_of", run, "--last", 1, "--output_dir", output)
     assert f"--output_dir {output} already holds a model" in again.stderr
+    twice = script("--checkpoints_of", run, "--steps", 5, 10, 10, "--output_dir", "other")
+    assert "steps=[10]: expected each once" in twice.stderr.splitlines()[-1]
+    twice = script("--models", "run/checkpoint-5", run / "checkpoint-5", "--output_dir", "other")
+    assert "checkpoint-5: expected each folder once" in twice.stderr.splitlines()[-1]
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(

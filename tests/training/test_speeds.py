@@ -1,30 +1,46 @@
-"""The measurement from which `plan` estimates a training on a device that this machine lacks."""
+"""The measurements from which `plan` estimates a training: whose they are, and which is nearest."""
 
 import pytest
 import torch
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
-from vanilla_transformer.training.speeds import measurement_key, nearest_speed
+from vanilla_transformer.training.speeds import (
+    find_speed,
+    layer_weights,
+    measurement_key,
+    nearest_speed,
+)
 
 KEY = {
-    "device": "NVIDIA H200", "shape": "base", "vocabulary": 500, "precision": "bf16", "batch": 4000,
-    "attention": "sdpa", "options": [],
+    "device": "NVIDIA H200", "shape": "base", "layer_weights": 9000, "vocabulary": 500,
+    "precision": "bf16", "batch": 4000, "accumulation": 2, "processes": 4, "attention": "sdpa",
+    "options": [],
 }  # fmt: skip
+NEW = ("layer_weights", "accumulation", "processes")  # what older files lack
+
+
+def make_model(**options):
+    fields = {
+        "vocab_size": 500, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, **options,
+    }  # fmt: skip
+    return VanillaTransformerForConditionalGeneration(VanillaTransformerConfig(**fields))
 
 
 @pytest.fixture(scope="module")
 def model():
-    config = VanillaTransformerConfig(
-        vocab_size=500, d_model=16, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=32, decoder_ffn_dim=32,
-    )  # fmt: skip
-    return VanillaTransformerForConditionalGeneration(config)
+    return make_model()
 
 
 def row(speed=100.0, **changes):
     return {**KEY, "target_tokens_per_second": speed, "gib": 1.0, **changes}
+
+
+def old_row(speed=100.0, **changes):
+    """A measurement in a file of an older version."""
+    return {name: value for name, value in row(speed, **changes).items() if name not in NEW}
 
 
 def test_the_same_measurement_is_taken_as_it_is(model):
@@ -50,12 +66,84 @@ def test_the_speed_follows_the_weights_of_another_vocabulary(model):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"device": "A100"}, {"shape": "big"}, {"precision": "fp32"}, {"batch": -64},
-        {"attention": "eager"}, {"options": ["R-Drop"]},
+        {"device": "A100"}, {"shape": "big"}, {"layer_weights": 9001}, {"precision": "fp32"},
+        {"batch": -64}, {"attention": "eager"}, {"options": ["R-Drop"]},
     ],
 )  # fmt: skip
 def test_what_was_measured_with_something_else_does_not_count(model, changes):
     assert nearest_speed([row(**changes)], KEY, model) is None
+
+
+@pytest.mark.parametrize("name", ["accumulation", "processes"])
+def test_the_nearest_update_counts_by_its_ratio(model, name):
+    rows = [row(**{name: KEY[name] * ratio}) for ratio in (16, 8, 32)]
+    assert nearest_speed(rows, KEY, model) == rows[1]
+
+
+def test_a_measurement_of_an_older_file_is_the_nearest_where_no_other_is_as_near(model):
+    """Its update counts as one batch on one device. It is never the very same measurement."""
+    key = {**KEY, "accumulation": 1, "processes": 1}
+    rows = [old_row(), row(accumulation=1, processes=1), old_row(batch=8000)]
+    assert nearest_speed(rows, key, model) == rows[1]
+    assert nearest_speed([rows[2], rows[0]], key, model) == rows[0]
+    assert nearest_speed([row(batch=400_000), rows[0]], key, model) == rows[0]
+    assert find_speed([rows[0]], key) is None
+    assert nearest_speed([old_row(shape="big")], key, model) is None
+
+
+def key_of(folder, model, **options):
+    arguments = TranslationTrainingArguments(str(folder), use_cpu=True, **options)
+    return measurement_key(model, arguments)
+
+
+def test_small_batches_are_not_a_large_one(model, tmp_path):
+    """An update has 8,000 tokens each time."""
+    many = key_of(tmp_path, model, max_tokens=80, gradient_accumulation_steps=100)
+    one = key_of(tmp_path, model, max_tokens=8000)
+    assert [(key["batch"], key["accumulation"]) for key in (many, one)] == [(80, 100), (8000, 1)]
+    assert find_speed([{**many, "gib": 1.0}], one) is None
+    assert find_speed([{**many, "gib": 1.0}, {**one, "gib": 2.0}], one)["gib"] == 2.0
+
+
+def test_several_processes_are_measured_on_their_own(model, tmp_path, monkeypatch):
+    one = key_of(tmp_path, model)
+    monkeypatch.setattr(TranslationTrainingArguments, "world_size", 2)
+    assert key_of(tmp_path, model) == {**one, "processes": 2}
+    assert find_speed([one], key_of(tmp_path, model)) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({"decoder_ffn_dim": 1024}, 992 * (2 * 16 + 1)),
+        ({"head_dim": 64}, 2 * 16 * (64 - 8) * 4 * 3),
+        ({"attention_bias": True}, 16 * 4 * 3),
+        ({"norm_position": "pre"}, 2 * 2 * 16),
+    ],
+    ids=str,
+)
+def test_models_that_differ_inside_are_measured_on_their_own(model, tmp_path, options, more):
+    key, other = (key_of(tmp_path, each) for each in (model, make_model(**options)))
+    assert other["layer_weights"] == key["layer_weights"] + more
+    assert find_speed([key], other) is None
+
+
+def test_the_shape_names_both_widths_where_they_differ(model, tmp_path):
+    other = make_model(decoder_ffn_dim=64)
+    shapes = [key_of(tmp_path, each)["shape"] for each in (model, other)]
+    assert shapes == [f"d_model 16, 1+1 layers, d_ff {d_ff}" for d_ff in ("32", "32+64")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vocab_size": 900}, {"tie_word_embeddings": False}, {"decoder_vocab_size": 300},
+        {"lm_head_bias": True}, {"position_encoding": "learned"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tables_are_not_weights_of_layers(model, options):
+    assert layer_weights(make_model(**options)) == layer_weights(model)
 
 
 def test_products_that_torch_may_round_have_a_speed_of_their_own(model, tmp_path):

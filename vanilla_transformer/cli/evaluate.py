@@ -188,7 +188,7 @@ def read(
     """The sources, if any, the references, and the existing translations by the name of their file.
 
     Raises:
-        ValueError: Two files have different numbers of lines.
+        ValueError: A file is empty, or two have different numbers of lines.
     """
     sources = None if arguments.source is None else list(read_file(arguments.source))
     references = [list(read_file(path)) for path in arguments.target]
@@ -198,6 +198,8 @@ def read(
     if sources is not None:
         others.insert(0, (str(arguments.source), sources))
     for path, lines in others:
+        if not lines:
+            raise ValueError(f"{path}: expected at least one line")
         if len(lines) != len(references[0]):
             raise ValueError(
                 f"{path} has {len(lines)} lines and {first} {len(references[0])}: expected as many"

@@ -7,9 +7,9 @@ r"""Estimate the time and memory of a training on this machine, and print the op
 
 Takes the options of `train`, and its own. The command trains for a few updates, discards them, and
 extrapolates. Evaluation and checkpoints are not included. With --speeds, it keeps the measurement
-in a file, and measures each model, batch and device only once. --hardware plans for a device that
-this machine lacks, from the nearest measurement of the same layers, precision and options in such a
-file; `python -m scripts.benchmarks.gpu` writes one.
+in a file, and measures each model, batch, device and number of processes only once. --hardware
+plans for a device that this machine lacks, from the nearest measurement of the same layers,
+precision and options in such a file; `python -m scripts.benchmarks.gpu` writes one.
 """
 
 import copy
@@ -40,7 +40,14 @@ from ..training.arguments import ModelArguments, TranslationTrainingArguments, p
 from ..training.callbacks import CurvesCallback
 from ..training.distributed import end_training
 from ..training.preparation import Preparation, prepare
-from ..training.speeds import find_speed, measurement_key, nearest_speed, read_speeds, write_speeds
+from ..training.speeds import (
+    BRIDGED,
+    find_speed,
+    measurement_key,
+    nearest_speed,
+    read_speeds,
+    write_speeds,
+)
 from ..training.trainer import make_trainer
 from .train_options import make_parser, names
 
@@ -124,12 +131,10 @@ def main() -> None:
     end_training(trainer)
     if training_args.process_index == 0:
         key = device_key(prepared.model, training_args, plan_args)
-        print(report(prepared, training_args, key, mean_speed(speeds), updates))
+        print(report(prepared, training_args, key, speeds, updates))
 
 
-def phases(
-    args: TranslationTrainingArguments, updates_per_epoch: float
-) -> list[tuple[float, float]]:
+def phases(args: TranslationTrainingArguments, updates_per_epoch: int) -> list[tuple[float, float]]:
     """R-Drop's weight in each part of a training, and the part's share of the updates."""
     updates = total_updates(args, updates_per_epoch)
     before = min(args.r_drop_start, updates)
@@ -139,10 +144,11 @@ def phases(
     return [(r_drop_alpha, share) for r_drop_alpha, share in parts if share]
 
 
-def total_updates(args: TranslationTrainingArguments, updates_per_epoch: float) -> float:
+def total_updates(args: TranslationTrainingArguments, updates_per_epoch: int) -> int:
+    """The updates of a training, which ends with a whole one."""
     if args.max_steps > 0:
         return args.max_steps
-    return (args.num_train_epochs or 0.0) * updates_per_epoch
+    return math.ceil((args.num_train_epochs or 0.0) * updates_per_epoch)
 
 
 def device_key(
@@ -163,23 +169,25 @@ def speed_of(trainer: Seq2SeqTrainer, plan_args: PlanArguments, tokens: float) -
             return nearest
         sys.exit(
             f"vanilla-transformer plan: {plan_args.speeds} has no measurement of {key['device']} "
-            f"with {', '.join([key['shape'], *key['options']])} in {key['precision']}"
+            f"with {', '.join([key['shape'], *key['options']])} in {key['precision']}, and "
+            f"{key['layer_weights']:,} weights in layers"
         )
     if found := find_speed(rows, key):
         return found
     seconds = measure(trainer, plan_args.measured_steps)
-    speed = {"target_tokens_per_second": tokens / seconds, "gib": peak_gib()}
+    speed = {**key, "target_tokens_per_second": tokens / seconds, "gib": peak_gib()}
     if plan_args.speeds is not None and trainer.args.process_index == 0:
         # another process may have added to the file meanwhile
-        write_speeds(plan_args.speeds, [*read_speeds(plan_args.speeds), {**key, **speed}])
+        write_speeds(plan_args.speeds, [*read_speeds(plan_args.speeds), speed])
     return speed
 
 
-def mean_speed(speeds: list[tuple[dict[str, Any], float]]) -> dict[str, Any]:
-    """The speed of the whole training, and the most memory, from those of its phases."""
+def mean_speed(speeds: list[tuple[dict[str, Any], float]]) -> tuple[float, float]:
+    """The target tokens per second in the whole training, and the most memory in GiB, from the
+    measurements of its phases and their shares."""
     seconds = sum(share / speed["target_tokens_per_second"] for speed, share in speeds)
     memory = max(speed["gib"] for speed, _ in speeds)
-    return {**speeds[0][0], "target_tokens_per_second": 1 / seconds, "gib": memory}
+    return 1 / seconds, memory
 
 
 def make_quiet_trainer(
@@ -224,35 +232,47 @@ def report(
     prepared: Preparation,
     args: TranslationTrainingArguments,
     key: dict[str, Any],
-    speed: dict[str, Any],
-    updates_per_epoch: float,
+    speeds: list[tuple[dict[str, Any], float]],
+    updates_per_epoch: int,
 ) -> str:
     """The plan as a Markdown table."""
     size = prepared.size
     assert size is not None
     assert prepared.target_tokens is not None
-    epochs = total_updates(args, updates_per_epoch) / updates_per_epoch
+    updates = total_updates(args, updates_per_epoch)
+    epochs = updates / updates_per_epoch
     tokens = epochs * prepared.target_tokens
-    hours = tokens / (speed["target_tokens_per_second"] * args.world_size) / 3600
+    speed, memory = mean_speed(speeds)
+    hours = tokens / (speed * args.world_size) / 3600
     nearest = min(RECIPES, key=lambda name: abs(math.log(RECIPES[name] / size.pairs)))
     rows = {
         "model": f"{key['shape']}, {prepared.model.num_parameters():,} weights",
         "text": f"{size.pairs:,} pairs, {size.target_tokens:,} target tokens",
         "hardware": f"{args.world_size} x {key['device']}, {key['precision']}",
-        "updates": f"{round(epochs * updates_per_epoch):,}",
+        "updates": f"{updates:,}",
         "epochs": f"{epochs:.1f}, {tokens / 1e6:,.1f} million target tokens",
-        "speed": f"{speed['target_tokens_per_second']:,.0f} target tokens per second and device",
+        "speed": f"{speed:,.0f} target tokens per second and device",
         "duration": f"{hours:.2f} hours",
-        "memory": f"{speed['gib']:.1f} GiB per device",
-        **measured_with(speed, key),
+        "memory": f"{memory:.1f} GiB per device",
+        **measured_with([speed for speed, _ in speeds], key),
         "recipe for a text of this size": nearest,
     }
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 
 
-def measured_with(speed: dict[str, Any], key: dict[str, Any]) -> dict[str, str]:
+def measured_with(speeds: list[dict[str, Any]], key: dict[str, Any]) -> dict[str, str]:
     """A row that says what was measured, where that is not what was asked for."""
-    if all(speed.get(name, key[name]) == key[name] for name in ("batch", "vocabulary")):
-        return {}
-    batch = f"{abs(speed['batch']):,} {'tokens' if speed['batch'] > 0 else 'pairs'}"
-    return {"measured with": f"a vocabulary of {speed['vocabulary']:,}, {batch} per update"}
+    found = dict.fromkeys(filter(None, (differences(speed, key) for speed in speeds)))
+    return {"measured with": "; ".join(found)} if found else {}
+
+
+def differences(speed: dict[str, Any], key: dict[str, Any]) -> str:
+    """What a measurement has unlike the key, and what an older file does not tell."""
+    unit = {"batch": " tokens" if key["batch"] > 0 else " pairs"}
+    found = [
+        f"{name} {abs(speed[name]):,}{unit.get(name, '')}"
+        for name in BRIDGED
+        if speed.get(name, key[name]) != key[name]
+    ]
+    found += [f"unknown {name}" for name in key if name not in speed]
+    return ", ".join(found)

@@ -36,7 +36,7 @@ SIGNED = frozenset({"bleu", "chrf", "ter"})  # by sacreBLEU
 # Tokenizers of BLEU that need further packages, or a model from the network.
 NEEDS_MORE = ("ja-mecab", "ko-mecab", "spm", "flores101", "flores200", "spBLEU-1K")
 # Where BLEU is 0 because targets are short.
-OTHER_METRICS = "Use chrf or exact_match, or bleu_tokenize=char, which counts characters"
+OTHER_METRICS = "Use chrf, exact_match or BLEU's tokenizer char, which splits text into characters"
 COMET_MODEL = "Unbabel/wmt22-comet-da"
 TESTS = {"bootstrap": "bs", "ar": "ar"}  # paired tests, and sacreBLEU's names of them
 

@@ -47,10 +47,13 @@ def select_checkpoints(
     Raises:
         FileNotFoundError: There are fewer, or none of such a step. The message names those that
             exist.
+        ValueError: A step is repeated.
     """
     found = checkpoints_with_weights(folder)
     there = f"{folder} holds checkpoints of steps {list(found) or 'none'}"
     if steps is not None:
+        if repeated := sorted({step for step in steps if steps.count(step) > 1}):
+            raise ValueError(f"steps={repeated}: expected each once")
         missing = [step for step in steps if step not in found]
         if missing:
             raise FileNotFoundError(f"{there}, expected {missing}")
@@ -74,12 +77,13 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
 
     Raises:
         FileNotFoundError: A folder holds no safetensors weights.
-        ValueError: There is no folder, the models differ in architecture, or the last one's card
-            can't be read.
+        ValueError: There is no folder, one is repeated, the models differ in architecture, or the
+            last one's card can't be read.
     """
     paths = [Path(folder) for folder in folders]
     if not paths:
         raise ValueError("there is no checkpoint to average")
+    _expect_each_once(paths)
     metadata = card_metadata(paths[-1])
     output = write_average(paths, output_dir)
     if not (output / "README.md").exists():
@@ -158,6 +162,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder}: expected a model's config.json")
     values = json.loads(path.read_text())
     return {name: value for name, value in values.items() if name not in IGNORED_CONFIG_FIELDS}
+
+
+def _expect_each_once(folders: Sequence[Path]) -> None:
+    """Names that lead to the same folder are refused: it would count twice in the mean."""
+    places = [folder.resolve() for folder in folders]
+    named = zip(folders, places, strict=True)
+    if repeated := dict.fromkeys(str(name) for name, place in named if places.count(place) > 1):
+        raise ValueError(f"{', '.join(repeated)}: expected each folder once")
 
 
 def _check_same_architecture(paths: Sequence[Path]) -> None:

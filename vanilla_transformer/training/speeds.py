@@ -7,18 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 
+# Where no measurement has the same of these, the nearest one serves for another device's plan.
+BRIDGED = ("vocabulary", "batch", "accumulation", "processes")
+
 
 def measurement_key(model: PreTrainedModel, args: TrainingArguments) -> dict[str, Any]:
-    """What the speed depends on: device, model, precision, batch and options."""
+    """What the speed depends on: device, model, precision, batches and options. `batch` is what a
+    device holds at once; an update has `accumulation` of them on each of `processes`."""
     config = model.config
     shape = f"{config.model_type}, {model.num_parameters():,} parameters"
     if isinstance(config, VanillaTransformerConfig):
         layers = f"{config.encoder_layers}+{config.decoder_layers}"
         shape = f"d_model {config.d_model}, {layers} layers, d_ff {config.encoder_ffn_dim}"
+        if config.decoder_ffn_dim != config.encoder_ffn_dim:
+            shape += f"+{config.decoder_ffn_dim}"
     pairs = int(args.per_device_train_batch_size or 0)
     batch = getattr(args, "max_tokens", None) or -pairs  # in tokens, or in pairs
     options = {
@@ -29,12 +36,24 @@ def measurement_key(model: PreTrainedModel, args: TrainingArguments) -> dict[str
     return {
         "device": device_name(args.device),
         "shape": shape,
+        "layer_weights": layer_weights(model),
         "vocabulary": getattr(config, "target_vocab_size", config.vocab_size),
         "precision": precision(args),
-        "batch": batch * args.gradient_accumulation_steps,
+        "batch": batch,
+        "accumulation": args.gradient_accumulation_steps,
+        "processes": args.world_size,
         "attention": config._attn_implementation,
         "options": [name for name, used in options.items() if used],
     }
+
+
+def layer_weights(model: PreTrainedModel) -> int:
+    """The number of weights besides embeddings and the output projection."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    others = {weight for table in tables for weight in table.parameters()}
+    if (projection := model.get_output_embeddings()) is not None:
+        others |= {*projection.parameters()}
+    return sum(weight.numel() for weight in model.parameters() if weight not in others)
 
 
 def precision(args: TrainingArguments) -> str:
@@ -58,7 +77,8 @@ def device_name(device: torch.device) -> str:
 
 def read_speeds(path: str | Path | None) -> list[dict[str, Any]]:
     """The measurements of a file: none if it does not exist. Each is its key, with
-    `target_tokens_per_second` of a device and `gib`, the peak memory in GiB."""
+    `target_tokens_per_second` of a device and `gib`, the peak memory in GiB. Older files lack
+    `layer_weights`, `accumulation` and `processes`, and their `batch` is an update's."""
     if path is None or not Path(path).exists():
         return []
     return json.loads(Path(path).read_text(encoding="utf-8"))
@@ -72,27 +92,31 @@ def find_speed(rows: list[dict[str, Any]], key: dict[str, Any]) -> dict[str, Any
 def nearest_speed(
     rows: list[dict[str, Any]], key: dict[str, Any], model: PreTrainedModel
 ) -> dict[str, Any] | None:
-    """The measurement of this device, shape, precision, attention and options, with batches of
-    tokens or of pairs as here, whose batch and vocabulary are nearest; None if there is none. Its
+    """The measurement of this device, model, precision, attention and options, with batches of
+    tokens or of pairs as here, that is nearest in what is `BRIDGED`; None if there is none. Its
     speed is scaled to the weights that `model` has with its own vocabulary."""
-    same = [name for name in key if name not in ("batch", "vocabulary")]
-    rows = [
-        row
-        for row in rows
-        if all(row.get(name) == key[name] for name in same) and row["batch"] * key["batch"] > 0
-    ]
+    rows = [row for row in rows if _is_comparable(row, key)]
     if not rows:
         return None
-    nearest = min(
-        rows,
-        key=lambda row: sum(
-            abs(math.log(row[name] / key[name])) for name in ("batch", "vocabulary")
-        ),
-    )
+    nearest = min(rows, key=lambda row: _distance(row, key))
     weights = model.num_parameters()
     more = (nearest["vocabulary"] - key["vocabulary"]) * model.get_output_embeddings().in_features
     speed = nearest["target_tokens_per_second"] * (weights + more) / weights
     return {**nearest, "target_tokens_per_second": speed}
+
+
+def _is_comparable(row: dict[str, Any], key: dict[str, Any]) -> bool:
+    """Whether all is equal but what is `BRIDGED`. What an older file lacks counts as equal."""
+    same = [name for name in key if name not in BRIDGED]
+    equal = all(row.get(name, key[name]) == key[name] for name in same)
+    return equal and row["batch"] * key["batch"] > 0
+
+
+def _distance(row: dict[str, Any], key: dict[str, Any]) -> tuple[float, int]:
+    """How far off a measurement is by its ratios, then how much of the key it lacks. An update of
+    an older file counts as one batch on one device."""
+    ratios = sum(abs(math.log(row.get(name, 1) / key[name])) for name in BRIDGED)
+    return ratios, sum(name not in row for name in key)
 
 
 def write_speeds(path: str | Path, rows: list[dict[str, Any]]) -> None:
