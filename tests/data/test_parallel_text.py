@@ -201,6 +201,12 @@ def test_bad_utf8_is_found_by_file_and_line(tmp_path):
         load(**files | {"train_target": bad})
 
 
+def test_a_table_is_no_side_of_parallel_text(tmp_path):
+    table, text = write(tmp_path / "a.jsonl", '{"en": "a"}\n'), write(tmp_path / "a.de", "a\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl: expected text, .*; only --train_file, "):
+        load(train_source=table, train_target=text)
+
+
 def test_a_damaged_gzip_file_is_named(tmp_path):
     whole = gzip.compress(b"".join(b"line %d\n" % i for i in range(1000)))
     cut, other = tmp_path / "cut.gz", tmp_path / "other.gz"
@@ -299,6 +305,16 @@ def test_columns_that_are_not_named_after_the_languages_are_named(tmp_path, capl
     assert message in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("header", "is_suspicious"),
+    [("Target,English", True), ("German,src", True), ("src,German", False), ("a,b", False)],
+)
+def test_an_order_that_one_name_contradicts_is_named(tmp_path, caplog, header, is_suspicious):
+    file = write(tmp_path / "train.csv", f"{header}\nx,y\n")
+    assert load(train_file=file)["train"][0] == {"source": "x", "target": "y"}
+    assert any("by their order" in line for line in caplog.messages) == is_suspicious
+
+
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
 def test_empty_lines_of_a_table_are_no_records(tmp_path, suffix):
     between = {"csv": ",", "tsv": "\t"}[suffix]
@@ -334,6 +350,25 @@ def test_columns_that_are_not_there_are_the_languages(tmp_path, name, content, f
 def test_tsv_knows_no_quoting(tmp_path):
     file = write(tmp_path / "test.tsv", 'en\tde\n"open, quote\tsay "a" ""\r\n\t\\n\n')
     assert pairs_of(load(test_file=file)["test"]) == [('"open, quote', 'say "a" ""'), ("", "\\n")]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("field", ['he said "hi", ok', '"', '"a" and "b"'])
+def test_quotes_of_a_writer_of_csv_are_told_once_in_a_tsv_file(tmp_path, caplog, field, streaming):
+    lines = ["source\ttarget", "a\tb", "", *[f"{quote(field)}\tc"] * 2]
+    file = write(tmp_path / "train.tsv", "\n".join(lines))
+    loaded = load(train_file=file, streaming=streaming)["train"]
+    assert pairs_of(loaded) == pairs_of(loaded) == [("a", "b"), *[(quote(field), "c")] * 2]
+    (message,) = caplog.messages
+    assert "train.tsv, record 3: the quotes around a field, and the doubled ones in it" in message
+    assert "tsv has no quotes here; .csv has them" in message
+
+
+@pytest.mark.parametrize("field", ['"open', '"a"', '""', 'a ""', '"" b', '"a" "" "b"', '"" "" ""'])
+def test_quotes_that_no_writer_of_csv_makes_are_text_without_a_word(tmp_path, caplog, field):
+    file = write(tmp_path / "train.tsv", f"source\ttarget\n{field}\tb\n")
+    assert pairs_of(load(train_file=file)["train"]) == [(field, "b")]
+    assert not caplog.messages
 
 
 def test_json_without_a_list_has_an_object_a_line(tmp_path):
@@ -391,6 +426,17 @@ def test_a_column_that_is_not_text_is_refused(tmp_path):
         ({"DE": "t", "EN-us": "s"}, {"source_lang": "en", "target_lang": "de"}, "st"),
         ({"x": "-", "source": "s", "target": "t"}, {}, "st"),
         ({"target": "t", "source": "s"}, {}, "st"),
+        ({"Target": "t", "Source": "s"}, {}, "st"),
+        ({"tgt": "t", "src": "s"}, {}, "st"),
+        ({"TRG": "t", "x": "-", "Src": "s"}, {}, "st"),
+        ({"Target": "-", "target": "t", "source": "s"}, {}, "st"),
+        ({"source": "-", "tgt": "t", "src": "s"}, {}, "st"),  # `source` may be where a pair is from
+        ({"TARGET": "t", "SOURCE": "s"}, {"source_lang": "en", "target_lang": "de"}, "st"),
+        (
+            {"src": "-", "tgt": "-", "DE": "t", "EN": "s"},
+            {"source_lang": "en", "target_lang": "de"},
+            "st",
+        ),
         ({"anything": "s", "else": "t"}, {}, "st"),
         ({"anything": "s", "else": "t"}, {"source_lang": "en", "target_lang": "de"}, "st"),
         (

@@ -12,6 +12,7 @@ from itertools import chain
 import pytest
 
 from vanilla_transformer.data.text_files import (
+    expect_inputs,
     expect_output,
     open_output,
     open_text,
@@ -95,6 +96,30 @@ def test_zstandard_is_known_by_its_first_bytes(tmp_path):  # RFC 8878, section 3
 def test_text_about_compression_is_text(tmp_path):
     (tmp_path / "text").write_text("BZh91\nPK\n")
     assert list(read_file(tmp_path / "text")) == ["BZh91", "PK"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.json", "a.jsonl", "a.jsonl.gz", "a.csv.GZ"])
+def test_a_table_is_no_text(tmp_path, name):
+    """Its lines were scored, or translated, with their commas and braces."""
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(b"a\n") if name.lower().endswith(".gz") else b"a\n")
+    message = rf"{name}: expected text, a sentence a line, or parquet; only --train_file, --vali"
+    with pytest.raises(ValueError, match=message):
+        list(read_file(path))
+    with pytest.raises(ValueError, match=message):
+        expect_inputs(target=None, source=path)
+    with pytest.raises(ValueError, match=message):
+        expect_inputs(source=f"s3://bucket/{name}")
+    expect_output(path)  # which may have a name of any kind
+
+
+@pytest.mark.parametrize("name", ["tsv", "csv.en", "a.tsv.txt", "a.parts/0"])
+def test_a_name_that_only_mentions_a_table_is_text(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("a\tb\n")
+    expect_inputs(source=path)
+    assert list(read_file(path)) == ["a\tb"]
 
 
 def test_a_line_that_is_not_utf8_is_named_by_its_number_in_the_whole(pipe):

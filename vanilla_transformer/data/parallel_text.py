@@ -70,10 +70,10 @@ class DataArguments(CorpusArguments):
     target_lang: str | None = _option("Language to translate to, such as de.")
     source_column: str | None = _option(
         "Column with the source text. Default: the source language in a 'translation' column, else "
-        "the column with its name, else 'source', else the first of two columns."
+        "the column with its name, else 'source' or 'src', else the first of two columns."
     )
     target_column: str | None = _option(
-        "Column with the target text. Default: as for source_column."
+        "Column with the target text. Default: as for source_column, with 'target', 'tgt' or 'trg'."
     )
     train_source: list[str] | None = _option(
         "Source side of the training data, plain text or .gz. Several files are several corpora."

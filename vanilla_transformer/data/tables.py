@@ -4,16 +4,20 @@ import csv
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .text_files import decode_lines, open_text, read_file
+from .text_files import TABLE_SUFFIXES, decode_lines, open_text, read_lines
 
 logger = logging.getLogger(__name__)
 
 SIDES = ("source", "target")
-FILE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+SHORT_SIDES = (("src", "tgt"), ("src", "trg"))
+FILE_SUFFIXES = (*TABLE_SUFFIXES, ".parquet")
+# A field as a writer of csv quotes one that has quotes: "he said ""hi"", ok".
+QUOTED = re.compile(r'"(?:[^"]*"")+[^"]*"')
 
 
 def suffix_of(path: str) -> str:
@@ -23,10 +27,7 @@ def suffix_of(path: str) -> str:
 
 def read_table(path: str) -> Iterator[dict[str, Any]]:
     """The records of a csv or tsv file as dictionaries, with the names in its first record."""
-    if suffix_of(path) == ".tsv":
-        records: Iterator[list[str]] = (line.split("\t") for line in read_file(path) if line)
-    else:
-        records = _read_csv(path)
+    records = _read_tsv(path) if suffix_of(path) == ".tsv" else _read_csv(path)
     header = next(records, [])
     twice = next((name for name in filter(None, header) if header.count(name) > 1), None)
     if twice is not None:
@@ -37,6 +38,25 @@ def read_table(path: str) -> Iterator[dict[str, Any]]:
                 f"{path}, record {number}: {len(record)} fields, but the header has {len(header)}"
             )
         yield dict(zip(header, record, strict=True))
+
+
+def _read_tsv(path: str) -> Iterator[list[str]]:
+    is_told = False
+    for number, line in enumerate(filter(None, _read_lines(path)), start=1):
+        record = line.split("\t")
+        if not is_told and '""' in line and any(map(QUOTED.fullmatch, record)):
+            _tell_quotes(Path(path).resolve(), number)
+            is_told = True
+        yield record
+
+
+@cache  # a table is read several times
+def _tell_quotes(path: Path, number: int) -> None:
+    logger.warning(
+        "%s, record %d: the quotes around a field, and the doubled ones in it, are read as "
+        "text, as tsv has no quotes here; .csv has them, with commas between the fields",
+        path, number,
+    )  # fmt: skip
 
 
 def _read_csv(path: str) -> Iterator[list[str]]:
@@ -50,11 +70,11 @@ def _read_csv(path: str) -> Iterator[list[str]]:
 
 def read_json(path: str) -> Iterator[dict[str, Any]]:
     """The objects of a file, one per line or (which takes memory) in one list."""
-    start = next((line for line in read_file(path) if line.strip()), "")
+    start = next((line for line in _read_lines(path) if line.strip()), "")
     if start.lstrip().startswith("["):
-        texts: Iterable[str] = ["\n".join(read_file(path))]
+        texts: Iterable[str] = ["\n".join(_read_lines(path))]
     else:
-        texts = read_file(path)
+        texts = _read_lines(path)
     for number, text in enumerate(texts, start=1):
         if not text.strip():
             continue
@@ -74,6 +94,11 @@ def read_json(path: str) -> Iterator[dict[str, Any]]:
 def _decode_lines(path: str) -> Iterator[str]:
     with open_text(path) as file:
         yield from decode_lines(file, path)
+
+
+def _read_lines(path: str) -> Iterator[str]:
+    with open_text(path) as file:
+        yield from read_lines(file, path)
 
 
 def flatten(row: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +144,7 @@ class ColumnChoice:
         return source, target
 
     def _choose(self, present: list[str], name: str) -> tuple[str, str]:
-        candidates = [self.columns] if self.columns else [*self._by_language(present), SIDES]
+        candidates = [self.columns] if self.columns else self._by_name(present)
         for source, target in candidates:
             if source in present and target in present:
                 return source, target
@@ -130,13 +155,19 @@ class ColumnChoice:
         found = ", ".join(map(repr, present))
         raise ValueError(f"{name}: there are no columns {source!r} and {target!r}, only: {found}")
 
+    def _by_name(self, present: list[str]) -> Iterator[tuple[str, str]]:
+        yield from self._by_language(present)
+        yield SIDES
+        for sides in (SIDES, *SHORT_SIDES):
+            yield from _columns_of(sides, present, str.lower)
+
     def _by_language(self, present: list[str]) -> Iterator[tuple[str, str]]:
         if self.languages is None:
             return
         source, target = self.languages
         yield f"translation.{source}", f"translation.{target}"
         yield source, target
-        yield from _columns_of(self.languages, present)
+        yield from _columns_of(self.languages, present, _language_code)
 
     def _has_order(self, present: list[str]) -> bool:
         if self.columns is not None or len(present) != 2:
@@ -146,22 +177,28 @@ class ColumnChoice:
     def _tell_order(self, present: list[str], name: str) -> None:
         is_table = suffix_of(name) in (".csv", ".tsv")
         is_text = is_table and any(" " in column.strip() for column in present)
+        sources, targets = zip(SIDES, *SHORT_SIDES, strict=True)
+        is_reversed = present[0].lower() in targets or present[1].lower() in sources
+        is_suspicious = is_text or is_reversed or self.languages is not None
         logger.log(
-            logging.WARNING if is_text or self.languages is not None else logging.INFO,
+            logging.WARNING if is_suspicious else logging.INFO,
             "%s: its column %r is the source, and %r the target, by their order%s; source_column "
             "and target_column choose others",
             name, *present, " in its first line" if is_table else "",
         )  # fmt: skip
 
 
-def _columns_of(languages: tuple[str, str], present: list[str]) -> Iterator[tuple[str, str]]:
-    """Columns named after two languages in another way, such as en for EN, en_XX or en-US."""
-
-    def code(name: str) -> str:
-        return re.split("[-_]", name.lower())[0]
-
+def _columns_of(
+    names: tuple[str, str], present: list[str], key: Callable[[str], str]
+) -> Iterator[tuple[str, str]]:
+    """The columns with the same keys as two names, if there is one for each."""
     of_source, of_target = (
-        [column for column in present if code(column) == code(language)] for language in languages
+        [column for column in present if key(column) == key(name)] for name in names
     )
     if len(of_source) == len(of_target) == 1 and of_source != of_target:
         yield of_source[0], of_target[0]
+
+
+def _language_code(name: str) -> str:
+    """The same for languages that are written in other ways, such as en for EN, en_XX or en-US."""
+    return re.split("[-_]", name.lower())[0]

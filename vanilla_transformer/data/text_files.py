@@ -31,6 +31,7 @@ COMPRESSED = {
     ".zip": rb"PK\x03\x04",
 }
 COMPRESSED_NAMES = {*COMPRESSED, ".zstd", ".lzma", ".7z", ".tgz"}
+TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")  # whose lines are not sentences
 
 
 def decode_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
@@ -94,10 +95,14 @@ def read_file(path: str | Path, column: str | None = None) -> Iterator[str]:
     Args:
         path: A local path, or a URL; plain or .gz.
         column: The column of a parquet file. Default: the only one with text.
+
+    Raises:
+        ValueError: As in `expect_text`, `open_text` and `decode_lines`, or there is no such column.
     """
     if is_parquet(path):
         yield from read_column(path, column)
         return
+    expect_text(path)
     with open_text(path) as file:
         yield from read_lines(file, str(path))
 
@@ -140,10 +145,23 @@ def open_output(path: str | Path | None) -> Iterator[TextIO]:
 
 
 def expect_inputs(**inputs: str | Path | None) -> None:
-    """Raise a FileNotFoundError if one of these files is not there. A URL is not looked up."""
+    """Raise a FileNotFoundError if one of these files is not there, or a ValueError if it is a
+    table. A URL is not looked up."""
     for name, path in inputs.items():
-        if path is not None and not is_url(path) and not Path(path).exists():
+        if path is None:
+            continue
+        if not is_url(path) and not Path(path).exists():
             raise FileNotFoundError(f"{name}={str(path)!r}: expected a file that exists")
+        expect_text(path)
+
+
+def expect_text(path: str | Path) -> None:
+    """Raise a ValueError if a file is named as a table other than parquet."""
+    if str(path).lower().removesuffix(".gz").endswith(TABLE_SUFFIXES):
+        raise ValueError(
+            f"{path}: expected text, a sentence a line, or parquet; only --train_file, "
+            "--validation_file and --test_file read other tables"
+        )
 
 
 def expect_output(output: str | Path | None, **inputs: str | Path | None) -> None:
