@@ -232,6 +232,7 @@ def test_noise_drops_masks_and_moves_words_a_little():
     ("options", "message"),
     [
         ({"method": "best"}, "method='best': expected one of sampling,"),
+        ({"source": "mono.csv"}, "mono.csv: expected text, a sentence a line, or parquet"),
         ({"method": "top_k", "top_k": 0}, "top_k=0: expected a positive"),
         ({"method": "beam", "num_beams": 0}, "num_beams=0: expected a positive"),
         ({"temperature": 0.0}, "temperature=0.0: expected a positive"),
@@ -243,9 +244,12 @@ def test_noise_drops_masks_and_moves_words_a_little():
         ),
     ],
 )
-def test_bad_options_of_back_translation_are_named(options, message):
+def test_bad_options_of_back_translation_are_named(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, **{"mono.csv": ["a,b"]})
+    options = {"source": "source", **options}
     with pytest.raises(ValueError, match=message):
-        back_translate.BackTranslateArguments("model", "source", "output", **options)
+        back_translate.BackTranslateArguments("model", output="output", **options)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +267,8 @@ def test_bad_options_of_back_translation_are_named(options, message):
         ({"method": "greedy"}, {"do_sample": False, "num_beams": 1}),
     ],
 )
-def test_each_method_of_back_translation_sets_its_own_options(options, expected):
-    arguments = back_translate.BackTranslateArguments("model", "source", "output", **options)
+def test_each_method_of_back_translation_sets_its_own_options(tmp_path, options, expected):
+    written(tmp_path, mono=["der See"])
+    files = str(tmp_path / "mono"), str(tmp_path / "synthetic")
+    arguments = back_translate.BackTranslateArguments("model", *files, **options)
     assert arguments.generate_options() == expected

@@ -25,7 +25,12 @@ import torch
 
 from ..data.noise import DROP, MASK, MASK_TOKEN, REACH, add_noise
 from ..inference.loading import LoadingArguments
-from ..inference.parallel_translation import LINES_PER_CHUNK, fingerprint, transform_file
+from ..inference.parallel_translation import (
+    LINES_PER_CHUNK,
+    expect_files,
+    fingerprint,
+    transform_file,
+)
 from ..inference.translation import translate_n_best
 from .parser import CommandParser
 from .processes import join_processes, sum_over_processes
@@ -45,7 +50,9 @@ class BackTranslateArguments:
     """What to translate, and how.
 
     Raises:
-        ValueError: An option is out of range, not among its choices, or not one of the method.
+        ValueError: An option is out of range, not among its choices, or not one of the method; also
+            as `expect_files`.
+        FileNotFoundError: As `expect_files`.
     """
 
     model: str = field(
@@ -95,6 +102,7 @@ class BackTranslateArguments:
                 raise ValueError(f"{name}={value}: expected a positive integer")
         if self.temperature is not None and not 0 < self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature}: expected a positive number")
+        expect_files(self.source, self.output)
 
     def generate_options(self) -> dict[str, Any]:
         """Arguments of `model.generate`."""
