@@ -25,7 +25,7 @@ FORMATS: list[ModuleType] = [
     marian, fsmt, hf_marian, sockeye, tensor2tensor, fairseq, opennmt_py, joeynmt, torch_nn,
 ]  # fmt: skip
 # Files of `torch.save`.
-TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
 
 
 def find_format(path: Path, name: str | None = None) -> ModuleType:

@@ -521,15 +521,15 @@ def _matrix_of(weights: dict[str, Tensor], side: str) -> str:
     return SHARED if SHARED in weights else SOURCE if side == "source" else TARGET
 
 
-# ---------------------------------------------------------------- Saving
-
-
 def expect_size(place: str | Path, vocab: Mapping[str, int], size: int) -> None:
     """Vocabulary and embedding are of equal size, but for rows that fill up a multiple of 8."""
     found = len(vocab)
     is_filled_up = size % 8 == 0 and 0 < size - found <= max(8, size // 10)
     if found != size and not is_filled_up:
         raise ValueError(f"{place}: {found} tokens: expected {size}, the rows of the embedding")
+
+
+# ---------------------------------------------------------------- Saving
 
 
 def empty_model(config: VanillaTransformerConfig) -> VanillaTransformerForConditionalGeneration:

@@ -34,8 +34,7 @@ logger = logging.getLogger(__name__)
 OPTIMIZER = (
     "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim"
 )  # fmt: skip
-# What a finished training writes beside the model: its card, and the curves.
-WRITTEN = ("README.md", "curves.png")
+CARD = "README.md"
 CODE = Path(model.__file__).parent  # each model carries a copy
 FILES = {"tokenizer_name", "sentencepiece_model", "bpe_codes"}  # which may have moved
 
@@ -93,10 +92,10 @@ def _expect_free(output_dir: Path) -> None:
             f"output_dir={output_dir} already holds a model: choose another folder, or resume its "
             "training with --resume_from_checkpoint true"
         )
-    code = {file.name: file.read_bytes() for file in CODE.glob("*.py")}
-    found = (output_dir / name for name in (*WRITTEN, *code) if (output_dir / name).exists())
-    for file in found:
-        if file.name in WRITTEN or file.read_bytes() != code[file.name]:
+    code = {file.name: file.read_bytes() for file in CODE.glob("[!_]*.py")}
+    for file in (output_dir / name for name in (CARD, *code)):
+        # the same code comes with a tokenizer, which training saves first
+        if file.exists() and (file.name == CARD or file.read_bytes() != code[file.name]):
             raise FileExistsError(
                 f"output_dir={output_dir} holds {file.name}, which training would replace: choose "
                 "another folder"
