@@ -393,7 +393,7 @@ def test_a_plan_says_what_was_measured_with_another_update():
     """And what a file of an older version does not tell."""
     new = ("layer_weights", "accumulation", "processes")
     old = {name: value for name, value in H200.items() if name not in new}
-    unknown = ", ".join(f"unknown {name}" for name in new)
+    unknown = ", ".join(f"{name} not recorded" for name in new)
     other = {**H200, "vocabulary": 5000, "batch": 8000, "accumulation": 2, "processes": 8}
     differing = "vocabulary 5,000, batch 8,000 tokens, accumulation 2, processes 8"
     assert measured_with([H200, H200], H200) == {}

@@ -302,10 +302,17 @@ def test_a_language_model_is_refused(tmp_path, stack):
         convert_state(tmp_path, state)
 
 
-@pytest.mark.parametrize("found", [TARGET - 1, TARGET + 1])
+def test_rows_without_a_token_give_a_warning(tmp_path, caplog):
+    file = save(tmp_path / "torch", Tutorial().state_dict(), sizes=(SOURCE, TARGET - 8))
+    convert(file, tmp_path / "ours", options=ConversionOptions(heads=HEADS))
+    expected = f"target_vocabulary: {TARGET - 8} tokens for {TARGET} rows of the embedding"
+    assert expected in caplog.text
+
+
+@pytest.mark.parametrize("found", [TARGET - 9, TARGET + 1])
 def test_a_vocabulary_that_does_not_match_is_refused(tmp_path, found):
     file = save(tmp_path / "torch", Tutorial().state_dict(), sizes=(SOURCE, found))
-    message = f"target vocabulary: {found} tokens: expected {TARGET}, the rows of the embedding"
+    message = f"target_vocabulary: {found} tokens: expected {TARGET}, the rows of the embedding"
     with pytest.raises(ValueError, match=message):
         convert(file, tmp_path / "ours", options=ConversionOptions(heads=HEADS))
 

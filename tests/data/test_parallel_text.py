@@ -360,8 +360,15 @@ def test_quotes_of_a_writer_of_csv_are_told_once_in_a_tsv_file(tmp_path, caplog,
     loaded = load(train_file=file, streaming=streaming)["train"]
     assert pairs_of(loaded) == pairs_of(loaded) == [("a", "b"), *[(quote(field), "c")] * 2]
     (message,) = caplog.messages
-    assert "train.tsv, record 3: the quotes around a field, and the doubled ones in it" in message
+    assert "train.tsv: some fields are in quotes, which are read as text" in message
     assert "tsv has no quotes here; .csv has them" in message
+
+
+def test_a_header_in_quotes_is_told_in_a_tsv_file(tmp_path, caplog):
+    file = write(tmp_path / "train.tsv", '"source"\t"target"\n"a"\t"b"\n')
+    load(train_file=file)
+    (message,) = (text for text in caplog.messages if "in quotes" in text)
+    assert message.startswith(file)
 
 
 @pytest.mark.parametrize("field", ['"open', '"a"', '""', 'a ""', '"" b', '"a" "" "b"', '"" "" ""'])

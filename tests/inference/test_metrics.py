@@ -261,15 +261,16 @@ def test_the_amount_of_white_space_is_no_error():
     assert (scores["exact_match"], scores["ser"]) == (50, 50)
 
 
-def test_bleu_that_is_0_for_all_translations_is_explained_once(caplog):
+def test_bleu_of_references_that_are_too_short_for_it_is_explained_once(caplog):
     short, enough = ["1 2 3"] * 71, ["1 2 3"] * 70 + ["1 2 3 4"]
     for _ in range(2):
         assert score_translations(short, short)["bleu"] == 0
+        assert score_translations([f"{line} 4 5" for line in short], short)["bleu"] > 0
     assert score_translations(enough, enough)["bleu"] == pytest.approx(100)
     assert score_translations(short, short, metrics=["chrf"])["chrf"] == pytest.approx(100)
     assert score_translations(["ab cde"], ["ab cde"], tokenize="char")["bleu"] > 99
     (message,) = caplog.messages
-    assert message.startswith("BLEU is 0 whatever the translations are: none of the 71 references")
+    assert message.startswith("None of 71 references has 4 tokens: BLEU is 0 for perfect")
 
 
 def test_a_tokenizer_of_bleu_that_cannot_be_downloaded_is_named_at_once(monkeypatch):

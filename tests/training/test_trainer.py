@@ -500,7 +500,7 @@ def test_a_folder_that_holds_a_model_is_left_alone(tmp_path, content):
 @pytest.mark.parametrize("name", ["README.md", "loss.py"])
 def test_a_users_file_that_training_would_replace_is_left_alone(tmp_path, name):
     (tmp_path / name).write_text("mine")
-    message = f"holds {name}, which training would replace: choose another folder"
+    message = f"holds {name}, which training would replace: move it, or choose another folder"
     with pytest.raises(FileExistsError, match=message):
         find_checkpoint(arguments_for(tmp_path))
 
@@ -508,6 +508,7 @@ def test_a_users_file_that_training_would_replace_is_left_alone(tmp_path, name):
 def test_code_that_a_tokenizer_brought_is_no_users_file(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")  # of a new repository
     shutil.copy(Path(loss.__file__), tmp_path)
     assert find_checkpoint(arguments_for(tmp_path)) is None
 

@@ -274,5 +274,5 @@ def differences(speed: dict[str, Any], key: dict[str, Any]) -> str:
         for name in BRIDGED
         if speed.get(name, key[name]) != key[name]
     ]
-    found += [f"unknown {name}" for name in key if name not in speed]
+    found += [f"{name} not recorded" for name in key if name not in speed]
     return ", ".join(found)

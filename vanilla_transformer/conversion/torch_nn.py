@@ -10,6 +10,7 @@ https://nlp.seas.harvard.edu/annotated-transformer
 
 import ast
 import copy
+import logging
 import math
 import os
 import time
@@ -48,6 +49,8 @@ from .core import (
 from .positions import find_sinusoids, learned_positions, sinusoids
 from .text import tokenizer_for
 from .unpickling import load_torch
+
+logger = logging.getLogger(__name__)
 
 NAME = "torch_nn"
 FOR_STATE_DICTS = ("heads", "norm_first", "activation", "layer_norm_eps")
@@ -215,7 +218,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     vocabularies = _vocabularies(file.parent, options, table)
     matrices = (SHARED, SHARED) if SHARED in weights else (SOURCE, TARGET)
     for side, vocabulary, matrix in zip(SIDES, vocabularies, matrices, strict=True):
-        expect_size(f"{side} vocabulary", vocabulary, len(weights[matrix]))
+        _expect_size(side, vocabulary, len(weights[matrix]))
     specials = _specials(table)
     tokenizer, vocabulary_sizes = tokenizer_for(vocabularies, specials, options, weights)
     if table.activation not in ACT2FN:
@@ -380,6 +383,17 @@ def _vocabularies(folder: Path, options: ConversionOptions, table: Table) -> lis
                 )
         vocabularies.append(vocabulary)
     return vocabularies
+
+
+def _expect_size(side: str, vocabulary: dict[str, int], rows: int) -> None:
+    """A vocabulary may lack a few of the embedding's rows, which then have no text."""
+    if 0 < rows - len(vocabulary) <= max(8, rows // 10):
+        logger.warning(
+            "%s_vocabulary: %d tokens for %d rows of the embedding: the last rows have no text",
+            side, len(vocabulary), rows,
+        )  # fmt: skip
+    else:
+        expect_size(f"{side}_vocabulary", vocabulary, rows)
 
 
 def _specials(table: Table) -> list[Specials]:

@@ -17,6 +17,7 @@ SIDES = ("source", "target")
 SHORT_SIDES = (("src", "tgt"), ("src", "trg"))
 FILE_SUFFIXES = (*TABLE_SUFFIXES, ".parquet")
 # A field as a writer of csv quotes one that has quotes: "he said ""hi"", ok".
+IN_QUOTES = re.compile(r'".+"')
 QUOTED = re.compile(r'"(?:[^"]*"")+[^"]*"')
 
 
@@ -41,22 +42,23 @@ def read_table(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_tsv(path: str) -> Iterator[list[str]]:
-    is_told = False
     for number, line in enumerate(filter(None, _read_lines(path)), start=1):
         record = line.split("\t")
-        if not is_told and '""' in line and any(map(QUOTED.fullmatch, record)):
-            _tell_quotes(Path(path).resolve(), number)
-            is_told = True
+        # all names are in quotes, or a field is that had quotes
+        if (number == 1 and all(map(IN_QUOTES.fullmatch, record))) or (
+            '""' in line and any(map(QUOTED.fullmatch, record))
+        ):
+            _tell_quotes(path)
         yield record
 
 
 @cache  # a table is read several times
-def _tell_quotes(path: Path, number: int) -> None:
+def _tell_quotes(path: str) -> None:
     logger.warning(
-        "%s, record %d: the quotes around a field, and the doubled ones in it, are read as "
-        "text, as tsv has no quotes here; .csv has them, with commas between the fields",
-        path, number,
-    )  # fmt: skip
+        "%s: some fields are in quotes, which are read as text, as tsv has no quotes here; .csv "
+        "has them, with commas between the fields",
+        path,
+    )
 
 
 def _read_csv(path: str) -> Iterator[list[str]]:

@@ -160,7 +160,7 @@ def expect_text(path: str | Path) -> None:
     if str(path).lower().removesuffix(".gz").endswith(TABLE_SUFFIXES):
         raise ValueError(
             f"{path}: expected text, a sentence a line, or parquet; only --train_file, "
-            "--validation_file and --test_file read other tables"
+            "--validation_file and --test_file of `train` read other tables"
         )
 
 

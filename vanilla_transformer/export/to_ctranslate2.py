@@ -58,10 +58,7 @@ def _generation_config(model: VanillaTransformerForConditionalGeneration) -> Gen
         generation_config.renormalize_logits = True  # as the engine does after it masks tokens
     lacking = unsupported(GenerationOptions(generation_config, None, {}), generation_config)
     if lacking:
-        raise ValueError(
-            f"generation_config.json: {'; '.join(lacking)}: expected only options that CTranslate2 "
-            "has"
-        )
+        raise ValueError(f"generation_config.json: {'; '.join(lacking)}: CTranslate2 can't do this")
     return generation_config
 
 

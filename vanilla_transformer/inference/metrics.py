@@ -229,12 +229,10 @@ def score_translations(
     scores = {
         name: metric.corpus_score(predictions, references).score for name, metric in metrics.items()
     }
-    if scores.get("bleu") == 0 and not any(
-        has_4_tokens(one, metrics["bleu"]) for one in references
-    ):
+    if "bleu" in metrics and not any(has_4_tokens(one, metrics["bleu"]) for one in references):
         logger.warning_once(
-            f"BLEU is 0 whatever the translations are: none of the {len(references[0])} references "
-            f"has 4 tokens. {OTHER_METRICS}"
+            f"None of {len(references[0])} references has 4 tokens: BLEU is 0 for perfect "
+            f"translations, and higher for longer ones. {OTHER_METRICS}"
         )
     signatures = {
         f"{name}_signature": str(metric.get_signature())
@@ -246,7 +244,7 @@ def score_translations(
 
 def has_4_tokens(references: Iterable[str], bleu: Metric) -> bool:
     """Whether BLEU's tokenizer finds 4 tokens in one of the references. Otherwise BLEU, which
-    counts sequences of 1 to 4 tokens, is 0."""
+    counts sequences of 1 to 4 tokens, is 0 for the references themselves."""
     assert isinstance(bleu, BLEU)
     return any(len(bleu.tokenizer(reference).split()) >= 4 for reference in references)
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.parquet_files import add_column, find_text_column, is_parquet
 from ..data.paths import as_path, is_no_file, is_url
-from ..data.text_files import expect_inputs, expect_output, is_gzip, read_file
+from ..data.text_files import expect_inputs, expect_output, expect_text, is_gzip, read_file
 
 Chunk = tuple[int, list[str]]  # the index of the first line, and lines
 
@@ -208,6 +208,8 @@ def expect_files(
     these files can be a source and an output. `None` is a stream."""
     expect_output(output, source=source)
     expect_inputs(source=source)
+    if output is not None:
+        expect_text(output)  # which is what is written, and what other commands read
     if output is not None and not is_url(output) and not Path(output).parent.is_dir():
         raise FileNotFoundError(f"output={str(output)!r}: expected a folder that exists")
     if output is not None and is_no_file(output):

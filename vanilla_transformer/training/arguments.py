@@ -321,7 +321,8 @@ class TranslationTrainingArguments(
     )
 
     def __post_init__(self) -> None:
-        self.stated: set[str] = set()  # the options of a command line and its recipe
+        # The options of a command line and those of its recipe. Python code has neither.
+        self.on_command_line, self.in_recipe = set[str](), set[str]()
         if self.disable_tqdm is None and not (sys.stderr.isatty() or is_in_notebook()):
             self.disable_tqdm = True  # nested bars would fill a file with escape sequences
         self._find_left_open()
@@ -553,8 +554,8 @@ def parse_arguments(
     found = parser.parse_args_into_dataclasses([*recipe, *argv])
     for one in found:
         if isinstance(one, TranslationTrainingArguments):
-            flags = (flag.removeprefix("--").partition("=")[0] for flag in recipe)
-            one.stated = {*given, *flags}
+            one.on_command_line = set(given)
+            one.in_recipe = {flag.removeprefix("--").partition("=")[0] for flag in recipe}
     return found[: len(parser.dataclass_types)]
 
 

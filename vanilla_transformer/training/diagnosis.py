@@ -22,7 +22,7 @@ class SourceUseCallback(TrainerCallback):
     FIRST_STEP = 500
     PAIRS = 64
     LEAST_GAIN = 0.05  # nats per token
-    LEAST_RATIO = 1.5  # of the losses: of a long target, the source may decide a word alone
+    LEAST_RATIO = 1.5  # of the losses; in a long target the source may decide only one word
 
     def __init__(self) -> None:
         self.passed = False

@@ -116,31 +116,28 @@ def set_label_smoothing(
     model_args: ModelArguments, training_args: TranslationTrainingArguments
 ) -> None:
     """Move `label_smoothing_factor`, which transformers has for models without a label smoothing of
-    their own, to the configuration of a model that has one.
-
-    Raises:
-        ValueError: `config_overrides` has another.
-    """
-    name, eps = model_args.model_name_or_path, training_args.label_smoothing_factor
-    if "label_smoothing_factor" not in training_args.stated:
+    their own, to the configuration of ours. On a command line it counts more than
+    `config_overrides`, in a recipe less."""
+    option, name = "label_smoothing_factor", model_args.model_name_or_path
+    on_command_line = option in training_args.on_command_line
+    if not on_command_line and option not in training_args.in_recipe:
         return
-    if name is not None and not hasattr(AutoConfig.from_pretrained(name), "label_smoothing"):
+    if name and not isinstance(AutoConfig.from_pretrained(name), VanillaTransformerConfig):
         return
     overrides = model_args.overrides()
-    if overrides.setdefault("label_smoothing", eps) != eps:
-        raise ValueError(
-            f"label_smoothing_factor={eps} and config_overrides label_smoothing="
-            f"{overrides['label_smoothing']}: expected one of them"
-        )
-    model_args.config_overrides = overrides  # type: ignore[assignment]  # as a recipe may have it
+    if on_command_line or "label_smoothing" not in overrides:
+        overrides["label_smoothing"] = training_args.label_smoothing_factor
+        model_args.config_overrides = overrides  # type: ignore[assignment]  # as recipes have it
     training_args.label_smoothing_factor = 0.0
+    training_args.on_command_line.discard(option)
+    training_args.in_recipe.discard(option)
 
 
 def expect_bleu_above_0(
     pairs: Sequence[Mapping[str, str]] | None, arguments: TranslationTrainingArguments
 ) -> None:
-    """Raise a ValueError if BLEU, which is 0 for all translations of short targets, is to choose
-    the best checkpoint."""
+    """Raise a ValueError if BLEU, which is 0 for perfect translations of short targets, is to
+    choose the best checkpoint."""
     best = (arguments.metric_for_best_model or "").removeprefix("eval_")
     if pairs is None or best != "bleu":
         return
@@ -148,7 +145,7 @@ def expect_bleu_above_0(
     if not has_4_tokens((pair["target"] for pair in pairs), bleu):
         raise ValueError(
             f"metric_for_best_model={arguments.metric_for_best_model}: no validation target has 4 "
-            f"tokens, so that BLEU is 0. {OTHER_METRICS}"
+            f"tokens, so that BLEU is 0 for perfect translations. {OTHER_METRICS}"
         )
 
 

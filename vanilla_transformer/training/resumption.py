@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -35,6 +36,7 @@ OPTIMIZER = (
     "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim"
 )  # fmt: skip
 CARD = "README.md"
+METADATA = re.compile(r"\s*---\n.*?\n---\s*", re.DOTALL)
 CODE = Path(model.__file__).parent  # each model carries a copy
 FILES = {"tokenizer_name", "sentencepiece_model", "bpe_codes"}  # which may have moved
 
@@ -93,12 +95,14 @@ def _expect_free(output_dir: Path) -> None:
             "training with --resume_from_checkpoint true"
         )
     code = {file.name: file.read_bytes() for file in CODE.glob("[!_]*.py")}
-    for file in (output_dir / name for name in (CARD, *code)):
-        # the same code comes with a tokenizer, which training saves first
-        if file.exists() and (file.name == CARD or file.read_bytes() != code[file.name]):
+    for name in (CARD, *code):
+        file = output_dir / name
+        # A tokenizer that was saved there brings the same code, a new repository an empty card.
+        is_free = not file.exists() or file.read_bytes() == code.get(name)
+        if not (is_free or (name == CARD and not METADATA.sub("", file.read_text("utf-8")))):
             raise FileExistsError(
-                f"output_dir={output_dir} holds {file.name}, which training would replace: choose "
-                "another folder"
+                f"output_dir={output_dir} holds {name}, which training would replace: move it, or "
+                "choose another folder"
             )
 
 

@@ -369,13 +369,14 @@ class Search:
     def run(
         self, rows: list[list[int]], prefixes: list[list[int]], limits: list[int]
     ) -> list[list[Found]]:
-        """The sequences for each source, best first, with at most `limits` new tokens."""
+        """The sequences for each source with at most `limits` new tokens, those of a beam search
+        best first."""
         if self.forced_end is None:
-            found = self._within(rows, prefixes, limits)
+            found = self._search_within(rows, prefixes, limits)
         else:
-            searched = self._within(rows, prefixes, [max(1, limit - 1) for limit in limits])
+            searched = self._search_within(rows, prefixes, [max(1, limit - 1) for limit in limits])
             found = [
-                [self._with_forced_end(each, limit) for each in row]
+                [self._end_at(each, limit) for each in row]
                 for row, limit in zip(searched, limits, strict=True)
             ]
         if self.num_beams == 1:
@@ -383,7 +384,7 @@ class Search:
         ranked = (sorted(row, key=lambda each: -each.score(self.penalty)) for row in found)
         return [row[: self.returned] for row in ranked]
 
-    def _with_forced_end(self, found: Found, limit: int) -> Found:
+    def _end_at(self, found: Found, limit: int) -> Found:
         """What was found up to the token before the limit, with that at the limit, whose
         log-probability is 0, as transformers' `ForcedEOSTokenLogitsProcessor` has it."""
         assert self.forced_end is not None
@@ -393,7 +394,7 @@ class Search:
             return found
         return found._replace(ids=[*found.ids, self.forced_end])
 
-    def _within(
+    def _search_within(
         self, rows: list[list[int]], prefixes: list[list[int]], limits: list[int]
     ) -> list[list[Found]]:
         """The sequences for each source, with at most `limits` new tokens.
