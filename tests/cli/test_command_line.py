@@ -107,8 +107,15 @@ def test_an_unknown_option_is_refused_by_name(tmp_path, command, words):
         ("average", ["--output_dir", "out"], "expected one of --models and --checkpoints_of"),
         ("train", ["--config", "fairseq"], "config='fairseq': expected a YAML file, or a recipe: "),
         (
-            "plan",
-            ["--config", "phrases", "--config_overrides", "norm_position=Pre"],
+            "train",
+            [
+                "--config",
+                "phrases",
+                "--output_dir",
+                "out",
+                "--config_overrides",
+                "norm_position=Pre",
+            ],
             "Field 'norm_position' expected one of ('post', 'pre'), got Pre",
         ),
         (

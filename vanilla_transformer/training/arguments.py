@@ -77,6 +77,7 @@ class ModelArguments(TokenizerArguments):
 
     Raises:
         ValueError: An option is not among its choices, or `config_overrides` can't be read.
+        huggingface_hub.errors.StrictDataclassError: `config_overrides` has a wrong value.
     """
 
     model_name_or_path: str | None = field(
@@ -123,7 +124,9 @@ class ModelArguments(TokenizerArguments):
                 f"float32_matmul_precision={self.float32_matmul_precision!r}: "
                 "expected highest, high or medium"
             )
-        self.overrides()
+        overrides = self.overrides()
+        if self.model_name_or_path is None:  # wrong values are found before the text is read
+            VanillaTransformerConfig.from_preset(self.preset, **overrides)
 
     def warn_of_what_has_no_effect(self) -> None:
         """Name the options of a new tokenizer or a new model where an existing one is taken."""
