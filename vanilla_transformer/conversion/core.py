@@ -192,12 +192,12 @@ class Conversion:
             rows: Of the embedding.
             unk: The id of `<unk>`.
         """
-        matrix = _matrix_of(self.weights, side)
+        matrix = matrix_of(self.weights, side)
         number = rows - len(self.weights[matrix])
         if number > 0:
             add_unknown_clones(self.weights, side, number, unk)
             self.config.lm_head_bias = PROJECTION_BIAS in self.weights
-            sizes = [len(self.weights[_matrix_of(self.weights, each)]) for each in SIDES]
+            sizes = [len(self.weights[matrix_of(self.weights, each)]) for each in SIDES]
             self.config.vocab_size = sizes[0]
             if matrix != SHARED:
                 self.config.decoder_vocab_size = sizes[1]
@@ -490,7 +490,7 @@ def add_rows(weights: dict[str, Tensor], side: str, number: int, copy_of: int | 
     Returns:
         The id of the first.
     """
-    matrix = _matrix_of(weights, side)
+    matrix = matrix_of(weights, side)
     old = weights[matrix]
     row = torch.zeros_like(old[0]) if copy_of is None else old[copy_of]
     weights[matrix] = torch.cat([old, row.expand(number, -1)])
@@ -517,7 +517,8 @@ def add_unknown_clones(weights: dict[str, Tensor], side: str, number: int, unk: 
     return add_rows(weights, side, number, copy_of=unk)
 
 
-def _matrix_of(weights: dict[str, Tensor], side: str) -> str:
+def matrix_of(weights: Mapping[str, Tensor], side: str) -> str:
+    """Our name of the embedding of "source" or "target"."""
     return SHARED if SHARED in weights else SOURCE if side == "source" else TARGET
 
 

@@ -35,6 +35,7 @@ from .core import (
     add_rows,
     add_zero_start,
     interleave_halves,
+    matrix_of,
     tie,
 )
 from .positions import learned_positions
@@ -134,7 +135,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     start = add_zero_start(weights)
     if SOURCE in weights and vocabularies[0] == vocabularies[1]:
         add_rows(weights, "source", 1)
-    sizes = [len(weights[SHARED if SHARED in weights else each]) for each in (SOURCE, TARGET)]
+    sizes = [len(weights[matrix_of(weights, side)]) for side in ("source", "target")]
     own = SHARED not in weights and (tied or sizes[0] != sizes[1])
     config = VanillaTransformerConfig(
         vocab_size=sizes[0], decoder_vocab_size=sizes[1] if own else None,

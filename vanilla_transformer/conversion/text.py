@@ -23,10 +23,9 @@ from .core import (
     PROJECTION_BIAS,
     SHARED,
     SIDES,
-    SOURCE,
-    TARGET,
     ConversionOptions,
     add_unknown_clones,
+    matrix_of,
 )
 
 Vocabulary = Mapping[str, int]
@@ -56,7 +55,7 @@ def tokenizer_for(
     Raises:
         ValueError: A vocabulary does not fit the weights, or lacks a special token.
     """
-    matrices = (SHARED, SHARED) if SHARED in weights else (SOURCE, TARGET)
+    matrices = [matrix_of(weights, side) for side in SIDES]
     codes = options.source_codes, options.target_codes or options.source_codes
     sizes = [len(weights[matrix]) for matrix in matrices]
     sides = [

@@ -33,16 +33,14 @@ from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
-    SHARED,
     SIDES,
-    SOURCE,
-    TARGET,
     TOKEN_FILES,
     Conversion,
     ConversionOptions,
     Tensors,
     expect_size,
     interleave_halves,
+    matrix_of,
     split_fused,
     tie,
 )
@@ -216,9 +214,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     if position_fields.pop("layout", None) == "halves":
         interleave_halves(weights)
     vocabularies = _vocabularies(file.parent, options, table)
-    matrices = (SHARED, SHARED) if SHARED in weights else (SOURCE, TARGET)
-    for side, vocabulary, matrix in zip(SIDES, vocabularies, matrices, strict=True):
-        _expect_size(side, vocabulary, len(weights[matrix]))
+    for side, vocabulary in zip(SIDES, vocabularies, strict=True):
+        _expect_size(side, vocabulary, len(weights[matrix_of(weights, side)]))
     specials = _specials(table)
     tokenizer, vocabulary_sizes = tokenizer_for(vocabularies, specials, options, weights)
     if table.activation not in ACT2FN:

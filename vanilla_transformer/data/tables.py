@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .text_files import TABLE_SUFFIXES, decode_lines, open_text, read_lines
+from .text_files import TABLE_SUFFIXES, decode_lines, open_text, read_lines_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def read_table(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_tsv(path: str) -> Iterator[list[str]]:
-    for number, line in enumerate(filter(None, _read_lines(path)), start=1):
+    for number, line in enumerate(filter(None, read_lines_of(path)), start=1):
         record = line.split("\t")
         # all names are in quotes, or a field is that had quotes
         if (number == 1 and all(map(IN_QUOTES.fullmatch, record))) or (
@@ -72,11 +72,11 @@ def _read_csv(path: str) -> Iterator[list[str]]:
 
 def read_json(path: str) -> Iterator[dict[str, Any]]:
     """The objects of a file, one per line or (which takes memory) in one list."""
-    start = next((line for line in _read_lines(path) if line.strip()), "")
+    start = next((line for line in read_lines_of(path) if line.strip()), "")
     if start.lstrip().startswith("["):
-        texts: Iterable[str] = ["\n".join(_read_lines(path))]
+        texts: Iterable[str] = ["\n".join(read_lines_of(path))]
     else:
-        texts = _read_lines(path)
+        texts = read_lines_of(path)
     for number, text in enumerate(texts, start=1):
         if not text.strip():
             continue
@@ -96,11 +96,6 @@ def read_json(path: str) -> Iterator[dict[str, Any]]:
 def _decode_lines(path: str) -> Iterator[str]:
     with open_text(path) as file:
         yield from decode_lines(file, path)
-
-
-def _read_lines(path: str) -> Iterator[str]:
-    with open_text(path) as file:
-        yield from read_lines(file, path)
 
 
 def flatten(row: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +154,7 @@ class ColumnChoice:
 
     def _by_name(self, present: list[str]) -> Iterator[tuple[str, str]]:
         yield from self._by_language(present)
-        yield SIDES
+        yield SIDES  # before Source and Target, if a table has both
         for sides in (SIDES, *SHORT_SIDES):
             yield from _columns_of(sides, present, str.lower)
 

@@ -103,6 +103,11 @@ def read_file(path: str | Path, column: str | None = None) -> Iterator[str]:
         yield from read_column(path, column)
         return
     expect_text(path)
+    yield from read_lines_of(path)
+
+
+def read_lines_of(path: str | Path) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file whatever its name, without line endings."""
     with open_text(path) as file:
         yield from read_lines(file, str(path))
 

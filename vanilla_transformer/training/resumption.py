@@ -2,12 +2,12 @@
 
 import json
 import logging
-import re
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard
 from transformers import (
     Seq2SeqTrainingArguments,
     TrainerCallback,
@@ -36,7 +36,6 @@ OPTIMIZER = (
     "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim"
 )  # fmt: skip
 CARD = "README.md"
-METADATA = re.compile(r"\s*---\n.*?\n---\s*", re.DOTALL)
 CODE = Path(model.__file__).parent  # each model carries a copy
 FILES = {"tokenizer_name", "sentencepiece_model", "bpe_codes"}  # which may have moved
 
@@ -94,16 +93,22 @@ def _expect_free(output_dir: Path) -> None:
             f"output_dir={output_dir} already holds a model: choose another folder, or resume its "
             "training with --resume_from_checkpoint true"
         )
-    code = {file.name: file.read_bytes() for file in CODE.glob("[!_]*.py")}
-    for name in (CARD, *code):
-        file = output_dir / name
-        # A tokenizer that was saved there brings the same code, a new repository an empty card.
-        is_free = not file.exists() or file.read_bytes() == code.get(name)
-        if not (is_free or (name == CARD and not METADATA.sub("", file.read_text("utf-8")))):
+    for name in (CARD, *(file.name for file in CODE.glob("[!_]*.py"))):
+        if _is_users(output_dir / name):
             raise FileExistsError(
                 f"output_dir={output_dir} holds {name}, which training would replace: move it, or "
                 "choose another folder"
             )
+
+
+def _is_users(file: Path) -> bool:
+    """Whether a file with the name of one that training writes has content of its own: a new
+    repository brings a card without text, a saved tokenizer the model's code."""
+    if not file.exists():
+        return False
+    if file.name == CARD:
+        return bool(ModelCard.load(file, ignore_metadata_errors=True).text.strip())
+    return file.read_bytes() != (CODE / file.name).read_bytes()
 
 
 # How an optimizer's state is saved, and the file or folder in a checkpoint that shows it.
