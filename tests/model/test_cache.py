@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import OFFLOADS_IN_ORDER, ragged, random_ids, seq2seq, small_config
+from conftest import OFFLOADS_IN_ORDER, ragged, random_ids, seq2seq, small_config, watch
 from transformers import BartModel, GenerationMixin
 from transformers import logging as transformers_logging
 from transformers.cache_utils import DynamicLayer
@@ -197,7 +197,7 @@ def test_a_cache_leads_to_no_tensor_but_keys_and_values(num_beams):
     # An exporter makes an output of each: a mask kept beside the source's keys broke every graph.
     seen = []
 
-    def look(module, args, output):
+    def look(args, kwargs, output):
         cache = getattr(output, CACHE_NAME)
         for part in (cache.self_attention_cache, cache.cross_attention_cache):
             for layer in part.layers:
@@ -205,7 +205,7 @@ def test_a_cache_leads_to_no_tensor_but_keys_and_values(num_beams):
                 seen.append([id(tensor) for tensor in tensors_in(layer)] == kept)
 
     model = seq2seq().eval()
-    model.model.decoder.register_forward_hook(look)
+    watch(model.model.decoder, look)
     source, mask = ragged(9, 2, 5)
     model.generate(source, attention_mask=mask, max_new_tokens=4, num_beams=num_beams)
     assert seen
@@ -252,9 +252,7 @@ def test_what_was_generated_may_be_trained_on(options):
 def test_generation_leaves_autograd_out_where_only_tokens_are_left(num_beams):
     model = seq2seq().eval()
     modes = []
-    model.model.decoder.register_forward_pre_hook(
-        lambda module, inputs: modes.append(torch.is_inference_mode_enabled())
-    )
+    watch(model.model.decoder, lambda *seen: modes.append(torch.is_inference_mode_enabled()))
 
     def modes_of(**options):
         modes.clear()

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ragged, random_ids, seq2seq, small_config
+from conftest import ragged, random_ids, seq2seq, small_config, watch
 from test_modeling import VARIANTS, pad, variant_name
 from transformers import GenerationConfig, WatermarkDetector, WatermarkingConfig
 
@@ -117,7 +117,7 @@ def state_of(model):
 def test_nothing_that_threads_share_changes_while_generating(any_model, num_beams):
     # `config.vocab_size` was the target's while beam search ran: another thread could save it so.
     before, during = state_of(any_model), []
-    any_model.model.decoder.register_forward_hook(lambda *_: during.append(state_of(any_model)))
+    watch(any_model.model.decoder, lambda *seen: during.append(state_of(any_model)))
     any_model.generate(random_ids(2, 6), num_beams=num_beams)
     assert during
     assert all(state == before for state in [*during, state_of(any_model)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload
-from conftest import OFFLOADS_IN_ORDER, random_ids, small_config
+from conftest import OFFLOADS_IN_ORDER, random_ids, small_config, watch
 from torch.nn import functional as F
 
 from vanilla_transformer import (
@@ -97,9 +97,8 @@ def test_loss_and_gradients_are_those_of_a_cpu(cls, attention):
 def test_flex_attention_trains_on_packed_rows():
     model = build(attention="flex_attention").to(GPU)
     shapes = []
-    model.model.encoder.layers[0].register_forward_hook(
-        lambda module, inputs, output: shapes.append(tuple(output.shape[:2]))
-    )
+    layer = model.model.encoder.layers[0]
+    watch(layer, lambda args, kwargs, output: shapes.append(tuple(output.shape[:2])))
     inputs = on_gpu(batch_of())
     learn(model, inputs)
     assert shapes == [(1, int(inputs["attention_mask"].sum()))]

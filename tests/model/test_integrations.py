@@ -11,11 +11,17 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import SMALL, needs_transformers, random_ids, slow, small_config
+from conftest import SMALL, needs_transformers, random_ids, seq2seq, slow, small_config
 from safetensors.torch import load_file
 from test_modeling import assert_close
 from torch import nn
-from transformers import AttentionInterface, Cache, DynamicCache, EncoderDecoderCache
+from transformers import (
+    AttentionInterface,
+    AutoModelForSeq2SeqLM,
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+)
 from transformers import logging as transformers_logging
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.testing_utils import CaptureLogger
@@ -853,6 +859,18 @@ def test_an_adapter_learns_loads_and_merges(cls, checkpointing, tmp_path):
         assert_close(other(**inputs).logits, expected)
         again = other.generate(input_ids=inputs["input_ids"], max_new_tokens=6)
         assert again.tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("fields", [{}, {"decoder_vocab_size": 60}], ids=["one", "two"])
+def test_a_merged_adapter_is_saved_with_its_projection(fields, tmp_path):
+    # Of two vocabularies, PEFT compares the projection with the source's, and calls it untied.
+    peft = pytest.importorskip("peft")
+    model = adapted(peft, seq2seq(**fields), target_modules=["q_proj"], init_lora_weights=False)
+    merged, inputs = model.merge_and_unload().eval(), inputs_for(model.get_base_model())
+    merged.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
+    assert_close(loaded(**inputs).logits, merged(**inputs).logits)
+    assert loaded.config.tie_word_embeddings
 
 
 ADAPTERS = {

@@ -6,7 +6,7 @@ the place of the kernels behind transformers' flash attention, and leaves all ar
 
 import pytest
 import torch
-from conftest import random_ids, small_config
+from conftest import random_ids, small_config, watch
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.utils import is_flash_attn_2_available
 
@@ -118,9 +118,7 @@ def train_once(model, inputs):
     shapes = []
     for part in model.train().modules():
         if isinstance(part, VanillaTransformerStack):
-            part.layers[0].register_forward_hook(
-                lambda module, inputs, output: shapes.append(tuple(output.shape[:2]))
-            )
+            watch(part.layers[0], lambda *seen: shapes.append(tuple(seen[-1].shape[:2])))
     outputs = model(**inputs)
     if "labels" in inputs:
         loss = outputs.loss

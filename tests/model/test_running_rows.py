@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import SMALL, random_ids, small_config
+from conftest import SMALL, random_ids, small_config, watch
 from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -56,13 +56,12 @@ def search(model, rows_computed=None, sources=24, **options):
     ids, limit = ids.masked_fill(mask == 0, 1), {"max_new_tokens": 16, "pad_token_id": 1}
     greedy = model.generate(ids, attention_mask=mask, eos_token_id=None, num_beams=1, **limit)
     ends = greedy[: sources // 2, 4].unique().tolist()  # half of the rows end at the latest there
-    hook = model.model.decoder.layers[0].register_forward_pre_hook(
-        lambda module, args: rows_computed.append(len(args[0]))
-    )
+    layer = model.model.decoder.layers[0]
+    watch(layer, lambda args, kwargs, output: rows_computed.append(len(args[0])))
     torch.manual_seed(1)
     rows_computed.clear()
     found = model.generate(ids, attention_mask=mask, **{"eos_token_id": ends, **limit, **options})
-    hook.remove()
+    del layer.forward
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 from conftest import small_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import StaticCache, pipeline
+from transformers import DynamicCache, StaticCache, pipeline
 
 from scripts.checks import fuzz
 from scripts.checks import fuzz_families as families
@@ -129,6 +129,11 @@ IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
             r"encoder_outputs of shape \(2, 3, 7\) .* expected \(batch, length, 24\)",
         ),
         ({"past_key_values": IDS}, TypeError, f"{CACHE_NAME} of type Tensor: expected a Cache"),
+        (
+            {"past_key_values": DynamicCache()},
+            TypeError,
+            f"{CACHE_NAME} of type DynamicCache: expected an EncoderDecoderCache",
+        ),
     ],
 )
 def test_an_input_that_torch_would_have_refused_is_named(model, inputs, error, message):

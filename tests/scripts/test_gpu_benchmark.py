@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import REPOSITORY, random_ids, run_module, seq2seq
+from conftest import REPOSITORY, random_ids, run_module, seq2seq, watch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -317,9 +317,7 @@ def test_rows_packed_for_torchs_kernel_train_as_padded_rows_do(monkeypatch, kern
         model.set_attn_implementation(name)
         for part in model.modules():
             if isinstance(part, VanillaTransformerStack):
-                part.layers[0].register_forward_hook(
-                    lambda module, inputs, output: shapes.append(output.shape[:2])
-                )
+                watch(part.layers[0], lambda *seen: shapes.append(seen[-1].shape[:2]))
         loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()
         results.append([loss, *(weight.grad for weight in model.parameters())])

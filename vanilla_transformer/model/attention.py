@@ -28,6 +28,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from .hooks import is_watched
 from .pretrained import count_positions
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -427,8 +428,8 @@ class RowsByLength(Rows):
 
 
 def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., BaseModelOutput]:
-    """A stack's `forward` that sees the tokens of a batch in one row where that saves time, and
-    whose output is 0 where there is padding."""
+    """A stack's `forward` that sees the tokens of a batch in one row where that saves time and no
+    hook looks on, and whose output is 0 where there is padding."""
     names = list(inspect.signature(forward).parameters)[1:]
     is_decoder = "encoder_hidden_states" in names
 
@@ -442,7 +443,7 @@ def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., Ba
                 packed = pack_rows(self.config, is_decoder, **given)
             elif not is_decoder:
                 packed = group_by_length(self.config, **given)
-        if packed is None:
+        if packed is None or is_watched(self):
             return forward(self, **inputs)
         rows, changed = packed
         output = forward(self, **{**inputs, **changed})

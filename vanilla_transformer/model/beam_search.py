@@ -31,8 +31,9 @@ def shallow_copy(model: Any) -> Any:
 
 def may_replace_forward(model: Any) -> bool:
     """Whether nobody looks at, or changes, what this model's `forward` returns: no subclass, no
-    hook, no replaced method; and whether it runs the fast paths, on a CPU."""
+    hook, no replaced or compiled method; and whether it runs the fast paths, on a CPU."""
     is_ours = "_auto_class" in vars(type(model)) and "forward" not in vars(model)
+    is_ours = is_ours and model._compiled_call_impl is None
     is_fast = model.config._attn_implementation != "eager" and model.device.type == "cpu"
     return is_ours and is_fast and not model._forward_hooks
 

@@ -119,9 +119,9 @@ class VanillaTransformerConfig(PreTrainedConfig):
         norm_position: "post" is LayerNorm(x + Sublayer(x)), the paper's; "pre" is
             x + Sublayer(LayerNorm(x)) with one more LayerNorm after each stack.
         decoder_norm_position: The same for the decoder; `None` is `norm_position`.
-        final_layer_norm: Which stacks end in a layer normalisation: "both", "encoder", "decoder" or
+        final_layer_norm: Which stacks end in a layer normalization: "both", "encoder", "decoder" or
             "none". `None` means those with pre-norm; the paper has none.
-        embedding_layer_norm: Layer normalisation of embedding plus position. Not in the paper.
+        embedding_layer_norm: Layer normalization of embedding plus position. Not in the paper.
         layer_norm_eps: Added to the variance; tensor2tensor's value, the paper names none.
         position_encoding: "sinusoidal" knows no length limit; "learned" is row (E) of Table 3.
         sinusoid_frequencies: "paper" is 10000^(-2i / d_model); "tensor2tensor", as in its code and
@@ -272,12 +272,12 @@ class VanillaTransformerConfig(PreTrainedConfig):
         return self.tie_word_embeddings and self.decoder_vocab_size is None
 
     def has_pre_norm(self, stack: str) -> bool:
-        """Whether this stack, "encoder" or "decoder", normalises what its sub-layers read."""
+        """Whether this stack, "encoder" or "decoder", normalizes what its sub-layers read."""
         position = self.decoder_norm_position if stack == "decoder" else None
         return (position or self.norm_position) == "pre"
 
     def ends_in_layer_norm(self, stack: str) -> bool:
-        """Whether this stack, "encoder" or "decoder", ends in a layer normalisation."""
+        """Whether this stack, "encoder" or "decoder", ends in a layer normalization."""
         if self.final_layer_norm is None:
             return self.has_pre_norm(stack)
         return self.final_layer_norm in ("both", stack)

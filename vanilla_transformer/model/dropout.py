@@ -15,12 +15,18 @@ def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     dropped = round(p * 2**16)
     if not training or dropped == 0:
         return states
-    if states.device.type != "cpu" or torch.compiler.is_compiling() or dropped == 2**16:
+    if states.device.type != "cpu" or is_transformed() or dropped == 2**16:
         return F.dropout(states, p)
     bits = torch.empty(-(-states.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     bits = bits.view(torch.int16)[: states.numel()].view(states.shape)
     kept = (bits >= dropped - 2**15).view(torch.uint8)
     return MaskedScale.apply(states, kept, 2**16 / (2**16 - dropped))
+
+
+def is_transformed() -> bool:
+    """Whether `torch.compile` or `torch.func` runs the model, which read no function whose gradient
+    is written by hand."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 class MaskedScale(torch.autograd.Function):

@@ -32,6 +32,7 @@ from .cache import (
     repeat_for_each_beam,
     takes_either_name,
 )
+from .hooks import is_watched
 from .running_rows import WatchedCriteria, running_rows
 from .validation import expect_generation_options, expect_in_range, expect_prompt
 
@@ -228,10 +229,13 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         return prompt.shape[1] + int((prompt[:, 0] != starts).all())
 
     def _use_fast_cache(self, prompt_length: int, options: "GenerationOptions") -> None:
-        """Pass a cache that copies less, where transformers would make a plain dynamic one."""
+        """Pass a cache that copies less, where transformers would make a plain dynamic one, and no
+        hook expects the rows of all beams."""
         if any(options[name] for name in NO_PLAIN_CACHE) or CACHE_NAME in options.kwargs:
             return
         if options["use_cache"] is False or self.config._attn_implementation != "sdpa":
+            return
+        if is_watched(self):
             return
         rows = max(options["num_beams"] or 1, options["num_return_sequences"] or 1)
         new_tokens = options["max_new_tokens"]
@@ -245,6 +249,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         if not is_generation_cache(kwargs.get(CACHE_NAME)):
             return nullcontext()
         if options["return_dict_in_generate"] or kwargs.get("synced_gpus") or _is_sharded(self):
+            return nullcontext()
+        if options.shows_scores():
             return nullcontext()
         if "forward" in vars(self) or kind == "meta":  # compiled, or weights come and go
             return nullcontext()
@@ -397,6 +403,12 @@ class GenerationOptions:
             processors = self.kwargs.get("logits_processor") or []
             force = SourceLengthForcedEnd(ends, forced)
             self.kwargs["logits_processor"] = LogitsProcessorList([*processors, force])
+
+    def shows_scores(self) -> bool:
+        """Whether processors or criteria of the caller see scores, which they may keep."""
+        given = (self.kwargs.get(name) or [] for name in ("logits_processor", "stopping_criteria"))
+        ours = (SourceLengthCriteria, SourceLengthForcedEnd)
+        return not all(isinstance(each, ours) for every in given for each in every)
 
     def use_length_penalty_type(self) -> None:
         """Replace `length_penalty` by the one that `length_penalty_type` names.

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from .dropout import is_transformed
+
 logger = logging.getLogger(__name__)
 
 ROWS = 256  # of logits, worked on at a time
@@ -22,7 +24,7 @@ Regularizer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def can_fuse(config: PreTrainedConfig, projection: nn.Module) -> bool:
     """Whether `fused_linear_cross_entropy` may stand in for this projection and the loss."""
     is_eager = config._attn_implementation == "eager"
-    return not (is_eager or torch.compiler.is_compiling()) and is_plain_matrix(projection)
+    return not (is_eager or is_transformed()) and is_plain_matrix(projection)
 
 
 def fused_linear_cross_entropy(

@@ -60,7 +60,7 @@ States: TypeAlias = Tensor | None
 
 class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
     """What encoder and decoder share: embedded tokens plus positions, and N layers. The layer
-    normalisation after them belongs to the pre-norm variant; the paper's stack has none."""
+    normalization after them belongs to the pre-norm variant; the paper's stack has none."""
 
     def __init__(self, config: VanillaTransformerConfig, stack: str, layer: type[nn.Module]):
         super().__init__(config)
@@ -463,8 +463,8 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         if encoder_outputs is None:
             encoded = self.encoder(input_ids, attention_mask, positions, inputs_embeds, **kwargs)
         else:
-            is_tuple = isinstance(encoder_outputs, tuple)
-            encoded = BaseModelOutput(*encoder_outputs[:3]) if is_tuple else encoder_outputs
+            is_plain = isinstance(encoder_outputs, (tuple, list))
+            encoded = BaseModelOutput(*encoder_outputs[:3]) if is_plain else encoder_outputs
         target = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
         source = repeat_sources(target, encoded.last_hidden_state, attention_mask)
         outputs = self.decoder(

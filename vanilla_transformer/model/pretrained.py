@@ -48,7 +48,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         | matrices of attention and feed-forward networks  | uniform, Xavier               |
         | the last one of each of a stack's n sub-layers   | the same times n^-0.5         |
         | biases                                           | 0                             |
-        | layer normalisation                              | gain 1, bias 0                |
+        | layer normalization                              | gain 1, bias 0                |
 
         A post-norm stack then starts near the identity, and learns sooner and at higher rates
         (Zhang et al., 2019, https://arxiv.org/abs/1908.11365; the factor is that of GPT-2).
@@ -70,6 +70,14 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         if load_config.pretrained_model_name_or_path is not None:
             expect_weights(model, loading_info.missing_and_mismatched())
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'. PEFT, which knows the source's embedding alone, notes on merging that
+        the projection is not tied: the target's matrix, which it still is, would be lost."""
+        projection = self.get_output_embeddings()
+        if projection is not None and projection.weight is self.get_decoder().embed_tokens.weight:
+            self.config.tie_word_embeddings = True
+        return super().save_pretrained(*args, **kwargs)
 
     def init_parallel_plans(self) -> None:
         """Keep of the plans, which serve every class and each stack, what names a part of this."""

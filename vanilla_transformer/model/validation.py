@@ -48,11 +48,14 @@ def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     if not config.is_encoder_decoder:
         expect_stack_inputs(config, "encoder", inputs, "", dtype, cache)
         return
+    if cache is not None and not hasattr(cache, "cross_attention_cache"):
+        kind = type(cache).__name__
+        raise TypeError(f"{CACHE_NAME} of type {kind}: expected an EncoderDecoderCache")
     encoded = inputs.get("encoder_outputs")
     if encoded is None:
         source = expect_stack_inputs(config, "encoder", inputs, "", dtype)
     else:
-        states = encoded[0] if isinstance(encoded, tuple) and encoded else encoded
+        states = encoded[0] if isinstance(encoded, (tuple, list)) and encoded else encoded
         states = getattr(states, "last_hidden_state", states)
         expect_states(states, "encoder_outputs", config.d_model, dtype)
         source = states.shape[:2]  # type: ignore[union-attr]

@@ -1,0 +1,135 @@
+"""Who looks at what modules compute sees whole batches, as in any model of transformers."""
+
+import pytest
+import torch
+from conftest import ragged, random_ids, seq2seq, small_config, watch
+from torch.func import functional_call, grad
+from transformers import LogitsProcessor
+
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+LENGTHS = (8, 3, 2, 4)  # half of the batch is padding
+EXACT = {"atol": 2e-5, "rtol": 1e-4}
+
+
+@pytest.fixture
+def model():
+    """Of weights so large that its targets differ."""
+    model = seq2seq(dropout=0.0, tie_word_embeddings=False).eval()
+    for weights in model.parameters():
+        if weights.ndim == 2:
+            torch.nn.init.normal_(weights, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+@torch.no_grad()
+def test_what_a_hook_does_to_a_batch_it_does_to_its_rows(model, kind):
+    def mute(module, args, output=None):
+        states = (args[0] if output is None else output).clone()
+        states[:, 1] = 0
+        return states if output is not None else (states, *args[1:])
+
+    getattr(model.get_encoder().layers[0], f"register_{kind}_hook")(mute)
+    ids, mask = ragged(*LENGTHS)
+    states = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
+    for row, length in enumerate(LENGTHS):
+        alone = model.get_encoder()(ids[row : row + 1, :length]).last_hidden_state[0]
+        torch.testing.assert_close(states[row, :length], alone, **EXACT)
+
+
+@pytest.mark.parametrize(("num_beams", "rows"), [(1, 4), (3, 12)])
+def test_a_hook_sees_the_rows_of_all_beams_in_each_step(model, num_beams, rows):
+    seen = []
+    for layer in model.get_decoder().layers:
+        for part in (layer, layer.encoder_attn.k_proj):
+            part.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    ids, mask = ragged(*LENGTHS)
+    greedy = model.generate(ids, attention_mask=mask, max_new_tokens=2, eos_token_id=None)
+    ends = greedy[:2, 2].unique().tolist()  # some rows end soon
+    seen.clear()
+    model.generate(
+        ids, attention_mask=mask, eos_token_id=ends, max_new_tokens=6, num_beams=num_beams
+    )
+    assert len(seen) > len(model.get_decoder().layers)
+    assert set(seen) == {rows}
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_what_is_kept_of_a_generation_may_be_trained_on(model, num_beams):
+    class Keeper(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            kept.append(scores)
+            return scores
+
+    kept = []
+    options = {"max_new_tokens": 3, "num_beams": num_beams}
+    model.generate(random_ids(2, 5), logits_processor=[Keeper()], **options)
+    model.get_encoder().layers[-1].register_forward_hook(lambda *seen: kept.append(seen[-1]))
+    model.generate(random_ids(2, 5), **options)
+    assert len(kept) == 4
+    for states in kept:
+        probe = torch.nn.Linear(states.shape[-1], 1)
+        probe(states).sum().backward()
+        assert probe.weight.grad is not None
+
+
+def test_what_transformers_itself_records_does_not_end_the_fast_paths(model):
+    ids, mask = ragged(*LENGTHS)
+    model.get_encoder()(ids, attention_mask=mask, output_hidden_states=True)
+    assert model.get_encoder().layers[0]._forward_hooks
+    shapes = []
+    watch(model.get_encoder().layers[0], lambda *seen: shapes.append(tuple(seen[-1].shape[:2])))
+    with torch.no_grad():
+        model.get_encoder()(ids, attention_mask=mask)
+    assert shapes == [(1, sum(LENGTHS))]
+
+
+def test_adapters_may_differ_from_row_to_row(model):
+    peft = pytest.importorskip("peft")
+    lora = {"target_modules": ["q_proj", "k_proj", "v_proj"], "init_lora_weights": False}
+    config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", **lora)
+    mixed = peft.get_peft_model(model, config, adapter_name="first").eval()
+    mixed.add_adapter("second", config)
+    names, (ids, mask) = ["first", "second", "__base__", "second"], ragged(*LENGTHS)
+    options = {"num_beams": 2, "max_new_tokens": 4, "min_new_tokens": 4}
+    found = mixed.generate(input_ids=ids, attention_mask=mask, adapter_names=names, **options)
+    for row, (name, length) in enumerate(zip(names, LENGTHS, strict=True)):
+        alone = mixed.generate(
+            input_ids=ids[row : row + 1, :length], adapter_names=[name], **options
+        )
+        assert found[row].tolist() == alone[0].tolist()
+
+
+# ---------------------------------------------------------------- Other ways to run a model
+
+
+def test_a_compiled_model_searches_as_before(model):
+    ids, mask = ragged(*LENGTHS)
+    options = {"attention_mask": mask, "num_beams": 3, "max_new_tokens": 5}
+    expected = model.generate(ids, **options)
+    model.compile(backend="eager")
+    assert model.generate(ids, **options).tolist() == expected.tolist()
+
+
+def test_functional_gradients_are_those_of_autograd(model):
+    model.train()
+    batch = {"input_ids": random_ids(3, 6), "labels": random_ids(3, 5)}
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    found = grad(lambda each: functional_call(model, each, (), batch).loss)(weights)
+    model(**batch).loss.backward()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad, **EXACT)
+
+
+def test_functional_gradients_take_dropout():
+    model = VanillaTransformerForConditionalGeneration(small_config(dropout=0.5)).train()
+    batch = {"input_ids": random_ids(3, 6), "labels": random_ids(3, 5)}
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def gradient():
+        return grad(lambda each: functional_call(model, each, (), batch).loss)(weights)
+
+    one, another = (gradient()["model.encoder.layers.0.ffn.fc1.weight"] for _ in range(2))
+    assert one.isfinite().all()
+    assert not torch.equal(one, another)
