@@ -15,6 +15,7 @@ from vanilla_transformer.analysis.alignments import (
     score_layers,
 )
 from vanilla_transformer.data.text_files import read_file
+from vanilla_transformer.data.vocabularies import Specials, words
 from vanilla_transformer.inference import alignment
 from vanilla_transformer.inference.alignment import add_alignments
 from vanilla_transformer.inference.translation import Hypothesis
@@ -77,6 +78,16 @@ def test_unknown_words_of_a_target_count(monkeypatch):
     for text in ("a b c b", "a Quokka b c"):
         for score in score_layers([(text, text)], gold, model, tokenizer):
             assert score == (0, 1, 1)
+
+
+def test_a_pair_without_tokens_is_counted_from_1_in_the_whole_text(monkeypatch):
+    monkeypatch.setattr(alignment, "LINES_PER_WINDOW", 1)
+    names = ["<pad>", "<s>", "</s>", "<unk>", "a"]
+    tokenizer = words({name: i for i, name in enumerate(names)}, Specials(template="$A"))
+    model = VanillaTransformerForConditionalGeneration(small_config(vocab_size=len(names)))
+    pairs = [("a", "a"), ("a", "a"), ("", "a")]
+    with pytest.raises(ValueError, match="the source of pair 3 has no token: expected"):
+        score_layers(pairs, [GOLD] * 3, model, tokenizer)
 
 
 def test_each_layer_is_scored_on_the_given_targets(checkpoint, tokenizer):

@@ -15,6 +15,7 @@ from vanilla_transformer.analysis.embeddings import (
 )
 from vanilla_transformer.analysis.positions import attention_reach, position_similarities
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.data.vocabularies import Specials, words
 from vanilla_transformer.model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from vanilla_transformer.plotting import (
     KINDS,
@@ -126,9 +127,21 @@ def test_each_stack_has_its_own_vocabulary(tokenizer):
 
 
 def test_neighbours_are_those_of_one_token(translator):
-    message = "tokens=lakehouse: expected one token, but it consists of ' lake', 'h'"
+    message = "tokens='lakehouse': expected one token of the vocabulary, but it consists of ' lake'"
     with pytest.raises(ValueError, match=message):
         nearest_tokens(torch.eye(300), vocabulary_of(translator[1], "encoder"), ["lakehouse"])
+
+
+@pytest.mark.parametrize("word", ["boat", "See"])
+def test_a_word_that_the_model_lacks_has_no_neighbours(word):
+    """Neither one that the vocabulary lacks, nor one beyond the rows of the matrix."""
+    names = ["<pad>", "<s>", "</s>", "<unk>", "lake", "See"]
+    vocabulary = words({name: i for i, name in enumerate(names)}, Specials()).backend_tokenizer
+    matrix = torch.eye(5)
+    message = f"tokens='{word}': expected one token of the vocabulary, but it consists of '<unk>'"
+    with pytest.raises(ValueError, match=message):
+        nearest_tokens(matrix, vocabulary, [word])
+    assert list(nearest_tokens(matrix, vocabulary, ["lake", "<unk>"])) == ["lake", "<unk>"]
 
 
 # ---------------------------------------------------------------- Attention

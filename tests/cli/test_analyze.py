@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.cli import analyze
+from vanilla_transformer.inference.engines import ENGINES
 
 MISSING = [package for package in ("bertviz", "IPython") if find_spec(package) is None]
 
@@ -62,7 +63,7 @@ def test_heads_are_listed_drawn_and_pruned(run, folder):
     assert (folder / "heads.png").stat().st_size > 0
     assert AutoConfig.from_pretrained("new/pruned").decoder_attention_heads == 2
     assert AutoTokenizer.from_pretrained("new/pruned")("lake")["input_ids"]
-    with pytest.raises(FileExistsError, match="--prune_output new/pruned already holds a model"):
+    with pytest.raises(FileExistsError, match="prune_output='new/pruned' already holds a model"):
         run("heads", *TEXT, *prune)
 
 
@@ -118,13 +119,21 @@ def test_a_page_names_the_extra_that_it_needs(run, monkeypatch):
         run("attention", "--text", "the lake", "--output", "a.html")
 
 
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.NAME)
+def test_an_exported_model_is_refused(run, folder, monkeypatch, engine):
+    monkeypatch.setattr(engine, "recognizes", lambda path: True)
+    message = f"^model with engine='{engine.NAME}': expected a model that torch runs"
+    with pytest.raises(ValueError, match=message):
+        run("heads", *TEXT)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["heads", *TEXT, "--prune", "1.5", "--prune_output", "x"], "prune=1.5: expected a share"),
         (["heads", *TEXT, "--prune", "0.5"], "expected both --prune and --prune_output"),
         (["heads", "--source", "source", "--target", "short"], "source has 2 lines and short 1"),
-        (["heads", *TEXT, "--max_tokens", "0"], "--max_tokens 0: expected a positive number"),
+        (["heads", *TEXT, "--max_tokens", "0"], "max_tokens=0: expected a positive number"),
         (["heads", *TEXT, "--output", "a.jpg"], "a.jpg: expected a name that ends in .png"),
         (["heads", *TEXT, "--model", "bert"], "is of type bert: expected vanilla_transformer"),
         (
@@ -139,7 +148,7 @@ def test_a_page_names_the_extra_that_it_needs(run, monkeypatch):
         (["alignments", *TEXT, "--links", "unsure"], "unsure has no sure link: expected at least"),
         (["positions", "--source", "source"], "expected both --source and --target"),
         (["attention", "--text", " ", "--output", "a.html"], "text=' ': expected a sentence"),
-        (["attention", "--text", "a", "--output", "a.png"], "a.png: expected a name that ends in"),
+        (["attention", "--text", "a", "--output", "a.png"], "output='a.png': expected a name"),
     ],
 )
 def test_what_cannot_be_analyzed_is_said_before_work_starts(run, monkeypatch, flags, message):

@@ -223,8 +223,8 @@ def test_batches_of_multi30k_are_padded_by_less_than_a_tenth():
     [
         ([3, 4], [3], {}, "2 sources and 1 targets: expected the same number"),
         ([], [], {}, "there is no sentence pair"),
-        ([3, 0], [3, 4], {}, "the source of pair 1 has no token (1 such pairs)"),
-        ([3, 5], [0, 0], {}, "the target of pair 0 has no token (2 such pairs)"),
+        ([3, 0], [3, 4], {}, "the source of pair 2 has no token: expected at least </s>"),
+        ([3, 5], [0, 0], {}, "the target of pair 1 has no token: expected at least </s>"),
         ([30], [9], {}, "max_tokens=20: expected at least 30, which the shortest pair takes"),
         ([3], [3], {"num_replicas": 2}, "1 sentence pairs for 2 processes"),
         ([3], [3], {"rank": 1}, "rank=1: expected one of 1 processes"),
@@ -288,6 +288,12 @@ def test_a_stream_is_repeated_in_another_order():
     epoch = list(TokenBudgetStream(examples(), 200))
     assert len(epoch) < len(batches)
     assert batches[: len(epoch)] != batches[len(epoch) : 2 * len(epoch)]
+
+
+def test_a_pair_without_tokens_is_counted_from_1_in_the_whole_stream():
+    pairs = [*examples(30), {"input_ids": [], "labels": [5, 2]}]
+    with pytest.raises(ValueError, match="the source of pair 31 has no token: expected"):
+        list(TokenBudgetStream(pairs, 200, buffer_size=10))
 
 
 def test_a_stream_that_can_be_read_only_once_says_so():

@@ -15,7 +15,7 @@ from vanilla_transformer.inference.engines import find_engine, load
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.parallel_translation import fingerprint
 from vanilla_transformer.inference.scoring import score_pairs
-from vanilla_transformer.inference.translation import translate, translate_n_best
+from vanilla_transformer.inference.translation import position_limit, translate, translate_n_best
 
 pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
 
@@ -278,6 +278,11 @@ def test_pairs_outside_the_model_are_refused(engine, tokenizer):
     ids, mask = ragged(2)
     with pytest.raises(IndexError, match="labels: expected ids from 0"):
         engine.token_scores(input_ids=ids, attention_mask=mask, labels=torch.tensor([[10_000]]))
+
+
+def test_the_positions_of_the_engine_are_a_table(model, engine):
+    assert position_limit(model) is None
+    assert position_limit(engine) == 2048
 
 
 def test_the_pipeline_takes_an_engine(model, folders):

@@ -1,14 +1,17 @@
 """Minimum Bayes risk and reverse models choose among hypotheses."""
 
+import math
 import random
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import seq2seq
 from sacrebleu.metrics import BLEU, CHRF
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.vocabularies import Specials, words
 from vanilla_transformer.inference import reranking
 from vanilla_transformer.inference.alignment import add_token_scores
 from vanilla_transformer.inference.reranking import (
@@ -133,6 +136,29 @@ def test_a_reverse_model_and_the_length_take_part(model, tokenizer):
             for h, score in zip(row, reverse, strict=True)
         ]
         assert scores == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_a_reverse_model_cannot_read_comes_last(model, tokenizer):
+    """It reads words, without </s>, and has positions for 3."""
+    texts = ["", "Haus Haus Haus Haus", "Haus", "See"]
+    ids = tokenizer(text_target=texts)["input_ids"]
+    found = [Hypothesis(*each) for each in zip(texts, [-1.0] * 4, map(tuple, ids), strict=True)]
+    names = ["<pad>", "<s>", "</s>", "<unk>", "Haus", "See", "lake"]
+    reader = words({name: i for i, name in enumerate(names)}, Specials(template="$A"))
+    reverse = seq2seq(position_encoding="learned", max_position_embeddings=3)
+
+    def rank(line, found, **weights):
+        models = (model, tokenizer, reverse, reader)
+        (ranked,) = rerank_by_reverse_model([line], [found], *models, **weights)
+        return [h.text for h in ranked], [h.score for h in ranked]
+
+    for weight in (1, 0, -1):
+        order, scores = rank("lake", found, reverse_weight=weight)
+        assert set(order[:2]) == {"Haus", "See"}
+        assert order[2:] == texts[:2]
+        assert scores[0] > scores[1] > scores[2] == scores[3] == -math.inf
+    assert rank("lake", found[:2])[0] == texts[:2]
+    assert rank("the lake is deep", found)[0] == texts  # the source is too long for all
 
 
 def test_samples_are_ranked_by_their_probability(model, tokenizer):

@@ -7,6 +7,7 @@ import torch
 from conftest import run_command
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from vanilla_transformer.data.vocabularies import Specials, words
 from vanilla_transformer.inference import scoring
 from vanilla_transformer.inference.scoring import score_pairs, token_scores
 
@@ -65,8 +66,17 @@ def test_the_script_writes_a_line_for_each_pair(translator, checkpoint, tmp_path
         assert int(tokens) == score.tokens
     (tmp_path / "shorter").write_text("one line\n")
     process = script("--source", "source", "--target", "shorter", "--output", "scores")
-    assert "source has 4 lines and shorter 1: expected as many" in process.stderr
+    assert "source has 4 lines and shorter 1: expected the same number" in process.stderr
     assert not (tmp_path / "scores").exists()
+
+
+def test_a_pair_without_tokens_is_counted_from_1_in_the_whole_text(monkeypatch, translator):
+    monkeypatch.setattr(scoring, "PAIRS_PER_WINDOW", 2)
+    names = ["<pad>", "<s>", "</s>", "<unk>", "a"]
+    tokenizer = words({name: i for i, name in enumerate(names)}, Specials(template="$A"))
+    scores = score_pairs([("a", "a")] * 4 + [("", "a")], translator[0], tokenizer)
+    with pytest.raises(ValueError, match="the source of pair 5 has no token: expected"):
+        list(scores)
 
 
 def test_scores_are_as_precise_as_float32_allows_for_a_large_vocabulary():

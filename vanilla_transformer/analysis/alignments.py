@@ -13,6 +13,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.text_files import read_file
+from ..data.token_batches import expect_tokens
 from ..inference.alignment import add_alignments, layers_and_heads
 from ..inference.translation import Hypothesis
 
@@ -133,11 +134,17 @@ def score_layers(
         model: The model.
         tokenizer: Its tokenizer.
         max_tokens: Source tokens, and target tokens, in a batch, including padding.
+
+    Raises:
+        ValueError: A source or target has no token. The error counts the pairs from 1.
     """
     sources, targets = zip(*pairs, strict=True)
-    encoded = tokenizer(text_target=list(targets))["input_ids"]
+    source_ids = tokenizer(list(sources))["input_ids"]
+    target_ids = tokenizer(text_target=list(targets))["input_ids"]
+    expect_tokens(list(map(len, source_ids)), list(map(len, target_ids)))
     found = [
-        [Hypothesis(text, token_ids=tuple(ids))] for text, ids in zip(targets, encoded, strict=True)
+        [Hypothesis(text, token_ids=tuple(ids))]
+        for text, ids in zip(targets, target_ids, strict=True)
     ]
     scores = []
     layers, _ = layers_and_heads(model.config, "decoder")

@@ -54,7 +54,7 @@ def read_batches(
             is a batch of its own.
 
     Raises:
-        ValueError: There is no pair, or attention is not eager.
+        ValueError: There is no pair, a source or target has no token, or attention is not eager.
     """
     implementation = model.config._attn_implementation
     if implementation != "eager":

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
+from ..data.vocabularies import unknown_token
 from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from ..plotting import position_encodings
 
@@ -77,23 +78,26 @@ def nearest_tokens(
     Args:
         matrix: (vocabulary, d_model).
         vocabulary: Of these rows. Rows beyond it take no part.
-        words: Each is one token.
+        words: Each is one token. A word that is read as the unknown token must be that token.
         count: The number of neighbours.
 
     Returns:
         For each word its nearest tokens and their cosine similarity, nearest first.
 
     Raises:
-        ValueError: A word is not one token.
+        ValueError: A word is not one token, or not one that the matrix has.
     """
     rows = matrix[: vocabulary.get_vocab_size(with_added_tokens=True)]
     directions = F.normalize(rows.detach().float().cpu(), dim=-1)
-    nearest = {}
+    unknown, nearest = unknown_token(vocabulary), {}
     for word in words:
         encoded = vocabulary.encode(word, add_special_tokens=False)
-        if len(encoded) != 1:
-            pieces = ", ".join(map(repr, encoded.tokens))
-            raise ValueError(f"tokens={word}: expected one token, but it consists of {pieces}")
+        pieces = [vocabulary.id_to_token(i) if i < len(rows) else unknown for i in encoded.ids]
+        if len(pieces) != 1 or pieces[0] == unknown != word:
+            raise ValueError(
+                f"tokens={word!r}: expected one token of the vocabulary, but it consists of "
+                f"{', '.join(map(repr, pieces))}"
+            )
         similarities = directions @ directions[encoded.ids[0]]
         similarities[encoded.ids[0]] = -2.0  # it is no neighbour of itself
         best = similarities.topk(min(count, len(similarities) - 1))

@@ -126,7 +126,7 @@ def check(arguments: Namespace) -> None:
         if arguments.source is None or arguments.target is None:
             raise ValueError("expected both --source and --target, or neither")
         if arguments.max_tokens < 1:
-            raise ValueError(f"--max_tokens {arguments.max_tokens}: expected a positive number")
+            raise ValueError(f"max_tokens={arguments.max_tokens}: expected a positive number")
         expect_parallel(arguments.source, arguments.target)
     if given.get("links") is not None:
         read_gold_alignments(arguments.links, read_pairs(arguments))
@@ -137,14 +137,17 @@ def check(arguments: Namespace) -> None:
     if given.get("prune") is not None:
         expect_prunable(config, arguments.prune)
         if Path(arguments.prune_output, "config.json").exists():
-            raise FileExistsError(f"--prune_output {arguments.prune_output} already holds a model")
+            raise FileExistsError(
+                f"prune_output={arguments.prune_output!r} already holds a model: expected another "
+                "folder"
+            )
 
 
 def check_page(arguments: Namespace) -> None:
     """Raise a ValueError or ModuleNotFoundError for what can't be shown."""
     expect_sentences(text=arguments.text, translation=arguments.translation)
     if Path(arguments.output).suffix != ".html":
-        raise ValueError(f"--output {arguments.output}: expected a name that ends in .html")
+        raise ValueError(f"output={arguments.output!r}: expected a name that ends in .html")
     expect_bertviz()
     expect_both_stacks(AutoConfig.from_pretrained(arguments.model))
 
@@ -152,7 +155,7 @@ def check_page(arguments: Namespace) -> None:
 def load(arguments: Namespace) -> Any:
     """The model, with eager attention, which returns its weights, and its tokenizer."""
     loading = LoadingArguments(device=arguments.device, attn_implementation="eager")
-    return loading.load(arguments.model)
+    return loading.load_model(arguments.model)
 
 
 def read_pairs(arguments: Namespace) -> list[tuple[str, str]]:

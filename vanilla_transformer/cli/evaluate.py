@@ -37,6 +37,8 @@ from .processes import Processes, join_processes
 from .table import table
 from .translation_job import report_limit
 
+MODEL = "--model in place of --predictions"  # in errors
+
 
 @dataclass
 class EvaluateArguments:
@@ -62,7 +64,7 @@ class EvaluateArguments:
         default=None,
         metadata={
             "help": "Test how each system differs from the first: bootstrap, or ar for approximate "
-            "randomisation."
+            "randomization."
         },
     )
     format: str = field(default="json", metadata={"help": "json or table."})
@@ -86,17 +88,16 @@ class EvaluateArguments:
         translates = self.predictions is None
         if translates == (self.model is None) or (translates and self.source is None):
             raise ValueError("expected either --predictions, or --model and --source")
-        if self.num_beams is not None and not translates:
-            raise ValueError(f"--num_beams {self.num_beams} with --predictions: expected --model")
         expect_metrics(self.metrics, has_sources=self.source is not None)
+        self._expect_what_options_need()
         systems = self.predictions or []
         for name in systems:
             if systems.count(name) > 1:
-                raise ValueError(f"--predictions {name}: expected each file once")
+                raise ValueError(f"predictions={name!r}: expected each file once")
         if self.paired is not None and self.paired not in TESTS:
             raise ValueError(f"paired={self.paired!r}: expected one of {', '.join(TESTS)}")
         if self.paired is not None and len(systems) < 2:
-            raise ValueError(f"--paired {self.paired}: expected several files in --predictions")
+            raise ValueError(f"paired={self.paired!r}: expected several files in --predictions")
         expect_bleu_tokenizer(self.tokenize)
         if self.format not in ("json", "table"):
             raise ValueError(f"format={self.format!r}: expected json or table")
@@ -105,12 +106,34 @@ class EvaluateArguments:
 
             picture_paths(self.plot_by_length)
             if self.source is None:
-                raise ValueError(f"--plot_by_length {self.plot_by_length}: expected --source")
+                raise ValueError(f"plot_by_length={self.plot_by_length!r}: expected --source")
+
+    def _expect_what_options_need(self) -> None:
+        """Raise a ValueError about the first option without the one that it belongs to."""
+        translates, has_bleu = self.predictions is None, "bleu" in self.metrics
+        needs = {
+            "num_beams": (translates, MODEL),
+            "batch_size": (translates, MODEL),
+            "tokenize": (has_bleu, "bleu in --metrics"),
+            "lowercase": (has_bleu or "chrf" in self.metrics, "bleu or chrf in --metrics"),
+            "comet_model": ("comet" in self.metrics, "comet in --metrics"),
+        }
+        for name, (is_there, needed) in needs.items():
+            value = getattr(self, name)
+            if value != getattr(EvaluateArguments, name) and not is_there:  # the default
+                raise ValueError(f"{name}={value!r}: expected {needed}")
 
 
 def main() -> None:
-    parser = CommandParser((EvaluateArguments, LoadingArguments), description=__doc__)
+    parser = CommandParser(
+        (EvaluateArguments, LoadingArguments),
+        description=__doc__,
+        usage="%(prog)s (--model FOLDER --source FILE | --predictions FILE ...) --target FILE "
+        "[options]",
+    )
     arguments, loading = parser.parse_args_into_dataclasses()
+    if arguments.predictions is not None:
+        expect_no_loading(parser)
     sources, references, systems = read(arguments)
     metrics = make_metrics(
         arguments.metrics,
@@ -126,6 +149,15 @@ def main() -> None:
     processes.destroy_process_group()
     if processes.is_main_process:
         report(arguments, metrics, sources, references, systems)
+
+
+def expect_no_loading(parser: CommandParser) -> None:
+    """Raise a ValueError about the first option of `LoadingArguments` that is given."""
+    given, _ = parser.parse_known_args()  # `LoadingArguments` chooses a device by itself
+    for name in LoadingArguments.__dataclass_fields__:
+        value = getattr(given, name)
+        if value != parser.get_default(name):
+            raise ValueError(f"{name}={value!r}: expected {MODEL}")
 
 
 def translate_all(
@@ -202,7 +234,8 @@ def read(
             raise ValueError(f"{path}: expected at least one line")
         if len(lines) != len(references[0]):
             raise ValueError(
-                f"{path} has {len(lines)} lines and {first} {len(references[0])}: expected as many"
+                f"{path} has {len(lines)} lines and {first} {len(references[0])}: expected the "
+                "same number"
             )
     return sources, references, systems
 

@@ -29,6 +29,7 @@ from ..inference.reranking import (
 )
 from ..inference.translation import (
     Hypothesis,
+    draws,
     encode_prefixes,
     expect_hypotheses,
     expect_valid_options,
@@ -103,7 +104,10 @@ class TranslateArguments:
     )
     alignment_layer: int | None = field(
         default=None,
-        metadata={"help": "Decoder layer that aligns, from 0. Default: the penultimate."},
+        metadata={
+            "help": "Decoder layer that aligns, counted from 0, or from the end: -1 is the last. "
+            "Default: the penultimate."
+        },
     )
     replace_unknown: bool = field(
         default=False, metadata={"help": "Replace unknown words with the aligned source words."}
@@ -308,7 +312,7 @@ class TranslationJob:
                 name: getattr(arguments, name) for name in ("reverse_weight", "length_weight")
             }
             found = rerank_by_reverse_model(lines, found, *models, *self.reverse, **weights)
-        elif self.samples and self.number is not None:
+        elif self.number is not None and draws(self.model, self.options):
             found = rank_by_log_probability(add_token_scores(lines, found, *models))
         found = (hypotheses[: arguments.n_best or 1] for hypotheses in found)
         if arguments.token_scores:

@@ -144,19 +144,28 @@ def _validated_lengths(source_lengths: Any, target_lengths: Any, max_tokens: int
         )
     if len(source) == 0:
         raise ValueError("there is no sentence pair to make batches of")
-    for side, lengths in (("source", source), ("target", target)):
-        empty = (lengths < 1).nonzero()[0]
-        if len(empty):
-            raise ValueError(
-                f"the {side} of pair {empty[0]} has no token ({len(empty)} such pairs): "
-                "expected at least </s>"
-            )
+    expect_tokens(source, target)
     shortest = int(np.maximum(source, target).min())
     if max_tokens < shortest:
         raise ValueError(
             f"max_tokens={max_tokens}: expected at least {shortest}, which the shortest pair takes"
         )
     return source, target
+
+
+def expect_tokens(
+    source_lengths: Sequence[int] | np.ndarray,
+    target_lengths: Sequence[int] | np.ndarray,
+    first: int = 1,
+) -> None:
+    """Raise a ValueError if a source or target has no token. It names the pair by its number, which
+    is `first` for the first of these pairs."""
+    for side, lengths in (("source", source_lengths), ("target", target_lengths)):
+        empty = (np.asarray(lengths) < 1).nonzero()[0]
+        if len(empty):
+            raise ValueError(
+                f"the {side} of pair {first + empty[0]} has no token: expected at least </s>"
+            )
 
 
 def _sort_by_length(lengths: Lengths, random: np.random.Generator | None = None) -> np.ndarray:
@@ -256,6 +265,7 @@ class TokenBudgetStream(IterableDataset):
         part = None
         for part, buffer in enumerate(_buffers(iter_all_shards(self.examples), self.buffer_size)):
             source, target = count_tokens(buffer)
+            expect_tokens(source, target, first=1 + part * self.buffer_size)
             sampler = TokenBudgetSampler(source, target, self.max_tokens, **self.options)
             sampler.set_epoch(epoch + 2**32 * part)
             for batch in sampler:

@@ -267,7 +267,7 @@ def compare_systems(
 ) -> dict[str, dict[str, Any]]:
     """Score several systems, and test how each differs from the first: by sacreBLEU's paired
     bootstrap (Koehn, 2004, https://aclanthology.org/W04-3250) with 1,000 samples, or approximate
-    randomisation (Riezler and Maxwell, 2005, https://aclanthology.org/W05-0908) with 10,000 trials.
+    randomization (Riezler and Maxwell, 2005, https://aclanthology.org/W05-0908) with 10,000 trials.
 
     Args:
         systems: The translations of each system by its name.

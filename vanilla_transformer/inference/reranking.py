@@ -5,10 +5,11 @@ that is most similar to all others on average, as measured by a utility such as 
 channel (Yee et al., 2019, https://arxiv.org/abs/1908.05731) adds a model of the reverse direction.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from itertools import tee
+from itertools import compress, tee
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .alignment import add_token_scores, map_hypotheses
 from .scoring import score_pairs
-from .translation import Hypothesis
+from .translation import Hypothesis, position_limit
 
 # Takes hypotheses, references and their source; returns (hypotheses, references), from 0 to 100.
 Utility = Callable[[Sequence[str], Sequence[str], str], np.ndarray]
@@ -70,6 +71,9 @@ def rerank_by_reverse_model(
     log p(target | source) + `reverse_weight` log p(source | target) + `length_weight` |target|,
     with natural logarithms and the number of target tokens.
 
+    Where the reverse model can't read the pair, as a side has no token or more than the model's
+    table of positions, the score is -inf. Hypotheses of the same score keep their order.
+
     Args:
         lines: The sources, read lazily.
         found: The hypotheses of each source.
@@ -84,15 +88,32 @@ def rerank_by_reverse_model(
 
     def score(sources: list[str], hypotheses: list[Hypothesis]) -> Iterator[Hypothesis]:
         pairs = [(h.text, source) for h, source in zip(hypotheses, sources, strict=True)]
-        reverse = score_pairs(pairs, reverse_model, reverse_tokenizer, max_tokens=max_tokens)
-        for hypothesis, (log_probability, _) in zip(hypotheses, reverse, strict=True):
-            total = sum(hypothesis.token_scores) + reverse_weight * log_probability
-            total += length_weight * len(hypothesis.token_ids)
+        readable = are_readable(pairs, reverse_model, reverse_tokenizer)
+        reverse = score_pairs(
+            compress(pairs, readable), reverse_model, reverse_tokenizer, max_tokens=max_tokens
+        )
+        for hypothesis, is_readable in zip(hypotheses, readable, strict=True):
+            total = -math.inf
+            if is_readable:
+                total = sum(hypothesis.token_scores) + length_weight * len(hypothesis.token_ids)
+                total += reverse_weight * next(reverse).log_probability
             yield hypothesis._replace(score=total)
 
     rows, sources = tee(lines)
     scored = add_token_scores(rows, found, model, tokenizer, max_tokens=max_tokens)
     yield from map(_ranked, map_hypotheses(score, sources, scored))
+
+
+def are_readable(
+    pairs: Iterable[tuple[str, str]], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[bool]:
+    """Whether a model can read each pair: its source and target have a token or more, and no more
+    than the model's table of positions."""
+    sources, targets = zip(*pairs, strict=True)
+    ids = tokenizer(list(sources))["input_ids"], tokenizer(text_target=list(targets))["input_ids"]
+    limit = position_limit(model) or math.inf
+    lengths = zip(*(map(len, side) for side in ids), strict=True)
+    return [min(pair) > 0 and max(pair) <= limit for pair in lengths]
 
 
 def rank_by_log_probability(found: Iterable[list[Hypothesis]]) -> Iterator[list[Hypothesis]]:

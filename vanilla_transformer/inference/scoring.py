@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.collation import PairCollator, shift_right
-from ..data.token_batches import TokenBudgetSampler
+from ..data.token_batches import TokenBudgetSampler, expect_tokens
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together
 
@@ -42,18 +42,23 @@ def score_pairs(
         max_tokens: The maximum number of source tokens, and of target tokens, in a batch, including
             padding.
         show_progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: A source or target has no token. The error counts the pairs from 1.
     """
     model.eval()
-    remaining = iter(pairs)
+    remaining, first = iter(pairs), 1
     with tqdm(desc="Scoring", unit="pair", disable=not show_progress) as progress:
         while window := list(islice(remaining, PAIRS_PER_WINDOW)):
             sources = tokenizer([source for source, _ in window])["input_ids"]
             targets = tokenizer(text_target=[target for _, target in window])["input_ids"]
+            expect_tokens(list(map(len, sources)), list(map(len, targets)), first)
             scores = map_pairs(
                 lambda inputs: token_scores(model, inputs).sum(1).tolist(),
                 sources, targets, model, tokenizer, max_tokens, progress,
             )  # fmt: skip
             yield from map(PairScore, scores, map(len, targets))
+            first += len(window)
 
 
 def map_pairs(

@@ -132,10 +132,15 @@ def expect_hypotheses(
         )
 
 
+def draws(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool:
+    """Whether `generate` draws tokens at random, with or without beams."""
+    return bool(_options(model, generate_kwargs).get("do_sample"))
+
+
 def samples(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool:
     """Whether `generate` draws translations at random, without beams."""
-    options = _options(model, generate_kwargs)
-    return bool(options.get("do_sample")) and (options.get("num_beams") or 1) == 1
+    beams = _options(model, generate_kwargs).get("num_beams")
+    return draws(model, generate_kwargs) and (beams or 1) == 1
 
 
 def encode_prefixes(
@@ -178,10 +183,10 @@ def _prefix_limit(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> fl
 def position_limit(model: PreTrainedModel) -> int | None:
     """The tokens of the longest text that a model's table of positions allows; None where there is
     no table, or one that grows."""
-    if getattr(model.config, "position_encoding", None) == "learned":
+    is_ctranslate2 = not isinstance(model, torch.nn.Module)  # its sinusoids are a table too
+    if is_ctranslate2 or getattr(model.config, "position_encoding", None) == "learned":
         return model.config.max_position_embeddings
-    modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
-    for name, module in modules:
+    for name, module in model.named_modules():
         if name.endswith("embed_positions") and isinstance(module, torch.nn.Embedding):
             return model.config.max_position_embeddings
     return None
