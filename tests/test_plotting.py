@@ -361,9 +361,9 @@ def test_each_side_has_the_tokens_of_its_own_vocabulary(kind, queries, keys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layers": [0]}, "layer 0: expected 1 to 3"),
-        ({"layers": [1, 4]}, "layer 4: expected 1 to 3"),
-        ({"heads": [5]}, "head 5: expected 1 to 4"),
+        ({"layers": [0]}, "layer=0: expected 1 to 3"),
+        ({"layers": [1, 4]}, "layer=4: expected 1 to 3"),
+        ({"heads": [5]}, "head=5: expected 1 to 4"),
     ],
 )
 def test_layers_and_heads_that_do_not_exist_are_refused(translator, options, message):
@@ -498,15 +498,15 @@ def test_the_script_draws_positions_of_a_width_or_of_a_model(plot, checkpoint):
         (["positions", "--d_model", "8", "--model", "m"], "not allowed with argument --d_model"),
         (["attention", "--source", ""], "source='': expected a sentence"),
         (["attention", "--source", "a", "--target", " "], "target=' ': expected a sentence"),
-        (["attention", "--source", "a", "--layer", "4"], "--layer 4: expected 1 to 3"),
+        (["attention", "--source", "a", "--layer", "4"], "layer=4: expected 1 to 3"),
         (
             ["attention", "--source", "a", "--layer", "x"],
             "'x': expected a number from 1 on, or all",
         ),
-        (["attention", "--source", "a", "--heads", "1", "5"], "--heads 5: expected 1 to 4"),
+        (["attention", "--source", "a", "--heads", "1", "5"], "heads=5: expected 1 to 4"),
         (
             ["attention", "--source", "a", "--kind", "encoder", "--heads", "3"],
-            "--heads 3: expected 1 to 2",
+            "heads=3: expected 1 to 2",
         ),
     ],
 )

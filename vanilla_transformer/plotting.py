@@ -367,7 +367,7 @@ def expect_numbers(name: str, wanted: Iterable[int], count: int) -> None:
     """Raises ValueError unless all that is wanted is among 1, 2, ..., `count`."""
     for number in wanted:
         if not 1 <= number <= count:
-            raise ValueError(f"{name} {number}: expected 1 to {count}")
+            raise ValueError(f"{name}={number}: expected 1 to {count}")
 
 
 def _readable(

@@ -147,7 +147,7 @@ def hours_so_far(stages: Stages, name: str) -> list[float]:
 
 def draw(stages: Stages, tokenize: str) -> Figure:
     """BLEU over hours: the mean of the seeds, and from the lowest to the highest. The literature's
-    score is of text that is already tokenised."""
+    score is of text that is already tokenized."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
     hours = hours_so_far(stages, "cpu_hours")

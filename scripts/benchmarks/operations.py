@@ -1,12 +1,12 @@
-"""Count the operations that a step starts on a GPU, and its waits for one, on any machine.
+"""Count the operations and synchronizations of a step on a GPU, on any machine.
 
 python -m scripts.benchmarks.operations --output_dir outputs/operations
 
-Small batches take as long as their operations take to start, and after each wait the next ones
-start late. Here tensors say that they are on a GPU, so that all code takes its paths for one, but
-CPUs compute them. An operation is one of torch's, which may be several kernels; views and new
-memory are free. Training is forward, backward and AdamW in bfloat16 autocast; decoding is one more
-token.
+Small batches take as long as their operations take to launch, and after each synchronization the
+next ones start late. Here tensors say that they are on a GPU, so that all code takes its paths for
+one, but CPUs compute them. An operation is one of torch's, which may be several kernels; views and
+new memory are free. Training is forward, backward and AdamW in bfloat16 autocast; decoding is one
+more token.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,9 +38,9 @@ ANSWERS = {  # of the attributes that tell where a tensor is
 }
 COPIES = ("tolist", "numpy", "cpu")  # from a GPU
 FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::lift_fresh", "aten::_unsafe_view")
-WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select")
+SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select")
 STEPS = (4, 8)  # tokens: the difference is decoding without what comes before it
-LABELS = ("step", "what", "operations", "waits")
+LABELS = ("step", "what", "operations", "syncs")
 
 
 @dataclass
@@ -110,10 +110,10 @@ def count_on_gpu(run: Callable[[], object]) -> dict[str, int]:
 
 
 def count(run: Callable[[], object]) -> dict[str, int]:
-    """Operations and waits of a run, with its tensors on a GPU that does not exist."""
+    """Operations and synchronizations of a run, with its tensors on a GPU that does not exist."""
     with Counter() as counter:
         run()
-    return {"operations": counter.operations, "waits": counter.waits}
+    return {"operations": counter.operations, "syncs": counter.syncs}
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def without_device(function: Callable[..., Any]) -> Callable[..., Any]:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *ends: Any, **options: Any
 ) -> torch.Tensor:
-    """One operation in the place of the kernel for packed rows, with the same shapes."""
+    """One operation in the place of the kernel for packed sequences, with the same shapes."""
     heads = (states.transpose(0, 1)[None] for states in (query, key, value))
     return torch.nn.functional.scaled_dot_product_attention(*heads).squeeze(0).transpose(0, 1)
 
@@ -189,11 +189,11 @@ class Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
-        self._waits, self._copies = 0, Counter.copies
+        self._syncs, self._copies = 0, Counter.copies
 
     @property
-    def waits(self) -> int:
-        return self._waits + Counter.copies - self._copies
+    def syncs(self) -> int:
+        return self._syncs + Counter.copies - self._copies
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -204,8 +204,8 @@ class Counter(TorchDispatchMode):
         if result is not NotImplemented:
             return result
         name = operation.name()
-        self._waits += name.startswith(WAITS)
-        self.operations += not (operation.is_view or name.startswith((*FREE, *WAITS[:1])))
+        self._syncs += name.startswith(SYNCS)
+        self.operations += not (operation.is_view or name.startswith((*FREE, *SYNCS[:1])))
         return operation(*args, **kwargs)
 
 

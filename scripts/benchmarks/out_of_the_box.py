@@ -100,7 +100,9 @@ def to_markdown(rows: dict[str, list[dict]]) -> str:
             each = ", ".join(f"{score:.1f}" for score in scores)
             stuck = sum(run["ignores"] > 0 for run in runs)
             table.append([row, name, each, spread(scores, 1), f"{stuck} of {len(runs)}"])
-    return markdown(["task", "score", "seeds", "mean", "late to read the source"], table)
+    return markdown(
+        ["task", "score", "seeds", "mean", "ignores the source after 500 updates"], table
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ KINDS = {  # matched by parts of an operation's name, in this order
     "loss, log-probabilities": ("FusedLinear", "softmax", "exp_", "amax", "logsumexp"),
     "attention": ("scaled_dot_product", "bmm"),  # all fused
     "matrix products": ("mm", "mkldnn_linear", "linear_backward"),
-    "layer normalisation": ("layer_norm",),
+    "layer normalization": ("layer_norm",),
     "dropout": ("random_", "MaskedScale"),
     "optimizer": ("Optimizer.step", "addcdiv", "addcmul", "lerp", "sqrt"),
     "choice of tokens": ("topk", "argmax", "sort"),

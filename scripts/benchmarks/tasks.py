@@ -5,7 +5,7 @@ scan       all commands of SCAN's grammar, split at random (Lake and Baroni, 201
 reverse    up to 20 symbols in reverse order
 sort       up to 20 symbols in order
 g2p_LANG   words to phones (SIGMORPHON 2020, task 1), from a folder
-multi30k   captions, English to German, lower-cased and tokenised, from a folder
+multi30k   captions, English to German, lower-cased and tokenized, from a folder
 phrases_LANG   the package's own phrases, from English
 """
 

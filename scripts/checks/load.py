@@ -176,7 +176,7 @@ async def right_request(client: httpx.AsyncClient, target: Target, rng: random.R
 async def put_under_load(
     target: Target, arguments: LoadArguments, connections: int, requests: int
 ) -> dict[str, Any]:
-    """Send requests over a number of connections, and summarise the answers."""
+    """Send requests over a number of connections, and summarize the answers."""
     rng = random.Random(arguments.seed)
     outcomes: Counter[str] = Counter()
     times: list[float] = []

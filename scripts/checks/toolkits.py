@@ -103,7 +103,7 @@ def exact_sinusoids(table: Tensor) -> Tensor | None:
 
 
 def scores(toolkit: Toolkit, ours: Converted, sources: Any, targets: Any) -> list[float]:
-    """What the toolkit's own search maximises: its log-probabilities over its length penalty."""
+    """What the toolkit's own search maximizes: its log-probabilities over its length penalty."""
     options = ours.model.generation_config
     a, b = LENGTH_PENALTIES[getattr(options, "length_penalty_type", None) or "power"]
     alpha = 1.0 if options.length_penalty is None else options.length_penalty

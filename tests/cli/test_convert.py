@@ -42,7 +42,7 @@ def test_it_shards_and_names_the_licence(checkpoint, tmp_path):
     [
         (["cut.pt", "--output_dir", "out"], "cut.pt: expected a complete torch checkpoint ("),
         (["nowhere", "--output_dir", "out"], "nowhere: expected a checkpoint"),
-        (["sub", "--output_dir", "out"], "sub: not recognised, expected a checkpoint of "),
+        (["sub", "--output_dir", "out"], "sub: not recognized, expected a checkpoint of "),
         ([".", "--output_dir", "out", "--format", "lua"], "format='lua': expected one of "),
         ([".", "--output_dir", "out", "--to", "fairseq"], "expected the record of a conversion"),
         ([".", "--output_dir", "."], "output_dir='.': expected a new or empty folder"),
@@ -63,9 +63,9 @@ def test_what_it_cannot_do_is_named(tmp_path, words, message):
 def test_options_that_the_way_back_does_not_read_are_named(checkpoint, tmp_path):
     run_command("convert", checkpoint, "--output_dir", "one", cwd=tmp_path)
     for flags, message in (
-        (["--license", "mit"], "license='mit' has no effect on --to fairseq"),
-        (["--format", "marian"], "format='marian' has no effect on --to fairseq"),
-        (["--max_shard_size", "1KB"], "max_shard_size='1KB' has no effect on --to fairseq"),
+        (["--license", "mit"], "license='mit' has no effect with to='fairseq'"),
+        (["--format", "marian"], "format='marian' has no effect with to='fairseq'"),
+        (["--max_shard_size", "1KB"], "max_shard_size='1KB' has no effect with to='fairseq'"),
     ):
         back = ("convert", "one", "--to", "fairseq", "--output_dir", "two", *flags)
         process = run_command(*back, cwd=tmp_path, check=False)

@@ -278,6 +278,20 @@ def test_reranking_gives_the_same_from_a_file_in_pieces_as_from_a_stream(
     assert scores[0] >= scores[1]
 
 
+@pytest.mark.parametrize("beams", [1, 4])
+def test_samples_are_distinct_and_scored_by_their_log_probability(checkpoint, beams):
+    """Neither temperature nor length counts."""
+    arguments = TranslateArguments([str(checkpoint)], n_best=4, token_scores=True)
+    options = {"do_sample": True, "num_beams": beams, "temperature": 3.0, "max_new_tokens": 3}
+    job = TranslationJob(arguments, LoadingArguments(device="cpu"), options)
+    found = list(job.hypotheses(["a house"] * 8, 0))
+    for hypotheses in found:
+        assert len({h.text for h in hypotheses}) == len(hypotheses)
+        scores = [h.score for h in hypotheses]
+        assert scores == sorted(scores, reverse=True)
+        assert scores == pytest.approx([sum(h.token_scores) for h in hypotheses])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -520,7 +520,7 @@ REFUSED_ARRAYS = {
     f"'{W1}' has shape (24, 16), expected (16, 24)": lambda arrays: arrays.update(
         {W1: arrays[W1].T}
     ),
-    f"{W1} is of type int8: expected floats, as quantised": lambda arrays: arrays.update(
+    f"{W1} is of type int8: expected floats, as quantized": lambda arrays: arrays.update(
         {W1: arrays[W1].astype(np.int8)}
     ),
 }

@@ -151,7 +151,7 @@ def test_nothing_is_left_of_a_corpus(tmp_path):
         ({"corpus_temperature": 0.0}, "corpus_temperature=0.0: expected a positive"),
         ({"corpus_temperature": 5.0, "corpus_weights": [1, 1]}, "expected no corpus_weights"),
         ({"drop_pairs": ["typos"]}, "drop_pairs has 'typos': expected one of duplicates,"),
-        ({"max_pair_ratio": 0.5}, "max_pair_ratio=0.5: expected a number from 1"),
+        ({"max_pair_ratio": 0.5}, "max_pair_ratio=0.5: expected 1 or more"),
         ({"length_unit": "token"}, "length_unit='token': expected word or char"),
         ({"streaming": True}, "streaming: expected corpus_weights"),
         ({"streaming": True, "drop_pairs": ["copies"]}, "streaming: expected no drop_pairs"),

@@ -168,7 +168,7 @@ def test_the_size_of_a_trained_folder_is_that_of_the_model(tmp_path):
 def test_the_command_refuses_before_it_works(tmp_path):
     flags = ["model", "--to", "marian", "--output_dir", "exported", "--check", "none"]
     failed = run_command("export", *flags, cwd=tmp_path, check=False)
-    assert "--check none: expected a file" in failed.stderr
+    assert "check='none': expected a file" in failed.stderr
 
 
 def test_scores_are_compared_for_equal_tokens_alone(saved, tokenizer):

@@ -31,18 +31,18 @@ def test_views_and_new_memory_are_no_operations_and_reading_a_result_is_a_wait()
         torch.empty(3)
         return (numbers.view(2, 2).t() * 2 + 1).sum().item(), numbers.nonzero(), numbers.tolist()
 
-    assert count_on_gpu(run) == {"operations": 4, "waits": 3}
+    assert count_on_gpu(run) == {"operations": 4, "syncs": 3}
 
 
 def test_a_step_of_ours_is_fewer_operations_and_waits_do_not_grow_with_layers(tmp_path):
     flags = ["--layers", 2, "--vocab_size", 100, "--sentences", 8, "--output_dir", "found"]
     printed = run_module("scripts.benchmarks.operations", *flags, cwd=tmp_path).stdout
     rows = json.loads((tmp_path / "found/operations.json").read_text())
-    assert f"| training | ours | {rows[0]['operations']} | {rows[0]['waits']} |" in printed
+    assert f"| training | ours | {rows[0]['operations']} | {rows[0]['syncs']} |" in printed
     found = {(row["step"], row["what"]): row for row in rows}
     for (step, what), row in found.items():
         if what == "ours":
             assert row["operations"] < found[step, "marian"]["operations"], step
     for fewer in islice(training_rows(Size(64, 128, 2, layers=1, vocab_size=100), 8), 2):
         more = found["training", fewer["what"]]
-        assert fewer["waits"] == more["waits"] < fewer["operations"] < more["operations"]
+        assert fewer["syncs"] == more["syncs"] < fewer["operations"] < more["operations"]

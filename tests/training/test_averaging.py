@@ -235,7 +235,7 @@ def test_the_script_averages_and_refuses(run, tmp_path):
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name])
     again = script("--checkpoints_of", run, "--last", 1, "--output_dir", output)
-    assert f"--output_dir {output} already holds a model" in again.stderr
+    assert f"output_dir='{output}' already holds a model" in again.stderr
     twice = script("--checkpoints_of", run, "--steps", 5, 10, 10, "--output_dir", "other")
     assert "steps=[10]: expected each once" in twice.stderr.splitlines()[-1]
     twice = script("--models", "run/checkpoint-5", run / "checkpoint-5", "--output_dir", "other")
@@ -248,11 +248,11 @@ def test_the_script_averages_and_refuses(run, tmp_path):
     [
         ({}, "expected one of --models and --checkpoints_of"),
         ({"models": ["a"], "checkpoints_of": "run"}, "expected one of --models and"),
-        ({"checkpoints_of": "run"}, "--checkpoints_of: expected one of --last and --steps"),
+        ({"checkpoints_of": "run"}, "checkpoints_of='run': expected one of --last and --steps"),
         ({"checkpoints_of": "run", "last": 1, "steps": [1]}, "expected one of --last and --steps"),
-        ({"checkpoints_of": "run", "last": 0}, "--last 0: expected a positive number"),
-        ({"models": ["a", "b"], "last": 2}, "--models with --last: expected --checkpoints_of"),
-        ({"models": ["a", "b"], "steps": [2]}, "--models with --steps: expected --checkpoints_of"),
+        ({"checkpoints_of": "run", "last": 0}, "last=0: expected a positive number"),
+        ({"models": ["a", "b"], "last": 2}, "last=2: expected --checkpoints_of"),
+        ({"models": ["a", "b"], "steps": [2]}, r"steps=\[2\]: expected --checkpoints_of"),
     ],
 )
 def test_bad_options_of_averaging_are_named(options, message):

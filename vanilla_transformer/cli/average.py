@@ -24,9 +24,7 @@ class AveragingArguments:
     checkpoints_of: str | None = field(
         default=None, metadata={"help": "The output_dir of a training run."}
     )
-    last: int | None = field(
-        default=None, metadata={"help": "Average this number of its last checkpoints."}
-    )
+    last: int | None = field(default=None, metadata={"help": "Average the last N checkpoints."})
     steps: list[int] | None = field(
         default=None, metadata={"help": "Average its checkpoints at these steps."}
     )
@@ -39,17 +37,30 @@ class AveragingArguments:
             raise ValueError("expected one of --models and --checkpoints_of")
         chosen = [name for name in ("last", "steps") if getattr(self, name) is not None]
         if self.checkpoints_of is not None and len(chosen) != 1:
-            raise ValueError("--checkpoints_of: expected one of --last and --steps with it")
+            raise ValueError(
+                f"checkpoints_of={self.checkpoints_of!r}: expected one of --last and --steps with "
+                "it"
+            )
         if self.models is not None and chosen:
-            raise ValueError(f"--models with --{chosen[0]}: expected --checkpoints_of")
+            raise ValueError(
+                f"{chosen[0]}={getattr(self, chosen[0])}: expected --checkpoints_of in place of "
+                "--models"
+            )
         if self.last is not None and self.last < 1:
-            raise ValueError(f"--last {self.last}: expected a positive number")
+            raise ValueError(f"last={self.last}: expected a positive number")
         if Path(self.output_dir, "config.json").exists():
-            raise FileExistsError(f"--output_dir {self.output_dir} already holds a model")
+            raise FileExistsError(
+                f"output_dir={self.output_dir!r} already holds a model: expected another folder"
+            )
 
 
 def main() -> None:
-    parser = CommandParser(AveragingArguments, description=__doc__)
+    parser = CommandParser(
+        AveragingArguments,
+        description=__doc__,
+        usage="%(prog)s (--checkpoints_of FOLDER --last N | --models FOLDER ...) "
+        "--output_dir FOLDER [options]",
+    )
     (arguments,) = parser.parse_args_into_dataclasses()
     folders = arguments.models
     if folders is None:

@@ -113,7 +113,11 @@ class BackTranslateArguments:
 
 
 def main() -> None:
-    parser = CommandParser((BackTranslateArguments, LoadingArguments), description=__doc__)
+    parser = CommandParser(
+        (BackTranslateArguments, LoadingArguments),
+        description=__doc__,
+        usage="%(prog)s --model FOLDER --source FILE --output FILE [options]",
+    )
     arguments, loading = parser.parse_args_into_dataclasses()
     state = join_processes(use_cpu=loading.device == "cpu")
     model, tokenizer = loading.load(arguments.model)

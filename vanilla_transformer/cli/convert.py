@@ -4,7 +4,7 @@ r"""Convert a checkpoint of another toolkit to a model folder, or back.
     vanilla-transformer convert opus-mt-folder --output_dir outputs/marian --check sample.en
     vanilla-transformer convert outputs/converted --to fairseq --output_dir outputs/fairseq
 
-Recognises the format, and executes nothing in a checkpoint. The vocabularies have to lie beside the
+Recognizes the format, and executes nothing in a checkpoint. The vocabularies have to lie beside the
 checkpoint, or are options. See docs/conversion/README.md.
 """
 
@@ -37,12 +37,12 @@ class ConvertArguments:
 
     def __post_init__(self) -> None:
         if self.check is not None and not Path(self.check).is_file():
-            raise FileNotFoundError(f"--check {self.check}: expected a file")
+            raise FileNotFoundError(f"check={self.check!r}: expected a file")
         if self.check is not None and self.to is not None:
-            raise ValueError("expected one of --check and --to")
+            raise ValueError(f"check={self.check!r} and to={self.to!r}: expected one of them")
         if self.to is not None and self.max_shard_size != ConvertArguments.max_shard_size:
             raise ValueError(
-                f"max_shard_size={self.max_shard_size!r} has no effect on --to {self.to}"
+                f"max_shard_size={self.max_shard_size!r} has no effect with to={self.to!r}"
             )
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("path", metavar="PATH", help="The checkpoint: a file or a folder.")
     arguments, options, rest = parser.parse_args_into_dataclasses()
     if arguments.to is not None:
-        options.expect_none(f"--to {arguments.to}")
+        options.expect_none(f"to={arguments.to!r}")
         output = convert_back(rest.path, arguments.output_dir, arguments.to)
     else:
         output = convert(

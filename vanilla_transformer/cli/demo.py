@@ -33,7 +33,7 @@ class DemoArguments:
 
     def __post_init__(self) -> None:
         if self.examples is not None and not Path(self.examples).is_file():
-            raise FileNotFoundError(f"--examples {self.examples}: expected a file")
+            raise FileNotFoundError(f"examples={self.examples!r}: expected a file")
         if self.space is not None:
             expect_unused(self.space, "space")
 

@@ -41,7 +41,7 @@ class ExportArguments:
 
     def __post_init__(self) -> None:
         if self.check is not None and not Path(self.check).is_file():
-            raise FileNotFoundError(f"--check {self.check}: expected a file")
+            raise FileNotFoundError(f"check={self.check!r}: expected a file")
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ HELP = {
     "num_beams": "Beam size. Default: the model's own.",
     "max_new_tokens": "Longest translation, in tokens, without a prefix. Default: as saved with "
     "the model, or the source's length plus 50.",
-    "extra_output_tokens": "Longest translation, in tokens more than its source.",
+    "extra_output_tokens": "Maximum length of a translation, in tokens beyond its source's length.",
     "max_length_factor": "Longest translation, as a multiple of the batch's longest source.",
     "length_penalty": "Exponent of the length, which divides the scores of hypotheses.",
     "length_penalty_type": "power, gnmt (the paper's), avg or wu.",

@@ -118,7 +118,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     prepared = prepare(model_args, data_args, training_args)
     if prepared.target_tokens is None:
-        sys.exit("vanilla-transformer plan: expected data without --streaming, whose size is known")
+        raise ValueError("streaming=True: expected false, as a stream's size is unknown")
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_quiet_trainer(prepared, training_args, folder)
         batches = len(trainer.get_train_dataloader())

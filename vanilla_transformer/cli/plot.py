@@ -159,8 +159,8 @@ def draw_attention(arguments: Namespace) -> Figure:
             "as in vanilla_transformer, marian, bart or t5"
         ) from error
     layers = {None: [last], "all": range(1, last + 1)}.get(arguments.layer, [arguments.layer])
-    expect_numbers("--layer", layers, last)
-    expect_numbers("--heads", arguments.heads or [], heads)
+    expect_numbers("layer", layers, last)
+    expect_numbers("heads", arguments.heads or [], heads)
     maps = attention_maps(
         AutoModelForSeq2SeqLM.from_pretrained(arguments.model, attn_implementation="eager"),
         AutoTokenizer.from_pretrained(arguments.model),

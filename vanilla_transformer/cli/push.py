@@ -38,7 +38,7 @@ def main() -> None:
     )
     arguments, rest = parser.parse_args_into_dataclasses()
     if get_token() is None:
-        parser.error("no access token: expected `hf auth login` before, or the variable HF_TOKEN")
+        parser.error("no access token: run `hf auth login`, or set HF_TOKEN")
     commit = push_folder(
         rest.model,
         rest.repository,

@@ -35,14 +35,18 @@ class ScoreArguments:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise ValueError(f"--max_tokens {self.max_tokens}: expected a positive number")
+            raise ValueError(f"max_tokens={self.max_tokens}: expected a positive number")
         expect_inputs(source=self.source, target=self.target)
         expect_parallel(self.source, self.target)
         expect_output(self.output, source=self.source, target=self.target)
 
 
 def main() -> None:
-    parser = CommandParser((ScoreArguments, LoadingArguments), description=__doc__)
+    parser = CommandParser(
+        (ScoreArguments, LoadingArguments),
+        description=__doc__,
+        usage="%(prog)s --model FOLDER --source FILE --target FILE [options]",
+    )
     arguments, loading = parser.parse_args_into_dataclasses()
     scores = score_pairs(
         zip(read_file(arguments.source), read_file(arguments.target), strict=True),

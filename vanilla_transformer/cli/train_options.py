@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import Seq2SeqTrainingArguments
 
+from ..data.corpora import CorpusArguments
 from ..data.parallel_text import DataArguments
 from ..data.tokenizer_options import TokenizerArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments
@@ -51,7 +52,7 @@ EPILOG = """All other options of transformers' Seq2SeqTrainingArguments work too
 def make_parser(
     dataclass_types: Iterable[Any],
     *,
-    usage: str = "%(prog)s [--config RECIPE] --output_dir FOLDER [options]",
+    usage: str = "%(prog)s [--config RECIPE] [--output_dir FOLDER] [options]",
     own_groups: dict[str, list[str]] | None = None,
     **kwargs: Any,
 ) -> GroupedParser:
@@ -79,7 +80,10 @@ def main_groups() -> dict[str, list[str]]:
     own = names(TranslationTrainingArguments, without=[*names(Seq2SeqTrainingArguments), *DECODING])
     return {
         "help": ["help", "help_all", "config"],
-        "data": names(DataArguments),
+        "data": [
+            *names(DataArguments, without=names(CorpusArguments)),
+            *names(CorpusArguments),
+        ],
         "tokenizer": names(TokenizerArguments),
         "model": names(ModelArguments, without=names(TokenizerArguments)),
         "training": [*TRAINING, *own],

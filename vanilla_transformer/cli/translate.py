@@ -41,6 +41,7 @@ from .ray_translation import expect_ray_options, translate_with_ray
 from .translation_job import TranslateArguments, TranslationJob, report_limit
 
 GROUPS = {
+    "help": ["help", "help_all"],
     "files and models": [
         "model", "source", "output", "source_column", "target_column", "batch_size", "max_tokens",
         *(option.name for option in fields(LoadingArguments)), "compile",

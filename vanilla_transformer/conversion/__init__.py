@@ -29,11 +29,11 @@ TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
 
 
 def find_format(path: Path, name: str | None = None) -> ModuleType:
-    """The module for a checkpoint: the one that is named, or the first that recognises it.
+    """The module for a checkpoint: the one that is named, or the first that recognizes it.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
-        ValueError: No format has this name, or none recognises the checkpoint.
+        ValueError: No format has this name, or none recognizes the checkpoint.
     """
     names = ", ".join(module.NAME for module in FORMATS)
     prefix = Path(f"{path}.index")  # of a TensorFlow checkpoint
@@ -47,7 +47,7 @@ def find_format(path: Path, name: str | None = None) -> ModuleType:
     for file in [path] if path.is_file() else sorted(path.glob("*")):
         if file.suffix in TORCH_SUFFIXES:  # perhaps it is incomplete
             load_torch(file, inert=["*"])
-    raise ValueError(f"{path}: not recognised, expected a checkpoint of {names}")
+    raise ValueError(f"{path}: not recognized, expected a checkpoint of {names}")
 
 
 def read(path: str | Path, options: ConversionOptions | None = None) -> Conversion:

@@ -67,7 +67,7 @@ class ConversionOptions:
         default=None,
         metadata={
             "help": "The toolkit, such as fairseq or opennmt_py (docs/conversion/README.md names "
-            "all). Default: recognised from the files."
+            "all). Default: recognized from the files."
         },
     )
     like: str | None = field(
@@ -143,7 +143,7 @@ class ConversionOptions:
     def expect_none(self, where: str) -> None:
         """Raise a ValueError if any option is given."""
         for name, value in self.given().items():
-            raise ValueError(f"{name}={value!r} has no effect on {where}")
+            raise ValueError(f"{name}={value!r} has no effect with {where}")
 
     def expect_only(self, names: Sequence[str], format: str) -> None:
         """Raise a ValueError if an option is given that a format does not read."""

@@ -55,7 +55,7 @@ LAYER_NAMES = {
 }
 ACTIVATIONS = {"relu": "relu", "swish": "silu", "gelu": "gelu", "sigmoid": "sigmoid", "": "linear"}
 EXACT_GELU = (1, 12, 3)  # x * sigmoid(1.702 x) before
-NORMALIZED_KEYS = (1, 11)  # before, pre-norm did not normalise keys and values
+NORMALIZED_KEYS = (1, 11)  # before, pre-norm did not normalize keys and values
 
 # Options of a model that ours has an equal for with these values only; the first is the default.
 HELD: dict[str, tuple[Any, ...]] = {
@@ -175,7 +175,7 @@ class MarianFiles:
             models = decoding.get("models") or []
             if len(models) != 1 or not str(models[0]).endswith(".npz"):
                 raise ValueError(
-                    f"{named}: models={models}: expected one .npz file; ensembles and quantised or "
+                    f"{named}: models={models}: expected one .npz file; ensembles and quantized or "
                     "packed models (.bin), are not converted"
                 )
             model = _beside(named, models[0])
@@ -272,7 +272,7 @@ class NumpyFile(Mapping[str, Tensor]):
             raise ValueError(f"{self.path}: {name} is damaged: {error}") from error
         if is_whole:
             raise ValueError(
-                f"{self.path}: {name} is of type {dtype}: expected floats, as quantised models are "
+                f"{self.path}: {name} is of type {dtype}: expected floats, as quantized models are "
                 "not converted"
             )
         raise ValueError(f"{self.path}: {name} is shorter than its shape {shape}")
@@ -390,7 +390,7 @@ def _norm_position(marian: dict[str, Any]) -> str:
     if _version(marian) < NORMALIZED_KEYS:
         raise ValueError(
             f"version={marian.get('version')!r} with transformer-preprocess={before!r}: expected "
-            "1.11 or later, as earlier ones do not normalise keys and values"
+            "1.11 or later, as earlier ones do not normalize keys and values"
         )
     return "pre"
 

@@ -47,7 +47,7 @@ ATTENTION = {
 }
 FEED_FORWARD = {"ff.ff1": "ffn.fc1", "ff.ff2": "ffn.fc2"}
 ACTIVATIONS = {"relu": "relu", "swish1": "silu", "gelu": "gelu"}
-# What a sub-layer does before and after it, without dropout: n normalises, r adds the input.
+# What a sub-layer does before and after it, without dropout: n normalizes, r adds the input.
 NORM_POSITIONS = {("", "rn"): "post", ("n", "r"): "pre"}
 # Never part of a translation's probability: the predictor of lengths, and the selection of words.
 IGNORED = (r"length_ratio\..*", r"nvs\..*")
@@ -126,7 +126,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         origin={
             "toolkit": "Sockeye",
             "version": version.read_text().strip() if version.is_file() else "3",
-            "notes": "Text is split at white space: apply the tokenisation that the model was "
+            "notes": "Text is split at white space: apply the tokenization that the model was "
             "trained with before, and undo it afterwards.",
         },
     )
@@ -175,7 +175,7 @@ def expect_plain(config: dict[str, Any], path: Path) -> None:
     if config.get("lhuc"):
         raise ValueError(f"{path}: lhuc={config['lhuc']}: expected false")
     if config.get("dtype") == "int8":
-        raise ValueError(f"{path}: dtype=int8: expected the parameters before quantisation")
+        raise ValueError(f"{path}: dtype=int8: expected the parameters before quantization")
     for side in ("source", "target"):
         factors = config.get(f"config_embed_{side}", {}).get("num_factors", 1)
         if factors != 1:
@@ -244,7 +244,7 @@ def read_params(path: Path) -> Tensors:
 
     Raises:
         FileNotFoundError: It is missing.
-        ValueError: It is MXNet's, quantised or damaged.
+        ValueError: It is MXNet's, quantized or damaged.
     """
     if path.is_file():
         with path.open("rb") as file:
@@ -259,7 +259,7 @@ def read_params(path: Path) -> Tensors:
     for name, tensor in state.items():
         if not tensor.is_floating_point():
             raise ValueError(
-                f"{path}: {name} is {tensor.dtype}: expected the parameters before quantisation"
+                f"{path}: {name} is {tensor.dtype}: expected the parameters before quantization"
             )
     return Tensors(state, path)
 

@@ -103,7 +103,7 @@ KNOWN: dict[str, tuple[Any, ...]] = {
     "hard_attention_k": (0,),
     "num_area_layers": (0,),
 }
-# What happens before and after a sub-layer, without dropout: n normalises, a adds the input.
+# What happens before and after a sub-layer, without dropout: n normalizes, a adds the input.
 SEQUENCES = {("", "an"), ("n", "a")}
 
 

@@ -94,7 +94,7 @@ def contents(path: Path) -> tuple[set[str], set[str]]:
     files."""
     strings: set[str] = set()
     names: set[str] = set()
-    with suppress(Exception):  # a broken file is one that nobody recognises
+    with suppress(Exception):  # a broken file is one that nobody recognizes
         if is_zipfile(path):
             with ZipFile(path) as archive:
                 for entry in archive.infolist():

@@ -107,7 +107,7 @@ class CorpusArguments:
             if rule not in RULES:
                 raise ValueError(f"drop_pairs has {rule!r}: expected one of {', '.join(RULES)}")
         if self.max_pair_ratio is not None and not self.max_pair_ratio >= 1:
-            raise ValueError(f"max_pair_ratio={self.max_pair_ratio}: expected a number from 1")
+            raise ValueError(f"max_pair_ratio={self.max_pair_ratio}: expected 1 or more")
         if self.length_unit not in UNITS:
             raise ValueError(f"length_unit={self.length_unit!r}: expected word or char")
         if streaming and self._filters():

@@ -59,6 +59,20 @@ class DataArguments(CorpusArguments):
             range; or there is no data.
     """
 
+    train_source: list[str] | None = _option(
+        "Source side of the training data, plain text or .gz. Several files are several corpora."
+    )
+    train_target: list[str] | None = _option("Target side of the training data, plain text or .gz.")
+    validation_source: list[str] | None = _option("Source side of the validation data.")
+    validation_target: list[str] | None = _option("Target side of the validation data.")
+    test_source: list[str] | None = _option("Source side of the test data.")
+    test_target: list[str] | None = _option("Target side of the test data.")
+    train_file: list[str] | None = _option(
+        "Training data as a table: csv (with quotes) or tsv (without), with a header line, json or "
+        "jsonl, plain or .gz; or parquet. Several files are several corpora."
+    )
+    validation_file: list[str] | None = _option("Validation data as a table.")
+    test_file: list[str] | None = _option("Test data as a table.")
     dataset_name: str | None = _option(
         "Name of a data set on the Hub, a local folder that holds one, or 'phrases' for the "
         "built-in phrases."
@@ -75,20 +89,6 @@ class DataArguments(CorpusArguments):
     target_column: str | None = _option(
         "Column with the target text. Default: as for source_column, with 'target', 'tgt' or 'trg'."
     )
-    train_source: list[str] | None = _option(
-        "Source side of the training data, plain text or .gz. Several files are several corpora."
-    )
-    train_target: list[str] | None = _option("Target side of the training data, plain text or .gz.")
-    validation_source: list[str] | None = _option("Source side of the validation data.")
-    validation_target: list[str] | None = _option("Target side of the validation data.")
-    test_source: list[str] | None = _option("Source side of the test data.")
-    test_target: list[str] | None = _option("Target side of the test data.")
-    train_file: list[str] | None = _option(
-        "Training data as a table: csv (with quotes) or tsv (without), with a header line, json or "
-        "jsonl, plain or .gz; or parquet. Several files are several corpora."
-    )
-    validation_file: list[str] | None = _option("Validation data as a table.")
-    test_file: list[str] | None = _option("Test data as a table.")
     phrases_train_size: int = _option("Number of training pairs of phrases.", 300_000)
     phrases_validation_size: int = _option("Number of validation pairs of phrases.", 1000)
     phrases_test_size: int = _option("Number of test pairs of phrases.", 1000)

@@ -1,7 +1,7 @@
-"""A built-in, offline translation data set of any size: localised phrases.
+"""A built-in, offline translation data set of any size: localized phrases.
 
 Every phrase is a template with typed slots. The values in the slots (dates, times, durations,
-amounts of money, measures, percentages, countries and languages) are localised from the Unicode
+amounts of money, measures, percentages, countries and languages) are localized from the Unicode
 CLDR by Babel; the numbers in words (cardinals, ordinals and years) come from num2words. Both ship
 their tables with the package, so nothing is downloaded and the references are right by
 construction. The source is always English.
@@ -64,7 +64,7 @@ class Kind:
 
     Attributes:
         sample: Draws a value. The value holds exactly what a phrase shows and has a stable `repr`.
-        render: Localises `(value, style, locale)`.
+        render: Localizes `(value, style, locale)`.
         styles: The styles a value can be shown in; both sides of a phrase use the same one.
     """
 
@@ -94,7 +94,7 @@ def _sample_month(rng: Random) -> date:
 
 
 def _render_date(value: date, style: str, locale: Locale) -> str:
-    """Localises a date in a named CLDR format ("long") or a CLDR skeleton ("yMMMd")."""
+    """Localizes a date in a named CLDR format ("long") or a CLDR skeleton ("yMMMd")."""
     if value.month == 5:
         style = _UNABBREVIATED.get(style, style)
     formats = locale.date_formats if style in locale.date_formats else locale.datetime_skeletons
@@ -322,7 +322,7 @@ _LOCALES = {language: Locale(language) for language in (SOURCE_LANGUAGE, *TARGET
 
 @lru_cache(maxsize=2**16)
 def _render(kind: str, value: Any, style: str, language: str) -> str:
-    """Localises a value, in NFC and with plain spaces; Babel is slow, so values are cached."""
+    """Localizes a value, in NFC and with plain spaces; Babel is slow, so values are cached."""
     text = KINDS[kind].render(value, style, _LOCALES[language])
     return unicodedata.normalize("NFC", " ".join(text.split()))
 
@@ -802,7 +802,7 @@ def _check(size: int, target_language: str, split: str, seed: int) -> None:
 def iter_phrases(
     size: int, *, target_language: str = "de", split: str = "train", seed: int = 0
 ) -> Iterator[Phrase]:
-    """Yields localised phrases, one at a time.
+    """Yields localized phrases, one at a time.
 
     The phrases of a size are the first ones of every larger size, and they are the same in every
     process. Values come from CLDR through Babel, numbers in words from num2words.

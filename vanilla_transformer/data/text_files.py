@@ -204,4 +204,6 @@ def expect_parallel(source: str | Path, target: str | Path, column: str | None =
             raise ValueError(f"{path}: expected a file, not a pipe, as it is read twice")
     lines = [sum(1 for _ in file) for file in (read_file(source, column), read_file(target))]
     if lines[0] != lines[1]:
-        raise ValueError(f"{source} has {lines[0]} lines and {target} {lines[1]}: expected as many")
+        raise ValueError(
+            f"{source} has {lines[0]} lines and {target} {lines[1]}: expected the same number"
+        )

@@ -84,7 +84,7 @@ def train_tokenizer(
     Ids 0 to 3 are `<pad> <s> </s> <unk>`. Except for words, the next 256 are the bytes `<0x00>` to
     `<0xFF>`, which spell characters that are not in the vocabulary, so that nothing maps to
     `<unk>`. `</s>` ends every encoded sequence. The names of special tokens have no special meaning
-    in a text: `decode(encode(text), skip_special_tokens=True)` returns the normalised text. Words
+    in a text: `decode(encode(text), skip_special_tokens=True)` returns the normalized text. Words
     are the exception: they return with single spaces, and unknown ones as `<unk>`.
 
     Args:

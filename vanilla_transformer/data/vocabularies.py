@@ -269,7 +269,7 @@ def sentencepiece(
 def _sentencepiece_rules(
     model: SentencePieceModel, symbols: Mapping[str, str]
 ) -> list[normalizers.Normalizer]:
-    """The model's own normalisation of a text. `symbols` are those of `_with_stand_ins`."""
+    """The model's own normalization of a text. `symbols` are those of `_with_stand_ins`."""
     rules: list[normalizers.Normalizer] = [
         normalizers.Replace(symbol, stand_in) for symbol, stand_in in symbols.items()
     ]

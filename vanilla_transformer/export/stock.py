@@ -25,7 +25,7 @@ from ..model.modeling_vanilla_transformer import (
 from .source import number_of_positions, padded_heads
 
 logger = logging.getLogger(__name__)
-EPSILON = 1e-5  # of every layer normalisation of these classes
+EPSILON = 1e-5  # of every layer normalization of these classes
 MAX_LENGTH = 512  # a limit in place of one that grows with the source
 PROBE = (4, 16)  # sources and tokens that measure a difference
 

@@ -51,7 +51,7 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
 
 def _use_their_epsilon(weights: dict[str, Tensor], epsilon: float) -> None:
     """Scale everything that is added to the residual stream, so that their epsilon has the same
-    ratio to the variance as ours. In pre-norm models, only layer normalisations read the stream."""
+    ratio to the variance as ours. In pre-norm models, only layer normalizations read the stream."""
     factor = math.sqrt(EPSILON / epsilon)
     fold_embedding_scale(weights, factor)
     for name in weights:

@@ -110,7 +110,9 @@ class RayArguments(RayWorkerArguments):
         ValueError: A number is out of range, or an option needs `ray`.
     """
 
-    num_replicas: int = field(default=1, metadata={"help": "Fewest replicas of each model."})
+    num_replicas: int = field(
+        default=1, metadata={"help": "Minimum number of replicas of each model."}
+    )
     max_replicas: int | None = field(
         default=None,
         metadata={

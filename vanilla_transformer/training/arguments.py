@@ -206,6 +206,13 @@ class TranslationTrainingArguments(
 
     _VALID_DICT_FIELDS = [*Seq2SeqTrainingArguments._VALID_DICT_FIELDS, "generation_kwargs"]
 
+    output_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for the model, its tokenizer, card and checkpoints. Default: "
+            "trainer_output."
+        },
+    )
     learning_rate: float | None = field(
         default=None,
         metadata={
@@ -264,7 +271,7 @@ class TranslationTrainingArguments(
     bleu_tokenize: str | None = field(
         default=None,
         metadata={
-            "help": "sacreBLEU's tokenizer, such as zh, ja-mecab, or none for tokenised text. "
+            "help": "sacreBLEU's tokenizer, such as zh, ja-mecab, or none for tokenized text. "
             "Default: 13a."
         },
     )
@@ -339,13 +346,15 @@ class TranslationTrainingArguments(
         if self.oversized != "alone" and self.max_tokens is None and not by_default:
             raise ValueError(f"oversized={self.oversized!r}: expected max_tokens with it")
         if self.r_drop_alpha < 0:
-            raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected a number from 0")
+            raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected 0 or more")
         if self.r_drop_start < 0:
-            raise ValueError(f"r_drop_start={self.r_drop_start}: expected a number from 0")
+            raise ValueError(f"r_drop_start={self.r_drop_start}: expected 0 or more")
         if self.r_drop_start and not self.r_drop_alpha:
             raise ValueError(f"r_drop_start={self.r_drop_start}: expected r_drop_alpha with it")
         if self.batch_eval_metrics:
-            raise ValueError("batch_eval_metrics=True: expected false, as scores are of all pairs")
+            raise ValueError(
+                "batch_eval_metrics=True: expected false, as scores are computed over all pairs"
+            )
         if not isinstance(self.generation_kwargs or {}, dict):
             raise ValueError(
                 f"generation_kwargs={self.generation_kwargs!r}: expected a JSON object"
@@ -384,7 +393,7 @@ class TranslationTrainingArguments(
         if not self.predict_with_generate:
             raise ValueError(
                 f"metric_for_best_model={self.metric_for_best_model}: expected "
-                "predict_with_generate, for it to score"
+                "predict_with_generate=true, which computes it"
             )
         self.metrics = list(dict.fromkeys([*self.metrics, best]))
         if self.greater_is_better is None:  # type: ignore[has-type]
@@ -437,8 +446,8 @@ class TranslationTrainingArguments(
             )
         if limit is not None and limit < wanted:
             raise ValueError(
-                f"average_checkpoints={wanted}: save_total_limit={limit} keeps fewer, expected at "
-                f"least {wanted}"
+                f"average_checkpoints={wanted} and save_total_limit={limit}: expected "
+                f"save_total_limit of at least {wanted}"
             )
         if saves_shards():
             raise ValueError(
@@ -457,7 +466,7 @@ class TranslationTrainingArguments(
                 known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
                 raise ValueError(f"report_to={name!r}: expected none, all or some of {known}")
             if name not in found:
-                raise ValueError(f"report_to={name!r}: expected its package to be installed")
+                raise ValueError(f"report_to={name!r}: its package is not installed")
 
     def _check_early_stopping(self) -> None:
         patience = self.early_stopping_patience

@@ -121,9 +121,11 @@ def advise_on_precision(arguments: Any) -> None:
     if arguments.fp16:
         logger.warning("fp16=True has no effect on a CPU: training is in float32")
     if arguments.bf16 and not has_bfloat16_products():
-        logger.warning("bf16=True: this CPU has no bfloat16 products, so training takes far longer")
+        logger.warning(
+            "bf16=True: this CPU has no bfloat16 instructions, so training is many times slower"
+        )
     elif not arguments.bf16 and has_bfloat16_products():
-        logger.info("This CPU has bfloat16 products: --bf16 trains faster")
+        logger.info("This CPU has bfloat16 instructions: --bf16 trains faster")
 
 
 def extend_output_limit(model: PreTrainedModel, size: TextSize | None) -> None:

@@ -108,7 +108,7 @@ class LossGapCallback(TrainerCallback):
             cause = "the model overfits, or the evaluation data is different"
             if args.train_sampling_strategy != "random":
                 cause += (
-                    ", or the log deceives, as train_sampling_strategy="
+                    ", or the logged loss is misleading, because train_sampling_strategy="
                     f"{args.train_sampling_strategy} makes batches that aren't random "
                     "(--max_tokens shuffles batches of similar length)"
                 )

@@ -87,7 +87,7 @@ def prepare(
     expect_end_of_targets(tokenizer)
     expect_whole(wanted.user_tokens, tokenizer)
     warn_of_another_vocabulary(model_args, tokenizer)
-    with training_args.main_process_first(desc="tokenising"):
+    with training_args.main_process_first(desc="tokenizing"):
         splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
     log_coverage(splits["train"], tokenizer)
     warn_of_changed_references(pairs, tokenizer)

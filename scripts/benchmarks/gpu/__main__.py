@@ -8,7 +8,7 @@ python -m scripts.benchmarks.gpu --output_dir outputs/dry --dry_run
 There are four parts. tests runs `pytest -m gpu`. training measures tokens per second, MFU and
 memory at base and big, and the loss alone. decoding measures greedy and beam search. recipes trains
 the paper's base model for some time, and to their scores Multi30k, if `--data` holds it (train.en,
-train.de, test_2016_flickr.en and test_2016_flickr.de, lower-cased and tokenised), and the first
+train.de, test_2016_flickr.en and test_2016_flickr.de, lower-cased and tokenized), and the first
 language of SIGMORPHON 2020, if `--g2p_data` holds it (LANG_train.tsv and LANG_test.tsv).
 
 Together they take 25 minutes at most. What can't be measured is a row with its reason: an error, a

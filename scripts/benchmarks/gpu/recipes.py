@@ -78,7 +78,7 @@ COLUMNS = {
 }
 NOTES = """\
 tokens_per_second counts source and target tokens without padding; `vanilla-transformer plan` takes
-the speeds from speeds.json. Multi30k: BLEU (tokenised, lower-cased, as the text is) of the mean of
+the speeds from speeds.json. Multi30k: BLEU (tokenized, lower-cased, as the text is) of the mean of
 the last 10 epochs on test 2016 with 5 beams. Words to phones: word error rate, %, on the test words
 with 5 beams. minutes are those of training. Time may end training before the wanted updates."""
 
