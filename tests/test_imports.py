@@ -89,18 +89,23 @@ def brought_by(requirements):
     return found
 
 
-@pytest.mark.parametrize("extra", ["train", *EXTRAS.values()])
+RUN_MODELS = {"translate", "back-translate", "score", "convert", "info", "recipes"}
+
+
+@pytest.mark.parametrize("extra", [None, "train", *EXTRAS.values()])
 def test_commands_import_only_what_their_extra_brings(extra):
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    brought = brought_by([*project["dependencies"], *optional[extra]]) | {project["name"]}
+    wanted = [*project["dependencies"], *(optional[extra] if extra else ())]
+    brought = brought_by(wanted) | {project["name"]}
     missing = [
         module
         for module, owners in metadata.packages_distributions().items()
         if brought.isdisjoint(map(canonicalize_name, owners))
     ]
     assert "pytest" in missing
-    commands = [one.replace("-", "_") for one in COMMANDS if EXTRAS.get(one, "train") == extra]
+    needs = dict.fromkeys(COMMANDS, "train") | dict.fromkeys(RUN_MODELS) | EXTRAS
+    commands = [one.replace("-", "_") for one, needed in needs.items() if needed == extra]
     code = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))\n"
     code += "\n".join(f"import vanilla_transformer.cli.{command}" for command in commands)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

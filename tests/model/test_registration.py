@@ -1,6 +1,6 @@
 """One saved folder loads through every Auto class and the pipeline, with the package and without.
 
-Each test runs in a fresh process: what is registered there is what its own imports register.
+Models are loaded in fresh processes: what is registered there is what their imports register.
 """
 
 import json
@@ -21,50 +21,51 @@ LOAD_EVERYTHING = """
         AutoModelForTextEncoding, AutoTokenizer, pipeline,
     )
 
-    folder, resaved = sys.argv[1], sys.argv[2]
-    trust = {"trust_remote_code": True} if sys.argv[3] else {}
-    config = AutoConfig.from_pretrained(folder, **trust)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
-    ids = torch.tensor([[5, 6, 7, 8]])
-    model = AutoModelForSeq2SeqLM.from_pretrained(folder, **trust)
-    results = {
-        "config": type(config).__name__,
-        "text": tokenizer.decode(tokenizer("ein Haus")["input_ids"], skip_special_tokens=True),
-        "logits": model(input_ids=ids, decoder_input_ids=ids).logits.sum().item(),
-        "generated": model.generate(ids, max_new_tokens=5).tolist(),
-    }
-    for auto in (AutoModel, AutoModelForTextEncoding, AutoModelForCausalLM):
-        loaded = auto.from_pretrained(folder, **trust)
-        inputs = {"decoder_input_ids": ids} if auto is AutoModel else {}
-        results[auto.__name__] = [type(loaded).__name__, loaded(ids, **inputs)[0].sum().item()]
-    translate = pipeline("translation", model=folder, **trust)
-    results["pipeline"] = translate(["a house", ""], max_new_tokens=5)
-    text2text = pipeline("text2text-generation", model=folder, **trust)
-    results["text2text"] = text2text("a house", max_new_tokens=5)
-    pair = pipeline("translation_en_to_de", model=folder, **trust)
-    results["pair"] = pair("a house", max_new_tokens=5)
-    model.save_pretrained(f"{resaved}/model")
-    tokenizer.save_pretrained(f"{resaved}/model")
-    translate.save_pretrained(f"{resaved}/pipeline")
-    results["module"] = type(model).__module__
-    print(json.dumps(results))
+    root, trust = sys.argv[1], {"trust_remote_code": True} if sys.argv[-1] else {}
+
+    def load(folder, resaved):
+        config = AutoConfig.from_pretrained(folder, **trust)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
+        ids = torch.tensor([[5, 6, 7, 8]])
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder, **trust)
+        results = {
+            "config": type(config).__name__,
+            "text": tokenizer.decode(tokenizer("ein Haus")["input_ids"], skip_special_tokens=True),
+            "logits": model(input_ids=ids, decoder_input_ids=ids).logits.sum().item(),
+            "generated": model.generate(ids, max_new_tokens=5).tolist(),
+        }
+        for auto in (AutoModel, AutoModelForTextEncoding, AutoModelForCausalLM):
+            loaded = auto.from_pretrained(folder, **trust)
+            inputs = {"decoder_input_ids": ids} if auto is AutoModel else {}
+            results[auto.__name__] = [type(loaded).__name__, loaded(ids, **inputs)[0].sum().item()]
+        translate = pipeline("translation", model=folder, **trust)
+        results["pipeline"] = translate(["a house", ""], max_new_tokens=5)
+        text2text = pipeline("text2text-generation", model=folder, **trust)
+        results["text2text"] = text2text("a house", max_new_tokens=5)
+        pair = pipeline("translation_en_to_de", model=folder, **trust)
+        results["pair"] = pair("a house", max_new_tokens=5)
+        model.save_pretrained(f"{resaved}/model")
+        tokenizer.save_pretrained(f"{resaved}/model")
+        translate.save_pretrained(f"{resaved}/pipeline")
+        results["module"] = type(model).__module__
+        return results
+
+    folders = sys.argv[2:-1]
+    print(json.dumps([load(folder, f"{root}/{i}") for i, folder in enumerate(folders)]))
 """
 
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint, tmp_path_factory):
-    """What the processes saw: with the package, without it, and without it from each new folder."""
+    """What a process with the package saw, and one without, which loads the new folders too."""
     root = tmp_path_factory.mktemp("processes")
-    runs = {}
-    for name, folder, package in [
-        ("with", checkpoint, True),
-        ("without", checkpoint, False),
-        ("saved again", root / "without" / "model", False),
-        ("saved by the pipeline", root / "with" / "pipeline", False),
-    ]:
+    runs, again, piped = {}, root / "without/0/model", root / "with/0/pipeline"
+    for name, folders in [("with", [checkpoint]), ("without", [checkpoint, again, piped])]:
         cache = root / name / "modules"
         cache.mkdir(parents=True)
-        runs[name] = in_new_process(LOAD_EVERYTHING, package, cache, folder, root / name)
+        results = in_new_process(LOAD_EVERYTHING, name == "with", cache, root / name, *folders)
+        names = (name, "saved again", "saved by the pipeline")
+        runs |= dict(zip(names, results, strict=False))
     return runs
 
 

@@ -41,9 +41,9 @@ def join(store, rank):
 def on_two_processes(tmp_path_factory):
     """Calls a function in both processes, and raises what either raised."""
     store = tmp_path_factory.mktemp("processes") / "store"
-    spawn = multiprocessing.get_context("spawn")
+    fork = multiprocessing.get_context("fork")  # what takes long to import is there
     pools = [
-        ProcessPoolExecutor(1, mp_context=spawn, initializer=join, initargs=(store, rank))
+        ProcessPoolExecutor(1, mp_context=fork, initializer=join, initargs=(store, rank))
         for rank in range(2)
     ]
 
