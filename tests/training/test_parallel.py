@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.model.hooks import is_watched
 
 VARIANTS = [
     {},
@@ -138,6 +139,7 @@ def check_fully_shard(folder):
             fully_shard(layer)
     fully_shard(shared)
     assert all(isinstance(parameter, DTensor) for parameter in shared.parameters())
+    assert not is_watched(shared)
     assert_trains_as(alone, shared, own_rows())
 
     gathered = get_model_state_dict(shared, options=StateDictOptions(full_state_dict=True))
@@ -167,6 +169,7 @@ def check_training(folder, sharing):
     rows = own_rows() if sharing == "fsdp_size" else slice(None)
     alone, shared = load(folder), load(folder, sharing)
     assert any(isinstance(parameter, DTensor) for parameter in shared.parameters())
+    assert not is_watched(shared)
     assert_trains_as(alone, shared, rows)
     assert_predicts_as(alone.eval(), shared.eval())
 

@@ -8,7 +8,6 @@ INDIFFERENT = (
     "accelerate.",
     "deepspeed.",
     "transformers.modeling_utils",
-    "transformers.integrations.tensor_parallel",
     "transformers.utils.output_capturing",
 )
 
