@@ -462,10 +462,14 @@ def test_the_loss_of_a_causal_model_is_the_mean_of_what_it_predicts(tmp_path, to
     assert trainer.evaluate()["eval_loss"] == pytest.approx(total / labels, rel=1e-5)
 
 
-@pytest.mark.parametrize("budget", [40, 150])
-def test_the_loss_of_an_evaluation_is_the_mean_of_all_labels(make_trainer, data, budget):
+@pytest.mark.parametrize(
+    "options",
+    [{"eval_max_tokens": 40}, {"eval_max_tokens": 150}, {"per_device_eval_batch_size": 7}],
+    ids=str,
+)
+def test_the_loss_of_an_evaluation_is_the_mean_of_all_labels(make_trainer, data, options):
     """Not of the batches, which have different sizes."""
-    trainer = make_trainer(data, eval_max_tokens=budget)
+    trainer = make_trainer(data, **options)
     model = trainer.model.eval()
     total = labels = 0
     for row in data:
@@ -546,11 +550,13 @@ trainer.train()
 output = trainer.predict(data)
 for row, labels in zip(output.label_ids, data["labels"], strict=True):
     assert [id for id in row if id != -100] == labels
+tested = [output.metrics["test_loss"]]
+trainer.args.eval_max_tokens, trainer.args.per_device_eval_batch_size = None, 1
+tested.append(trainer.evaluate(data)["eval_loss"])
 if trainer.is_world_process_zero():
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tensors = {name: weight.detach() for name, weight in model.named_parameters()}
-    tested = torch.tensor(output.metrics["test_loss"])
-    scores = {"losses": torch.tensor(losses), "tested": tested}
+    scores = {"losses": torch.tensor(losses), "tested": torch.tensor(tested)}
     save_file({**scores, **tensors}, folder + "/trained.safetensors")
 torch.save(trainer.seen, f"{folder}/seen-{trainer.args.process_index}.pt")
 end_training(trainer)

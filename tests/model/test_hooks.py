@@ -15,7 +15,7 @@ EXACT = {"atol": 2e-5, "rtol": 1e-4}
 @pytest.fixture
 def model():
     """Of weights so large that its targets differ."""
-    model = seq2seq(dropout=0.0, tie_word_embeddings=False).eval()
+    model = seq2seq(dropout=0.3, tie_word_embeddings=False).eval()
     for weights in model.parameters():
         if weights.ndim == 2:
             torch.nn.init.normal_(weights, std=0.3)
@@ -112,8 +112,22 @@ def test_a_compiled_model_searches_as_before(model):
     assert model.generate(ids, **options).tolist() == expected.tolist()
 
 
-def test_functional_gradients_are_those_of_autograd(model):
-    model.train()
+@pytest.mark.parametrize("training", [True, False])
+def test_torchs_default_device_may_be_another(model, training):
+    model.train(training)
+    (ids, mask), labels, results = ragged(*LENGTHS), random_ids(4, 5), []
+    for default in ("cpu", "meta"):
+        torch.manual_seed(0)
+        with torch.device(default):
+            if training:
+                results.append(model(input_ids=ids, attention_mask=mask, labels=labels).loss)
+            else:
+                results.append(model.generate(ids, attention_mask=mask, max_new_tokens=6))
+    assert torch.equal(*results)
+
+
+def test_functional_gradients_are_those_of_autograd():
+    model = seq2seq(dropout=0.0).train()
     batch = {"input_ids": random_ids(3, 6), "labels": random_ids(3, 5)}
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     found = grad(lambda each: functional_call(model, each, (), batch).loss)(weights)

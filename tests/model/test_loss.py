@@ -174,6 +174,15 @@ def test_the_projected_loss_in_half_precision_is_near(dtype):
         assert (narrow - gradient).norm() < 2e-2 * gradient.norm()
 
 
+def test_autocast_leaves_float64_alone():
+    torch.manual_seed(0)
+    states, projection = torch.randn(4, 9, 32).double(), nn.Linear(32, 300, bias=False).double()
+    labels = torch.randint(300, (4, 9))
+    expected = projected_cross_entropy(states, projection, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(projected_cross_entropy(states, projection, labels), expected)
+
+
 def test_a_label_outside_the_vocabulary_is_named():
     for label in (50, -1):
         labels = torch.tensor([[3, -100, label]])

@@ -128,6 +128,12 @@ def test_losses_that_disagree_are_named(trainer, caplog, training_loss, evaluati
     assert len(caplog.messages) == warns  # it warns once
 
 
+@pytest.mark.parametrize(("start", "warns"), [(0, True), (9, True), (10, False)])
+def test_r_drop_has_the_loss_of_two_passes(trainer, start, warns):
+    trainer.args.r_drop_alpha, trainer.args.r_drop_start = 5.0, start
+    assert evaluated(trainer.args, 6.0, 5.0).warned == warns
+
+
 def test_batches_sorted_by_length_are_named_as_a_cause(trainer, caplog):
     trainer.args.train_sampling_strategy = "group_by_length"
     evaluated(trainer.args, 0.044, 0.192)

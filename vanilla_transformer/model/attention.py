@@ -29,6 +29,7 @@ from transformers.masking_utils import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from .hooks import is_watched
+from .loss import product_dtype
 from .pretrained import count_positions
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -261,14 +262,6 @@ def is_flex(attn_implementation: str) -> bool:
 def cast_once(states: torch.Tensor) -> torch.Tensor:
     """The states in autocast's type, which would otherwise be cast in each of several products."""
     return states.to(product_dtype(states)) if states.dtype == torch.float32 else states
-
-
-def product_dtype(states: torch.Tensor) -> torch.dtype:
-    """The type in which a matrix multiplies states: autocast's, if enabled and not for float64."""
-    kind = states.device.type
-    if states.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return states.dtype
-    return torch.get_autocast_dtype(kind)
 
 
 # ---------------------------------------------------------------- Beams that share a source

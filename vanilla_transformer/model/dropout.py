@@ -17,8 +17,8 @@ def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
         return states
     if states.device.type != "cpu" or is_transformed() or dropped == 2**16:
         return F.dropout(states, p)
-    bits = torch.empty(-(-states.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    bits = bits.view(torch.int16)[: states.numel()].view(states.shape)
+    longs = torch.empty(-(-states.numel() // 4), dtype=torch.int64, device="cpu")
+    bits = longs.random_(-(2**63), None).view(torch.int16)[: states.numel()].view(states.shape)
     kept = (bits >= dropped - 2**15).view(torch.uint8)
     return MaskedScale.apply(states, kept, 2**16 / (2**16 - dropped))
 

@@ -59,11 +59,10 @@ def fused_linear_cross_entropy(
         with_label, flat = (with_label[:, None] + of_pass).flatten(), flat.repeat(passes)
     if len(with_label) < len(flat) or passes > 1:
         rows, flat = rows.index_select(0, with_label), flat[with_label]
-    kind = states.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else matrix.dtype
+    dtype = product_dtype(matrix)
     # No gradient is needed without autograd, or where weights are frozen.
     wanted = [torch.is_grad_enabled() and one.requires_grad for one in (rows, matrix)]
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(states.device.type, enabled=False):
         return FusedLinearCrossEntropy.apply(
             rows, matrix, flat, label_smoothing, dtype, items, *wanted, passes, regularizer
         )
@@ -239,6 +238,14 @@ def is_plain_matrix(projection: nn.Module) -> bool:
         and type(projection.weight) is nn.Parameter
     )
     return plain and not hooks and "forward" not in vars(projection)
+
+
+def product_dtype(factor: torch.Tensor) -> torch.dtype:
+    """The type of a product with a matrix: autocast's, if enabled and not for float64."""
+    kind = factor.device.type
+    if factor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return factor.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -46,9 +46,9 @@ class RunningRows:
 
     def __init__(self, rows: int, rows_per_source: int):
         self.number, self.rows_per_source = rows, rows_per_source
-        self._has_ended = torch.zeros(rows // rows_per_source, dtype=torch.bool)
-        self._sources = torch.arange(rows // rows_per_source)  # that are computed
-        self._rows = torch.arange(rows)
+        self._sources = _count(rows // rows_per_source)  # that are computed
+        self._has_ended = self._sources < 0
+        self._rows = _count(rows)
 
     def of(self, model: Any) -> Any:
         """A copy of the model that computes these rows alone. Its logits of the others are 0."""
@@ -111,7 +111,7 @@ class RunningRows:
 
     def _rows_of(self, sources: torch.Tensor) -> torch.Tensor:
         first = sources * self.rows_per_source
-        return (first[:, None] + torch.arange(self.rows_per_source)).flatten()
+        return (first[:, None] + _count(self.rows_per_source)).flatten()
 
     def expand(self, states: torch.Tensor) -> torch.Tensor:
         """(computed rows, ...) to (rows, ...), 0 for rows that have ended."""
@@ -126,12 +126,17 @@ class RunningRows:
         return cache
 
 
+def _count(number: int) -> torch.Tensor:
+    """0, 1, ..., number - 1, whatever torch's default device is."""
+    return torch.arange(number, device="cpu")
+
+
 class WatchedCriteria(StoppingCriteriaList):
     """Stopping criteria that tell `rows` which rows have ended."""
 
     def __init__(self, criteria: StoppingCriteriaList, rows: RunningRows):
         super().__init__(criteria)
-        self._rows, self._have_ended = rows, torch.zeros(rows.number, dtype=torch.bool)
+        self._rows, self._have_ended = rows, _count(rows.number) < 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.BoolTensor:
         """Whether each of (rows, length) targets ends, (rows,)."""

@@ -99,11 +99,13 @@ class LossGapCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Compare both losses."""
-        logged = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        logged = [entry for entry in state.log_history if "loss" in entry]
         evaluated = (metrics or {}).get("eval_loss")
         if self.warned or not logged or evaluated is None or not state.is_world_process_zero:
             return
-        if evaluated > max(self.FACTOR * logged[-1], logged[-1] + self.LEAST):
+        has_two_passes = getattr(args, "r_drop_alpha", 0) and logged[-1]["step"] > args.r_drop_start
+        trained = logged[-1]["loss"] / (2 if has_two_passes else 1)
+        if evaluated > max(self.FACTOR * trained, trained + self.LEAST):
             self.warned = True
             cause = "the model overfits, or the evaluation data is different"
             if args.train_sampling_strategy != "random":
@@ -114,5 +116,5 @@ class LossGapCallback(TrainerCallback):
                 )
             logger.warning(
                 "At step %d the evaluation loss is %.3f, but the training loss in the log is %.3f: "
-                "%s", state.global_step, evaluated, logged[-1], cause,
+                "%s", state.global_step, evaluated, trained, cause,
             )  # fmt: skip

@@ -149,38 +149,37 @@ class TokenBudgetTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """As `Trainer.evaluation_loop`. On several processes, metrics don't count the copies of
-        pairs that fill the last batch, as those of `Seq2SeqTrainer` (5.17 to 5.24) do. With
-        `eval_max_tokens`, predictions are in the order of the data set, and the loss is the mean of
-        all labels: transformers' mean of the batches would depend on their sizes."""
+        pairs that fill the last batch, as those of `Seq2SeqTrainer` (5.17 to 5.24) do. The loss is
+        the mean of all labels: transformers' mean of the batches depends on their sizes. With
+        `eval_max_tokens`, predictions are in the order of the data set."""
         args = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.gather_function == self.accelerator.gather:  # type: ignore[has-type]
             self.gather_function = self.accelerator.gather_for_metrics
         average = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False  # each process divides by its own labels
+        self._loss_and_labels = torch.zeros(2, device=self.args.device)
         try:
-            if isinstance(dataloader.batch_sampler, TokenBudgetSampler):
-                return self._evaluate_by_tokens(*args)
-            return super().evaluation_loop(*args)
+            in_order = isinstance(dataloader.batch_sampler, TokenBudgetSampler)
+            output = (self._evaluate_in_order if in_order else super().evaluation_loop)(*args)
+            loss, labels = self.accelerator.reduce(self._loss_and_labels).tolist()
         finally:
             self.args.average_tokens_across_devices = average
+            self._loss_and_labels = None
+        if labels:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss / labels
+        return output
 
-    def _evaluate_by_tokens(self, *args: Any) -> EvalLoopOutput:
-        dataloader, *_, prefix = args
-        sampler = dataloader.batch_sampler
+    def _evaluate_in_order(self, *args: Any) -> EvalLoopOutput:
+        sampler = args[0].batch_sampler
         places = np.argsort(sampler.order[: len(sampler.lengths[0])])
         compute: Any = self.compute_metrics  # type: ignore[has-type]
         before, self.gather_function = self.gather_function, self._gather_without_copies
         if compute is not None and not self.args.batch_eval_metrics:
             self.compute_metrics = partial(_compute_in_order, compute, places)
-        self._loss_and_labels = torch.zeros(2, device=self.args.device)
         try:
             output = super().evaluation_loop(*args)
-            loss, labels = self.accelerator.reduce(self._loss_and_labels).tolist()
         finally:
             self.gather_function, self.compute_metrics = before, compute
-            self._loss_and_labels = None
-        if labels:
-            output.metrics[f"{prefix}_loss"] = loss / labels
         return output._replace(
             predictions=_reorder(output.predictions, places),
             label_ids=_reorder(output.label_ids, places),
@@ -191,26 +190,30 @@ class TokenBudgetTrainer(Trainer):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """As the trainer's, noting the loss and the number of labels."""
         loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
-        is_noted = self._loss_and_labels is not None and loss is not None and "labels" in inputs
-        if is_noted and not self._is_copy():
+        if self._loss_and_labels is not None and loss is not None and "labels" in inputs:
             # Causal models shift their labels, and the first is not predicted.
             first = int(getattr(self, "_loss_shifts_labels", False))
-            labels = (inputs["labels"][..., first:] != -100).sum().to(loss.device)
-            self._loss_and_labels += torch.stack([loss * labels, labels])
+            labels = inputs["labels"][: self._own_rows(len(inputs["labels"])), first:]
+            number = (labels != -100).sum().to(loss.device)
+            self._loss_and_labels += torch.stack([loss * number, number])
         return loss, *rest
 
-    def _is_copy(self) -> bool:
-        """Whether this process works on a row that only fills the last batch."""
+    def _own_rows(self, rows: int) -> int:
+        """How many of this process's rows, first ones, are no copies that fill the last batch."""
         rest = self._rows_of_last_batch()
-        return rest is not None and self.args.process_index // self._processes_per_batch() >= rest
+        before = rows * (self.args.process_index // self._processes_per_batch())
+        return rows if rest is None else min(max(rest - before, 0), rows)
 
     def _rows_of_last_batch(self) -> int | None:
-        """How many rows of the batch that is being evaluated are no copies; None for all."""
+        """How many rows of all processes' batches that are being evaluated are no copies; None for
+        all."""
         state = self.accelerator.gradient_state
         if not state.end_of_dataloader:
             return None
         sampler = state.active_dataloader.batch_sampler
-        return len(sampler.lengths[0]) % sampler.num_replicas or None
+        if isinstance(sampler, TokenBudgetSampler):
+            return len(sampler.lengths[0]) % sampler.num_replicas or None
+        return state.remainder if state.remainder > 0 else None
 
     def _processes_per_batch(self) -> int:
         """The number of processes that work on the same batch, each with a part of the model."""
