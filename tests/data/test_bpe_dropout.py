@@ -7,6 +7,7 @@ from copy import deepcopy
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from conftest import as_typed, small_config
@@ -31,6 +32,7 @@ from vanilla_transformer.data.parallel_text import DataArguments, tokenize_datas
 from vanilla_transformer.data.token_batches import count_tokens
 from vanilla_transformer.data.tokenizer_options import TokenizerArguments
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
+from vanilla_transformer.training.preparation import target_tokens_of_epoch
 from vanilla_transformer.training.trainer import make_trainer
 
 TEXTS = ["a house by the lake", "ein Haus am See", "the lake is deep", "der See ist tief"]
@@ -319,6 +321,20 @@ def test_its_lengths_are_those_without_dropout_times_their_mean_growth(encoded):
         assert growth == pytest.approx(longer)
         assert growth > 1.05 or side == "labels"  # which are cut at 6
         assert counted.tolist() == [math.ceil(length * growth) for length in plain]
+
+
+@pytest.mark.parametrize("oversized", ["alone", "drop"])
+def test_an_epoch_has_as_many_target_tokens_as_dropout_makes(tokenizer, pairs, encoded, oversized):
+    lengths = np.maximum(*count_tokens(encoded))
+    budget = {"max_tokens": int(lengths.max()) - 1, "oversized": oversized}
+    arguments = TranslationTrainingArguments("out", **budget, use_cpu=True)
+    kept = (lengths <= arguments.max_tokens) | (oversized == "alone")
+    assert kept.all() == (oversized == "alone")
+    seen = 0
+    for epoch in range(20):
+        encoded.set_epoch(epoch)
+        seen += sum(len(encoded[int(row)]["labels"]) for row in kept.nonzero()[0]) / 20
+    assert target_tokens_of_epoch(encoded, arguments) == pytest.approx(seen, rel=0.05)
 
 
 def test_a_stream_gives_the_same_tokens(pairs, encoded):

@@ -100,16 +100,23 @@ def prepare(
     choose_open_options(training_args, getattr(model.config, "d_model", None), size)
     advise_on_precision(training_args)
     extend_output_limit(model, size)
-    target_tokens = None if size is None else size.target_tokens
-    if size is not None and training_args.oversized == "drop" and training_args.max_tokens:
-        source, target = count_tokens(splits["train"])
-        target_tokens = int(target[np.maximum(source, target) <= training_args.max_tokens].sum())
     if data_args.bpe_dropout:
         encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
         limits = (data_args.max_source_length, data_args.max_target_length)
         splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
+    target_tokens = None if size is None else target_tokens_of_epoch(splits["train"], training_args)
     logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
     return Preparation(tokenizer, model, pairs, splits, size, target_tokens)
+
+
+def target_tokens_of_epoch(train: Any, training_args: TranslationTrainingArguments) -> int:
+    """What an epoch trains on: `oversized="drop"` leaves pairs out, and BPE-dropout, on average,
+    makes targets longer."""
+    _, target = count_tokens(getattr(train, "tokenized", train))
+    if training_args.oversized == "drop" and training_args.max_tokens:
+        target = target[np.maximum(*count_tokens(train)) <= training_args.max_tokens]
+    _, growth = getattr(train, "growth", (1.0, 1.0))
+    return round(growth * int(target.sum()))
 
 
 def set_label_smoothing(
