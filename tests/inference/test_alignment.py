@@ -1,5 +1,7 @@
 """Log-probabilities of tokens, alignments from attention, and unknown words."""
 
+import copy
+
 import pytest
 import torch
 from conftest import small_config
@@ -13,7 +15,7 @@ from transformers import (
 )
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.data.vocabularies import Specials, with_moses
+from vanilla_transformer.data.vocabularies import Specials, pair, with_moses
 from vanilla_transformer.data.vocabularies import words as words_tokenizer
 from vanilla_transformer.inference import alignment
 from vanilla_transformer.inference.alignment import (
@@ -166,6 +168,27 @@ def test_an_unknown_token_that_decoding_prints_is_a_word(attentive):
     }  # fmt: skip
     assert (found[True].text, found[False].text) == ("Köln y", "<unk> y")
     assert found[True].alignment == found[False].alignment == ((0, 1), (1, 0))
+
+
+def test_the_language_of_a_target_is_no_piece(words, attentive):
+    """As in mBART-50 and NLLB."""
+    tokenizer = copy.deepcopy(words)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["z"]})
+    model = attentive(CROSSED, CROSSED, CROSSED)
+    hypotheses = [Hypothesis("x", token_ids=(9, 7, 2))]
+    for unit in alignment.UNITS:
+        ((found,),) = add_alignments(["a b c"], [hypotheses], model, tokenizer, unit=unit)
+        assert found.alignment == ((0, 0),)
+
+
+def test_the_special_ids_of_a_source_vocabulary_are_words_in_the_targets(attentive):
+    sides = ["<pad> <unk> a b <s> </s>", "<pad> <s> </s> <unk> x y"]
+    tokenizer = pair(*(words_tokenizer(dict(zip(side.split(), range(6), strict=True)), Specials())
+                       for side in sides))  # fmt: skip
+    model = attentive(CROSSED, CROSSED, CROSSED)
+    hypotheses = [target(tokenizer, "x y")]
+    ((found,),) = add_alignments(["a b a"], [hypotheses], model, tokenizer, unit="pieces")
+    assert found.alignment == ((0, 1), (1, 0))
 
 
 def test_pieces_and_the_words_they_are_in(model, tokenizer):

@@ -28,6 +28,8 @@ from transformers import (
     M2M100ForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
+    MarianTokenizer,
+    MBartTokenizer,
     PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -55,6 +57,7 @@ from vanilla_transformer.training.arguments import (
 from vanilla_transformer.training.callbacks import CurvesCallback
 from vanilla_transformer.training.checkpoints import checkpoints_by_step
 from vanilla_transformer.training.defaults import TextSize
+from vanilla_transformer.training.languages import set_languages, start_in_target_language
 from vanilla_transformer.training.model_card import write_model_card
 from vanilla_transformer.training.preparation import (
     expect_end_of_targets,
@@ -1327,12 +1330,89 @@ def test_a_tokenizer_that_nothing_can_be_learnt_with_is_refused(
         make_tokenizer(named, None, None)
 
 
-def test_a_tokenizer_that_does_not_end_its_targets_is_refused(tmp_path):
-    folder = byte_level(tmp_path, "$A", pad_token="<pad>", eos_token="</s>")
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("$A", "does not add its eos_token '</s>' to the end of a text"),
+        ("</s> $A", "does not add its eos_token '</s>' to the end of a text"),
+        ("</s> <pad> $A </s>", "begins a target with its eos_token '</s>'"),
+    ],
+    ids=["GPT-2's", "OPT's", "SeamlessM4T's"],
+)
+def test_a_tokenizer_that_does_not_end_its_targets_and_only_that_is_refused(
+    tmp_path, template, message
+):
+    folder = byte_level(tmp_path, template, pad_token="<pad>", eos_token="</s>")
     tokenizer = make_tokenizer(ModelArguments(tokenizer_name=folder), None, None)
-    message = f"{folder}: the tokenizer does not add its eos_token '</s>'"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(f"{folder}: the tokenizer {message}")):
         expect_end_of_targets(tokenizer)
+
+
+def test_a_language_may_follow_the_end_of_a_target(tmp_path):
+    """As in mBART."""
+    folder = byte_level(tmp_path, "$A </s> <pad>", pad_token="<pad>", eos_token="</s>")
+    expect_end_of_targets(make_tokenizer(ModelArguments(tokenizer_name=folder), None, None))
+
+
+def letters(vocab, template, **marks):
+    """A tokenizer of letters with these ids, whose template may have marks with others."""
+    backend = Tokenizer(models.BPE(vocab, merges=[]))
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[*vocab.items(), *marks.items()]
+    )
+    tokens = {"pad_token": "<pad>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
+
+
+def test_a_tokenizer_need_not_read_latin_letters():
+    expect_end_of_targets(letters({"<pad>": 0, "</s>": 1, "猫": 2}, "$A </s>"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "template", "marks", "size"),
+    [
+        ((0, 1, 2), "$A </s>", {}, 3),
+        ((0, 5, 9), "$A </s>", {}, 10),
+        ((0, 1, 2), "de $A </s>", {"de": 7}, 8),  # M2M-100's languages
+    ],
+    ids=["without holes", "with holes", "with ids beyond its vocabulary"],
+)
+def test_a_new_model_embeds_the_largest_id_of_its_tokenizer(numbers, template, marks, size):
+    vocab = dict(zip(("<pad>", "</s>", "a"), numbers, strict=True))
+    tokenizer = letters(vocab, template, **marks)
+    model = make_model(ModelArguments(preset="tiny"), tokenizer, None)
+    assert model.config.vocab_size == size
+
+
+def test_a_new_model_with_mbarts_tokenizer_is_resumed(tmp_path):
+    """Its decoder starts with the target's language, which another run may change."""
+    special = [(token, 0.0) for token in ("<s>", "<pad>", "</s>", "<unk>")]
+    tokenizer = MBartTokenizer(vocab=[*special, ("▁", -2.0), ("a", -2.0)])
+    set_languages(tokenizer, "en_XX", "de_DE")
+    arguments, checkpoint = ModelArguments(preset="tiny"), str(tmp_path / "checkpoint-1")
+    model = make_model(arguments, tokenizer, None)
+    start_in_target_language(model, tokenizer)
+    model.save_pretrained(checkpoint)
+    german = tokenizer.convert_tokens_to_ids("de_DE")
+    assert make_model(arguments, tokenizer, checkpoint).config.decoder_start_token_id == german
+    set_languages(tokenizer, "en_XX", "fr_XX")
+    with pytest.raises(ValueError, match=f"its decoder_start_token_id is {german}, this run's is"):
+        make_model(arguments, tokenizer, checkpoint)
+
+
+def test_a_marian_tokenizer_with_two_vocabularies_is_for_fine_tuning(tmp_path):
+    module = pytest.importorskip("sentencepiece", reason="Marian's tokenizers need it")
+    module.SentencePieceTrainer.train(
+        sentence_iterator=iter(["ab ba"] * 4), model_prefix=str(tmp_path / "both"), vocab_size=9,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "vocab.json").write_text('{"</s>": 0, "<unk>": 1, "<pad>": 2}')
+    model, vocab, folder = (str(tmp_path / name) for name in ("both.model", "vocab.json", "saved"))
+    MarianTokenizer(model, model, vocab, vocab, separate_vocabs=True).save_pretrained(folder)
+    make_tokenizer(ModelArguments(model_name_or_path=folder), None, None)
+    message = f"tokenizer_name='{folder}' with separate_vocabs=True: expected one vocabulary"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_tokenizer(ModelArguments(tokenizer_name=folder), None, None)
 
 
 def test_fine_tuning_starts_from_the_checkpoint(checkpoint, tokenizer):

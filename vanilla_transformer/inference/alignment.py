@@ -217,9 +217,11 @@ class _AlignmentReader:
         unknown = unknown_id(tokenizer)
         self.unknown = unknown if replace_unknown else None
         self.source_special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-        ends = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        special = self.source_special  # languages too
+        if hasattr(tokenizer, "target_tokenizer"):  # with ids of its own
+            special = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
         hidden = unknown if tokenizer.unk_token else None  # others are words
-        self.target_special = {*ends, hidden} - {self.unknown, None}
+        self.target_special = {*special, hidden} - {self.unknown, None}
 
     def words_of_texts(self, hypotheses: Sequence[Hypothesis]) -> list[list[int | None] | None]:
         """The index of the word of its text that each token of a hypothesis is in, or None; None

@@ -44,9 +44,17 @@ def start_in_target_language(model: PreTrainedModel, tokenizer: PreTrainedTokeni
     """
     if getattr(tokenizer, "tgt_lang", None) is None:
         return
-    ids = tokenizer(text_target="").input_ids
-    if ids[0] != tokenizer.eos_token_id:
-        model.generation_config.forced_bos_token_id = ids[0]
+    start = language_to_start_with(tokenizer)
+    if start is None:
+        model.generation_config.forced_bos_token_id = tokenizer(text_target="").input_ids[0]
     else:
-        model.config.decoder_start_token_id = ids[-1]
-        model.generation_config.decoder_start_token_id = ids[-1]
+        model.config.decoder_start_token_id = start
+        model.generation_config.decoder_start_token_id = start
+
+
+def language_to_start_with(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that a decoder starts with because the tokenizer's targets end with it, if any."""
+    if getattr(tokenizer, "tgt_lang", None) is None:
+        return None
+    ids: list[int] = tokenizer(text_target="").input_ids
+    return ids[-1] if ids[0] == tokenizer.eos_token_id else None

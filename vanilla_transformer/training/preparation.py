@@ -21,6 +21,7 @@ from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
 from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_dataset
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import expect_whole, log_coverage
+from ..data.vocabularies import rows
 from ..inference.metrics import OTHER_METRICS, has_4_tokens, make_metrics
 from ..inference.translation import position_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -35,7 +36,7 @@ from .defaults import (
     extend_output_limit,
 )
 from .distributed import run_on_main_process
-from .languages import set_languages, start_in_target_language
+from .languages import language_to_start_with, set_languages, start_in_target_language
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,8 @@ def make_tokenizer(
     the main process, for all).
 
     Raises:
-        ValueError: The named tokenizer has no padding token or no `eos_token`.
+        ValueError: The named tokenizer has no padding token or no `eos_token`, or it is one of
+            Marian with two vocabularies, for a new model.
     """
     name = checkpoint or arguments.tokenizer_name or arguments.model_name_or_path
     if name is not None:
@@ -171,6 +173,11 @@ def make_tokenizer(
         for kind in ("pad_token", "eos_token"):
             if getattr(tokenizer, kind) is None:
                 raise ValueError(f"{name}: the tokenizer has no {kind}, expected one")
+        if arguments.model_name_or_path is None and getattr(tokenizer, "separate_vocabs", False):
+            raise ValueError(
+                f"tokenizer_name={name!r} with separate_vocabs=True: expected one vocabulary; "
+                "separate_vocabularies trains a tokenizer for each side"
+            )
         return tokenizer
     logger.info("Training a tokenizer with %d tokens", arguments.vocab_size)
     return run_on_main_process(lambda: arguments.train(training_data))
@@ -205,22 +212,11 @@ def make_model(
         if saved is not None:  # its special tokens became those of the tokenizer and the language
             _expect_same_model(config, saved, checkpoint, with_tokens=False)
         return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **attention)
-    bos = tokenizer.bos_token_id
-    separate = {}
-    if isinstance(tokenizer, VanillaTransformerTokenizer):
-        separate["decoder_vocab_size"] = tokenizer.target_vocab_size
-    tokens = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": bos,
-        "eos_token_id": tokenizer.eos_token_id,
-        "decoder_start_token_id": tokenizer.pad_token_id if bos is None else bos,
-    }
+    overrides = {**_special_tokens(tokenizer), **arguments.overrides()}
+    if (language := language_to_start_with(tokenizer)) is not None:
+        overrides["decoder_start_token_id"] = language
     config = VanillaTransformerConfig.from_preset(
-        arguments.preset,
-        vocab_size=len(tokenizer),
-        **separate,
-        **attention,
-        **{**tokens, **arguments.overrides()},
+        arguments.preset, **_vocabulary_sizes(tokenizer), **attention, **overrides
     )
     if size is not None and not arguments.states_dropout():
         if saved is None:
@@ -230,6 +226,21 @@ def make_model(
     if saved is not None:
         _expect_same_model(config, saved, checkpoint)
     return VanillaTransformerForConditionalGeneration(config)
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    pad, bos, eos = tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokens = {"pad_token_id": pad, "bos_token_id": bos, "eos_token_id": eos}
+    return {**tokens, "decoder_start_token_id": pad if bos is None else bos}
+
+
+def _vocabulary_sizes(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The rows of a new model's embeddings: all up to the largest id, as numbers may be missing."""
+    if isinstance(tokenizer, VanillaTransformerTokenizer):
+        return {"vocab_size": rows(tokenizer), "decoder_vocab_size": tokenizer.target_vocab_size}
+    # M2M-100's languages may be missing in its vocabulary.
+    marks = [*tokenizer("")["input_ids"], *tokenizer(text_target="")["input_ids"]]
+    return {"vocab_size": max([rows(tokenizer), *(mark + 1 for mark in marks)])}
 
 
 def _expect_same_model(
@@ -255,12 +266,20 @@ def _expect_same_model(
 
 
 def expect_end_of_targets(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a ValueError unless a tokenizer ends its targets with its `eos_token`."""
-    if tokenizer.eos_token_id not in tokenizer(text_target="a")["input_ids"]:
+    """Raise a ValueError unless a tokenizer ends its targets, and begins none, with its
+    `eos_token`. The token of a language may follow."""
+    name, eos = tokenizer.name_or_path, tokenizer.eos_token
+    labels, empty = (tokenizer(text_target=text)["input_ids"] for text in ("a", ""))
+    is_read = labels != empty  # or the tokenizer lacks the letter
+    if tokenizer.eos_token_id not in (labels[1:] if is_read else labels):
         raise ValueError(
-            f"{tokenizer.name_or_path}: the tokenizer does not add its eos_token "
-            f"{tokenizer.eos_token!r} to a text: expected one that does, or a model can't learn "
-            "where a target ends"
+            f"{name}: the tokenizer does not add its eos_token {eos!r} to the end of a text: "
+            "expected one that does, or a model can't learn where a target ends"
+        )
+    if is_read and labels[0] == tokenizer.eos_token_id:
+        raise ValueError(
+            f"{name}: the tokenizer begins a target with its eos_token {eos!r}: expected it only "
+            "at the end, or every translation ends before its first word"
         )
 
 
