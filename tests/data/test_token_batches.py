@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     Seq2SeqTrainer,
@@ -480,6 +482,24 @@ def test_the_loss_of_an_evaluation_is_the_mean_of_all_labels(make_trainer, data,
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(total / labels, rel=1e-5)
 
 
+def test_a_classifier_is_evaluated(tmp_path, data):
+    """Of which each row has one label, not one for each token."""
+    config = BertConfig(
+        vocab_size=300, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8,
+    )  # fmt: skip
+    rows = [{"input_ids": [5, 6, 7], "labels": n % 2} for n in range(5)]
+    arguments = Arguments(
+        str(tmp_path), per_device_eval_batch_size=2, report_to="none", use_cpu=True
+    )
+    trainer = Recorder(BertForSequenceClassification(config), arguments, eval_dataset=rows)
+    losses = trainer.predict(rows)
+    expected = torch.nn.functional.cross_entropy(
+        torch.tensor(losses.predictions), torch.tensor(losses.label_ids)
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_without_a_budget_batches_are_transformers_own(make_trainer, data):
     trainer = make_trainer(data, max_tokens=None, per_device_train_batch_size=7)
     assert trainer.get_train_dataloader().batch_sampler.batch_size == 7
@@ -551,7 +571,7 @@ output = trainer.predict(data)
 for row, labels in zip(output.label_ids, data["labels"], strict=True):
     assert [id for id in row if id != -100] == labels
 tested = [output.metrics["test_loss"]]
-trainer.args.eval_max_tokens, trainer.args.per_device_eval_batch_size = None, 1
+trainer.args.eval_max_tokens, trainer.args.per_device_eval_batch_size = None, 4
 tested.append(trainer.evaluate(data)["eval_loss"])
 if trainer.is_world_process_zero():
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -5,8 +5,10 @@ import torch
 from conftest import ragged, random_ids, seq2seq, small_config, watch
 from torch.func import functional_call, grad
 from transformers import LogitsProcessor
+from transformers.generation import BaseStreamer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.model import attention
 
 LENGTHS = (8, 3, 2, 4)  # half of the batch is padding
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
@@ -55,6 +57,19 @@ def test_a_hook_sees_the_rows_of_all_beams_in_each_step(model, num_beams, rows):
     assert set(seen) == {rows}
 
 
+class Streamer(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def put(self, value):
+        self.kept.append(value)
+
+    def end(self):
+        pass
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_what_is_kept_of_a_generation_may_be_trained_on(model, num_beams):
     class Keeper(LogitsProcessor):
@@ -72,6 +87,23 @@ def test_what_is_kept_of_a_generation_may_be_trained_on(model, num_beams):
         probe = torch.nn.Linear(states.shape[-1], 1)
         probe(states).sum().backward()
         assert probe.weight.grad is not None
+
+
+def test_streamed_tokens_may_be_trained_on(model):
+    kept = []
+    model.generate(random_ids(1, 5), max_new_tokens=3, streamer=Streamer(kept))
+    embedding = torch.nn.Embedding(len(model.lm_head.weight), 3)
+    embedding(torch.cat([tokens.flatten() for tokens in kept])).sum().backward()
+    assert embedding.weight.grad.any()
+
+
+def test_gradients_come_in_whole_batches(model, monkeypatch):
+    seen, (ids, mask) = [], ragged(*LENGTHS)
+    layer = model.train().get_encoder().layers[0]
+    layer.register_full_backward_hook(lambda module, given, grads: seen.append(grads[0].shape))
+    monkeypatch.setattr(attention, "keeps_rows_apart", lambda config: True)
+    model.get_encoder()(ids, attention_mask=mask).last_hidden_state.sum().backward()
+    assert seen == [(*ids.shape, model.config.d_model)]
 
 
 def test_what_transformers_itself_records_does_not_end_the_fast_paths(model):

@@ -1,7 +1,7 @@
 """What transformers and its companions do with any model, they do with these.
 
 Attention implementations, outputs, checkpointing, loading, half precision, compilers and exporters,
-adapters, quantisation. `generate()` has a file of its own, `test_generate_options.py`.
+adapters, quantization. `generate()` has a file of its own, `test_generate_options.py`.
 """
 
 import copy
@@ -807,7 +807,7 @@ def test_an_onnx_language_model_continues_the_same(export):
     assert len(said) > 5
 
 
-# ---------------------------------------------------------------- adapters and quantisation
+# ---------------------------------------------------------------- adapters and quantization
 
 
 def adapted(peft, model, config="LoraConfig", **options):

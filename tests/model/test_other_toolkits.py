@@ -79,7 +79,7 @@ def test_without_a_choice_a_stack_with_pre_norm_ends_in_one(encoder, decoder):
 
 
 def test_a_norm_after_a_post_norm_stack_changes_nothing_but_rounding_at_the_start():
-    """The normalisation of what is normalised already."""
+    """The normalization of what is normalized already."""
     torch.testing.assert_close(
         logits(seq2seq(final_layer_norm="both")), logits(seq2seq()), atol=1e-4, rtol=1e-4
     )

@@ -490,7 +490,7 @@ OPERATIONS = {
     "materialising": materialise,
     "training": train,
     "sharing memory": lambda model, _: model.share_memory(),
-    "initialising again": lambda model, _: model.init_weights() or model,
+    "initializing again": lambda model, _: model.init_weights() or model,
 }
 
 

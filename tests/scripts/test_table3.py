@@ -148,7 +148,7 @@ def test_the_script_knows_the_papers_counts():
     assert script["PAPERS_COUNTS"] == PAPERS_MILLIONS
 
 
-# ---------------------------------------------------------------- initialisation
+# ---------------------------------------------------------------- initialization
 
 CLASSES = (
     VanillaTransformerModel,

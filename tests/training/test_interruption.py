@@ -306,7 +306,7 @@ again.compute_metrics = lambda scored: {"pairs": len(scored.label_ids)}
 again.eval_dataset = again.eval_dataset.select(range(11))
 for again.args.eval_max_tokens in (None, 12):
     assert again.evaluate()["eval_pairs"] == 11, "copies that even out batches count"
-again.args.eval_max_tokens, again.args.per_device_eval_batch_size = None, 1
+again.args.eval_max_tokens, again.args.per_device_eval_batch_size = None, 4
 losses = [again.model(**again.data_collator([row])).loss.item() for row in again.eval_dataset]
 labels = [len(row["labels"]) for row in again.eval_dataset]
 expected = sum(map(operator.mul, losses, labels)) / sum(labels)

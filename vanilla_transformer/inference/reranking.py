@@ -71,8 +71,8 @@ def rerank_by_reverse_model(
     log p(target | source) + `reverse_weight` log p(source | target) + `length_weight` |target|,
     with natural logarithms and the number of target tokens.
 
-    Where the reverse model can't read the pair, as a side has no token or more than the model's
-    table of positions, the score is -inf. Hypotheses of the same score keep their order.
+    The score is -inf where the reverse model can't read the pair: a side has no token, or has more
+    tokens than the model has positions. Hypotheses with the same score keep their order.
 
     Args:
         lines: The sources, read lazily.
@@ -107,8 +107,8 @@ def rerank_by_reverse_model(
 def are_readable(
     pairs: Iterable[tuple[str, str]], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[bool]:
-    """Whether a model can read each pair: its source and target have a token or more, and no more
-    than the model's table of positions."""
+    """Whether a model can read each pair: both sides have at least one token, and no more than the
+    model has positions."""
     sources, targets = zip(*pairs, strict=True)
     ids = tokenizer(list(sources))["input_ids"], tokenizer(text_target=list(targets))["input_ids"]
     limit = position_limit(model) or math.inf

@@ -436,7 +436,7 @@ def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., Ba
                 packed = pack_rows(self.config, is_decoder, **given)
             elif not is_decoder:
                 packed = group_by_length(self.config, **given)
-        if packed is None or is_watched(self):
+        if packed is None or is_watched(self):  # last, as it walks through all modules
             return forward(self, **inputs)
         rows, changed = packed
         output = forward(self, **{**inputs, **changed})

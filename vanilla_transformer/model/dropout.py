@@ -24,8 +24,8 @@ def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
 
 
 def is_transformed() -> bool:
-    """Whether `torch.compile` or `torch.func` runs the model, which read no function whose gradient
-    is written by hand."""
+    """Whether `torch.compile` or `torch.func` runs the model: functions whose gradients are written
+    by hand here are not made for them."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 

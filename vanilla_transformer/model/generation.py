@@ -250,7 +250,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             return nullcontext()
         if options["return_dict_in_generate"] or kwargs.get("synced_gpus") or _is_sharded(self):
             return nullcontext()
-        if options.shows_scores():
+        if options.shows_what_may_be_kept():
             return nullcontext()
         if "forward" in vars(self) or kind == "meta":  # compiled, or weights come and go
             return nullcontext()
@@ -404,8 +404,10 @@ class GenerationOptions:
             force = SourceLengthForcedEnd(ends, forced)
             self.kwargs["logits_processor"] = LogitsProcessorList([*processors, force])
 
-    def shows_scores(self) -> bool:
-        """Whether processors or criteria of the caller see scores, which they may keep."""
+    def shows_what_may_be_kept(self) -> bool:
+        """Whether the caller's own objects see tokens or scores."""
+        if self["streamer"] is not None or self["prefix_allowed_tokens_fn"] is not None:
+            return True
         given = (self.kwargs.get(name) or [] for name in ("logits_processor", "stopping_criteria"))
         ours = (SourceLengthCriteria, SourceLengthForcedEnd)
         return not all(isinstance(each, ours) for every in given for each in every)

@@ -1,5 +1,8 @@
 """Who looks at what the modules of a model compute: hooks see whole batches, padding included."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 
 # Whose hooks take any layout of a batch: they shard, move or record.
@@ -12,11 +15,20 @@ INDIFFERENT = (
 )
 
 
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks that run when this module is called, or when a gradient passes through it."""
+    return [
+        *module._forward_pre_hooks.values(),
+        *module._forward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+    ]
+
+
 def is_watched(module: nn.Module) -> bool:
-    """Whether the module, or one in it, has forward hooks that may depend on a batch's rows."""
+    """Whether the module, or one in it, has hooks that may depend on the rows of a batch."""
     return any(
         not str(getattr(hook, "__module__", None)).startswith(INDIFFERENT)
         for part in module.modules()
-        if part._forward_hooks or part._forward_pre_hooks
-        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        for hook in hooks_of(part)
     )

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .dropout import is_transformed
+from .hooks import hooks_of
 
 logger = logging.getLogger(__name__)
 
 ROWS = 256  # of logits, worked on at a time
-HOOKS = ("forward", "forward_pre", "backward", "backward_pre")  # of a module that is called
 # Returns a further loss of log-probabilities (rows, vocabulary). Adds its gradient at the logits to
 # the probabilities.
 Regularizer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -188,7 +188,7 @@ def _softmax_less_label(
     regularizer: Regularizer | None = None,
 ) -> torch.Tensor:
     """Writes softmax(scores), less `weight` on each row's label, into `out`; returns the sum of
-    log(normaliser) - weight * score of the label. The regularizer adds to both."""
+    log(normalizer) - weight * score of the label. The regularizer adds to both."""
     kernel = _gpu_kernel(scores.device) if scores.device.type == "cuda" else None
     if kernel is not None and regularizer is None and scores.dtype.itemsize <= 4:
         return kernel(scores, labels, weight, out)
@@ -197,7 +197,7 @@ def _softmax_less_label(
     label_score = scores.gather(-1, labels).to(wide)
     same = out if out.dtype == wide else None
     probabilities = torch.softmax(scores, -1, dtype=wide, out=same)
-    log_normalizer = highest - probabilities.amax(-1, keepdim=True).log()  # exp(0) / normaliser
+    log_normalizer = highest - probabilities.amax(-1, keepdim=True).log()  # exp(0) / normalizer
     total = (log_normalizer - weight * label_score).sum()
     if regularizer is not None:
         total += regularizer(scores - log_normalizer, probabilities)
@@ -230,14 +230,13 @@ def _split(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ..
 
 
 def is_plain_matrix(projection: nn.Module) -> bool:
-    """Whether a call is only a product: no bias, nothing quantised, adapted or offloaded."""
-    hooks = any(getattr(projection, f"_{kind}_hooks") for kind in HOOKS)
+    """Whether a call is only a product: no bias, nothing quantized, adapted or offloaded."""
     plain = (
         type(projection) is nn.Linear
         and projection.bias is None
         and type(projection.weight) is nn.Parameter
     )
-    return plain and not hooks and "forward" not in vars(projection)
+    return plain and not hooks_of(projection) and "forward" not in vars(projection)
 
 
 def product_dtype(factor: torch.Tensor) -> torch.dtype:

@@ -55,7 +55,7 @@ def softmax_less_label(
     scores: torch.Tensor, labels: torch.Tensor, weight: float, out: torch.Tensor
 ) -> torch.Tensor:
     """Writes softmax(scores), less `weight` on each row's label, into `out`, and returns the sum of
-    log(normaliser) - weight * score of the label.
+    log(normalizer) - weight * score of the label.
 
     Args:
         scores: Contiguous, (rows, columns), of at most 32 bits, like `out`.

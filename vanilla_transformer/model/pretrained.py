@@ -72,11 +72,14 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'. PEFT, which knows the source's embedding alone, notes on merging that
-        the projection is not tied: the target's matrix, which it still is, would be lost."""
+        """As transformers', but of two vocabularies, a projection that is the target's matrix stays
+        tied. On merging, PEFT compares it with the source's and notes that it is not: it would be
+        missing in the checkpoint."""
         projection = self.get_output_embeddings()
-        if projection is not None and projection.weight is self.get_decoder().embed_tokens.weight:
-            self.config.tie_word_embeddings = True
+        if self.config.decoder_vocab_size is not None and projection is not None:
+            matrix = self.get_decoder().embed_tokens.weight
+            if getattr(projection, "weight", None) is matrix:
+                self.config.tie_word_embeddings = True
         return super().save_pretrained(*args, **kwargs)
 
     def init_parallel_plans(self) -> None:

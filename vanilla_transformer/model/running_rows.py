@@ -47,7 +47,7 @@ class RunningRows:
     def __init__(self, rows: int, rows_per_source: int):
         self.number, self.rows_per_source = rows, rows_per_source
         self._sources = _count(rows // rows_per_source)  # that are computed
-        self._has_ended = self._sources < 0
+        self._has_ended = torch.zeros(len(self._sources), dtype=torch.bool, device="cpu")
         self._rows = _count(rows)
 
     def of(self, model: Any) -> Any:
@@ -136,7 +136,8 @@ class WatchedCriteria(StoppingCriteriaList):
 
     def __init__(self, criteria: StoppingCriteriaList, rows: RunningRows):
         super().__init__(criteria)
-        self._rows, self._have_ended = rows, _count(rows.number) < 0
+        self._rows = rows
+        self._have_ended = torch.zeros(rows.number, dtype=torch.bool, device="cpu")
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.BoolTensor:
         """Whether each of (rows, length) targets ends, (rows,)."""

@@ -189,24 +189,31 @@ class TokenBudgetTrainer(Trainer):
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """As the trainer's, noting the loss and the number of labels."""
+        labels = inputs.get("labels")
+        if self._loss_and_labels is None or labels is None:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        own = self._own_rows(len(labels))
+        if 0 < own < len(labels):  # without any label, the loss would be nan
+            labels = labels.clone()
+            labels[own:] = -100
+            inputs = {**inputs, "labels": labels}
         loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
-        if self._loss_and_labels is not None and loss is not None and "labels" in inputs:
+        if loss is not None:
             # Causal models shift their labels, and the first is not predicted.
-            first = int(getattr(self, "_loss_shifts_labels", False))
-            labels = inputs["labels"][: self._own_rows(len(inputs["labels"])), first:]
-            number = (labels != -100).sum().to(loss.device)
-            self._loss_and_labels += torch.stack([loss * number, number])
+            first = int(labels.ndim > 1 and getattr(self, "_loss_shifts_labels", False))
+            number = (labels[:own][..., first:] != -100).sum().to(loss.device)
+            self._loss_and_labels += torch.stack([loss.float() * number, number])
         return loss, *rest
 
     def _own_rows(self, rows: int) -> int:
-        """How many of this process's rows, first ones, are no copies that fill the last batch."""
+        """How many of this process's `rows` come from the data set. They come first; the others are
+        copies that fill the last batch."""
         rest = self._rows_of_last_batch()
         before = rows * (self.args.process_index // self._processes_per_batch())
         return rows if rest is None else min(max(rest - before, 0), rows)
 
     def _rows_of_last_batch(self) -> int | None:
-        """How many rows of all processes' batches that are being evaluated are no copies; None for
-        all."""
+        """How many rows of all processes' current batches come from the data set; None if all."""
         state = self.accelerator.gradient_state
         if not state.end_of_dataloader:
             return None
