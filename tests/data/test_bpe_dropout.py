@@ -32,6 +32,7 @@ from vanilla_transformer.data.parallel_text import DataArguments, tokenize_datas
 from vanilla_transformer.data.token_batches import count_tokens
 from vanilla_transformer.data.tokenizer_options import TokenizerArguments
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
+from vanilla_transformer.training.defaults import TextSize
 from vanilla_transformer.training.preparation import target_tokens_of_epoch
 from vanilla_transformer.training.trainer import make_trainer
 
@@ -334,7 +335,8 @@ def test_an_epoch_has_as_many_target_tokens_as_dropout_makes(tokenizer, pairs, e
     for epoch in range(20):
         encoded.set_epoch(epoch)
         seen += sum(len(encoded[int(row)]["labels"]) for row in kept.nonzero()[0]) / 20
-    assert target_tokens_of_epoch(encoded, arguments) == pytest.approx(seen, rel=0.05)
+    size = TextSize.of(encoded.tokenized)
+    assert target_tokens_of_epoch(encoded, size, arguments) == pytest.approx(seen, rel=0.05)
 
 
 def test_a_stream_gives_the_same_tokens(pairs, encoded):

@@ -105,19 +105,23 @@ def prepare(
         encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
         limits = (data_args.max_source_length, data_args.max_target_length)
         splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
-    target_tokens = None if size is None else target_tokens_of_epoch(splits["train"], training_args)
+    target_tokens = None
+    if size is not None:
+        target_tokens = target_tokens_of_epoch(splits["train"], size, training_args)
     logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
     return Preparation(tokenizer, model, pairs, splits, size, target_tokens)
 
 
-def target_tokens_of_epoch(train: Any, training_args: TranslationTrainingArguments) -> int:
+def target_tokens_of_epoch(
+    train: Any, size: TextSize, training_args: TranslationTrainingArguments
+) -> int:
     """What an epoch trains on: `oversized="drop"` leaves pairs out, and BPE-dropout, on average,
-    makes targets longer."""
-    _, target = count_tokens(getattr(train, "tokenized", train))
+    makes targets longer than in the text of this size."""
+    tokens, (_, growth) = size.target_tokens, getattr(train, "growth", (1.0, 1.0))
     if training_args.oversized == "drop" and training_args.max_tokens:
-        target = target[np.maximum(*count_tokens(train)) <= training_args.max_tokens]
-    _, growth = getattr(train, "growth", (1.0, 1.0))
-    return round(growth * int(target.sum()))
+        is_kept = np.maximum(*count_tokens(train)) <= training_args.max_tokens
+        tokens = int(count_tokens(getattr(train, "tokenized", train))[1][is_kept].sum())
+    return round(growth * tokens)
 
 
 def set_label_smoothing(
