@@ -235,6 +235,36 @@ def test_a_request_has_a_limited_time():
     assert json.loads(answer.text) == {"error": "The translation took too long"}
 
 
+def test_the_work_for_a_client_that_goes_away_ends():
+    ended, sent = [], []
+    started = asyncio.Event()
+
+    class Watched:
+        async def translate(self, sentences, n_best=1):
+            started.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.extend(sentences)
+
+    body = json.dumps({"q": LINE, **PAIR}).encode()
+    messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": body}]
+
+    async def receive():
+        if len(messages) == 1:
+            await started.wait()
+        return messages.pop()
+
+    async def send(message):
+        sent.append(message.get("status"))
+
+    app = make_app({("en", "de"): Watched()}, ServingArguments())
+    scope = {"type": "http", "method": "POST", "path": "/translate", "query_string": b""}
+    asyncio.run(asyncio.wait_for(app({**scope, "headers": []}, receive, send), 10))
+    assert ended == [LINE]
+    assert sent[0] == 499  # nobody reads it, but the log and the metrics have it
+
+
 def test_more_requests_than_the_limit_are_told_to_come_back():
     async def three() -> list[httpx.Response]:
         app = make_app({("en", "de"): UpperCase()}, ServingArguments(max_requests=2))

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -101,7 +101,8 @@ def _add_translation(
             lines = _json_lines(service.stream(body, pair), request.state.end)
             return StreamingResponse(lines, media_type="application/x-ndjson")
         async with _until(request.state.end, 503):
-            return JSONResponse(await service.translate(body, pair, detected))
+            work = service.translate(body, pair, detected)
+            return JSONResponse(await _while_connected(request, work))
 
     @app.post(
         "/detect",
@@ -160,6 +161,19 @@ async def _until(end: float, status: int) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise HTTPException(status, ERRORS[status]["description"]) from None
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """What the work returns. It is cancelled when the client goes away."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():  # after a whole request, only the end follows
+            raise HTTPException(499, "The client closed the connection")
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _json_lines(pieces: AsyncIterator[str], end: float) -> AsyncIterator[str]:
