@@ -14,7 +14,7 @@ from sacrebleu.metrics.base import Metric, Score
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .alignment import unknown_id
+from ..data.vocabularies import unknown_id
 from .reranking import COMET_MODEL, load_comet
 
 logger = logging.get_logger(__name__)

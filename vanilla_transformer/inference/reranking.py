@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .alignment import add_token_scores, map_hypotheses
-from .scoring import score_pairs
+from .scoring import add_token_scores, map_hypotheses, score_pairs
 from .translation import Hypothesis, position_limit
 
 # Takes hypotheses, references and their source; returns (hypotheses, references), from 0 to 100.
