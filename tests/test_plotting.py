@@ -13,17 +13,17 @@ from datasets import Dataset
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.analysis.attention import attention_maps
+from vanilla_transformer.analysis.positions import position_encodings
 from vanilla_transformer.cli import plot as script
 from vanilla_transformer.data.tokenizer_options import TokenizerArguments
 from vanilla_transformer.model.modeling_vanilla_transformer import SinusoidalPositions
 from vanilla_transformer.plotting import (
     AttentionMaps,
-    attention_maps,
     plot_attention,
     plot_curves,
     plot_positions,
     plot_schedule,
-    position_encodings,
     save,
 )
 from vanilla_transformer.training.logs import read_log, read_runs

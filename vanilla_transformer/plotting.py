@@ -1,7 +1,7 @@
 """Pictures of training and of what a model does: learning curves, the learning rate, positional
 encodings, attention, heads, embeddings and scores by length.
 
-Each `plot_` function takes numbers and returns a figure; the others find the numbers.
+Each `plot_` function takes numbers and returns a figure. `analysis` finds those of a model.
 """
 
 import math
@@ -16,10 +16,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
-
-from .data.collation import shift_right
+from transformers import get_scheduler
 
 # Okabe and Ito's colours, which the colour-blind tell apart too, without yellow, pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -210,21 +207,6 @@ def plot_schedule(settings: Iterable[tuple[int, int]], steps: int = 20_000) -> F
 # ---------------------------------------------------------------- Positions
 
 
-def position_encodings(positions: nn.Module, length: int) -> torch.Tensor:
-    """The first encodings, (length, d_model), of a stack's `embed_positions`: sinusoids or learned
-    vectors.
-
-    Raises:
-        ValueError: `length` is not positive, or more than there are learned positions.
-    """
-    limit = getattr(positions, "num_embeddings", None)
-    if length < 1 or (limit is not None and length > limit):
-        expected = "a positive number" if limit is None else f"1 to {limit}"
-        raise ValueError(f"length={length}: expected {expected}")
-    with torch.inference_mode():
-        return positions(torch.arange(length)[None], torch.float32)[0]
-
-
 def plot_positions(
     encodings: torch.Tensor,
     *,
@@ -300,93 +282,11 @@ class AttentionMaps(NamedTuple):
     kind: Kind
 
 
-def attention_maps(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    source: str,
-    target: str | None = None,
-    kind: Kind = "cross",
-) -> AttentionMaps:
-    """The attention of each layer and head over a pair of sentences.
-
-    Tokens are those that a position has read, but for the queries of "cross": those are the tokens
-    that a position predicts, for it is to find these that it looks at the source.
-
-    Args:
-        model: Any sequence-to-sequence model of transformers, with eager attention, the only one
-            that gives its weights.
-        tokenizer: Its tokenizer.
-        source: What the encoder reads.
-        target: What the decoder reads and predicts; the model's own translation by default.
-        kind: Over the "encoder"'s own tokens, over the "decoder"'s, or from these to those.
-
-    Raises:
-        ValueError: A sentence is empty, `kind` is none of the three, or attention is not eager.
-    """
-    expect_sentences(source=source, target=target)
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
-    implementation = model.config._attn_implementation
-    if implementation != "eager":
-        raise ValueError(f"attn_implementation={implementation!r}: expected 'eager'")
-    model.eval()
-    inputs = tokenizer(source, return_tensors="pt").to(model.device)
-    with torch.inference_mode():
-        if target is None:
-            generated = model.generate(**inputs)[:1]
-            read, predicted = generated[:, :-1], generated[:, 1:]
-        else:
-            predicted = tokenizer(text_target=target, return_tensors="pt")["input_ids"]
-            predicted = predicted.to(model.device)
-            config = model.generation_config
-            starts = (config.decoder_start_token_id, config.bos_token_id)
-            start = next(token for token in starts if token is not None)
-            read = shift_right(predicted, start, tokenizer.pad_token_id)
-        outputs = model(**inputs, decoder_input_ids=read, output_attentions=True)
-    queries, keys = {
-        "encoder": (inputs["input_ids"], inputs["input_ids"]),
-        "decoder": (read, read),
-        "cross": (predicted, inputs["input_ids"]),
-    }[kind]
-    return AttentionMaps(
-        torch.cat(outputs[f"{kind}_attentions"]).float().cpu(),
-        _readable(queries[0].tolist(), tokenizer, of_source=kind == "encoder"),
-        _readable(keys[0].tolist(), tokenizer, of_source=kind != "decoder"),
-        kind,
-    )
-
-
-def expect_sentences(**sentences: str | None) -> None:
-    """Raises ValueError if one of those given is blank."""
-    for name, sentence in sentences.items():
-        if sentence is not None and not sentence.strip():
-            raise ValueError(f"{name}={sentence!r}: expected a sentence")
-
-
 def expect_numbers(name: str, wanted: Iterable[int], count: int) -> None:
     """Raises ValueError unless all that is wanted is among 1, 2, ..., `count`."""
     for number in wanted:
         if not 1 <= number <= count:
             raise ValueError(f"{name}={number}: expected 1 to {count}")
-
-
-def _readable(
-    token_ids: list[int], tokenizer: PreTrainedTokenizerBase, of_source: bool
-) -> list[str]:
-    """Tokens as they look in a text, white space made visible; as in the vocabulary where they are
-    part of a character."""
-    to_token, side = tokenizer.convert_ids_to_tokens, {}
-    if hasattr(tokenizer, "target_tokenizer"):  # it has two vocabularies
-        side = {"use_source_tokenizer": of_source}
-        if not of_source:
-            to_token = tokenizer.target_tokenizer.id_to_token
-    readable = []
-    for token_id in token_ids:
-        token, text = to_token(token_id), tokenizer.decode([token_id], **side).strip()
-        whole = text and "\N{REPLACEMENT CHARACTER}" not in text
-        blank = repr(token)[1:-1].replace(" ", "\N{OPEN BOX}")
-        readable.append(text if whole else token if token.strip() else blank)
-    return readable
 
 
 def plot_attention(

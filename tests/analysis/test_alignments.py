@@ -16,7 +16,7 @@ from vanilla_transformer.analysis.alignments import (
 )
 from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.data.vocabularies import Specials, words
-from vanilla_transformer.inference import alignment
+from vanilla_transformer.inference import alignment, scoring
 from vanilla_transformer.inference.alignment import add_alignments
 from vanilla_transformer.inference.translation import Hypothesis
 
@@ -81,7 +81,7 @@ def test_unknown_words_of_a_target_count(monkeypatch):
 
 
 def test_a_pair_without_tokens_is_counted_from_1_in_the_whole_text(monkeypatch):
-    monkeypatch.setattr(alignment, "LINES_PER_WINDOW", 1)
+    monkeypatch.setattr(scoring, "LINES_PER_WINDOW", 1)
     names = ["<pad>", "<s>", "</s>", "<unk>", "a"]
     tokenizer = words({name: i for i, name in enumerate(names)}, Specials(template="$A"))
     model = VanillaTransformerForConditionalGeneration(small_config(vocab_size=len(names)))

@@ -7,23 +7,25 @@ import torch
 from conftest import seq2seq
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from vanilla_transformer.analysis.attention import attention_page
+from vanilla_transformer.analysis.attention import attention_maps, attention_page
 from vanilla_transformer.analysis.embeddings import (
     analyze_embeddings,
     nearest_tokens,
     vocabulary_of,
 )
-from vanilla_transformer.analysis.positions import attention_reach, position_similarities
+from vanilla_transformer.analysis.positions import (
+    attention_reach,
+    position_encodings,
+    position_similarities,
+)
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.data.vocabularies import Specials, words
 from vanilla_transformer.model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from vanilla_transformer.plotting import (
     KINDS,
-    attention_maps,
     plot_heads,
     plot_norms,
     plot_similarities,
-    position_encodings,
 )
 
 PAIRS = [("a house by the lake", "ein Haus am See"), ("deep", "tief"), ("the lake", "der See")]

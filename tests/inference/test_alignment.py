@@ -20,11 +20,10 @@ from vanilla_transformer.data.vocabularies import words as words_tokenizer
 from vanilla_transformer.inference import alignment
 from vanilla_transformer.inference.alignment import (
     add_alignments,
-    add_token_scores,
     layers_and_heads,
 )
 from vanilla_transformer.inference.ensemble import VanillaTransformerEnsemble
-from vanilla_transformer.inference.scoring import score_pairs
+from vanilla_transformer.inference.scoring import add_token_scores, score_pairs
 from vanilla_transformer.inference.translation import BLANK, Hypothesis, translate_n_best
 
 LINES = ["a house by the lake", "", "the lake"]

@@ -10,11 +10,10 @@ from transformers import AutoTokenizer, GenerationConfig, pipeline
 
 from vanilla_transformer import TranslationPipeline
 from vanilla_transformer.export import export
-from vanilla_transformer.inference.alignment import add_token_scores
 from vanilla_transformer.inference.engines import find_engine, load
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.parallel_translation import fingerprint
-from vanilla_transformer.inference.scoring import score_pairs
+from vanilla_transformer.inference.scoring import add_token_scores, score_pairs
 from vanilla_transformer.inference.translation import position_limit, translate, translate_n_best
 
 pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
@@ -192,14 +191,14 @@ def test_what_the_engine_lacks_is_refused_by_name(engine, options):
 
 def test_prompts_outside_the_model_are_refused(engine):
     ids, mask = ragged(4, 4)
-    with pytest.raises(IndexError, match="decoder_input_ids: expected ids from 0"):
+    with pytest.raises(IndexError, match="target id 10000 is out of range"):
         engine.generate(ids, attention_mask=mask, decoder_input_ids=torch.full((2, 1), 10_000))
     with pytest.raises(ValueError, match="all rows, or none, to begin with 1"):
         engine.generate(ids, attention_mask=mask, decoder_input_ids=torch.tensor([[1], [5]]))
 
 
 def test_sources_outside_the_model_are_refused(engine):
-    with pytest.raises(IndexError, match="input_ids"):
+    with pytest.raises(IndexError, match="source id 10000 is out of range"):
         engine.generate(input_ids=torch.tensor([[4, 10_000]]))
     with pytest.raises(ValueError, match="2049 tokens: expected at most 2048"):
         engine.generate(input_ids=torch.full((1, 2049), 5))
@@ -276,7 +275,7 @@ def test_pairs_outside_the_model_are_refused(engine, tokenizer):
     with pytest.raises(ValueError, match="labels of 2402 tokens: expected at most 2048"):
         list(score_pairs([("a", "z " * 1200)], engine, tokenizer))
     ids, mask = ragged(2)
-    with pytest.raises(IndexError, match="labels: expected ids from 0"):
+    with pytest.raises(IndexError, match="label 10000 is out of range"):
         engine.token_scores(input_ids=ids, attention_mask=mask, labels=torch.tensor([[10_000]]))
 
 

@@ -13,7 +13,6 @@ from sacrebleu.metrics import BLEU, CHRF
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.vocabularies import Specials, words
 from vanilla_transformer.inference import reranking
-from vanilla_transformer.inference.alignment import add_token_scores
 from vanilla_transformer.inference.reranking import (
     bleu_utility,
     chrf_utility,
@@ -21,7 +20,7 @@ from vanilla_transformer.inference.reranking import (
     rerank_by_reverse_model,
     rerank_by_utility,
 )
-from vanilla_transformer.inference.scoring import score_pairs
+from vanilla_transformer.inference.scoring import add_token_scores, score_pairs
 from vanilla_transformer.inference.translation import Hypothesis, translate_n_best
 
 LINES = ["a house", "", "the lake is deep"]

@@ -36,6 +36,7 @@ from vanilla_transformer import (
     VanillaTransformerConfig,
     VanillaTransformerForConditionalGeneration,
 )
+from vanilla_transformer.analysis.attention import attention_maps
 from vanilla_transformer.data.parallel_text import DataArguments
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.inference.alignment import add_alignments
@@ -46,7 +47,6 @@ from vanilla_transformer.inference.translation import (
     encode_prefixes,
     set_output_limit,
 )
-from vanilla_transformer.plotting import attention_maps
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages
 from vanilla_transformer.training.preparation import expect_positions, make_model, prepare

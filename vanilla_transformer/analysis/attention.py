@@ -11,10 +11,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..data.collation import shift_right
 from ..inference.scoring import pair_batches
+from ..inference.translation import decoder_start
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerAttention
-from ..plotting import DESCRIPTIONS, AttentionMaps, Kind
+from ..plotting import DESCRIPTIONS, KINDS, AttentionMaps, Kind
 
 VIEWS = ("head", "model")  # of bertviz
 
@@ -38,6 +40,13 @@ def attention_modules(model: PreTrainedModel) -> dict[Kind, list[VanillaTransfor
     }
 
 
+def expect_eager(model: PreTrainedModel) -> None:
+    """Raises ValueError unless attention is eager, the only one that gives its weights."""
+    implementation = model.config._attn_implementation
+    if implementation != "eager":
+        raise ValueError(f"attn_implementation={implementation!r}: expected 'eager'")
+
+
 def read_batches(
     pairs: Iterable[tuple[str, str]],
     model: PreTrainedModel,
@@ -56,9 +65,7 @@ def read_batches(
     Raises:
         ValueError: There is no pair, a source or target has no token, or attention is not eager.
     """
-    implementation = model.config._attn_implementation
-    if implementation != "eager":
-        raise ValueError(f"attn_implementation={implementation!r}: expected 'eager'")
+    expect_eager(model)
     pairs = list(pairs)
     if not pairs:
         raise ValueError("the text is empty: expected one pair of sentences at least")
@@ -73,6 +80,85 @@ def query_masks(inputs: Mapping[str, torch.Tensor]) -> dict[Kind, torch.Tensor]:
     """Which positions of a batch ask, (batch, query_length), for each use of attention."""
     source, target = inputs["attention_mask"].bool(), inputs["labels"] != -100
     return {"encoder": source, "decoder": target, "cross": target}
+
+
+def attention_maps(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    target: str | None = None,
+    kind: Kind = "cross",
+) -> AttentionMaps:
+    """The attention of each layer and head over a pair of sentences.
+
+    Tokens are those that a position has read, but for the queries of "cross": those are the tokens
+    that a position predicts, for it is to find these that it looks at the source.
+
+    Args:
+        model: Any sequence-to-sequence model of transformers, with eager attention, the only one
+            that gives its weights.
+        tokenizer: Its tokenizer.
+        source: What the encoder reads.
+        target: What the decoder reads and predicts; the model's own translation by default.
+        kind: Over the "encoder"'s own tokens, over the "decoder"'s, or from these to those.
+
+    Raises:
+        ValueError: A sentence is empty, `kind` is none of the three, or attention is not eager.
+    """
+    expect_sentences(source=source, target=target)
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
+    expect_eager(model)
+    model.eval()
+    inputs = tokenizer(source, return_tensors="pt").to(model.device)
+    with torch.inference_mode():
+        if target is None:
+            generated = model.generate(**inputs)[:1]
+            read, predicted = generated[:, :-1], generated[:, 1:]
+        else:
+            predicted = tokenizer(text_target=target, return_tensors="pt")["input_ids"]
+            predicted = predicted.to(model.device)
+            start = decoder_start(model)
+            assert start is not None  # or `generate` could not start either
+            read = shift_right(predicted, start, tokenizer.pad_token_id)
+        outputs = model(**inputs, decoder_input_ids=read, output_attentions=True)
+    queries, keys = {
+        "encoder": (inputs["input_ids"], inputs["input_ids"]),
+        "decoder": (read, read),
+        "cross": (predicted, inputs["input_ids"]),
+    }[kind]
+    return AttentionMaps(
+        torch.cat(outputs[f"{kind}_attentions"]).float().cpu(),
+        _readable(queries[0].tolist(), tokenizer, of_source=kind == "encoder"),
+        _readable(keys[0].tolist(), tokenizer, of_source=kind != "decoder"),
+        kind,
+    )
+
+
+def expect_sentences(**sentences: str | None) -> None:
+    """Raises ValueError if one of those given is blank."""
+    for name, sentence in sentences.items():
+        if sentence is not None and not sentence.strip():
+            raise ValueError(f"{name}={sentence!r}: expected a sentence")
+
+
+def _readable(
+    token_ids: list[int], tokenizer: PreTrainedTokenizerBase, of_source: bool
+) -> list[str]:
+    """Tokens as they look in a text, white space made visible; as in the vocabulary where they are
+    part of a character."""
+    to_token, side = tokenizer.convert_ids_to_tokens, {}
+    if hasattr(tokenizer, "target_tokenizer"):  # it has two vocabularies
+        side = {"use_source_tokenizer": of_source}
+        if not of_source:
+            to_token = tokenizer.target_tokenizer.id_to_token
+    readable = []
+    for token_id in token_ids:
+        token, text = to_token(token_id), tokenizer.decode([token_id], **side).strip()
+        whole = text and "\N{REPLACEMENT CHARACTER}" not in text
+        blank = repr(token)[1:-1].replace(" ", "\N{OPEN BOX}")
+        readable.append(text if whole else token if token.strip() else blank)
+    return readable
 
 
 def expect_bertviz() -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..data.vocabularies import unknown_token
 from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
-from ..plotting import position_encodings
+from .positions import position_encodings
 
 
 class EmbeddingReport(NamedTuple):

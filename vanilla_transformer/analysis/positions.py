@@ -1,8 +1,9 @@
-"""How alike positions are, and how far attention looks."""
+"""The encodings of positions, how alike they are, and how far attention looks."""
 
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -11,6 +12,21 @@ from .attention import query_masks, read_batches
 
 REACH = ("distance", "previous", "same", "next")
 SELF_ATTENTION: tuple[Kind, ...] = ("encoder", "decoder")  # where queries and keys share positions
+
+
+def position_encodings(positions: nn.Module, length: int) -> torch.Tensor:
+    """The first encodings, (length, d_model), of a stack's `embed_positions`: sinusoids or learned
+    vectors.
+
+    Raises:
+        ValueError: `length` is not positive, or more than there are learned positions.
+    """
+    limit = getattr(positions, "num_embeddings", None)
+    if length < 1 or (limit is not None and length > limit):
+        expected = "a positive number" if limit is None else f"1 to {limit}"
+        raise ValueError(f"length={length}: expected {expected}")
+    with torch.inference_mode():
+        return positions(torch.arange(length)[None], torch.float32)[0]
 
 
 def position_similarities(encodings: torch.Tensor) -> torch.Tensor:

@@ -31,22 +31,26 @@ from matplotlib.figure import Figure
 from transformers import AutoConfig
 
 from ..analysis.alignments import read_gold_alignments, score_layers
-from ..analysis.attention import VIEWS, attention_page, expect_bertviz, expect_both_stacks
+from ..analysis.attention import (
+    VIEWS,
+    attention_maps,
+    attention_page,
+    expect_bertviz,
+    expect_both_stacks,
+    expect_sentences,
+)
 from ..analysis.embeddings import analyze_embeddings, nearest_tokens, vocabulary_of
 from ..analysis.heads import ByHead, analyze_heads, expect_prunable, most_important, prune_heads
-from ..analysis.positions import attention_reach, position_similarities
+from ..analysis.positions import attention_reach, position_encodings, position_similarities
 from ..data.text_files import expect_parallel, read_file
 from ..inference.alignment import penultimate_layer
 from ..inference.loading import LoadingArguments
 from ..plotting import (
     KINDS,
-    attention_maps,
-    expect_sentences,
     picture_paths,
     plot_heads,
     plot_norms,
     plot_similarities,
-    position_encodings,
     save,
 )
 from .table import table

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ..inference.alignment import unknown_id
+from ..data.vocabularies import unknown_id
 from ..model.generation import OWN_OPTIONS
 
 # The commands decide what `generate()` returns, constraints are objects, two options need a

@@ -27,19 +27,18 @@ from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from .. import VanillaTransformerConfig
+from ..analysis.attention import attention_maps, expect_sentences
+from ..analysis.positions import position_encodings
 from ..inference.alignment import layers_and_heads
 from ..model.modeling_vanilla_transformer import SinusoidalPositions
 from ..plotting import (
     KINDS,
-    attention_maps,
     expect_numbers,
-    expect_sentences,
     picture_paths,
     plot_attention,
     plot_curves,
     plot_positions,
     plot_schedule,
-    position_encodings,
     save,
 )
 from ..training.logs import read_runs

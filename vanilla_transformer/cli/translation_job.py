@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.parquet_files import is_parquet
 from ..data.text_files import expect_output, expect_parallel, read_file
-from ..inference.alignment import UNITS, add_alignments, add_token_scores
+from ..inference.alignment import UNITS, add_alignments
 from ..inference.loading import LoadingArguments
 from ..inference.parallel_translation import (
     TARGET_COLUMN,
@@ -27,6 +27,7 @@ from ..inference.reranking import (
     rerank_by_reverse_model,
     rerank_by_utility,
 )
+from ..inference.scoring import add_token_scores
 from ..inference.translation import (
     Hypothesis,
     draws,

@@ -520,6 +520,13 @@ def unknown_token(tokenizer: Any) -> str | None:
     return model.get("unk_token")
 
 
+def unknown_id(tokenizer: Any) -> int | None:
+    """The target's id of the unknown token, also where decoding prints it as an ordinary token."""
+    target = getattr(tokenizer, "target_tokenizer", tokenizer)
+    unknown = tokenizer.unk_token or unknown_token(target)
+    return None if unknown is None else target.get_vocab().get(unknown)
+
+
 def _unknown(vocab: Mapping[str, int], specials: Specials) -> str | None:
     if specials.unk is not None and specials.unk not in vocab:
         raise ValueError(f"the vocabulary lacks the unknown token {specials.unk!r}")

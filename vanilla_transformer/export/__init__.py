@@ -2,7 +2,6 @@
 
 A target is a module with
 
-- `NAME`: what `export` and the command call it;
 - `QUANTIZATIONS`: the names of the quantizations that it can write;
 - `write(model_folder, output, quantization)`: writes into an empty folder. `export` adds a card.
 

@@ -26,14 +26,13 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxscript import optimizer
 from torch import nn
 
+from ..inference.engines.onnxruntime_engine import DECODER, ENCODER
 from ..model.cache import new_cache
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from ..model.pretrained import count_positions
-from .source import read_model
+from .source import fields_without_code, read_model
 
-NAME = "onnx"
 QUANTIZATIONS = ("int8", "float16")
-ENCODER, DECODER = "encoder_model.onnx", "decoder_model.onnx"
 # Of the examples that are traced: all different, and above 1, for which torch would make a special
 # graph.
 BATCH, SOURCE, PAST_SOURCE, TARGET, PAST_TARGET = 2, 7, 4, 3, 5
@@ -48,10 +47,8 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
     """
     model, tokenizer = read_model(model_folder)
     write_graphs(model, output / ENCODER, output / DECODER, quantization)
-    fields = model.config.to_dict()
-    for name in ("auto_map", "custom_pipelines"):  # of code that this folder does not carry
-        del fields[name]
-    (output / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    fields = json.dumps(fields_without_code(model.config), indent=2)
+    (output / "config.json").write_text(fields + "\n", encoding="utf-8")
     model.generation_config.save_pretrained(output)
     tokenizer.save_pretrained(output)
 

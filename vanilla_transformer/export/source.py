@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -66,6 +67,12 @@ def read_model(
         raise ValueError(f"{folder}: expected complete weights, there is no {names}")
     set_output_limit(model)
     return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def fields_without_code(config: VanillaTransformerConfig) -> dict[str, Any]:
+    """The configuration, except where it names code that an exported folder does not carry."""
+    code = ("auto_map", "custom_pipelines")
+    return {name: value for name, value in config.to_dict().items() if name not in code}
 
 
 def number_of_positions(config: VanillaTransformerConfig) -> int:

@@ -23,9 +23,14 @@ from ..model.modeling_vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
     VanillaTransformerStack,
 )
-from .source import number_of_positions, padded_heads, position_table, read_model
+from .source import (
+    fields_without_code,
+    number_of_positions,
+    padded_heads,
+    position_table,
+    read_model,
+)
 
-NAME = "ctranslate2"
 QUANTIZATIONS = ACCEPTED_MODEL_TYPES
 # CTranslate2's activation functions by transformers' names.
 ACTIVATIONS = {
@@ -92,10 +97,7 @@ def make_spec(
     start, end = (targets[special[name]] for name in names)
     unknown = tokenizer.unk_token if {tokenizer.unk_token} <= {*sources} & {*targets} else end
     tokens = {"decoder_start_token": start, "bos_token": start, "eos_token": end}
-    ours = config.to_dict()
-    for name in ("auto_map", "custom_pipelines"):  # the folder holds no code
-        ours.pop(name, None)
-    for name, value in {**ours, **tokens, "unk_token": unknown}.items():
+    for name, value in {**fields_without_code(config), **tokens, "unk_token": unknown}.items():
         spec.config.add_attribute(name, value)
     spec.config.add_attribute("layer_norm_epsilon", config.layer_norm_eps)
     spec.config.add_attribute("max_position_embeddings", number_of_positions(config))

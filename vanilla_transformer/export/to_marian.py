@@ -9,7 +9,6 @@ from ..conversion.core import separate_halves
 from .source import read_model
 from .stock import copied_weights, expect_fields, save, shared_fields
 
-NAME = "marian"
 QUANTIZATIONS: tuple[str, ...] = ()
 FIXED = {
     "norm_position": "post",

@@ -12,7 +12,6 @@ from ..conversion.core import fold_embedding_scale
 from .source import position_table, read_model
 from .stock import EPSILON, copied_weights, expect_fields, save, shared_fields
 
-NAME = "pegasus"
 QUANTIZATIONS: tuple[str, ...] = ()
 FIXED = {
     "norm_position": "pre",

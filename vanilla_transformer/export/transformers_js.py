@@ -16,7 +16,6 @@ from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from . import onnx_graphs
 from .source import read_model
 
-NAME = "transformers.js"
 QUANTIZATIONS = onnx_graphs.QUANTIZATIONS
 # By quantization, what transformers.js calls the type and how it ends the names of files.
 TYPES = {None: ("fp32", ""), "int8": ("q8", "_quantized"), "float16": ("fp16", "_fp16")}

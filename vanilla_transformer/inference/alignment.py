@@ -1,4 +1,4 @@
-"""The log-probabilities of a translation's tokens, and the source tokens that they are aligned to.
+"""The source tokens that a translation's tokens are aligned to.
 
 An alignment is read from the attention of the decoder to the source. In a Transformer that was not
 trained to align, the average over the heads of the penultimate layer aligns best (Garg et al.,
@@ -6,50 +6,18 @@ trained to align, the average over the heads of the penultimate layer aligns bes
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, __version__
 
-from ..data.vocabularies import unknown_token
-from .scoring import map_pairs, reading_inputs, token_scores
+from ..data.vocabularies import unknown_id
+from .scoring import map_hypotheses, map_pairs, reading_inputs
 from .translation import Hypothesis, decoder_start
 
 UNITS = ("words", "pieces")
-LINES_PER_WINDOW = 512
-
-
-def add_token_scores(
-    lines: Iterable[str],
-    found: Iterable[list[Hypothesis]],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int = 2048,
-) -> Iterator[list[Hypothesis]]:
-    """Yield the hypotheses of each line with their `token_scores`.
-
-    Args:
-        lines: The sources, read lazily.
-        found: The hypotheses of each source.
-        model: The model.
-        tokenizer: Its tokenizer.
-        max_tokens: The maximum number of source tokens, and of target tokens, in a batch.
-    """
-
-    def score(sources: list[str], hypotheses: list[Hypothesis]) -> Iterator[Hypothesis]:
-        scores = map_pairs(
-            lambda inputs: token_scores(model, inputs).tolist(),
-            tokenizer(sources)["input_ids"], [list(h.token_ids) for h in hypotheses],
-            model, tokenizer, max_tokens, start=decoder_start(model),
-        )  # fmt: skip
-        for hypothesis, row in zip(hypotheses, scores, strict=True):
-            yield hypothesis._replace(token_scores=tuple(row[: len(hypothesis.token_ids)]))
-
-    yield from map_hypotheses(score, lines, found)
 
 
 def add_alignments(
@@ -98,21 +66,6 @@ def add_alignments(
             yield reader.read(*row)
 
     yield from map_hypotheses(align, lines, found)
-
-
-def map_hypotheses(
-    change: Callable[[list[str], list[Hypothesis]], Iterable[Hypothesis]],
-    lines: Iterable[str],
-    found: Iterable[list[Hypothesis]],
-) -> Iterator[list[Hypothesis]]:
-    """Yield the hypotheses of each line as `change` returns them. `change` takes sources, and a
-    hypothesis for each, a window at a time, without blank lines."""
-    rows = zip(lines, found, strict=True)
-    while window := list(islice(rows, LINES_PER_WINDOW)):
-        kept = [(line, h) for line, hypotheses in window for h in hypotheses if h.token_ids]
-        changed = iter(change([line for line, _ in kept], [h for _, h in kept]) if kept else ())
-        for _, hypotheses in window:
-            yield [next(changed) if h.token_ids else h for h in hypotheses]
 
 
 def expect_alignable(
@@ -200,13 +153,6 @@ def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-def unknown_id(tokenizer: Any) -> int | None:
-    """The target's id of the unknown token, also where decoding prints it as an ordinary token."""
-    target = getattr(tokenizer, "target_tokenizer", tokenizer)
-    unknown = tokenizer.unk_token or unknown_token(target)
-    return None if unknown is None else target.get_vocab().get(unknown)
 
 
 class _AlignmentReader:

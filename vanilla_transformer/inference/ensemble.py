@@ -138,13 +138,11 @@ class VanillaTransformerEnsemble(
         if CACHE_NAME in options.kwargs or options["use_cache"] is False:
             return
         configs = [member.config for member in self.members]
-        if any(config._attn_implementation != "sdpa" for config in configs):
-            options.kwargs[CACHE_NAME] = EnsembleCache([new_cache(config) for config in configs])
-            return
-        rows = max(options["num_beams"] or 1, options["num_return_sequences"] or 1)
-        new_tokens = options["max_new_tokens"]
-        length = options["max_length"] if new_tokens is None else prompt_length + new_tokens
-        caches = [generation_cache(config, rows, length) for config in configs]
+        if all(config._attn_implementation == "sdpa" for config in configs):
+            size = options.cache_size(prompt_length)
+            caches = [generation_cache(config, *size) for config in configs]
+        else:
+            caches = [new_cache(config) for config in configs]
         options.kwargs[CACHE_NAME] = EnsembleCache(caches)
 
 

@@ -38,7 +38,6 @@ class LoadingArguments:
             "exported for, else torch."
         },
     )
-
     device: str | None = field(
         default=None,
         metadata={"help": "cpu, cuda, cuda:1, ... Default: the accelerator, if there is one."},
@@ -86,7 +85,7 @@ class LoadingArguments:
         """
         names = [name] if isinstance(name, (str, Path)) else list(name)
         if len(names) > 1:
-            return self.load_model(names)
+            return self._load_ensemble(names)
         (name,) = names
         engine = find_engine(name) if self.engine is None else named_engine(self.engine)
         if engine is None:
@@ -105,21 +104,14 @@ class LoadingArguments:
         tokenizer = self._load_tokenizer(name)
         return engine.load(Path(name), device=self.device, dtype=self.dtype), tokenizer
 
-    def load_model(
-        self, name: str | Path | Sequence[str | Path]
-    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Same as `load`, for callers that need a model of torch. The process then does without
-        cuDNN's attention, which plans each new shape of batch.
+    def load_model(self, name: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load one model that torch runs. The process then does without cuDNN's attention, which
+        plans each new shape of batch.
 
         Raises:
-            ValueError: The folder was exported for an engine, or an engine is named; also as in
-                `load`.
+            ValueError: The folder was exported for an engine, or an engine is named.
         """
         torch.backends.cuda.enable_cudnn_sdp(False)  # our own models never use it
-        if not isinstance(name, (str, Path)):
-            if len(name) > 1:
-                return self._load_ensemble(name)
-            (name,) = name
         engine = find_engine(name)
         if self.engine not in (None, TORCH) or engine is not None:
             used = self.engine if engine is None else engine.NAME

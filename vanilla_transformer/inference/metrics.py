@@ -14,7 +14,8 @@ from sacrebleu.metrics.base import Metric, Score
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .alignment import unknown_id
+from ..data.vocabularies import unknown_id
+from .reranking import COMET_MODEL, load_comet
 
 logger = logging.get_logger(__name__)
 
@@ -37,7 +38,6 @@ SIGNED = frozenset({"bleu", "chrf", "ter"})  # by sacreBLEU
 NEEDS_MORE = ("ja-mecab", "ko-mecab", "spm", "flores101", "flores200", "spBLEU-1K")
 # Where BLEU is 0 because targets are short.
 OTHER_METRICS = "Use chrf, exact_match or BLEU's tokenizer char, which splits text into characters"
-COMET_MODEL = "Unbabel/wmt22-comet-da"
 TESTS = {"bootstrap": "bs", "ar": "ar"}  # paired tests, and sacreBLEU's names of them
 
 # ---------------------------------------------------------------- Metrics
@@ -87,10 +87,7 @@ class Comet(LineMetric):
 
     def __init__(self, sources: Sequence[str], model: str = COMET_MODEL):
         super().__init__("comet", lambda hypothesis, references: ())
-        from comet import download_model, load_from_checkpoint
-
-        path = model if model.endswith(".ckpt") else download_model(model)
-        self.sources, self.model = sources, load_from_checkpoint(path)
+        self.sources, self.model = sources, load_comet(model)
 
     def _extract_corpus_statistics(
         self, hypotheses: Sequence[str], references: Sequence[Sequence[str]] | None

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .alignment import add_token_scores, map_hypotheses
-from .scoring import score_pairs
+from .scoring import add_token_scores, map_hypotheses, score_pairs
 from .translation import Hypothesis, position_limit
 
 # Takes hypotheses, references and their source; returns (hypotheses, references), from 0 to 100.
@@ -199,11 +198,14 @@ def comet_utility(hypotheses: Sequence[str], references: Sequence[str], source: 
     return 100 * np.array(scores).reshape(len(hypotheses), len(references))
 
 
-@cache
-def _comet() -> Any:
+def load_comet(model: str = COMET_MODEL) -> Any:
+    """COMET's model of this name on the Hub, or in this .ckpt file."""
     from comet import download_model, load_from_checkpoint
 
-    return load_from_checkpoint(download_model(COMET_MODEL))
+    return load_from_checkpoint(model if model.endswith(".ckpt") else download_model(model))
+
+
+_comet = cache(load_comet)
 
 
 UTILITIES: dict[str, Utility] = {

@@ -1,4 +1,4 @@
-"""The log-probability of given translations."""
+"""The log-probability of given translations, and of the tokens of hypotheses."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -11,8 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.collation import PairCollator, shift_right
 from ..data.token_batches import TokenBudgetSampler, expect_tokens
+from .translation import Hypothesis, decoder_start
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together
+LINES_PER_WINDOW = 512  # whose hypotheses are changed together
 
 T = TypeVar("T")
 
@@ -59,6 +61,51 @@ def score_pairs(
             )  # fmt: skip
             yield from map(PairScore, scores, map(len, targets))
             first += len(window)
+
+
+def add_token_scores(
+    lines: Iterable[str],
+    found: Iterable[list[Hypothesis]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int = 2048,
+) -> Iterator[list[Hypothesis]]:
+    """Yield the hypotheses of each line with their `token_scores`.
+
+    Args:
+        lines: The sources, read lazily.
+        found: The hypotheses of each source.
+        model: The model.
+        tokenizer: Its tokenizer.
+        max_tokens: The maximum number of source tokens, and of target tokens, in a batch.
+    """
+
+    def score(sources: list[str], hypotheses: list[Hypothesis]) -> Iterator[Hypothesis]:
+        scores = map_pairs(
+            lambda inputs: token_scores(model, inputs).tolist(),
+            tokenizer(sources)["input_ids"], [list(h.token_ids) for h in hypotheses],
+            model, tokenizer, max_tokens, start=decoder_start(model),
+        )  # fmt: skip
+        for hypothesis, row in zip(hypotheses, scores, strict=True):
+            yield hypothesis._replace(token_scores=tuple(row[: len(hypothesis.token_ids)]))
+
+    yield from map_hypotheses(score, lines, found)
+
+
+def map_hypotheses(
+    change: Callable[[list[str], list[Hypothesis]], Iterable[Hypothesis]],
+    lines: Iterable[str],
+    found: Iterable[list[Hypothesis]],
+) -> Iterator[list[Hypothesis]]:
+    """Yield the hypotheses of each line as `change` returns them. `change` takes sources, and a
+    hypothesis for each, a window at a time, without blank lines."""
+    rows = zip(lines, found, strict=True)
+    while window := list(islice(rows, LINES_PER_WINDOW)):
+        kept = [(line, h) for line, hypotheses in window for h in hypotheses if h.token_ids]
+        changed = iter(change([line for line, _ in kept], [h for _, h in kept]) if kept else ())
+        for _, hypotheses in window:
+            yield [next(changed) if h.token_ids else h for h in hypotheses]
 
 
 def map_pairs(

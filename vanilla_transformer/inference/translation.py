@@ -10,7 +10,12 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..model.generation import LIMITS, GenerationOptions, VanillaTransformerGenerationMixin
+from ..model.generation import (
+    LIMITS,
+    GenerationOptions,
+    VanillaTransformerGenerationMixin,
+    first_given,
+)
 from ..model.validation import expect_generation_options
 
 DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
@@ -113,7 +118,7 @@ def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> Non
     config."""
     config = {**model.generation_config.to_dict(), **options}
     expect_generation_options(config, getattr(model.config, "target_vocab_size", 2**31))
-    GenerationOptions(model.generation_config, None, options).use_length_penalty_type()
+    _options(model, options).use_length_penalty_type()
     GenerationConfig(**config)
 
 
@@ -134,12 +139,12 @@ def expect_hypotheses(
 
 def draws(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool:
     """Whether `generate` draws tokens at random, with or without beams."""
-    return bool(_options(model, generate_kwargs).get("do_sample"))
+    return bool(_options(model, generate_kwargs)["do_sample"])
 
 
 def samples(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool:
     """Whether `generate` draws translations at random, without beams."""
-    beams = _options(model, generate_kwargs).get("num_beams")
+    beams = _options(model, generate_kwargs)["num_beams"]
     return draws(model, generate_kwargs) and (beams or 1) == 1
 
 
@@ -174,7 +179,7 @@ def encode_prefixes(
 def _prefix_limit(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> float:
     """What the number of a prefix's tokens must be below; infinity if there is no such limit. Only
     `max_length` and a table of positions count the prefix."""
-    options, limit = GenerationOptions(model.generation_config, None, generate_kwargs), math.inf
+    options, limit = _options(model, generate_kwargs), math.inf
     if options["max_new_tokens"] is None and options.first_of(LIMITS) == "max_length":
         limit = options["max_length"] - 1
     return min(limit, (position_limit(model) or math.inf) - 1)
@@ -210,14 +215,12 @@ def decoder_start(
 ) -> int | None:
     """The id of the token with which `generate` starts each target."""
     options = _options(model, generate_kwargs or {})
-    start: int | None = options.get("decoder_start_token_id", options.get("bos_token_id"))
+    start: int | None = first_given(options["decoder_start_token_id"], options["bos_token_id"])
     return start
 
 
-def _options(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The options of `generate` that are set."""
-    options = {**vars(model.generation_config), **generate_kwargs}
-    return {name: value for name, value in options.items() if value is not None}
+def _options(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> GenerationOptions:
+    return GenerationOptions(model.generation_config, None, generate_kwargs)
 
 
 class Batches(NamedTuple):
@@ -325,8 +328,8 @@ class Batches(NamedTuple):
     def _hypotheses(self, sequences: torch.Tensor, prompt_length: int) -> list[Hypothesis]:
         """The hypotheses in (rows, length) token ids, of which the first are the prompt."""
         options = _options(self.model, self.generate_kwargs)
-        eos, pad = options.get("eos_token_id", []), options.get("pad_token_id")
-        ends = {eos} if isinstance(eos, int) else set(eos)
+        eos, pad = options["eos_token_id"], options["pad_token_id"]
+        ends = {eos} if isinstance(eos, int) else set(eos or ())
         texts = self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
         found = []
         for text, row in zip(texts, sequences.tolist(), strict=True):

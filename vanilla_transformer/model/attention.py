@@ -350,7 +350,7 @@ class PackedRows(Rows):
 class PackedInputs(NamedTuple):
     """The rows of a stack's own positions, and those of the source that a decoder attends to."""
 
-    target: PackedRows
+    own: PackedRows
     source: PackedRows | None = None
 
 
@@ -365,7 +365,7 @@ class RowEnds(NamedTuple):
     @classmethod
     def of(cls, rows: PackedInputs) -> "RowEnds":
         """Those of a stack's inputs."""
-        own = rows.target.ends()
+        own = rows.own.ends()
         source = own if rows.source is None else rows.source.ends()
         names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
         return cls(*(dict(zip(names, (*own, *keys), strict=True)) for keys in (own, source)))
@@ -517,10 +517,10 @@ def pack_rows(
         return None
     masks = [_is_token(*side) for side in sides]
     rows = PackedInputs(*map(PackedRows, masks))
-    changed = _packed_inputs(rows.target, masks[0], **inputs)
+    changed = _packed_inputs(rows.own, masks[0], **inputs)
     if rows.source is not None:
         changed["encoder_hidden_states"] = rows.source.pack(encoder_hidden_states)
-    return rows.target, changed | _kept_apart(config, rows, is_decoder)
+    return rows.own, changed | _kept_apart(config, rows, is_decoder)
 
 
 def _packed_inputs(rows: Rows, mask: torch.Tensor, **inputs: Any) -> dict[str, Any]:
@@ -540,9 +540,9 @@ def _kept_apart(config: PreTrainedConfig, rows: PackedInputs, is_decoder: bool) 
         masks["encoder_attention_mask"] = None
     if is_flash(config._attn_implementation):
         return {**masks, "rows": RowEnds.of(rows)}
-    masks["attention_mask"] = _block_mask(config, rows.target, rows.target, is_decoder)
+    masks["attention_mask"] = _block_mask(config, rows.own, rows.own, is_decoder)
     if rows.source is not None:
-        masks["encoder_attention_mask"] = _block_mask(config, rows.target, rows.source)
+        masks["encoder_attention_mask"] = _block_mask(config, rows.own, rows.source)
     return masks
 
 
@@ -572,7 +572,7 @@ def _block_mask(
         return queries.row_of[query] == keys.row_of[key]
 
     empty = torch.empty(1, 1, 0, device=queries.places.device)  # gives shape, type and device
-    target, source = (empty.expand(1, len(rows.places), 0) for rows in (queries, keys))
+    asking, seen = (empty.expand(1, len(rows.places), 0) for rows in (queries, keys))
     if is_causal:
-        return create_causal_mask(config, target, None, None, and_mask_function=in_one_row)
-    return create_bidirectional_mask(config, target, None, source, and_mask_function=in_one_row)
+        return create_causal_mask(config, asking, None, None, and_mask_function=in_one_row)
+    return create_bidirectional_mask(config, asking, None, seen, and_mask_function=in_one_row)

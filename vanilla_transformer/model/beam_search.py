@@ -1,7 +1,7 @@
 """The last step of decoding on a CPU: from states to the tokens that a search looks at."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -70,8 +70,8 @@ def project(states: torch.Tensor, projection: nn.Linear) -> torch.Tensor:
     if not _pays_in_pieces(projection, rows):
         return projection(states)
     logits = rows.new_empty(len(rows), len(projection.weight))
-    for _ in _in_pieces(rows, projection.weight, logits):
-        pass
+    for first, piece in _pieces(projection.weight):
+        torch.mm(rows, piece.t(), out=logits[:, first : first + len(piece)])
     return logits.unflatten(0, states.shape[:-1])
 
 
@@ -85,16 +85,11 @@ def _pays_in_pieces(projection: nn.Module, rows: torch.Tensor | None = None) -> 
     return rows is None or (1 < len(rows) <= FEW and type(rows) is torch.Tensor)
 
 
-def _in_pieces(
-    rows: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor | None = None
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """First token and scores (rows, tokens) of each piece of the vocabulary, written into `out` if
-    that is given, (rows, vocabulary)."""
+def _pieces(matrix: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """The first token of each piece of the vocabulary, and the piece of its matrix."""
     width = max(1, PIECE // matrix[0].nbytes)
     for first in range(0, len(matrix), width):
-        piece = matrix[first : first + width]
-        where = None if out is None else out[:, first : first + width]
-        yield first, torch.mm(rows, piece.t(), out=where)
+        yield first, matrix[first : first + width]
 
 
 # ---------------------------------------------------------------- The best tokens
@@ -153,17 +148,20 @@ class BestTokens(LogitsProcessor):
     def logits(self, states: torch.Tensor, projection: nn.Linear) -> torch.Tensor:
         """(rows, 1, d_model) states to (rows, 1, count) logits."""
         rows, found, log_normalizers = states[:, 0], [], []
-        in_pieces = _pays_in_pieces(projection, rows)
-        whole = [] if in_pieces else [(0, projection(rows))]
+        parts: Iterable[tuple[int, torch.Tensor]]
+        if _pays_in_pieces(projection, rows):
+            parts = ((first, rows @ piece.t()) for first, piece in _pieces(projection.weight))
+        else:
+            parts = [(0, projection(rows))]
         hooked = not is_plain_matrix(projection)  # who may keep what is theirs
-        for first, narrow in whole or _in_pieces(rows, projection.weight):
+        for first, narrow in parts:
             scores = narrow.to(at_least_float32(narrow.dtype), copy=hooked)
             values, places = topk(scores, min(self.count, scores.shape[1]))
             found.append((values, places + first))
             highest = values[:, :1]
             normalizer = scores.sub_(highest).exp_().sum(-1, keepdim=True)
             log_normalizers.append(highest + normalizer.log())
-        values, tokens = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
+        values, tokens = (torch.cat(side, -1) for side in zip(*found, strict=True))
         best, places = values.topk(self.count)
         self.tokens = self.expand(tokens.gather(-1, places))
         log_normalizer = torch.cat(log_normalizers, -1).logsumexp(-1, keepdim=True)

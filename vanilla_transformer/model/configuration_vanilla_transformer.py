@@ -355,7 +355,6 @@ class VanillaTransformerConfig(PreTrainedConfig):
                 f"d_model={self.d_model}: sinusoidal positions come in pairs of sine and cosine, "
                 "expected an even number"
             )
-
         if self.sinusoid_frequencies == "tensor2tensor" and self.d_model < 4:
             raise ValueError(
                 f"d_model={self.d_model} with sinusoid_frequencies='tensor2tensor': expected at "

@@ -237,10 +237,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             return
         if is_watched(self):
             return
-        rows = max(options["num_beams"] or 1, options["num_return_sequences"] or 1)
-        new_tokens = options["max_new_tokens"]
-        length = options["max_length"] if new_tokens is None else prompt_length + new_tokens
-        options.kwargs[CACHE_NAME] = generation_cache(self.config, rows, length)
+        size = options.cache_size(prompt_length)
+        options.kwargs[CACHE_NAME] = generation_cache(self.config, *size)
 
     def _without_autograd(self, options: "GenerationOptions") -> AbstractContextManager:
         """torch's inference mode, which saves a twentieth of the time, but whose tensors can't take
@@ -393,6 +391,12 @@ class GenerationOptions:
         """The value of an option that transformers does not know, which is no keyword any more."""
         value = self.kwargs.pop(name, None)
         return self[name] if value is None else value
+
+    def cache_size(self, prompt_length: int) -> tuple[int, int]:
+        """The rows of each source, and the most positions of a target."""
+        rows = max(self["num_beams"] or 1, self["num_return_sequences"] or 1)
+        new_tokens = self["max_new_tokens"]
+        return rows, self["max_length"] if new_tokens is None else prompt_length + new_tokens
 
     def end_rows_at(self, lengths: torch.Tensor) -> None:
         """End the targets of each source at its length, the prompt included, (sources,)."""

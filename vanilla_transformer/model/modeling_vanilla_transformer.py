@@ -78,14 +78,15 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         self.post_init()
 
     def embed(
-        self, input_ids: Ids, inputs_embeds: States, position_ids: Ids, *mask_and_cache: Any
-    ) -> Tensor:
+        self, input_ids: Ids, inputs_embeds: States, position_ids: Ids, attention_mask: Mask,
+        cache: Cache | None = None,
+    ) -> Tensor:  # fmt: skip
         """Dropout(sqrt(d_model) * embedding + position), (batch, length, d_model): sections 3.4,
         3.5 and 5.4. `inputs_embeds` are rows of the embedding matrix, not yet scaled."""
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if position_ids is None:
-            position_ids = count_positions(inputs_embeds, *mask_and_cache)
+            position_ids = count_positions(inputs_embeds, attention_mask, cache)
         positions = self.embed_positions(position_ids, inputs_embeds.dtype)
         states = self.embed_layer_norm(inputs_embeds * self.embed_scale + positions)
         return dropout(states, self.dropout, self.training)
@@ -190,8 +191,9 @@ class VanillaTransformerEncoderLayer(VanillaTransformerLayer):
 
     def forward(self, hidden_states: Tensor, mask: Mask = None, **kwargs: Any) -> Tensor:
         """(batch, source_length, d_model) in and out."""
-        attention = (self.self_attn_layer_norm, self.self_attn, mask)
-        hidden_states = self.residual(hidden_states, *attention, **kwargs)
+        hidden_states = self.residual(
+            hidden_states, self.self_attn_layer_norm, self.self_attn, mask, **kwargs
+        )
         return self.residual(hidden_states, self.ffn_layer_norm, self.ffn)
 
 
@@ -213,11 +215,14 @@ class VanillaTransformerDecoderLayer(VanillaTransformerLayer):
         self, hidden_states: Tensor, mask: Mask, source: States, source_mask: Mask, **kwargs: Any
     ) -> Tensor:
         """(batch, length, d_model) in and out; `source` is (batch, source_length, d_model)."""
-        attention = (self.self_attn_layer_norm, self.self_attn, mask)
-        hidden_states = self.residual(hidden_states, *attention, **kwargs)
+        hidden_states = self.residual(
+            hidden_states, self.self_attn_layer_norm, self.self_attn, mask, **kwargs
+        )
         if source is not None:
-            attention = (self.encoder_attn_layer_norm, self.encoder_attn, source_mask)
-            hidden_states = self.residual(hidden_states, *attention, source, **kwargs)
+            hidden_states = self.residual(
+                hidden_states, self.encoder_attn_layer_norm, self.encoder_attn, source_mask,
+                source, **kwargs,
+            )  # fmt: skip
         return self.residual(hidden_states, self.ffn_layer_norm, self.ffn)
 
 
@@ -284,10 +289,13 @@ class VanillaTransformerAttention(nn.Module):
         and, from eager attention, the weights (batch, heads, query_length, key_length)."""
         hidden_states = cast_once(hidden_states)
         query = _split_heads(self.q_proj(hidden_states), self.d_k)
-        states, name = hidden_states if source is None else source, self.config._attn_implementation
-        layer = (cache, self.layer_idx, self.is_cross_attention)
-        key, value = update_kv_cache(*layer, self._keys_and_values, states, kwargs)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, scaled_dot_product_attention)
+        states = hidden_states if source is None else source
+        key, value = update_kv_cache(
+            cache, self.layer_idx, self.is_cross_attention, self._keys_and_values, states, kwargs
+        )
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, scaled_dot_product_attention
+        )
         kwargs |= {"scaling": self.scaling, "dropout": self.dropout if self.training else 0.0}
         output, weights = attend(self, query, key, value, mask, **kwargs)
         return self.out_proj(output.flatten(2)), weights
@@ -428,8 +436,9 @@ def label_smoothed_cross_entropy(
     labels = labels.to(logits.device, torch.long)
     # The gradient of a row without a label is 0, but 0 times NaN is NaN.
     logits = logits.to(at_least_float32(logits.dtype)).masked_fill((labels == -100)[..., None], 0)
-    flat = logits.flatten(0, -2), labels.flatten()
-    loss = F.cross_entropy(*flat, label_smoothing=label_smoothing, reduction="sum")
+    loss = F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), label_smoothing=label_smoothing, reduction="sum"
+    )
     if num_items_in_batch is None:
         num_items_in_batch = (labels != -100).sum().clamp(min=1)
     return loss / torch.as_tensor(num_items_in_batch, device=loss.device)

@@ -114,7 +114,8 @@ def expect_in_range(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
             continue
         positions = inputs.get(f"{prefix}position_ids")
         if positions is None:
-            past = _past_length(cache) or 0 if prefix or not config.is_encoder_decoder else 0
+            is_source = config.is_encoder_decoder and not prefix  # nothing comes before it
+            past = 0 if is_source else _past_length(cache) or 0
             positions = torch.arange(past, past + given.shape[1])
         raise_if_outside(positions, config.max_position_embeddings, "position")
 

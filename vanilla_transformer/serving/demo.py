@@ -13,11 +13,12 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
+from ..analysis.attention import attention_maps
 from ..conversion.core import expect_unused
 from ..inference.alignment import layers_and_heads
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
-from ..plotting import AttentionMaps, attention_maps, plot_attention
+from ..plotting import AttentionMaps, plot_attention
 from .languages import languages_of_card
 
 LONGEST_SOURCE = 1000  # characters

@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput
 
 from ...model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ...model.generation import GenerationOptions, VanillaTransformerGenerationMixin, first_given
-from ...model.validation import expect_generation_options
+from ...model.validation import expect_generation_options, raise_if_outside
 
 NAME = TARGET = "ctranslate2"
 WEIGHTS = "model.bin"
@@ -222,7 +222,7 @@ class CTranslate2Engine:
         if labels.shape[1] > longest:
             raise ValueError(f"labels of {labels.shape[1]} tokens: expected at most {longest}")
         kept = labels != -100
-        expect_ids(labels[kept], "labels", len(self.targets))
+        raise_if_outside(labels[kept], len(self.targets), "label")
         targets = [label[known].tolist() for label, known in zip(labels, kept, strict=True)]
         end = [self.config.eos_token_id]  # the engine adds one to each target
         results = self.translator.score_batch(
@@ -248,7 +248,7 @@ class CTranslate2Engine:
                 f"attention_mask: expected {tuple(ids.shape)} like input_ids, with a token in each "
                 "row"
             )
-        expect_ids(ids, "input_ids", len(self.sources))
+        raise_if_outside(ids, len(self.sources), "source id")
         longest = int(mask.count_nonzero(1).max())
         if longest > self.config.max_position_embeddings:
             raise ValueError(
@@ -263,7 +263,7 @@ class CTranslate2Engine:
             return torch.empty(rows, 0, dtype=torch.long)
         if not isinstance(prompt, torch.Tensor) or prompt.ndim != 2 or len(prompt) != rows:
             raise ValueError(f"decoder_input_ids={prompt!r}: expected a tensor ({rows}, length)")
-        expect_ids(prompt, "decoder_input_ids", len(self.targets))
+        raise_if_outside(prompt, len(self.targets), "target id")
         starts = prompt[:, :1] == self.start_id
         if starts.any() and not starts.all():
             raise ValueError(
@@ -467,12 +467,6 @@ class Search:
             "sampling_topp": first_given(options["top_p"], 1.0) if samples else 1.0,
             "sampling_temperature": first_given(options["temperature"], 1.0) if samples else 1.0,
         }
-
-
-def expect_ids(ids: torch.Tensor, name: str, size: int) -> None:
-    """Raises IndexError unless all ids are in a vocabulary of this size."""
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-        raise IndexError(f"{name}: expected ids from 0 to {size - 1}")
 
 
 def _penalty(options: GenerationOptions) -> float:
