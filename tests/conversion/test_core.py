@@ -83,6 +83,21 @@ def test_an_option_that_the_format_does_not_read_is_named(option, value):
         options.expect_only(fairseq.READS, fairseq.NAME)
 
 
+def test_added_tokens_change_no_training_loss():
+    config = small_config(dropout=0.0, label_smoothing=0.2, vocab_size=48)
+    model = VanillaTransformerForConditionalGeneration(config)
+    weights = model.state_dict()
+    for name in model.all_tied_weights_keys:
+        del weights[name]
+    core.add_zero_start(weights)
+    core.add_unknown_clones(weights, "source", 5, unk=3)
+    config = small_config(dropout=0.0, label_smoothing=0.2, vocab_size=54, lm_head_bias=True)
+    larger = VanillaTransformerForConditionalGeneration(config)
+    assert not larger.load_state_dict(weights, strict=False).unexpected_keys
+    batch = {"input_ids": torch.randint(3, 48, (2, 5)), "labels": torch.randint(3, 48, (2, 4))}
+    torch.testing.assert_close(larger.train()(**batch).loss, model.train()(**batch).loss)
+
+
 @pytest.mark.parametrize("change", [0.0, 0.5])
 def test_a_trained_bias_that_no_tensor_can_hold_is_named_on_the_way_back(change, tmp_path, caplog):
     config = small_config(lm_head_bias=True)

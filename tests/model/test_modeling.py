@@ -15,6 +15,7 @@ from vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
     VanillaTransformerModel,
 )
+from vanilla_transformer.model.loss import SUPPRESSED
 from vanilla_transformer.model.modeling_vanilla_transformer import (
     SinusoidalPositions,
     label_smoothed_cross_entropy,
@@ -333,6 +334,15 @@ def test_the_loss_and_its_gradient_are_torchs(rows):
     torch.testing.assert_close(
         torch.autograd.grad(ours, logits), torch.autograd.grad(torchs, logits)
     )
+
+
+def test_suppressed_tokens_get_no_smoothing():
+    logits, labels = torch.randn(2, 3, 11), torch.tensor([[1, 2, -100], [10, -100, 0]])
+    added = (torch.randn(2, 3, 4) + SUPPRESSED).requires_grad_()
+    loss = label_smoothed_cross_entropy(torch.cat([logits, added], -1), labels, 0.1)
+    assert_close(loss, smoothed_loss(logits, labels, 0.1))
+    loss.backward()
+    assert not added.grad.any()
 
 
 def test_labels_are_smoothed_while_training_only():

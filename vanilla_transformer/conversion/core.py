@@ -35,6 +35,7 @@ from transformers.utils import (
 )
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.loss import SUPPRESSED
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from .unpickling import load_torch
 
@@ -42,9 +43,6 @@ logger = logging.getLogger(__name__)
 
 # A subfolder of the converted model for what it has no place for itself, and going back needs.
 ORIGINAL, RECORD_NAME, LEFTOVERS_NAME = "original", "conversion.json", "leftovers.safetensors"
-# Added to the logits of rows that no translation may contain. It is finite, because label smoothing
-# sums over all classes.
-SUPPRESSED = -1e4
 SHARED, SOURCE, TARGET = (
     f"model.{name}.weight" for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 )
@@ -315,7 +313,7 @@ def read_transformers_weights(folder: Path) -> Tensors:
     ):
         files = [whole]
         if (folder / index).is_file():
-            weight_map = json.loads((folder / index).read_text())["weight_map"]
+            weight_map = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
             files = sorted({Path(file).name for file in weight_map.values()})
         elif not (folder / whole).is_file():
             continue
@@ -575,7 +573,8 @@ def save(conversion: Conversion, output_dir: str | Path, max_shard_size: int | s
 def _keep_original(conversion: Conversion, folder: Path) -> None:
     folder.mkdir()
     values = {**conversion.origin, **conversion.record, "sources": conversion.sources}
-    (folder / RECORD_NAME).write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+    record = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+    (folder / RECORD_NAME).write_text(record, encoding="utf-8")
     if conversion.leftovers:
         leftovers = {name: each.clone() for name, each in conversion.leftovers.items()}
         save_file(leftovers, folder / LEFTOVERS_NAME)
@@ -592,7 +591,7 @@ def read_record(model_folder: Path) -> dict[str, Any]:
     path = model_folder / ORIGINAL / RECORD_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected the record of a conversion, there is none")
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:

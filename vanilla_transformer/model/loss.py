@@ -16,6 +16,9 @@ from .hooks import hooks_of
 logger = logging.getLogger(__name__)
 
 ROWS = 256  # of logits, worked on at a time
+# About the logit of a token that a conversion has added and no translation may contain. Label
+# smoothing leaves it out.
+SUPPRESSED = -1e4
 # Returns a further loss of log-probabilities (rows, vocabulary). Adds its gradient at the logits to
 # the probabilities.
 Regularizer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

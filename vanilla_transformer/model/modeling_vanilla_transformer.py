@@ -42,7 +42,7 @@ from .cache import CACHE_NAME, is_paged, new_cache, takes_either_name, update_kv
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .dropout import dropout
 from .generation import VanillaTransformerGenerationMixin
-from .loss import at_least_float32, can_fuse, fused_linear_cross_entropy
+from .loss import SUPPRESSED, at_least_float32, can_fuse, fused_linear_cross_entropy
 from .pretrained import (
     VanillaTransformerPreTrainedModel,
     count_positions,
@@ -431,16 +431,20 @@ def label_smoothed_cross_entropy(
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of logits (batch, length, vocabulary) against (1 - eps) on the label plus
-    eps / vocabulary on every token. Labels are (batch, length), and -100 takes no part. The sum is
-    divided by `num_items_in_batch`, by default the number of labels."""
+    eps / vocabulary on every token that is not suppressed. Labels are (batch, length), and -100
+    takes no part. The sum is divided by `num_items_in_batch`, by default the number of labels."""
     labels = labels.to(logits.device, torch.long)
+    has_label = labels != -100
     # The gradient of a row without a label is 0, but 0 times NaN is NaN.
-    logits = logits.to(at_least_float32(logits.dtype)).masked_fill((labels == -100)[..., None], 0)
-    loss = F.cross_entropy(
-        logits.flatten(0, -2), labels.flatten(), label_smoothing=label_smoothing, reduction="sum"
-    )
+    logits = logits.to(at_least_float32(logits.dtype)).masked_fill(~has_label[..., None], 0)
+    log_probs = logits.log_softmax(dim=-1)
+    loss = F.nll_loss(log_probs.flatten(0, -2), labels.flatten(), reduction="sum")
+    if label_smoothing:
+        is_token = (logits - SUPPRESSED).abs() > -SUPPRESSED / 2
+        mean = torch.where(is_token, log_probs, 0).sum(dim=-1) / is_token.sum(dim=-1)
+        loss = (1 - label_smoothing) * loss - label_smoothing * (mean * has_label).sum()
     if num_items_in_batch is None:
-        num_items_in_batch = (labels != -100).sum().clamp(min=1)
+        num_items_in_batch = has_label.sum().clamp(min=1)
     return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
 
 
