@@ -117,6 +117,63 @@ def test_what_transformers_itself_records_does_not_end_the_fast_paths(model):
     assert shapes == [(1, sum(LENGTHS))]
 
 
+class Convolution(torch.nn.Module):
+    """Reads the positions next to each."""
+
+    def __init__(self, d_model):
+        super().__init__()
+        self.conv = torch.nn.Conv1d(d_model, d_model, 3, padding=1)
+
+    def forward(self, states):
+        return self.conv(states.transpose(1, 2)).transpose(1, 2)
+
+
+class OwnAttention(type(seq2seq().get_encoder().layers[0].self_attn)):
+    """The model's, but for what a subclass does to the states of a row."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states.cumsum(1), *args, **kwargs)
+
+
+def convolve(layer, config):
+    layer.ffn = Convolution(config.d_model)
+
+
+def recur(layer, config):
+    layer.ffn = torch.nn.LSTM(config.d_model, config.d_model, batch_first=True)
+
+
+def attend(layer, config):
+    layer.self_attn = OwnAttention(config, config.encoder_attention_heads, 0)
+
+
+def replace_method(layer, config):
+    layer.ffn.forward = lambda states: states.cumsum(1)
+
+
+@pytest.mark.parametrize("change", [convolve, recur, attend, replace_method])
+def test_modules_of_ones_own_see_batches_and_not_one_long_row(model, change):
+    """They were given all sentences as one row, without gradients on a CPU."""
+    change(model.get_encoder().layers[0], model.config)
+    model.eval()
+    ids, mask = ragged(*LENGTHS)
+    ids = ids * mask  # what they see of the padding
+    with torch.no_grad():
+        states = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
+    expected = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(states[mask.bool()], expected[mask.bool()], **EXACT)
+
+
+def test_a_linear_adapter_does_not_end_the_fast_paths(model):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "fc1"]))
+    shapes, (ids, mask) = [], ragged(*LENGTHS)
+    watch(model.get_encoder().layers[0], lambda *seen: shapes.append(tuple(seen[-1].shape[:2])))
+    with torch.no_grad():
+        adapted.get_encoder()(ids, attention_mask=mask)
+    assert shapes == [(1, sum(LENGTHS))]
+
+
 def test_adapters_may_differ_from_row_to_row(model):
     peft = pytest.importorskip("peft")
     lora = {"target_modules": ["q_proj", "k_proj", "v_proj"], "init_lora_weights": False}

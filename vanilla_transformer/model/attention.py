@@ -28,7 +28,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from .hooks import is_watched
+from .hooks import is_position_wise, is_watched
 from .loss import product_dtype
 from .pretrained import count_positions
 
@@ -421,8 +421,8 @@ class RowsByLength(Rows):
 
 
 def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., BaseModelOutput]:
-    """A stack's `forward` that sees the tokens of a batch in one row where that saves time and no
-    hook looks on, and whose output is 0 where there is padding."""
+    """A stack's `forward` that sees the tokens of a batch in one row where that saves time, no hook
+    looks on and no module is a user's own, and whose output is 0 where there is padding."""
     names = list(inspect.signature(forward).parameters)[1:]
     is_decoder = "encoder_hidden_states" in names
 
@@ -436,7 +436,8 @@ def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., Ba
                 packed = pack_rows(self.config, is_decoder, **given)
             elif not is_decoder:
                 packed = group_by_length(self.config, **given)
-        if packed is None or is_watched(self):  # last, as it walks through all modules
+        # Last, as these walk through all modules.
+        if packed is None or is_watched(self) or not is_position_wise(self):
             return forward(self, **inputs)
         rows, changed = packed
         output = forward(self, **{**inputs, **changed})

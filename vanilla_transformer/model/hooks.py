@@ -1,4 +1,5 @@
-"""Who looks at what the modules of a model compute: hooks see whole batches, padding included."""
+"""Who looks at what the modules of a model compute, or has put modules of their own there: both see
+whole batches, padding included."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,21 @@ INDIFFERENT = (
     "deepspeed.",
     "transformers.modeling_utils",
     "transformers.utils.output_capturing",
+)
+# Where the modules are from that treat each position alike, or know rows that are packed.
+POSITION_WISE = (
+    f"{__package__}.modeling_vanilla_transformer",
+    "torch.nn.modules.activation",
+    "torch.nn.modules.dropout",
+    "torch.nn.modules.linear",
+    "torch.nn.modules.module",  # of containers, which have no method of their own
+    "torch.nn.modules.normalization",
+    "torch.nn.modules.sparse",
+    "torch.ao.",
+    "transformers.activations",
+    "transformers.integrations.",
+    "peft.",
+    "bitsandbytes.",
 )
 
 
@@ -31,4 +47,13 @@ def is_watched(module: nn.Module) -> bool:
         not str(getattr(hook, "__module__", None)).startswith(INDIFFERENT)
         for part in module.modules()
         for hook in hooks_of(part)
+    )
+
+
+def is_position_wise(module: nn.Module) -> bool:
+    """Whether packed rows are the same to the module as a batch: nothing in it, a method that was
+    replaced included, is from elsewhere, and may treat them as one long row."""
+    return all(
+        str(getattr(part.forward, "__module__", None)).startswith(POSITION_WISE)
+        for part in module.modules()
     )
