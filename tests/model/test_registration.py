@@ -3,12 +3,13 @@
 Models are loaded in fresh processes: what is registered there is what their imports register.
 """
 
+import importlib
 import json
 
 import pytest
 import torch
 import transformers
-from conftest import REPOSITORY, in_new_process, random_ids
+from conftest import REPOSITORY, SMALL, in_new_process, random_ids
 from packaging.version import Version
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -118,6 +119,55 @@ def test_whatever_is_saved_carries_all_the_code(model, tmp_path, save):
     files |= {task["impl"].split(".")[0] for task in config["custom_pipelines"].values()}
     for file in {*files, "generation"}:
         assert (tmp_path / f"{file}.py").is_file()
+
+
+OWN_MODEL = """
+from huggingface_hub.dataclasses import strict
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+
+
+@strict
+class WarmConfig(VanillaTransformerConfig):
+    model_type = "warm_transformer"
+    warmth: float = 1.0
+
+
+class Warm(VanillaTransformerForConditionalGeneration):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits / getattr(self.config, "warmth", 4.0)
+        return outputs
+
+
+class WarmWithConfig(Warm):
+    config_class = WarmConfig
+"""
+LOAD_OWN = """
+    import json, sys
+    import torch
+    from transformers import AutoModelForSeq2SeqLM
+
+    del sys.modules["vanilla_transformer"]  # which the folder's own code imports
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+    logits = model(input_ids=ids, decoder_input_ids=ids).logits
+    print(json.dumps([type(model).__name__, logits.sum().item()]))
+"""
+
+
+@pytest.mark.parametrize(("name", "fields"), [("Warm", {}), ("WarmWithConfig", {"warmth": 2.0})])
+def test_a_subclass_comes_back_from_the_folder_that_names_it(name, fields, tmp_path, monkeypatch):
+    """The base class came back in its place."""
+    (tmp_path / "own_model.py").write_text(OWN_MODEL, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = getattr(importlib.import_module("own_model"), name)
+    model = kind(kind.config_class(**SMALL, **fields)).eval()
+    kind.register_for_auto_class("AutoModelForSeq2SeqLM")
+    model.save_pretrained(tmp_path / "saved")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    logits = model(input_ids=ids, decoder_input_ids=ids).logits
+    found = in_new_process(LOAD_OWN, False, tmp_path, tmp_path / "saved")
+    assert found == [name, pytest.approx(logits.sum().item(), rel=1e-4)]
 
 
 def test_saving_a_second_time_gives_the_same_config(model, tmp_path):

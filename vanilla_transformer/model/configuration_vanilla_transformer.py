@@ -4,6 +4,7 @@ Source: Vaswani et al. (2017), "Attention Is All You Need", https://arxiv.org/ab
 """
 
 import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -205,8 +206,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
     use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # Every folder carries all the code, so every Auto class resolves from it.
-        kwargs["auto_map"] = dict(AUTO_MAP)
+        kwargs["auto_map"] = self._auto_map(kwargs.pop("auto_map", None) or {})
         # `pipeline()` demands trust for whatever it finds here, even where the code is installed.
         kwargs.pop("custom_pipelines", None)
         if __name__.startswith("transformers_modules."):
@@ -217,6 +217,13 @@ class VanillaTransformerConfig(PreTrainedConfig):
             # transformers reads the width of keys and values from here; bad sizes are named below
             self.head_dim = self.d_model // heads if heads and self.d_model % heads == 0 else None
         super().__post_init__(**kwargs)
+
+    def _auto_map(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Our classes, as every folder carries all the code; and what the folder of a user's
+        subclass names, which does without our code if the configuration is one too."""
+        ours = tuple("." + place.partition(".")[2] for place in AUTO_MAP.values())
+        own = {name: place for name, place in saved.items() if not str(place).endswith(ours)}
+        return {**AUTO_MAP, **own} if type(self) is VanillaTransformerConfig else own
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
