@@ -1,6 +1,7 @@
 """Faster attention gives the numbers of the equation."""
 
-from functools import partial
+import threading
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -70,6 +71,31 @@ def test_a_gpu_attends_without_cudnn_which_plans_every_shape(has_cudnn):
         attend_on_gpu(queries, torch.ones(7, 7, dtype=torch.bool))
     assert has_cudnn == [False, False]
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_threads_leave_the_choice_of_kernels_as_it_was(enabled, monkeypatch):
+    """DataParallel's and a server's: one took for the caller's choice what another had made."""
+    inside, both, left = (threading.Event() for _ in range(3))
+
+    def attend(*args, **options):
+        is_first = not inside.is_set()
+        inside.set()
+        if is_first:
+            both.wait(0.2)
+        else:
+            both.set()
+            left.wait(0.2)
+        return sdpa_attention_forward(*args, **options)
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", attend)
+    queries = torch.randn(2, 3, 5, 8)
+    first = threading.Thread(target=lambda: (attend_on_gpu(queries), left.set()))
+    first.start()
+    inside.wait()
+    attend_on_gpu(queries)
+    first.join()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 def test_cudnn_stays_where_it_is_the_callers_only_kernel(has_cudnn):
@@ -345,6 +371,7 @@ def sizes(monkeypatch):
         seen["attention"].append((query.shape[0], query.shape[2]))
         return attend(module, query, *args, **kwargs)
 
+    @wraps(layer)  # or it would be a user's own, which ends the fast path
     def layer_seen(self, states, *args, **kwargs):
         seen["layers"].append(tuple(states.shape[:2]))
         return layer(self, states, *args, **kwargs)

@@ -223,12 +223,14 @@ def test_beams_that_are_cut_at_their_own_limit_have_scores_of_their_tokens_alone
     torch.testing.assert_close(scores.sum(1), found.sequences_scores)
 
 
-def test_each_sample_ends_at_its_own_limit():
+@pytest.mark.parametrize("given", [True, False])
+def test_each_sample_ends_at_its_own_limit_with_a_mask_or_without(given):
     model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None)).eval()
     ids, mask = pad([random_ids(1, 2)[0], random_ids(1, 9)[0]], "right")
     samples = model.generate(
-        ids, attention_mask=mask, do_sample=True, num_return_sequences=2, suppress_tokens=[0]
-    )
+        ids, attention_mask=mask if given else None, do_sample=True, num_return_sequences=2,
+        suppress_tokens=[0],
+    )  # fmt: skip
     assert samples.count_nonzero(1).tolist() == [1 + 2 + 50] * 2 + [1 + 9 + 50] * 2
 
 
@@ -291,6 +293,10 @@ def test_the_output_ends_where_learned_positions_do():
         small_config(eos_token_id=None, position_encoding="learned", max_position_embeddings=12)
     )
     assert model.generate(random_ids(1, 5)).shape[1] == 12
+    prompt = torch.tensor([[1, *[7] * 10]])
+    assert model.generate(random_ids(1, 5), decoder_input_ids=prompt).shape[1] == 12
+    with pytest.raises(ValueError, match="12 tokens, the first included: expected fewer than max_"):
+        model.generate(random_ids(1, 5), decoder_input_ids=torch.tensor([[1, *[7] * 11]]))
 
 
 def test_a_saved_limit_is_kept(tmp_path):

@@ -10,6 +10,7 @@
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 NO_ATTENTION_OPTIONS = {"use_cache", "output_hidden_states"}
 FLASH_TILE = 128  # positions
+CHOICE_OF_KERNELS = threading.Lock()  # it is the process's, and threads share a model
 
 
 class FastAttention(AttentionInterface):
@@ -154,16 +156,17 @@ def attend_on_gpu(
     if torch.compiler.is_compiling():
         with sdpa_kernel(kernels_to_choose_from(is_short)):
             return sdpa_attention_forward(*arguments, **options)
-    kernels = torch.backends.cuda
-    before = kernels.cudnn_sdp_enabled(), kernels.flash_sdp_enabled()
-    cudnn, flash = keeps_cudnn_and_flash(is_short)
-    kernels.enable_cudnn_sdp(cudnn)
-    kernels.enable_flash_sdp(flash)
-    try:
-        return sdpa_attention_forward(*arguments, **options)
-    finally:
-        kernels.enable_cudnn_sdp(before[0])
-        kernels.enable_flash_sdp(before[1])
+    kernels = torch.backends.cuda  # `sdpa_kernel` would take longer, in each layer
+    with CHOICE_OF_KERNELS:
+        before = kernels.cudnn_sdp_enabled(), kernels.flash_sdp_enabled()
+        cudnn, flash = keeps_cudnn_and_flash(is_short)
+        kernels.enable_cudnn_sdp(cudnn)
+        kernels.enable_flash_sdp(flash)
+        try:
+            return sdpa_attention_forward(*arguments, **options)
+        finally:
+            kernels.enable_cudnn_sdp(before[0])
+            kernels.enable_flash_sdp(before[1])
 
 
 def suits_small_tiles(module: torch.nn.Module, *heads: torch.Tensor) -> bool:

@@ -152,7 +152,7 @@ class BestTokens(LogitsProcessor):
         if _pays_in_pieces(projection, rows):
             parts = ((first, rows @ piece.t()) for first, piece in _pieces(projection.weight))
         else:
-            parts = [(0, projection(rows))]
+            parts = [(0, projection(states)[:, 0])]
         hooked = not is_plain_matrix(projection)  # who may keep what is theirs
         for first, narrow in parts:
             scores = narrow.to(at_least_float32(narrow.dtype), copy=hooked)

@@ -200,14 +200,21 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             raise ValueError(f"max_length_factor={factor!r}: expected a number above 0")
         if limiting in ("max_new_tokens", "max_length"):
             return
-        kwargs, mask = options.kwargs, options.kwargs.get("attention_mask")
+        kwargs = options.kwargs
         encoded = first_given(kwargs.get("encoder_outputs"), [torch.ones(1, 1)])[0]
         source = first_given(inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"), encoded)
         by_factor = limiting == "max_length_factor"
         limit = int(factor * source.shape[1]) if by_factor else source.shape[1] + extra
         if self.config.position_encoding == "learned":
-            limit = min(limit, self.config.max_position_embeddings - prompt_length)
+            positions = self.config.max_position_embeddings
+            if prompt_length >= positions:
+                raise ValueError(
+                    f"decoder_input_ids of {prompt_length} tokens, the first included: expected "
+                    f"fewer than max_position_embeddings={positions}"
+                )
+            limit = min(limit, positions - prompt_length)
         options["max_new_tokens"] = limit
+        mask = options.source_mask(source)
         has_ends = options["pad_token_id"] is not None or options["eos_token_id"] is not None
         if by_factor or mask is None or mask.ndim != 2 or not has_ends:
             return
@@ -391,6 +398,15 @@ class GenerationOptions:
         """The value of an option that transformers does not know, which is no keyword any more."""
         value = self.kwargs.pop(name, None)
         return self[name] if value is None else value
+
+    def source_mask(self, source: torch.Tensor) -> torch.Tensor | None:
+        """The mask of a source, given or, as in transformers, what is not `pad_token_id`."""
+        mask, pad, ends = (
+            self[name] for name in ("attention_mask", "pad_token_id", "eos_token_id")
+        )
+        is_end = pad in ends if isinstance(ends, list) else pad == ends
+        can_infer = pad is not None and not is_end and not source.is_floating_point()
+        return source != pad if mask is None and can_infer else mask
 
     def cache_size(self, prompt_length: int) -> tuple[int, int]:
         """The rows of each source, and the most positions of a target."""
