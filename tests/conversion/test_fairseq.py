@@ -469,6 +469,7 @@ def test_tensors_that_do_not_fit_are_named(edited, change, message):
         ("prepend_bos", True),
         ("langtoks", {"main": ("src", "tgt")}),
         ("task", "denoising"),
+        ("task", "translation_lev"),  # puts <s> before sources, as prepend_bos does
     ],
 )
 def test_options_that_are_not_understood_are_named(edited, option, value):

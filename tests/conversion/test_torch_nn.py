@@ -123,6 +123,19 @@ def test_a_check_computes_the_activation_function(tmp_path):
     assert largest_difference(toolkit, Converted(folder), *ids) < 1e-5
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_stack_without_a_table_has_the_papers_sinusoids(tmp_path, side):
+    # It had the other stack's table.
+    state = Tutorial().state_dict() | {"positions": torch.arange(9 * D).view(9, D).sin()}
+    del state["positional_encoding.pos_embedding"]
+    folder = convert_state(tmp_path, state, names={f"{side}_positions": "positions"})
+    options = ConversionOptions(heads=HEADS, names=str(tmp_path / "names.yaml"))
+    toolkit = torch_nn.load_toolkit(tmp_path / "torch" / "model.pt", options)
+    ours = Converted(folder)
+    assert largest_difference(toolkit, ours, [[2, 7, 9, 3]], [[8, 4, 3]]) < 1e-5
+    assert ours.model.config.max_position_embeddings == 9
+
+
 @pytest.mark.parametrize("side", ["encoder", "decoder", "both"])
 def test_a_norm_after_a_stack_may_be_missing(tmp_path, side):
     model = Tutorial()

@@ -208,6 +208,13 @@ def test_several_workers_measure_at_once_and_rows_keep_their_order():
     assert {row["by"] for row in rows[:2]} == {row["by"] for row in rows[2:]} == set(workers)
 
 
+def test_a_cell_may_know_when_it_is_stopped(worker):
+    worker.measure(Cell({}, os.getpid), 60)
+    begun = time.monotonic()
+    end = worker.measure(Cell({}, max, (0.0,), gets_end=True), 30)
+    assert begun + 30 <= end <= time.monotonic() + 30
+
+
 def test_no_cell_starts_when_the_time_is_up(worker):
     cells = [Cell({"what": "late"}, time.sleep, (60,))]
     rows = measure_all(cells, [worker], 0, lambda rows: None)
@@ -260,11 +267,15 @@ def test_batches_are_filled_as_from_a_text_of_wmts_size():
     [
         ("NVIDIA H100 80GB HBM3", 989.5e12),
         ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA GH200 480GB", 989.5e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L40", 181e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA RTX A1000", None),  # it had the A100's
     ],
 )
 def test_the_speed_of_a_gpu_follows_from_its_name(monkeypatch, name, peak):
@@ -335,14 +346,15 @@ def test_the_largest_batch_ends_where_memory_does(monkeypatch):
         return {"tokens": tokens}
 
     monkeypatch.setattr(training, "steps", steps)
-    figures = training.measure_largest(plan, "base", training.Contender())
+    figures = training.measure_largest(plan, "base", training.Contender(), time.monotonic() + 60)
     assert tried == [400, 800, 1600]
     assert figures["tokens"] == 800
     assert figures["stopped"].startswith("OutOfMemoryError: CUDA out of memory")
     torch.compiler.set_stance("default")
 
 
-def test_the_search_of_the_largest_batch_ends_in_time(monkeypatch):
+@pytest.mark.parametrize(("end", "largest"), [(100, 3200), (50, 1600)])
+def test_the_search_of_the_largest_batch_ends_in_time(monkeypatch, end, largest):
     # It was stopped from outside, which lost what it had found.
     plan, clock = replace(Plan(**DRY_RUN), doublings=6), [0.0]
 
@@ -352,6 +364,6 @@ def test_the_search_of_the_largest_batch_ends_in_time(monkeypatch):
 
     monkeypatch.setattr(training, "steps", steps)
     monkeypatch.setattr(training.time, "monotonic", lambda: clock[0])
-    figures = training.measure_largest(plan, "base", training.Contender())
-    assert figures == {"tokens": 3200, "stopped": "no time for a larger one"}
+    figures = training.measure_largest(plan, "base", training.Contender(), end)
+    assert figures == {"tokens": largest, "stopped": "no time for a larger one"}
     torch.compiler.set_stance("default")

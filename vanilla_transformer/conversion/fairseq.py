@@ -63,8 +63,11 @@ REFUSED = (
     "encoder_xformers_att_config", "alibi", "use_alibi", "rotary_embeddings",
     "max_relative_positions", "prepend_bos",
 )  # fmt: skip
-# Tasks of models that restore texts, and that of mBART, whose texts end in their language.
-OTHER_TASKS = ("denoising", "multilingual_denoising", "masked_lm", "multilingual_masked_lm")
+# Tasks whose texts begin with <s>: those of models that restore texts, and that of the Levenshtein
+# Transformer. In the task of mBART, texts end in their language.
+OTHER_TASKS = (
+    "denoising", "multilingual_denoising", "masked_lm", "multilingual_masked_lm", "translation_lev",
+)  # fmt: skip
 MBART = "translation_from_pretrained_bart"
 # Classes of saved options and states: nothing in them is executed.
 INERT = (
@@ -211,7 +214,9 @@ def _expect_translation_model(path: Path, args: dict[str, Any], state: dict[str,
         if args.get(name):
             raise ValueError(f"{path}: {name}={args[name]!r}: expected a model without it")
     if args.get("task") in OTHER_TASKS:
-        raise ValueError(f"{path}: task={args['task']!r}: expected a task of translation")
+        raise ValueError(
+            f"{path}: task={args['task']!r}: expected a task of translation without <s> before text"
+        )
     langtoks = args.get("langtoks") or {}
     if not isinstance(langtoks, dict) or any(any(pair) for pair in langtoks.values()):
         raise ValueError(f"{path}: langtoks={langtoks!r}: expected a model without it")

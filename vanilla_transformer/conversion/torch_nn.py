@@ -433,21 +433,31 @@ def _positions(
     tensors: Tensors, table: Table, d_model: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Learned positions, or what kind of sinusoids they are."""
-    found = []
-    for name in (table.source_positions, table.target_positions):
-        if name is not None and name in tensors:
-            positions = tensors.take(name)
-            shape = tuple(positions.shape)
-            if shape[-1:] != (d_model,) or positions.numel() != max(1, *shape[:-1]) * d_model:
-                raise ValueError(f"{name}: the shape is {shape}, expected (positions, {d_model})")
-            found.append(positions.reshape(-1, d_model))
+    names = table.source_positions, table.target_positions
+    found: dict[str | None, Tensor] = {
+        name: _position_table(tensors, name, d_model)
+        for name in names
+        if name is not None and name in tensors
+    }
     if not found:
         return {}, {}
-    kinds = [find_sinusoids(positions) for positions in found]
-    if kinds[0] is None or len(set(kinds)) > 1:
-        return learned_positions(found[0], found[-1].clone())
-    frequencies, layout = kinds[0]
+    known = next(iter(found.values()))
+    # For a stack that has no table, while the other one has.
+    paper = sinusoids(len(known), d_model, "paper", "interleaved").to(known.dtype)
+    source, target = (found.get(name, paper) for name in names)
+    kind = find_sinusoids(source)
+    if kind is None or kind != find_sinusoids(target):
+        return learned_positions(source, target.clone())
+    frequencies, layout = kind
     return {}, {"sinusoid_frequencies": frequencies, "layout": layout}
+
+
+def _position_table(tensors: Tensors, name: str, d_model: int) -> Tensor:
+    positions = tensors.take(name)
+    shape = tuple(positions.shape)
+    if shape[-1:] != (d_model,) or positions.numel() != max(1, *shape[:-1]) * d_model:
+        raise ValueError(f"{name}: the shape is {shape}, expected (positions, {d_model})")
+    return positions.reshape(-1, d_model)
 
 
 class _Stack:

@@ -31,12 +31,15 @@ class Cell:
         measure: A function that returns the figures, the other columns.
         arguments: Of that function.
         seconds: The most that it may take.
+        gets_end: Whether the function gets as its last argument the `time.monotonic()` at which it
+            is stopped, to return in time what it has found.
     """
 
     labels: dict[str, Any]
     measure: Callable[..., dict[str, Any]]
     arguments: tuple[Any, ...] = ()
     seconds: float = 100.0
+    gets_end: bool = False
 
     @property
     def name(self) -> str:
@@ -55,8 +58,10 @@ class Worker:
         """The figures of a cell; `reason` in their place if there are none within this time."""
         if self._process is None:
             self._start()
+        # By the clock that processes share: a new one loads its modules first.
+        end = (time.monotonic() + seconds,) if cell.gets_end else ()
         try:
-            self._connection.send((cell.measure, cell.arguments))
+            self._connection.send((cell.measure, (*cell.arguments, *end)))
             if self._connection.poll(seconds):
                 figures = self._connection.recv()
             else:

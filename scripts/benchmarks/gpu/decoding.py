@@ -36,7 +36,8 @@ COLUMNS = {
 }
 NOTES = """\
 Each sentence gets the same number of new tokens (new_tokens in the JSON). first_seconds is the
-first run, with compilation and plans for new shapes."""
+first run, with compilation and plans for new shapes. It depends on the order of the rows: they
+share a process, which keeps cuDNN's plans."""
 
 
 def cells(plan: Plan, worker: Worker) -> list[Cell]:

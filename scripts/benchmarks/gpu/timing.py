@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import statistics
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +13,8 @@ import torch
 from scripts.benchmarks.gpu.plan import Plan
 from scripts.benchmarks.turns import peak_memory, settle, timed
 
-# Dense bfloat16 FLOP/s, from NVIDIA's data sheets; the first name that is part of the GPU's counts.
+# Dense bfloat16 FLOP/s, from NVIDIA's data sheets; the first that is in the GPU's name counts, in
+# whole words: an RTX A1000 is no A100.
 PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -74,7 +76,7 @@ def peak_gib(plan: Plan) -> float:
 def peak_flops() -> float | None:
     """The dense bfloat16 FLOP/s of the GPU; None for an unknown one, and for a part of one."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    known = (peak for part, peak in PEAKS.items() if part in name)
+    known = (peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name))
     return None if "MIG" in name else next(known, None)
 
 

@@ -92,7 +92,8 @@ tokens_per_second counts source and target tokens without padding; in rows of a 
 those of attention, the tokens of one side.
 MFU is FLOPs of the model over those of the GPU in dense bfloat16. seconds is a median over passes
 through all batches, first_seconds the first pass, with compilation and plans for new shapes, and
-tokens the budget of a batch on each side. "largest" doubles the budget as long as memory and time
+tokens the budget of a batch on each side. first_seconds depends on the order of the rows: they
+share a process, which keeps cuDNN's plans. "largest" doubles the budget as long as memory and time
 last."""
 
 
@@ -119,7 +120,8 @@ def cells(plan: Plan, worker: Worker) -> list[Cell]:
     for size in plan.sizes:
         for name in LARGEST:
             labels = {"size": size, "batch": "largest", "what": name}
-            found.append(Cell(labels, measure_largest, (plan, size, EAGER[name]), SEARCH))
+            arguments = plan, size, EAGER[name]
+            found.append(Cell(labels, measure_largest, arguments, SEARCH, gets_end=True))
     found += steps_of(COMPILED)
     for size, length, kernel in product(plan.sizes, LENGTHS, KERNELS):
         what = f"{ATTENTION} {length} tokens, {kernel}"
@@ -202,16 +204,17 @@ def measure_steps(plan: Plan, size: str, contender: Contender) -> dict[str, Any]
     return steps(plan, size, contender, model, plan.tokens, plan.batches)
 
 
-def measure_largest(plan: Plan, size: str, contender: Contender) -> dict[str, Any]:
-    """The figures of the largest budget at which training fits in memory, powers of two apart."""
+def measure_largest(plan: Plan, size: str, contender: Contender, end: float) -> dict[str, Any]:
+    """The figures of the largest budget at which training fits in memory, powers of two apart. No
+    budget is tried that is unlikely to be done when `time.monotonic()` is `end`."""
     begin(plan)
     once = replace(plan, runs=1, seconds=0.0)
     model = make_model(plan, size, contender)
     figures: dict[str, Any] = {}
-    started, last = time.monotonic(), 0.0
+    last = 0.0
     for doubling in range(1, plan.doublings + 1):
         begun = time.monotonic()
-        if begun - started + 2.5 * last > SEARCH:  # the next one takes twice as long
+        if begun + 2.5 * last > end:  # the next one takes twice as long
             return {**figures, "stopped": "no time for a larger one"}
         try:
             figures = steps(once, size, contender, model, plan.tokens * 2**doubling, 1)
