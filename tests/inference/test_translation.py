@@ -44,11 +44,20 @@ def test_order_is_kept_and_blank_lines_stay_blank(model, tokenizer, alone, batch
     assert list(results) == alone
 
 
-def test_invisible_characters_are_a_blank_line(model, tokenizer):
+@pytest.mark.parametrize("blank", ["\u200b", "\ufeff \xad", "\x00\u200f"])
+def test_a_line_in_which_nothing_is_seen_stays_blank(model, tokenizer, blank):
+    # The tokenizer has bytes for it, and the model a translation.
+    assert len(tokenizer(blank)["input_ids"]) > len(tokenizer("")["input_ids"])
+    assert list(translate([blank], model, tokenizer, max_new_tokens=6)) == [""]
+    pipe = pipeline("translation", model=model, tokenizer=tokenizer, max_new_tokens=6)
+    assert pipe(blank) == [{"translation_text": ""}]
+
+
+def test_what_a_tokenizer_removes_is_a_blank_line(model, tokenizer):
     # Engines differed about sources without a token.
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
-    lines = ["a house", "\u200b", "\u200b\u200b"]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("#", "")
+    lines = ["a house", "#", "##"]
     found = list(translate(lines, model, tokenizer, max_new_tokens=6))
     assert found[1:] == ["", ""]
     assert found[0] == next(translate(["a house"], model, tokenizer, max_new_tokens=6))

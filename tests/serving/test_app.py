@@ -61,6 +61,17 @@ def test_it_translates_json_and_both_kinds_of_forms():
         assert answer.json() == {"translatedText": LINE.upper()}
 
 
+def test_it_takes_what_clients_leave_empty_or_put_into_the_url():
+    """deep-translator's, whose body is empty, and forms with empty fields."""
+    server, fields = client(), {"q": LINE, **PAIR}
+    for answer in (
+        server.post("/translate", params=fields),
+        server.post("/translate", json={**fields, "format": None, "alternatives": None}),
+        server.post("/translate", data={**fields, "format": "", "alternatives": ""}),
+    ):
+        assert answer.json() == {"translatedText": LINE.upper()}
+
+
 def test_lists_and_alternatives_keep_the_order_of_the_texts():
     answer = post(client(), q=["b", "", "a\nc"], alternatives=1).json()
     assert answer == {
@@ -117,6 +128,14 @@ def test_it_detects_the_languages_that_it_translates():
     # The only language that reaches French, and the answer does not claim to be sure.
     answer = post(server, q=[text], source="auto", target="fr").json()
     assert answer["detectedLanguage"] == [other]
+
+
+def test_a_blank_text_has_no_alternatives(checkpoint, tokenizer):
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    server = client(BatchingTranslator(model, tokenizer, ServingArguments(num_beams=2)))
+    answer = post(server, q=[LINE, "\u200b"], alternatives=1).json()
+    assert answer["translatedText"][1] == ""
+    assert answer["alternatives"][1] == []
 
 
 def test_html_keeps_its_tags():

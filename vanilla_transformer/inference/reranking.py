@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..model.pipelines import is_blank
 from .scoring import add_token_scores, map_hypotheses, score_pairs
 from .translation import Hypothesis, position_limit
 
@@ -42,7 +43,7 @@ def rerank_by_utility(
     """
     measure = get_utility(utility) if isinstance(utility, str) else utility
     for line, hypotheses in zip(lines, found, strict=True):
-        if not line.strip():  # its translation is blank
+        if is_blank(line):  # its translation is blank
             yield hypotheses
             continue
         counts = Counter(h.text for h in hypotheses)

@@ -16,6 +16,7 @@ from ..model.generation import (
     VanillaTransformerGenerationMixin,
     first_given,
 )
+from ..model.pipelines import is_blank
 from ..model.validation import expect_generation_options
 
 DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
@@ -275,12 +276,12 @@ class Batches(NamedTuple):
         if any(texts):
             models = (self.model, self.tokenizer)
             prefixes = encode_prefixes(texts, *models, self.generate_kwargs, first)
-        nothing = self.tokenizer("")["input_ids"]  # and the ids of invisible characters
+        nothing = self.tokenizer("")["input_ids"]  # and of what a tokenizer removes
         rows = enumerate(zip(sources, prefixes, strict=True))
         kept = [
             row
             for row, line in zip(rows, lines, strict=True)
-            if line.strip() and row[1][0] != nothing
+            if not is_blank(line) and row[1][0] != nothing
         ]
         batch: dict[int, tuple[list[int], list[int]]] = {}
         for index, row in sorted(kept, key=lambda row: (len(row[1][1]), -len(row[1][0]))):

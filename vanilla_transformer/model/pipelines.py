@@ -7,6 +7,7 @@ without this package runs it with `trust_remote_code=True`.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -16,6 +17,12 @@ from transformers import AutoModelForSeq2SeqLM, Pipeline, PreTrainedModel, pipel
 
 LONGEST_NOTHING = 8  # tokens: a prefix and special tokens, without a source
 _LANGUAGE_PAIR = re.compile(r"translation_(.+?)_to_(.+)")
+_INVISIBLE = ("Cc", "Cf")  # Unicode's categories of control and format characters
+
+
+def is_blank(text: str) -> bool:
+    """Whether there is nothing to see in a text, as in a zero-width space or a byte order mark."""
+    return all(char.isspace() or unicodedata.category(char) in _INVISIBLE for char in text)
 
 
 class Text2TextGenerationPipeline(Pipeline):
@@ -141,7 +148,7 @@ class Text2TextGenerationPipeline(Pipeline):
         self._check_source(text)
         encoded = dict(self._tokenize(text, **tokenizer_kwargs))
         encoded.pop("token_type_ids", None)
-        if not text.strip() or self._is_nothing(encoded["input_ids"]):
+        if is_blank(text) or self._is_nothing(encoded["input_ids"]):
             # A row with a shape to batch, that `_forward` knows by its mask and never computes.
             encoded["input_ids"] = torch.full((1, 1), self.tokenizer.pad_token_id or 0)
             encoded["attention_mask"] = torch.zeros_like(encoded["input_ids"])
@@ -149,7 +156,7 @@ class Text2TextGenerationPipeline(Pipeline):
         return encoded
 
     def _is_nothing(self, ids: torch.Tensor) -> bool:
-        """Whether these are the ids of an empty source, as those of invisible characters are."""
+        """Whether these are the ids of an empty source: the tokenizer has left nothing."""
         if ids.shape[1] > LONGEST_NOTHING:
             return False
         return ids[0].tolist() == self.tokenizer(self.prefix)["input_ids"]

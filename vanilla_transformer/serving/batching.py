@@ -137,4 +137,5 @@ class BatchingTranslator:
                 if texts and texts[0] in more:
                     more.remove(texts[0])
                 texts += more
-        return [texts[:n_best] for texts in found]
+        # A blank line has no others.
+        return [(texts + texts[:1] * n_best)[:n_best] for texts in found]

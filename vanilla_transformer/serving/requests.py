@@ -28,6 +28,14 @@ class TranslateRequest(BaseModel):
     )
     api_key: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_is_empty(cls, fields: Any) -> Any:
+        optional = ("format", "alternatives", "stream")
+        if not isinstance(fields, dict):
+            return fields
+        return {k: v for k, v in fields.items() if k not in optional or v not in (None, "")}
+
     @model_validator(mode="after")
     def _expect_one_text_to_stream(self) -> Self:
         if self.stream and (self.alternatives or isinstance(self.q, list)):
@@ -64,7 +72,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Body:
-    """The body of a request, in JSON or as a form.
+    """The body of a request, in JSON or as a form; what stands in its URL if there is none.
 
     Raises:
         HTTPException: The body is too long (413), or not what the interface expects (400).
@@ -81,6 +89,8 @@ async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Bo
     try:
         if request.headers.get("content-type", "").lower().startswith(FORMS):
             return kind.model_validate(await _read_form(request, bytes(content)))
+        if not content and request.query_params:  # deep-translator's
+            return kind.model_validate(dict(request.query_params))
         return kind.model_validate_json(bytes(content))
     except ValidationError as error:
         found = "; ".join(
