@@ -33,9 +33,9 @@ def write(folder: str | Path | None, name: str, results: Any, table: str | None 
 def save(folder: str | Path, name: str, results: Any, table: str | None = None) -> None:
     """Write NAME.json with the results and, if there is one, NAME.md with the table."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    Path(folder, f"{name}.json").write_text(as_json(results))
+    Path(folder, f"{name}.json").write_text(as_json(results), encoding="utf-8")
     if table is not None:
-        Path(folder, f"{name}.md").write_text(table + "\n")
+        Path(folder, f"{name}.md").write_text(table + "\n", encoding="utf-8")
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> Path:

@@ -75,7 +75,7 @@ def translate(scratch: str, lines: int, batch_size: int) -> dict[str, float]:
     """Peak memory and seconds of the command, the only child of this process."""
     source, output = Path(scratch, "in.txt"), Path(scratch, "out.txt")
     words = random.Random(0)
-    with source.open("w") as file:
+    with source.open("w", encoding="utf-8") as file:
         for _ in range(lines):
             file.write(" ".join(words.choices(WORDS, k=words.randint(1, 12))) + "\n")
     flags = {"model": f"{scratch}/model", "source": source, "output": output, "device": "cpu"}
@@ -84,7 +84,7 @@ def translate(scratch: str, lines: int, batch_size: int) -> dict[str, float]:
     began = time.perf_counter()
     subprocess.run([sys.executable, "-m", "vanilla_transformer", "translate", *options], check=True)
     seconds = time.perf_counter() - began
-    with output.open() as file:
+    with output.open(encoding="utf-8") as file:
         assert sum(1 for _ in file) == lines
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
     return {"lines": lines, "mebibytes": peak, "seconds": seconds}

@@ -195,7 +195,8 @@ def translate_test_set(arguments: ProgramArguments) -> dict[str, float]:
     folder = arguments.model or Path(arguments.output_dir, "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    lines = Path(arguments.data, "test_2016_flickr.en").read_text().splitlines()
+    text = Path(arguments.data, "test_2016_flickr.en").read_text(encoding="utf-8")
+    lines = text.splitlines()
     marian, found = as_marian(model), {}
     options = {"batch_size": arguments.batch_size, "num_beams": arguments.num_beams}
 

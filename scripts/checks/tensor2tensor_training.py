@@ -61,7 +61,8 @@ def main():
     hparams = trainer_lib.create_hparams("transformer_base", overrides)
     saved = hparams_lib.copy_hparams(hparams)  # as t2t-trainer saves them
     saved.del_hparam("modality")
-    Path(folder, "hparams.json").write_text(saved.to_json(indent=0, sort_keys=True))
+    values = saved.to_json(indent=0, sort_keys=True)
+    Path(folder, "hparams.json").write_text(values, encoding="utf-8")
     config = trainer_lib.create_run_config(
         "transformer", model_dir=folder, num_gpus=0, save_checkpoints_steps=steps, random_seed=1,
         schedule="train",

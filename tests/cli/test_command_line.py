@@ -228,6 +228,15 @@ def test_a_recipe_is_printed_and_found(tmp_path, name):
     assert isinstance(yaml.safe_load(path.read_text()), dict)
 
 
+def test_what_is_printed_is_utf_8_whatever_the_locale(tmp_path, monkeypatch):
+    """A recipe that was printed to a file can be read again."""
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    text = recipe_path("multi30k_tiny").read_text(encoding="utf-8")
+    assert "±" in text
+    printed = run_command("recipes", "multi30k_tiny", cwd=tmp_path, fresh=True).stdout
+    assert printed == text
+
+
 def test_an_unknown_recipe_is_refused_with_the_choices(tmp_path):
     process = run_command("recipes", "wmt", cwd=tmp_path, check=False)
     error = process.stderr.splitlines()[-1]

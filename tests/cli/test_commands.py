@@ -2,11 +2,14 @@
 
 import json
 import re
+import runpy
 import select
 import subprocess
 import sys
 from subprocess import PIPE
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -403,6 +406,19 @@ def test_a_plan_says_what_was_measured_with_another_update():
     assert measured_with([other, old], H200) == {"measured with": f"{differing}; {unknown}"}
     pairs = [{**H200, "batch": -64}], {**H200, "batch": -32}
     assert measured_with(*pairs) == {"measured with": "batch 64 pairs"}
+
+
+def test_a_plan_measures_memory_where_the_module_resource_is_missing(monkeypatch):
+    """As on Windows."""
+    used = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=3 * 2**30))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(psutil, "Process", lambda: used)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.delitem(sys.modules, "vanilla_transformer.cli.plan")
+    plan = runpy.run_module("vanilla_transformer.cli.plan")
+    assert plan["peak_gib"]() == 3.0
+    monkeypatch.undo()
+    assert 0.1 < plan["peak_gib"]() < 100
 
 
 def test_a_plan_adds_up_the_updates_without_and_with_r_drop(folder):

@@ -1,5 +1,6 @@
 """What the converters share."""
 
+import io
 import json
 
 import pytest
@@ -96,6 +97,18 @@ def test_added_tokens_change_no_training_loss():
     assert not larger.load_state_dict(weights, strict=False).unexpected_keys
     batch = {"input_ids": torch.randint(3, 48, (2, 5)), "labels": torch.randint(3, 48, (2, 4))}
     torch.testing.assert_close(larger.train()(**batch).loss, model.train()(**batch).loss)
+
+
+def test_a_record_is_utf_8_whatever_the_locale(tmp_path, tokenizer, monkeypatch):
+    """As where Python opens a text in ASCII, unless it is told otherwise."""
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
+    record = {"format": "fairseq", "words": ["größe", "日本"]}
+    model = random_model()
+    conversion = core.Conversion(model.config, split_state(model), tokenizer, record=record)
+    conversion.weights |= core.tie(*embeddings(model))[0]
+    core.save(conversion, tmp_path)
+    assert core.read_record(tmp_path) == {**record, "sources": {}}
+    assert "größe" in (tmp_path / "original/conversion.json").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5])

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -108,6 +109,20 @@ def test_chunks_may_be_done_in_any_order_and_are_kept(source):
     transform_chunks(backwards, source, output, {}, lines_per_chunk=4)
     assert output.read_text() == EXPECTED
     assert sorted(worker.seen) == list(range(len(LINES)))
+
+
+def test_an_output_is_replaced_where_rename_refuses_a_name_that_exists(source, monkeypatch):
+    """As on Windows."""
+    rename = Path.rename
+
+    def rename_on_windows(path, target):
+        if Path(target).exists():
+            raise FileExistsError(17, "Cannot create a file when that file already exists")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_on_windows)
+    source.with_name("out.txt").write_text("of an earlier job\n")
+    assert run(Worker(), source).read_text() == EXPECTED
 
 
 def test_files_of_any_file_system_are_read_and_written(tmp_path):

@@ -79,13 +79,34 @@ def test_a_pair_without_tokens_is_counted_from_1_in_the_whole_text(monkeypatch, 
         list(scores)
 
 
+def scores_of(logits, labels):
+    inputs = {"decoder_input_ids": labels, "labels": labels}
+    return token_scores(lambda **_: SimpleNamespace(logits=logits), inputs)
+
+
 def test_scores_are_as_precise_as_float32_allows_for_a_large_vocabulary():
     torch.manual_seed(0)
     logits, labels = torch.randn(2, 5, 30_000) * 3, torch.randint(30_000, (2, 5))
     labels[1, 3:] = -100
-    inputs = {"decoder_input_ids": labels, "labels": labels}
-    found = token_scores(lambda **_: SimpleNamespace(logits=logits), inputs)
+    found = scores_of(logits, labels)
     expected = logits.double().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     torch.testing.assert_close(
         found, expected.masked_fill(labels == -100, 0), rtol=5e-7, atol=0, check_dtype=True
     )
+
+
+class OnMps(torch.Tensor):
+    """As on a GPU of Apple's, which has no float64, and neither has what is computed from it."""
+
+    def double(self):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_scores_are_summed_on_the_cpu_where_the_gpu_has_no_float64():
+    logits, labels = torch.randn(2, 5, 8), torch.randint(8, (2, 5))
+    found, expected = scores_of(logits.as_subclass(OnMps), labels), scores_of(logits, labels)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, expected)

@@ -1,7 +1,10 @@
 """Checkpoints are whole or not there, and what was stopped ends as if it had not been."""
 
+import errno
+import fcntl
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -49,6 +52,56 @@ def test_a_checkpoint_holds_all_files_and_their_checksums(run):
     assert list(checkpoints_by_step(run)) == [2, 4, 6, 8]
     assert all(find_defect(path) is None for path in checkpoints_by_step(run).values())
     assert not (run / STAGING_DIR).exists()
+
+
+def test_a_checkpoint_is_flushed_where_folders_cannot_be_opened(run, monkeypatch):
+    """As on Windows, which also flushes only what is open for writing."""
+    opened, flush, names, flushed = os.open, os.fsync, {}, set()
+
+    def open_on_windows(path, flags, *args, **kwargs):
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        handle = opened(path, flags, *args, **kwargs)
+        names[handle] = path
+        return handle
+
+    def flush_on_windows(handle):
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flush(handle)
+        flushed.add(names[handle])
+
+    staged = run / STAGING_DIR / "checkpoint-8"
+    staged.parent.mkdir()
+    (run / "checkpoint-8").rename(staged)
+    files = {*staged.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_on_windows)
+        patch.setattr(os, "fsync", flush_on_windows)
+        checkpoints._publish(staged, run / "checkpoint-8")
+    assert flushed == files
+    assert find_defect(run / "checkpoint-8") is None
+
+
+@pytest.mark.parametrize("mode", [0o444, 0o644])
+def test_what_may_be_read_only_is_flushed_and_what_may_not_be_read_is_named(
+    tmp_path, monkeypatch, mode
+):
+    """A copy of the model's code is read-only where the package is."""
+    file, opened = tmp_path / "modeling.py", os.open
+    file.touch(mode)
+
+    def open_as_no_root(path, flags):
+        if mode == 0o644 or flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opened(path, flags)
+
+    monkeypatch.setattr(os, "open", open_as_no_root)
+    if mode == 0o444:
+        checkpoints._flush(file)
+    else:
+        with pytest.raises(PermissionError, match=r"modeling\.py"):
+            checkpoints._flush(file)
 
 
 @pytest.mark.parametrize("file", ["trainer_state.json", "optimizer.pt", CHECKSUMS_NAME])

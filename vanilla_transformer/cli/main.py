@@ -46,6 +46,8 @@ def main() -> None:
 
     An error about the user's input is printed in one line; `python -X dev` shows its traceback.
     """
+    # What is printed may become a file that others read, such as a recipe: UTF-8 in any locale.
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     parser = make_parser()
     complete_words(parser)
     command = parser.parse_args(sys.argv[1:2]).command

@@ -15,7 +15,6 @@ precision and options in such a file; `python -m scripts.benchmarks.gpu` writes 
 import copy
 import logging
 import math
-import resource
 import sys
 import tempfile
 import time
@@ -224,6 +223,12 @@ def peak_gib() -> float:
     """The most memory that the GPU, or else this process, has held."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        import resource
+    except ImportError:  # on Windows
+        import psutil  # as accelerate does
+
+        return psutil.Process().memory_info().peak_wset / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

@@ -39,7 +39,8 @@ GENERATION = (
 def recognizes(path: Path) -> bool:
     """A folder with a configuration of this type."""
     try:
-        return json.loads((path / "config.json").read_text())["model_type"] == "fsmt"
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return config["model_type"] == "fsmt"
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -126,7 +127,9 @@ def _side(path: Path, side: str, options: ConversionOptions, rows: int) -> fairs
 
 def _lowercases(path: Path) -> bool:
     file = path / "tokenizer_config.json"
-    return file.is_file() and json.loads(file.read_text()).get("do_lower_case", False)
+    if not file.is_file():
+        return False
+    return json.loads(file.read_text(encoding="utf-8")).get("do_lower_case", False)
 
 
 def _generation(path: Path, theirs: FSMTConfig) -> dict[str, Any]:

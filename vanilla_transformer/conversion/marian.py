@@ -625,7 +625,7 @@ class MarianToolkit(Toolkit):
         self.folder = tempfile.TemporaryDirectory()
         for name, words in zip(core.SIDES, self.words, strict=True):
             lines = (f'"{word}": {number}\n' for number, word in enumerate(words))
-            Path(self.folder.name, f"{name}.yml").write_text("".join(lines))
+            Path(self.folder.name, f"{name}.yml").write_text("".join(lines), encoding="utf-8")
         file = files.vocabularies[0]
         if file.suffix == ".spm":
             self.split = subwords(file)
@@ -675,7 +675,8 @@ class MarianToolkit(Toolkit):
     def _score(self, sources: list[list[int]], targets: list[list[int]], option: str) -> str:
         files = [Path(self.folder.name, name) for name in core.SIDES]
         for side, (file, rows) in enumerate(zip(files, (sources, targets), strict=True)):
-            file.write_text("".join(f"{line}\n" for line in self._lines(rows, side)))
+            lines = "".join(f"{line}\n" for line in self._lines(rows, side))
+            file.write_text(lines, encoding="utf-8")
         program = "import sys, _pymarian; sys.exit(_pymarian.main(sys.argv[1:]))"
         command = [sys.executable, "-c", program, "score", *self._options(), option, "--train-sets"]
         done = subprocess.run([*command, *map(str, files)], capture_output=True, text=True)

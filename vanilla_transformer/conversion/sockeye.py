@@ -125,7 +125,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         generation={"num_beams": 5, "length_penalty": 1.0, "early_stopping": "never"},
         origin={
             "toolkit": "Sockeye",
-            "version": version.read_text().strip() if version.is_file() else "3",
+            "version": version.read_text(encoding="utf-8").strip() if version.is_file() else "3",
             "notes": "Text is split at white space: apply the tokenization that the model was "
             "trained with before, and undo it afterwards.",
         },

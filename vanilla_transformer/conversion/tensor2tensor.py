@@ -174,7 +174,8 @@ def find_index(path: Path) -> Path:
         return index
     state = path / "checkpoint"
     if state.is_file():
-        named = re.search(r'^model_checkpoint_path: "(.*)"', state.read_text(), re.MULTILINE)
+        text = state.read_text(encoding="utf-8")
+        named = re.search(r'^model_checkpoint_path: "(.*)"', text, re.MULTILINE)
         if named and (index := path / f"{Path(named[1]).name}.index").is_file():
             return index
     found = sorted(path.glob("*.index"))
@@ -193,7 +194,7 @@ def read_hparams(folder: Path) -> dict[str, Any]:
         ValueError: It is no JSON object, or `flags.txt` names another model.
     """
     for file in sorted(folder.glob("flags*.txt")):
-        model = re.search(r"^--model=(\S+)", file.read_text(), re.MULTILINE)
+        model = re.search(r"^--model=(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE)
         if model and model[1] != "transformer":
             raise ValueError(f"{file}: model={model[1]}: expected transformer")
     path = folder / "hparams.json"
@@ -621,7 +622,7 @@ class Tensor2TensorToolkit(Toolkit):
         }
         self.folder = tempfile.TemporaryDirectory()
         program = Path(__file__).with_name("tensor2tensor_program.py")
-        with Path(self.folder.name, "messages").open("w") as messages:
+        with Path(self.folder.name, "messages").open("w", encoding="utf-8") as messages:
             self.process = subprocess.Popen(
                 [python(), str(program), json.dumps(model)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages, text=True,
@@ -640,7 +641,8 @@ class Tensor2TensorToolkit(Toolkit):
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            messages = Path(self.folder.name, "messages").read_text(errors="replace")
+            file = Path(self.folder.name, "messages")
+            messages = file.read_text(encoding="utf-8", errors="replace")
             raise RuntimeError(f"tensor2tensor: {messages[-2000:]}")
         return json.loads(line)
 

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
-from transformers import DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 
 LENGTH = "length"  # the column with the number of tokens on a pair's longer side
 
@@ -14,7 +15,20 @@ class PairCollator(DataCollatorForSeq2Seq):
     labels are padded on the right, as the decoder needs them, whatever its `padding_side`; and
     there is an `attention_mask`, even if its `model_input_names` lack one. Models that can't make
     `decoder_input_ids` from labels for a collator, such as M2M100 and NLLB, get them too. Columns
-    that only the choice of batches needs are left out."""
+    that only the choice of batches needs are left out.
+
+    A worker of a data loader that is a new process gets it without the model's weights."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With a model that can make `decoder_input_ids`, and no more: the whole one would be sent
+        to each worker, and can't be if its layers are compiled."""
+        model = self.model
+        if not isinstance(model, PreTrainedModel):
+            return self.__dict__
+        bare = object.__new__(type(model))
+        nn.Module.__init__(bare)
+        bare.config = model.config
+        return {**self.__dict__, "model": bare}
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> Any:
         """From token ids `input_ids` and `labels` of each pair, tensors (pairs, length). Sources

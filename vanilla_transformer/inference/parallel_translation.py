@@ -252,7 +252,7 @@ def _chunks(source: str | Path, column: str | None, size: int) -> Iterator[list[
 
 
 def _check_same_job(parts: Path, job: dict[str, Any]) -> None:
-    before = json.loads((parts / JOB_FILE).read_text())
+    before = json.loads((parts / JOB_FILE).read_text(encoding="utf-8"))
     for name in {**job, **before}:
         if before.get(name) != job.get(name):
             raise ValueError(
@@ -280,11 +280,15 @@ def _merge(parts: list[Path], source: str | Path, output: str | Path, target_col
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its name only once it is complete and on the disk."""
-    path = path.resolve() if isinstance(path, Path) else path  # a link stays one
+    is_local = isinstance(path, Path)  # and not an object for a URL
+    path = path.resolve() if is_local else path  # a link stays one
     incomplete = path.with_name(f"{path.name}.incomplete")
     with incomplete.open("wb") as file:
         yield file
         file.flush()
-        if isinstance(path, Path):  # and not an object for a URL
+        if is_local:
             os.fsync(file.fileno())
-    incomplete.rename(path)
+    if is_local:
+        incomplete.replace(path)  # on Windows, `rename` refuses a name that exists
+    else:
+        incomplete.rename(path)  # for which `replace` is not implemented

@@ -176,7 +176,7 @@ def token_scores(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tor
     logits = model(**reading_inputs(inputs), use_cache=False).logits.float()
     # Over the last dimension torch sums a large vocabulary more precisely than over another.
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return -losses.view_as(labels).double()
+    return -losses.view_as(labels).cpu().double()  # which Apple's GPUs lack
 
 
 def reading_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

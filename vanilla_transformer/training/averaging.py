@@ -139,7 +139,7 @@ def _weight_map(folder: Path) -> dict[str, Path]:
         with safe_open(whole, framework="pt") as file:
             return dict.fromkeys(file.keys(), whole)
     if index.is_file():
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {name: folder / Path(place).name for name, place in places.items()}
     return {}
 
@@ -160,7 +160,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: expected a model's config.json")
-    values = json.loads(path.read_text())
+    values = json.loads(path.read_text(encoding="utf-8"))
     return {name: value for name, value in values.items() if name not in IGNORED_CONFIG_FIELDS}
 
 

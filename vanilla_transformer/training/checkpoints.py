@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -224,7 +225,16 @@ def _delete(checkpoint: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    """Wait until a file or a folder is on the disk. Windows flushes only what is open for writing,
+    and opens no folder."""
+    # A copy of this package's code is read-only where the package is.
+    is_writable = path.is_file() and path.stat().st_mode & stat.S_IWUSR
+    try:
+        handle = os.open(path, os.O_RDWR if is_writable else os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():
+            return
+        raise
     try:
         os.fsync(handle)
     finally:
@@ -251,7 +261,7 @@ def _write_checksums(checkpoint: Path) -> None:
         for path in _files(checkpoint)
         if path.name != CHECKSUMS_NAME
     }
-    with (checkpoint / CHECKSUMS_NAME).open("r+") as file:
+    with (checkpoint / CHECKSUMS_NAME).open("r+", encoding="utf-8") as file:
         json.dump(contents, file, indent=1)
 
 
@@ -268,7 +278,7 @@ def checkpoints_by_step(folder: str | Path) -> dict[int, Path]:
 def is_off_schedule(checkpoint: Path) -> bool:
     """Whether only a signal made this checkpoint of an `InterruptibleTrainer`."""
     try:
-        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # of another trainer, or damaged
         return False
     return OFF_SCHEDULE in state.get("stateful_callbacks", {})
@@ -294,7 +304,8 @@ def find_defect(checkpoint: str | Path) -> str | None:
     if not (folder / CHECKSUMS_NAME).is_file():
         return _find_defect_without_checksums(folder)
     try:
-        contents: dict[str, list[int]] = json.loads((folder / CHECKSUMS_NAME).read_text())
+        text = (folder / CHECKSUMS_NAME).read_text(encoding="utf-8")
+        contents: dict[str, list[int]] = json.loads(text)
         for name, (size, checksum) in contents.items():
             path = folder / name
             path.resolve().relative_to(folder.resolve())  # a name must not lead out of the folder
@@ -312,7 +323,7 @@ def find_defect(checkpoint: str | Path) -> str | None:
 def _find_defect_without_checksums(folder: Path) -> str | None:
     path = folder / TRAINER_STATE_NAME
     try:
-        json.loads(path.read_text())
+        json.loads(path.read_text(encoding="utf-8"))
         for path in folder.glob("*.safetensors"):
             with safe_open(path, framework="pt"):
                 pass

@@ -101,7 +101,7 @@ def expect_finished_model(folder: Path) -> None:
             raise ValueError(f"{folder} holds no {part}: expected {' or '.join(patterns)}{hint}")
     _expect_both_vocabularies(folder)
     for index in folder.glob("*.safetensors.index.json"):
-        for shard in set(json.loads(index.read_text())["weight_map"].values()):
+        for shard in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()):
             if not (folder / shard).is_file():
                 raise ValueError(f"{folder / shard} is missing: {index.name} names it")
     if (folder / CHECKSUMS_NAME).is_file() and (defect := find_defect(folder)):
@@ -110,7 +110,8 @@ def expect_finished_model(folder: Path) -> None:
 
 def _expect_both_vocabularies(folder: Path) -> None:
     config = folder / "tokenizer_config.json"
-    kind = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
+    text = config.read_text(encoding="utf-8") if config.is_file() else "{}"
+    kind = json.loads(text).get("tokenizer_class")
     if kind == VanillaTransformerTokenizer.__name__ and not (folder / TARGET_FILE).is_file():
         raise ValueError(f"{folder} holds no target tokenizer: expected {TARGET_FILE}")
 

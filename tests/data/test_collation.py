@@ -1,0 +1,67 @@
+"""Batches of pairs, also in processes of their own."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import seq2seq, small_config
+from transformers import (
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from vanilla_transformer.data.collation import PairCollator
+from vanilla_transformer.training.compilation import compile_layers
+
+PAIRS = [
+    {"input_ids": [5, 6, 2], "labels": [7, 2], "length": 3},
+    {"input_ids": [5, 2], "labels": [8, 9, 2], "length": 3},
+]
+STOCK = {
+    MarianMTModel: MarianConfig,
+    MBartForConditionalGeneration: MBartConfig,
+    T5ForConditionalGeneration: T5Config,
+    M2M100ForConditionalGeneration: M2M100Config,  # can't make decoder_input_ids for a collator
+}
+
+
+def stock(kind):
+    shape = small_config(vocab_size=320).to_dict()
+    names = ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "pad_token_id")
+    sizes = {name: shape[name] for name in names}
+    heads = {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
+    return kind(STOCK[kind](**sizes, **heads, decoder_start_token_id=1, num_layers=2))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", [None, *STOCK])
+def test_a_worker_that_is_a_new_process_gets_all_but_the_weights(tokenizer, kind, compiled):
+    """Where workers are no copies of the process, each is sent the collator: on macOS, on Windows,
+    and by Python 3.14. Compiled layers can't be sent."""
+    model = seq2seq(vocab_size=320) if kind is None else stock(kind)
+    if compiled:
+        compile_layers(model, backend="eager")
+    collate = PairCollator(tokenizer, model=model)
+    without_model = len(pickle.dumps(PairCollator(tokenizer)))
+    sent = pickle.dumps(collate)
+    assert len(sent) < without_model + 10_000 < sum(weight.nbytes for weight in model.parameters())
+    expected = collate(PAIRS)
+    assert "decoder_input_ids" in expected
+    for copied in (pickle.loads(sent), copy.copy(collate), copy.deepcopy(collate)):
+        batch = copied(PAIRS)
+        assert batch.keys() == expected.keys()
+        assert all(torch.equal(batch[name], expected[name]) for name in batch)
+    assert collate.model is model
+
+
+def test_a_collator_without_a_model_is_sent_as_it_is(tokenizer):
+    collate = pickle.loads(pickle.dumps(PairCollator(tokenizer, label_pad_token_id=-1)))
+    assert collate.model is None
+    assert collate(PAIRS)["labels"].tolist() == [[7, 2, -1], [8, 9, 2]]
