@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -123,6 +124,37 @@ def test_an_output_is_replaced_where_rename_refuses_a_name_that_exists(source, m
     monkeypatch.setattr(Path, "rename", rename_on_windows)
     source.with_name("out.txt").write_text("of an earlier job\n")
     assert run(Worker(), source).read_text() == EXPECTED
+
+
+def test_a_job_that_is_started_twice_writes_whole_files(source, monkeypatch):
+    """Both wrote into one file: the first ended with success, and with a hole in its output."""
+    monkeypatch.setattr(os, "getpid", threading.get_ident)  # as of two processes
+    source.write_text("".join(f"line {number}\n" for number in range(20_000)))
+    output, (at_work, both, first_ended) = (
+        source.with_name("twice"),
+        (threading.Event() for _ in range(3)),
+    )
+
+    def first(lines, index):
+        yield from map(str.upper, lines[:10_000])
+        at_work.set()
+        assert both.wait(10)
+        yield from map(str.upper, lines[10_000:])
+
+    def second(lines, index):
+        both.set()
+        assert first_ended.wait(10)
+        yield from map(str.upper, lines)
+
+    with ThreadPoolExecutor(2) as threads:
+        job = threads.submit(transform_file, first, source, output, {}, lines_per_chunk=20_000)
+        assert at_work.wait(10)
+        other = threads.submit(transform_file, second, source, output, {}, lines_per_chunk=20_000)
+        job.result()
+        first_ended.set()
+        with pytest.raises(FileNotFoundError, match=r"twice\.parts is gone: expected no other"):
+            other.result()
+    assert output.read_text() == source.read_text().upper()
 
 
 def test_files_of_any_file_system_are_read_and_written(tmp_path):

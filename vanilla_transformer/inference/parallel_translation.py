@@ -180,19 +180,27 @@ def transform_chunks(
                 progress.update(sizes[number])
     wait_for_everyone()
     if process_index == 0:
-        names = map(str, range(len(sizes)))
-        _merge([parts / name for name in names], source, output, target_column)
-        _clear(parts)
+        with _forgotten_without_parts(parts, num_processes):
+            names = map(str, range(len(sizes)))
+            _merge([parts / name for name in names], source, output, target_column)
+            _clear(parts)
     wait_for_everyone()
 
 
 @contextmanager
 def _forgotten_without_parts(parts: Path, num_processes: int) -> Iterator[None]:
     """Remove a job that fails before it has finished a part, so that it does not refuse the next.
-    That of several processes stays: others may be at work."""
+    That of several processes stays: others may be at work.
+
+    Raises:
+        FileNotFoundError: The job is gone.
+    """
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if not parts.exists():
+            message = f"{parts} is gone: expected no other process at work on this output"
+            raise FileNotFoundError(message) from error
         if num_processes == 1 and not any(path.name.isdigit() for path in parts.iterdir()):
             _clear(parts)
         raise
@@ -282,7 +290,8 @@ def _atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its name only once it is complete and on the disk."""
     is_local = isinstance(path, Path)  # and not an object for a URL
     path = path.resolve() if is_local else path  # a link stays one
-    incomplete = path.with_name(f"{path.name}.incomplete")
+    # A job that was started twice would write into the same file twice.
+    incomplete = path.with_name(f"{path.name}.{os.getpid()}.incomplete")
     with incomplete.open("wb") as file:
         yield file
         file.flush()
