@@ -23,6 +23,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import AutoModelForSeq2SeqLM, HfArgumentParser
+from transformers.hf_argparser import HfArg
 from transformers.integrations.deepspeed import is_deepspeed_available
 from transformers.utils import logging as transformers_logging
 
@@ -60,17 +61,17 @@ SHAPE = (
 
 @dataclass
 class LayoutArguments:
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
     layouts: list[str] = field(
         default_factory=lambda: [
             layout for layout in LAYOUTS if layout not in ZERO or is_deepspeed_available()
         ]
     )
-    every_pair: bool = field(
-        default=False, metadata={"help": "Resume in every other layout, not only in the next one."}
+    every_pair: bool = HfArg(
+        default=False, help="Resume in every other layout, not only in the next one."
     )
-    steps: int = field(default=20, metadata={"help": "Steps of each run."})
-    pairs: int = field(default=1000, metadata={"help": "Sentence pairs of `phrases` to train on."})
+    steps: int = HfArg(default=20, help="Steps of each run.")
+    pairs: int = HfArg(default=1000, help="Sentence pairs of `phrases` to train on.")
 
     def __post_init__(self) -> None:
         expect_known("layouts", self.layouts, LAYOUTS)

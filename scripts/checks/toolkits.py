@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
 from scripts.checks.toolkit_imports import MODULES, import_toolkit
@@ -54,13 +55,11 @@ HEADER = (
 
 @dataclass
 class ToolkitArguments:
-    toolkit: str = field(metadata={"help": f"One of {', '.join(TRAININGS)}."})
-    data: str = field(metadata={"help": "Folder with Multi30k: train.de, train.en, val.de, ..."})
-    output_dir: str = field(
-        default="outputs/toolkits", metadata={"help": "Folder for models and results."}
-    )
-    train_steps: int = field(default=400, metadata={"help": "Updates of the toolkit's training."})
-    lines: int = field(default=200, metadata={"help": "Lines of the test set to translate."})
+    toolkit: str = HfArg(help=f"One of {', '.join(TRAININGS)}.")
+    data: str = HfArg(help="Folder with Multi30k: train.de, train.en, val.de, ...")
+    output_dir: str = HfArg(default="outputs/toolkits", help="Folder for models and results.")
+    train_steps: int = HfArg(default=400, help="Updates of the toolkit's training.")
+    lines: int = HfArg(default=200, help="Lines of the test set to translate.")
 
     def __post_init__(self) -> None:
         expect_known("toolkit", [self.toolkit], list(TRAININGS))

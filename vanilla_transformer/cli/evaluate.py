@@ -12,10 +12,11 @@ name of its file. See docs/evaluation.md.
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sacrebleu.metrics.base import Metric
+from transformers.hf_argparser import HfArg
 
 from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
@@ -42,47 +43,36 @@ MODEL = "--model in place of --predictions"  # in errors
 
 @dataclass
 class EvaluateArguments:
-    target: list[str] = field(
-        metadata={"help": "File of references. Several files are several references for each line."}
+    target: list[str] = HfArg(
+        help="File of references. Several files are several references for each line."
     )
-    model: list[str] | None = field(
-        default=None,
-        metadata={"help": "Model that translates --source. Several models are an ensemble."},
+    model: list[str] | None = HfArg(
+        default=None, help="Model that translates --source. Several models are an ensemble."
     )
-    source: str | None = field(
-        default=None,
-        metadata={"help": "File to translate. COMET and --plot_by_length always need it."},
+    source: str | None = HfArg(
+        default=None, help="File to translate. COMET and --plot_by_length always need it."
     )
-    predictions: list[str] | None = field(
-        default=None, metadata={"help": "Files of existing translations, one for each system."}
+    predictions: list[str] | None = HfArg(
+        default=None, help="Files of existing translations, one for each system."
     )
-    metrics: list[str] = field(
+    metrics: list[str] = HfArg(
         default_factory=lambda: list(METRICS),
-        metadata={"help": f"Some of {', '.join(LABELS)}. Default: {', '.join(METRICS)}."},
+        help=f"Some of {', '.join(LABELS)}. Default: {', '.join(METRICS)}.",
     )
-    paired: str | None = field(
+    paired: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Test how each system differs from the first: bootstrap, or ar for approximate "
-            "randomization."
-        },
+        help="Test how each system differs from the first: bootstrap, or ar for approximate "
+        "randomization.",
     )
-    format: str = field(default="json", metadata={"help": "json or table."})
-    plot_by_length: str | None = field(
-        default=None,
-        metadata={"help": "Draw the scores by source length: .png, .svg or .pdf."},
+    format: str = HfArg(default="json", help="json or table.")
+    plot_by_length: str | None = HfArg(
+        default=None, help="Draw the scores by source length: .png, .svg or .pdf."
     )
-    num_beams: int | None = field(
-        default=None, metadata={"help": "Beam size. Default: the model's own."}
-    )
-    batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
-    tokenize: str | None = field(
-        default=None, metadata={"help": "sacreBLEU's tokenizer. Default: 13a."}
-    )
-    lowercase: bool = field(default=False, metadata={"help": "Ignore case in BLEU and chrF."})
-    comet_model: str = field(
-        default=COMET_MODEL, metadata={"help": "COMET's model: a Hub name or a .ckpt file."}
-    )
+    num_beams: int | None = HfArg(default=None, help="Beam size. Default: the model's own.")
+    batch_size: int = HfArg(default=32, help="Lines decoded together.")
+    tokenize: str | None = HfArg(default=None, help="sacreBLEU's tokenizer. Default: 13a.")
+    lowercase: bool = HfArg(default=False, help="Ignore case in BLEU and chrF.")
+    comet_model: str = HfArg(default=COMET_MODEL, help="COMET's model: a Hub name or a .ckpt file.")
 
     def __post_init__(self) -> None:
         translates = self.predictions is None

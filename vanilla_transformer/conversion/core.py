@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -63,65 +64,51 @@ class ConversionOptions:
         ValueError: `like` is not known.
     """
 
-    format: str | None = field(
+    format: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "The toolkit, such as fairseq or opennmt_py (docs/conversion/README.md names "
-            "all). Default: recognized from the files."
-        },
+        help="The toolkit, such as fairseq or opennmt_py (docs/conversion/README.md names all). "
+        "Default: recognized from the files.",
     )
-    like: str | None = field(
+    like: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "'transformers': compute what transformers computes from these files, if it "
-            "differs from the toolkit."
-        },
+        help="'transformers': compute what transformers computes from these files, if it differs "
+        "from the toolkit.",
     )
-    source_vocabulary: str | None = field(
-        default=None, metadata={"help": "The source's vocabulary. Default: beside the checkpoint."}
+    source_vocabulary: str | None = HfArg(
+        default=None, help="The source's vocabulary. Default: beside the checkpoint."
     )
-    target_vocabulary: str | None = field(
-        default=None, metadata={"help": "The target's vocabulary. Default: beside the checkpoint."}
+    target_vocabulary: str | None = HfArg(
+        default=None, help="The target's vocabulary. Default: beside the checkpoint."
     )
-    source_codes: str | None = field(
+    source_codes: str | None = HfArg(
+        default=None, help="BPE codes or SentencePiece model of the source (or of both sides)."
+    )
+    target_codes: str | None = HfArg(
+        default=None, help="BPE codes or SentencePiece model of the target."
+    )
+    moses: list[str] | None = HfArg(
         default=None,
-        metadata={"help": "BPE codes or SentencePiece model of the source (or of both sides)."},
+        help="The languages of source and target, such as 'de en', if text went through Moses "
+        "(sacremoses): the tokenizer then runs it, and its detokenizer.",
     )
-    target_codes: str | None = field(
-        default=None, metadata={"help": "BPE codes or SentencePiece model of the target."}
+    heads: int | None = HfArg(default=None, help="Attention heads, for a bare state dict.")
+    norm_first: bool | None = HfArg(
+        default=None, help="Pre-norm (true) or post-norm, for a bare state dict."
     )
-    moses: list[str] | None = field(
+    activation: str | None = HfArg(default=None, help="Activation function, for a bare state dict.")
+    layer_norm_eps: float | None = HfArg(
+        default=None, help="Epsilon of the layer norms, for a bare state dict."
+    )
+    names: str | None = HfArg(
+        default=None, help="YAML file with names of tensors and tokens, for a bare state dict."
+    )
+    target_space_id: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "The languages of source and target, such as 'de en', if text went through "
-            "Moses (sacremoses): the tokenizer then runs it, and its detokenizer."
-        },
+        help="tensor2tensor: the problem's target space. Default: inferred from the optimizer's "
+        "variables, else 0.",
     )
-    heads: int | None = field(
-        default=None, metadata={"help": "Attention heads, for a bare state dict."}
-    )
-    norm_first: bool | None = field(
-        default=None, metadata={"help": "Pre-norm (true) or post-norm, for a bare state dict."}
-    )
-    activation: str | None = field(
-        default=None, metadata={"help": "Activation function, for a bare state dict."}
-    )
-    layer_norm_eps: float | None = field(
-        default=None, metadata={"help": "Epsilon of the layer norms, for a bare state dict."}
-    )
-    names: str | None = field(
-        default=None,
-        metadata={"help": "YAML file with names of tensors and tokens, for a bare state dict."},
-    )
-    target_space_id: int | None = field(
-        default=None,
-        metadata={
-            "help": "tensor2tensor: the problem's target space. Default: inferred from the "
-            "optimizer's variables, else 0."
-        },
-    )
-    license: str | None = field(
-        default=None, metadata={"help": "The licence of the weights, for the model card."}
+    license: str | None = HfArg(
+        default=None, help="The licence of the weights, for the model card."
     )
 
     def __post_init__(self) -> None:
