@@ -49,7 +49,7 @@ SUPPRESSED = -1e4
 SHARED, SOURCE, TARGET = (
     f"model.{name}.weight" for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 )
-SIDES = ("source", "target")
+STACKS, SIDES = ("encoder", "decoder"), ("source", "target")
 # The options that name the files of a text's tokens.
 TOKEN_FILES = ("source_vocabulary", "target_vocabulary", "source_codes", "target_codes")
 PROJECTION, PROJECTION_BIAS = "lm_head.weight", "lm_head.bias"
@@ -116,12 +116,15 @@ class ConversionOptions:
             raise ValueError(f"like={self.like!r}: expected 'transformers'")
         if self.moses is not None and len(self.moses) != 2:
             raise ValueError(f"moses={self.moses}: expected two languages, such as de en")
-        for name in (
-            "source_vocabulary", "target_vocabulary", "source_codes", "target_codes", "names",
-        ):  # fmt: skip
+        for name in (*TOKEN_FILES, "names"):
             value = getattr(self, name)
             if value is not None and not Path(value).is_file():
                 raise FileNotFoundError(f"{name}={value!r}: expected a file")
+
+    def codes(self, side: str) -> str | None:
+        """The codes of a side, "source" or "target". The source's serve both if there are no
+        others."""
+        return getattr(self, f"{side}_codes") or self.source_codes
 
     def given(self) -> dict[str, Any]:
         """The options that are set."""
@@ -323,18 +326,25 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path}: expected a complete safetensors file ({error})") from error
 
 
+def renamed(name: str, patterns: Mapping[str, str]) -> str:
+    """A name after regular expressions and what replaces them, one after the other."""
+    for pattern, replacement in patterns.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def take_layers(
-    tensors: Tensors, config: VanillaTransformerConfig, their_name: Callable[[str], str]
+    tensors: Tensors, config: VanillaTransformerConfig, names: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Every tensor of the model but embeddings, positions and projection, with its shape checked.
 
     Args:
-        their_name: From our name to the checkpoint's.
+        names: What makes the checkpoint's names of ours; see `renamed`.
     """
     apart = r".*(shared|embed_tokens|embed_positions|lm_head)\.(weight|bias)"
     shapes = {name: tensor.shape for name, tensor in empty_model(config).state_dict().items()}
     return {
-        name: tensors.take(their_name(name), *shape)
+        name: tensors.take(renamed(name, names), *shape)
         for name, shape in shapes.items()
         if not re.fullmatch(apart, name)
     }
@@ -346,6 +356,12 @@ def norm_positions(encoder: str, decoder: str) -> dict[str, Any]:
         "norm_position": encoder,
         "decoder_norm_position": None if decoder == encoder else decoder,
     }
+
+
+def final_layer_norm(encoder: bool, decoder: bool) -> str:
+    """The field for stacks that end in a layer norm, or don't."""
+    names = {(True, False): "encoder", (False, True): "decoder", (True, True): "both"}
+    return names.get((encoder, decoder), "none")
 
 
 # ---------------------------------------------------------------- Folds

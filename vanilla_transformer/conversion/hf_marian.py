@@ -65,6 +65,8 @@ SAME = (
     "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
     "decoder_start_token_id", "use_cache",
 )  # fmt: skip
+# From our names to those of `MarianMTModel` and its siblings.
+NAMES = {r"\.ffn\.fc": ".fc", r"\.ffn_layer_norm": ".final_layer_norm"}
 # Options of models before transformers 4: today's MarianMTModel ignores them.
 OFF = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "add_bias_logits")
 # What goes back as it is.
@@ -102,7 +104,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         **{name: getattr(theirs, name) for name in SAME}, **FIXED, **tying, label_smoothing=0.0
     )
     config.sinusoid_frequencies = _frequencies(tensors, config)
-    weights |= core.take_layers(tensors, config, their_name)
+    weights |= core.take_layers(tensors, config, NAMES)
     tensors.expect_all_taken()
     sides = {} if _was_exported(path) else _sides(path, config)
     unk = {side: each.backend_tokenizer.token_to_id(UNK) for side, each in sides.items()}
@@ -126,11 +128,6 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
 def _was_exported(folder: Path) -> bool:
     """Whether the folder has one of our tokenizers, as `export` writes it, and not Marian's."""
     return (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file()
-
-
-def their_name(ours: str) -> str:
-    """The name of a tensor in `MarianMTModel` and its siblings."""
-    return ours.replace(".ffn.fc", ".fc").replace(".ffn_layer_norm", ".final_layer_norm")
 
 
 def _matrices(tensors: Tensors, theirs: MarianConfig) -> list[Tensor]:
@@ -208,11 +205,11 @@ def _way_back(
     tensors: Tensors, weights: dict[str, Tensor]
 ) -> tuple[dict[str, list[str]], dict[str, Tensor]]:
     """`Conversion.sources` and `Conversion.leftovers`."""
-    ours = {their_name(name): name for name in weights}
-    target = SHARED if SHARED in weights else TARGET
+    ours = {core.renamed(name, NAMES): name for name in weights}
+    source, target = (core.matrix_of(weights, side) for side in core.SIDES)
     ours |= {
-        SHARED: SHARED if SHARED in weights else SOURCE,
-        SOURCE: SHARED if SHARED in weights else SOURCE,
+        SHARED: source,
+        SOURCE: source,
         TARGET: target,
         PROJECTION: PROJECTION if PROJECTION in weights else target,
         BIAS: PROJECTION_BIAS,

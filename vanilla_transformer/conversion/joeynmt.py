@@ -36,10 +36,12 @@ from .check import Toolkit
 from .core import (
     SHARED,
     SOURCE,
+    STACKS,
     TOKEN_FILES,
     Conversion,
     ConversionOptions,
     Tensors,
+    final_layer_norm,
     norm_positions,
     take_layers,
     tie,
@@ -64,7 +66,6 @@ NAMES = {
     r"ffn\.fc1": "feed_forward.pwff_layer.0",
     r"ffn\.fc2": "feed_forward.pwff_layer.3",
 }
-STACKS = ("encoder", "decoder")
 SIDES = ("src", "trg")
 # The sinusoids of the paper, stored.
 BUFFERS = [r"(en|de)coder\.pe\.pe"]
@@ -142,7 +143,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         eos_token_id=target[symbols.eos],
         decoder_start_token_id=target[symbols.bos],
     )
-    weights |= take_layers(tensors, config, _their_name)
+    weights |= take_layers(tensors, config, NAMES)
     tensors.expect_all_taken(BUFFERS)
     _fold_alpha(cfg, weights)
     sides = [
@@ -242,12 +243,6 @@ def _find(given: str | None, beside: Path, named: str | None = None) -> Path:
 # ---------------------------------------------------------------- Model
 
 
-def _their_name(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        name = re.sub(ours, theirs, name)
-    return name
-
-
 def _matrices(
     tensors: Tensors, cfg: Mapping[str, Any], source: int, target: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -276,10 +271,9 @@ def _norms(cfg: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
     if min(alphas) <= 0 or (has_pre and alphas != [1.0, 1.0]):
         expected = "1 with layer_norm='pre'" if has_pre else "numbers above 0"
         raise ValueError(f"{tensors.place}: alpha={alphas[0]} and {alphas[1]}, expected {expected}")
-    ends = {(True, True): "both", (False, True): "decoder", (True, False): "encoder"}
     return {
         **norm_positions(encoder, decoder),
-        "final_layer_norm": ends.get((encoder_ends, decoder_ends), "none"),
+        "final_layer_norm": final_layer_norm(encoder_ends, decoder_ends),
         "layer_norm_eps": EPSILON / alphas[1] ** 2,
     }
 
@@ -401,7 +395,7 @@ def _codes(
     cfg: Mapping[str, Any], side: str, options: ConversionOptions, folder: Path
 ) -> Path | None:
     """Codes or a SentencePiece model. Version 1 leaves them to the user."""
-    given = options.source_codes if side == "src" else options.target_codes or options.source_codes
+    given = options.codes("source" if side == "src" else "target")
     text = cfg["data"][side]
     if text["level"] != "bpe" or (not given and cfg.get("joeynmt_version") == "1"):
         return None

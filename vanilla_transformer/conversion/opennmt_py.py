@@ -21,10 +21,12 @@ from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
+    STACKS,
     Conversion,
     ConversionOptions,
     Tensors,
     interleave_halves,
+    renamed,
     take_layers,
     tie,
 )
@@ -53,7 +55,6 @@ NAMES = {
 }
 # From older names to those of version 3.
 OLD_NAMES = {r"^generator\.0\.": "generator.", r"\.a_2$": ".weight", r"\.b_2$": ".bias"}
-STACKS = ("encoder", "decoder")
 LAYERS = {"encoder": "encoder.transformer", "decoder": "decoder.transformer_layers"}
 EMBEDDING = "{}.embeddings.make_embedding.emb_luts.0.weight"
 POSITIONS = "{}.embeddings.make_embedding.pe.pe"
@@ -145,7 +146,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     config = VanillaTransformerConfig(
         **{**tying, **sizes}, **token_ids, **_options(opt, tensors), **_positions(opt, tensors)
     )
-    weights |= take_layers(tensors, config, _their_name)
+    weights |= take_layers(tensors, config, NAMES)
     tensors.expect_all_taken()
     if config.sinusoid_frequencies == "tensor2tensor":
         interleave_halves(weights)
@@ -205,9 +206,7 @@ def _modern(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if name.endswith(".a_2"):
             tensor = tensor * math.sqrt((len(tensor) - 1) / len(tensor))
-        for old, new in OLD_NAMES.items():
-            name = re.sub(old, new, name)
-        modern[name] = tensor
+        modern[renamed(name, OLD_NAMES)] = tensor
     for linear in (FEED_FORWARD, *([ATTENTION] if _has_bias(modern) else [])):
         for name in [each for each in modern if re.fullmatch(rf"{linear}\.weight", each)]:
             zeros = modern[name].new_zeros(len(modern[name]))
@@ -238,12 +237,6 @@ def _tokens(vocab: Mapping[str, Any], side: str, path: Path) -> list[str]:
 
 
 # ---------------------------------------------------------------- Model
-
-
-def _their_name(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        name = re.sub(ours, theirs, name)
-    return name
 
 
 def _matrices(

@@ -19,6 +19,7 @@ from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
     SIDES,
+    STACKS,
     TOKEN_FILES,
     Conversion,
     ConversionOptions,
@@ -33,7 +34,6 @@ from .unpickling import load_torch
 
 NAME = "sockeye"
 READS: tuple[str, ...] = TOKEN_FILES
-STACKS = "encoder", "decoder"
 PARAMS, CONFIG, VERSION, ARGUMENTS = "params.best", "config", "version", "args.yaml"
 VOCABULARIES = "vocab.src.0.json", "vocab.trg.0.json"
 SPECIAL_IDS = {"<pad>": 0, "<unk>": 1, "<s>": 2, "</s>": 3}

@@ -28,6 +28,7 @@ from .check import Toolkit
 from .core import (
     SHARED,
     SOURCE,
+    STACKS,
     TARGET,
     Conversion,
     ConversionOptions,
@@ -43,7 +44,7 @@ from .tensorflow_checkpoint import TensorFlowCheckpoint, is_index
 
 NAME = "tensor2tensor"
 READS: tuple[str, ...] = ("heads", "target_space_id", "source_vocabulary", "target_vocabulary")
-STACKS, SIDES = ("encoder", "decoder"), ("inputs", "targets")
+SIDES = "inputs", "targets"
 SPECIALS = "<pad>", "<EOS>"  # ids 0 and 1; in most files they end in an underscore
 START = "<start>"  # ours: the decoder starts from a zero vector
 # The unknown token of a vocabulary of whole tokens, such as that of translate_ende_wmt_bpe32k.

@@ -56,7 +56,7 @@ def tokenizer_for(
         ValueError: A vocabulary does not fit the weights, or lacks a special token.
     """
     matrices = [matrix_of(weights, side) for side in SIDES]
-    codes = options.source_codes, options.target_codes or options.source_codes
+    codes = map(options.codes, SIDES)
     sizes = [len(weights[matrix]) for matrix in matrices]
     sides = [
         _side(*each, splits_again)

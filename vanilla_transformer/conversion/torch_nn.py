@@ -34,11 +34,13 @@ from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
     SIDES,
+    STACKS,
     TOKEN_FILES,
     Conversion,
     ConversionOptions,
     Tensors,
     expect_size,
+    final_layer_norm,
     interleave_halves,
     matrix_of,
     split_fused,
@@ -53,7 +55,6 @@ logger = logging.getLogger(__name__)
 NAME = "torch_nn"
 FOR_STATE_DICTS = ("heads", "norm_first", "activation", "layer_norm_eps")
 READS: tuple[str, ...] = (*FOR_STATE_DICTS, "names", *TOKEN_FILES)
-STACKS = "encoder", "decoder"
 VOCABULARIES = "vocab.src.txt", "vocab.tgt.txt"
 EMBEDDINGS = "source_embedding", "target_embedding"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -202,12 +203,12 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         )
     bias = any(name.endswith("bias") for name in tensors if name.startswith(prefixes["encoder"]))
     bias |= layout is ANNOTATED
-    final = []
+    ends = []
     for stack in STACKS:
         reader = _Stack(tensors, layout, stack, prefixes[stack], d_model, bias)
         weights |= reader.layers()
         sizes |= reader.sizes
-        final += [stack] if reader.has_final_norm else []
+        ends.append(reader.has_final_norm)
     positions, position_fields = _positions(tensors, table, d_model)
     weights |= positions
     tensors.expect_all_taken(table.ignored)
@@ -226,7 +227,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         encoder_attention_heads=table.heads, decoder_attention_heads=table.heads,
         attention_bias=bias, activation_function=table.activation,
         norm_position="pre" if table.norm_first else "post",
-        final_layer_norm={0: "none", 2: "both"}.get(len(final), "".join(final)),
+        final_layer_norm=final_layer_norm(*ends),
         layer_norm_eps=table.layer_norm_eps, scale_embedding=table.scale_embedding,
     )  # fmt: skip
     return Conversion(
