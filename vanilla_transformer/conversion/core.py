@@ -311,12 +311,18 @@ def read_transformers_weights(folder: Path) -> Tensors:
             continue
         tensors: dict[str, Tensor] = {}
         for file in files:
-            tensors |= _read_weights(folder / file)
+            tensors |= read_weights(folder / file)
         return Tensors(tensors, folder)
     raise FileNotFoundError(f"{folder}: expected {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}")
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> Any:
+    """What a file of safetensors or of `torch.save` holds.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is incomplete, or as `load_torch`.
+    """
     if path.suffix != ".safetensors":
         return load_torch(path)
     try:

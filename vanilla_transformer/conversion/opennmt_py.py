@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..data.vocabularies import Specials
@@ -26,6 +24,7 @@ from .core import (
     ConversionOptions,
     Tensors,
     interleave_halves,
+    read_weights,
     renamed,
     take_layers,
     tie,
@@ -190,10 +189,7 @@ def _tensors(checkpoint: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     files = sorted(file for file in files if file.suffix == ".safetensors")
     if not files:
         raise FileNotFoundError(f"{path}: expected its weights in {path.stem}.safetensors")
-    try:
-        return {name: each for file in files for name, each in load_file(file).items()}
-    except SafetensorError as error:
-        raise ValueError(f"{path.stem}.safetensors: expected a complete file ({error})") from error
+    return {name: each for file in files for name, each in read_weights(file).items()}
 
 
 def _modern(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

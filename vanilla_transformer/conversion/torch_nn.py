@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, log_softmax
 from transformers.activations import ACT2FN
@@ -43,12 +42,12 @@ from .core import (
     final_layer_norm,
     interleave_halves,
     matrix_of,
+    read_weights,
     split_fused,
     tie,
 )
 from .positions import find_sinusoids, learned_positions, sinusoids
 from .text import tokenizer_for
-from .unpickling import load_torch
 
 logger = logging.getLogger(__name__)
 
@@ -272,11 +271,7 @@ def read_state_dict(path: Path) -> Tensors:
         FileNotFoundError: There is no such file.
         ValueError: It holds no state dict, or is damaged.
     """
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            state: Any = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    else:
-        state = load_torch(path)
+    state = read_weights(path)
     for name in STATE_DICTS:
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
             state = state[name]
