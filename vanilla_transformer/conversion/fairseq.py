@@ -4,7 +4,6 @@ Versions 0.1 to 0.12 (facebookresearch/fairseq at 3d262bb2): post- and pre-norm,
 sinusoidal positions, shared or separate embeddings.
 """
 
-import math
 import re
 from argparse import Namespace
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
 from .check import Toolkit, subwords
 from .core import STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors
+from .positions import sinusoids
 from .text import side_tokenizer
 from .unpickling import Inert, contents, load_torch
 
@@ -375,18 +375,9 @@ def _positions(
             learned = tensors.take(f"{stack}.embed_positions.weight", None, width)[2:]
             table[: len(learned)] = learned
         elif kind == "sinusoids":
-            table = _sinusoids(config).to(like.dtype)
+            table = sinusoids(count + 2, width, "tensor2tensor", "halves")[2:].to(like.dtype)
         tables[f"model.{stack}.embed_positions.weight"] = table
     return tables
-
-
-def _sinusoids(config: VanillaTransformerConfig) -> Tensor:
-    """Fairseq's table, for a stack beside one that learns its positions."""
-    half = config.d_model // 2
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float64) + 2
-    frequencies = torch.exp(torch.arange(half).double() * -(math.log(10000) / (half - 1)))
-    angles = positions[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 def _way_back(
