@@ -63,17 +63,11 @@ class _ConfigLoader(yaml.SafeLoader):
     """YAML that keeps a Sockeye object as a mapping and a Python tuple as a list."""
 
 
-def _mapping(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> dict[Any, Any]:
-    if not isinstance(node, yaml.MappingNode):
-        raise yaml.constructor.ConstructorError(
-            None, None, f"!{tag} is no mapping", node.start_mark
-        )
+def _mapping(loader: yaml.SafeLoader, tag: str, node: Any) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
-def _sequence(loader: yaml.SafeLoader, node: yaml.Node) -> list[Any]:
-    if not isinstance(node, yaml.SequenceNode):
-        raise yaml.constructor.ConstructorError(None, None, "a tuple is none", node.start_mark)
+def _sequence(loader: yaml.SafeLoader, node: Any) -> list[Any]:
     return loader.construct_sequence(node, deep=True)
 
 
