@@ -6,11 +6,9 @@ Source: joeynmt/joeynmt, tags 1.0 to v2.3.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -74,39 +72,28 @@ EPSILON = 1e-6
 SPECIALS = {"unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>", "sep": None}
 
 
-@dataclass(frozen=True)
-class Symbols:
-    """Special tokens, which every vocabulary begins with.
+class Symbols(NamedTuple):
+    """Special tokens, of which some vocabularies lack the separator, and names of languages."""
 
-    Attributes:
-        special: unk, pad, bos and eos, and in some vocabularies a separator.
-        tags: Names of languages.
-    """
-
-    special: Sequence[str]
+    unk: str
+    pad: str
+    bos: str
+    eos: str
+    sep: str | None
     tags: Sequence[str]
 
     @property
-    def unk(self) -> str:
-        return self.special[0]
-
-    @property
-    def pad(self) -> str:
-        return self.special[1]
-
-    @property
-    def bos(self) -> str:
-        return self.special[2]
-
-    @property
-    def eos(self) -> str:
-        return self.special[3]
+    def special(self) -> list[str]:
+        """What every vocabulary begins with."""
+        return [token for token in self[:5] if token]
 
 
 def _symbols(cfg: Mapping[str, Any]) -> Symbols:
     given = cfg["data"].get("special_symbols") or {}
-    special = [given.get(f"{name}_token", token) for name, token in SPECIALS.items()]
-    return Symbols([token for token in special if token], given.get("lang_tags") or [])
+    special: dict[str, Any] = {
+        name: given.get(f"{name}_token", token) for name, token in SPECIALS.items()
+    }
+    return Symbols(**special, tags=given.get("lang_tags") or [])
 
 
 def recognizes(path: Path) -> bool:
@@ -491,9 +478,8 @@ class JoeyModel(Toolkit):
             codes = _codes(cfg, side, options, path.parent)
             details = data[side].get("tokenizer_cfg") or {}
             details |= {name: str(codes) for name in ("codes", "model_file") if name in details}
-        special = dict(zip_longest(SPECIALS, symbols.special))
-        tokens = {f"{name}_token": token for name, token in special.items()}
-        numbers = {f"{name}_id": number for number, name in enumerate(special)}
+        tokens = {f"{name}_token": getattr(symbols, name) for name in SPECIALS}
+        numbers = {f"{name}_id": number for number, name in enumerate(SPECIALS)}
         data["special_symbols"] = SimpleNamespace(**tokens, **numbers, lang_tags=symbols.tags)
         self.source, target = build_vocab(data, model_dir=path.parent)
         self.tokenizer = build_tokenizer(data)[data["src"]["lang"]]
