@@ -33,7 +33,7 @@ from ..inference.metrics import (
     scores_by_length,
 )
 from ..inference.translation import translate_n_best
-from .parser import CommandParser
+from .parser import CommandParser, expect_needed
 from .processes import Processes, join_processes
 from .table import table
 from .translation_job import report_limit
@@ -79,7 +79,7 @@ class EvaluateArguments:
         if translates == (self.model is None) or (translates and self.source is None):
             raise ValueError("expected either --predictions, or --model and --source")
         expect_metrics(self.metrics, has_sources=self.source is not None)
-        self._expect_what_options_need()
+        expect_needed(self, self._needs())
         systems = self.predictions or []
         for name in systems:
             if systems.count(name) > 1:
@@ -95,23 +95,18 @@ class EvaluateArguments:
             from ..plotting import picture_paths  # matplotlib is slow to import
 
             picture_paths(self.plot_by_length)
-            if self.source is None:
-                raise ValueError(f"plot_by_length={self.plot_by_length!r}: expected --source")
 
-    def _expect_what_options_need(self) -> None:
-        """Raise a ValueError about the first option without the one that it belongs to."""
+    def _needs(self) -> dict[str, tuple[bool, str]]:
+        """What options need; see `expect_needed`."""
         translates, has_bleu = self.predictions is None, "bleu" in self.metrics
-        needs = {
+        return {
             "num_beams": (translates, MODEL),
             "batch_size": (translates, MODEL),
             "tokenize": (has_bleu, "bleu in --metrics"),
             "lowercase": (has_bleu or "chrf" in self.metrics, "bleu or chrf in --metrics"),
             "comet_model": ("comet" in self.metrics, "comet in --metrics"),
+            "plot_by_length": (self.source is not None, "--source"),
         }
-        for name, (is_there, needed) in needs.items():
-            value = getattr(self, name)
-            if value != getattr(EvaluateArguments, name) and not is_there:  # the default
-                raise ValueError(f"{name}={value!r}: expected {needed}")
 
 
 def main() -> None:

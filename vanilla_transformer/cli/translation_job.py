@@ -44,6 +44,7 @@ from .generation_options import (
     expect_recipe,
     find_recipe,
 )
+from .parser import expect_needed
 
 SAMPLES = 32  # candidates where nothing says how many
 
@@ -120,17 +121,12 @@ class TranslateArguments:
             raise ValueError(
                 f"mbr={self.mbr!r} and reverse_model={self.reverse_model!r}: expected one of them"
             )
-        self._expect_what_options_need()
+        expect_needed(self, self._needs())
         for name in ("compile", "custom_generate"):
             if (value := getattr(self, name)) and len(self.model) > 1:
                 raise ValueError(
                     f"{name}={value} with {len(self.model)} models: expected one model"
                 )
-        if self.force_words is not None and self.custom_generate is None:
-            raise ValueError(
-                f"force_words={self.force_words}: expected --custom_generate "
-                f"{MOVED['force_words_ids']} as well, or another recipe that has force_words_ids"
-            )
         expect_files(self.source, self.output, self.source_column, self.target_column)
         expect_output(self.output, target_prefix_file=self.target_prefix_file)
         for name in ("n_best", "token_scores", "alignments"):
@@ -138,26 +134,22 @@ class TranslateArguments:
                 raise ValueError(
                     f"{name}={value} with output={self.output!r}: expected a text file"
                 )
-        if self.target_prefix_file is not None:
-            if self.source is None:
-                raise ValueError(
-                    f"target_prefix_file={self.target_prefix_file!r}: expected --source as well"
-                )
+        if self.target_prefix_file is not None and self.source is not None:
             expect_parallel(self.source, self.target_prefix_file, self.source_column)
 
-    def _expect_what_options_need(self) -> None:
-        """Raise a ValueError about the first option without the one that it belongs to."""
+    def _needs(self) -> dict[str, tuple[bool, str]]:
+        """What options need; see `expect_needed`."""
+        has_reverse = self.reverse_model is not None
         aligns = self.alignments is not None or self.replace_unknown
-        needs = {
-            "candidates": (self.reranks, "--mbr or --reverse_model"),
-            "reverse_weight": (self.reverse_model is not None, "--reverse_model"),
-            "length_weight": (self.reverse_model is not None, "--reverse_model"),
-            "alignment_layer": (aligns, "--alignments or --replace_unknown"),
+        recipe = f"{MOVED['force_words_ids']} as well, or another recipe that has force_words_ids"
+        return {
+            "candidates": (self.reranks, "--mbr or --reverse_model as well"),
+            "reverse_weight": (has_reverse, "--reverse_model as well"),
+            "length_weight": (has_reverse, "--reverse_model as well"),
+            "alignment_layer": (aligns, "--alignments or --replace_unknown as well"),
+            "force_words": (self.custom_generate is not None, f"--custom_generate {recipe}"),
+            "target_prefix_file": (self.source is not None, "--source as well"),
         }
-        for name, (is_there, needed) in needs.items():
-            value = getattr(self, name)
-            if value != getattr(TranslateArguments, name) and not is_there:  # the default
-                raise ValueError(f"{name}={value}: expected {needed} as well")
 
     @property
     def reranks(self) -> bool:
