@@ -175,7 +175,9 @@ class Conversion:
     files: list[Path] = field(default_factory=list)
 
     def fill_with_clones(self, side: str, rows: int, unk: int) -> None:
-        """Let a vocabulary grow to this number of rows, if it has fewer, by `add_unknown_clones`.
+        """Let a vocabulary grow to this number of rows, if it has fewer, with rows that no
+        translation contains and that are `<unk>` to the model: symbols that byte-pair encoding or a
+        unigram model may produce, and that the toolkit's vocabulary lacks.
 
         Args:
             side: "source" or "target".
@@ -185,7 +187,7 @@ class Conversion:
         matrix = matrix_of(self.weights, side)
         number = rows - len(self.weights[matrix])
         if number > 0:
-            add_unknown_clones(self.weights, side, number, unk)
+            add_rows(self.weights, side, number, copy_of=unk)
             self.config.lm_head_bias = PROJECTION_BIAS in self.weights
             sizes = [len(self.weights[matrix_of(self.weights, each)]) for each in SIDES]
             self.config.vocab_size = sizes[0]
@@ -512,18 +514,6 @@ def add_rows(weights: dict[str, Tensor], side: str, number: int, copy_of: int | 
         bias = weights.get(PROJECTION_BIAS, old.new_zeros(len(old)))
         weights[PROJECTION_BIAS] = torch.cat([bias, bias.new_full((number,), SUPPRESSED)])
     return len(old)
-
-
-def add_zero_start(weights: dict[str, Tensor]) -> int:
-    """Append a target token of embedding zero, for a decoder that starts from a zero vector; its
-    id is `decoder_start_token_id`. `lm_head_bias` becomes true."""
-    return add_rows(weights, "target", 1)
-
-
-def add_unknown_clones(weights: dict[str, Tensor], side: str, number: int, unk: int) -> int:
-    """Append tokens that are `<unk>` to the model: symbols that byte-pair encoding or a unigram
-    model may produce, and that the toolkit's vocabulary lacks."""
-    return add_rows(weights, side, number, copy_of=unk)
 
 
 def matrix_of(weights: Mapping[str, Tensor], side: str) -> str:

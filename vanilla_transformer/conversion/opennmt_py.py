@@ -135,15 +135,15 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     token_ids = _token_ids(vocab, sides, path)
     tensors = Tensors(_modern(_tensors(checkpoint, path)), path)
     weights, tying = _matrices(tensors, *map(len, sides))
-    tokenizer, sizes = tokenizer_for(
+    tokenizer, rows = tokenizer_for(
         [{token: number for number, token in enumerate(side)} for side in sides],
         [_specials(side, template) for side, template in zip(sides, TEMPLATES, strict=True)],
         options,
-        weights,
+        list(map(len, sides)),
         splits_again=version < 3,
     )
     config = VanillaTransformerConfig(
-        **{**tying, **sizes}, **token_ids, **_options(opt, tensors), **_positions(opt, tensors)
+        **tying, **token_ids, **_options(opt, tensors), **_positions(opt, tensors)
     )
     weights |= take_layers(tensors, config, NAMES)
     tensors.expect_all_taken()
@@ -154,7 +154,9 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         for stack in STACKS:
             weights[f"model.{stack}.embed_positions.weight"] = absent.clone()
     origin = {"toolkit": "OpenNMT-py", "version": f"{version}.x", "notes": _notes(opt, options)}
-    return Conversion(config, weights, tokenizer, dict(GENERATION[version]), origin)
+    conversion = Conversion(config, weights, tokenizer, dict(GENERATION[version]), origin)
+    conversion.fill_with_clones("source", rows, sides[0].index("<unk>"))
+    return conversion
 
 
 # ---------------------------------------------------------------- Files

@@ -89,7 +89,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     described = read_config(folder / CONFIG)
     expect_plain(described, folder / CONFIG)
     tensors = read_params(params)
-    weights, tied = _embeddings(tensors, described)
+    weights, fields = _embeddings(tensors, described)
     for stack in STACKS:
         weights |= _layers(tensors, described[f"config_{stack}"], stack)
     positions, position_fields = _positions(tensors, described)
@@ -104,15 +104,16 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: expected the vocabulary, or --{side}_vocabulary")
         vocabularies.append(read_vocabulary(path, described[f"vocab_{side}_size"]))
-    tokenizer, vocabulary_fields = tokenizer_for(vocabularies, [Specials()] * 2, options, weights)
+    sizes = [described[f"vocab_{side}_size"] for side in SIDES]
+    tokenizer, rows = tokenizer_for(vocabularies, [Specials()] * 2, options, sizes)
     arguments = _load_yaml(folder / ARGUMENTS) if (folder / ARGUMENTS).is_file() else {}
     config = VanillaTransformerConfig(
-        **_sizes(described), **tied, **vocabulary_fields, **position_fields,
+        **_sizes(described), **fields, **position_fields,
         **_rates(described, arguments),
         pad_token_id=0, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2,
     )  # fmt: skip
     version = folder / VERSION
-    return Conversion(
+    conversion = Conversion(
         config=config,
         weights=weights,
         tokenizer=tokenizer,
@@ -124,6 +125,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
             "trained with before, and undo it afterwards.",
         },
     )
+    conversion.fill_with_clones("source", rows, SPECIAL_IDS["<unk>"])
+    return conversion
 
 
 # ---------------------------------------------------------------- Configuration
@@ -269,7 +272,7 @@ def _embeddings(
         tensors.take("output_layer.weight", target, d_model),
     )
     weights[PROJECTION_BIAS] = tensors.take("output_layer.bias", target)
-    return weights, {"tie_word_embeddings": fields["tie_word_embeddings"]}
+    return weights, {**fields, "lm_head_bias": True}
 
 
 def _layers(tensors: Tensors, config: dict[str, Any], stack: str) -> dict[str, Tensor]:

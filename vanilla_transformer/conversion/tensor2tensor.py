@@ -34,7 +34,6 @@ from .core import (
     ConversionOptions,
     Tensors,
     add_rows,
-    add_zero_start,
     interleave_halves,
     matrix_of,
     tie,
@@ -133,7 +132,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     tensors.expect_all_taken((r"slot\..*",))
     if not positions:
         interleave_halves(weights)
-    start = add_zero_start(weights)
+    start = add_rows(weights, "target", 1)  # the decoder starts from a zero vector
     if SOURCE in weights and vocabularies[0] == vocabularies[1]:
         add_rows(weights, "source", 1)
     sizes = [len(weights[matrix_of(weights, side)]) for side in ("source", "target")]

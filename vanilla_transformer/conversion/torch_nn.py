@@ -214,27 +214,25 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     if position_fields.pop("layout", None) == "halves":
         interleave_halves(weights)
     vocabularies = _vocabularies(file.parent, options, table)
-    for side, vocabulary in zip(SIDES, vocabularies, strict=True):
-        _expect_size(side, vocabulary, len(weights[matrix_of(weights, side)]))
-    specials = _specials(table)
-    tokenizer, vocabulary_sizes = tokenizer_for(vocabularies, specials, options, weights)
+    rows = [len(weights[matrix_of(weights, side)]) for side in SIDES]
+    for side, vocabulary, size in zip(SIDES, vocabularies, rows, strict=True):
+        _expect_size(side, vocabulary, size)
+    tokenizer, wanted = tokenizer_for(vocabularies, _specials(table), options, rows)
     if table.activation not in ACT2FN:
         expected = ", ".join(sorted(ACT2FN))
         raise ValueError(f"activation={table.activation!r}: expected one of {expected}")
     config = VanillaTransformerConfig(
-        **{**sizes, **vocabulary_sizes}, **position_fields, **_token_ids(vocabularies, table),
+        **sizes, **position_fields, **_token_ids(vocabularies, table),
         encoder_attention_heads=table.heads, decoder_attention_heads=table.heads,
         attention_bias=bias, activation_function=table.activation,
         norm_position="pre" if table.norm_first else "post",
         final_layer_norm=final_layer_norm(*ends),
         layer_norm_eps=table.layer_norm_eps, scale_embedding=table.scale_embedding,
     )  # fmt: skip
-    return Conversion(
-        config=config,
-        weights=weights,
-        tokenizer=tokenizer,
-        origin={"toolkit": layout.toolkit, "notes": _notes(table)},
-    )
+    origin = {"toolkit": layout.toolkit, "notes": _notes(table)}
+    conversion = Conversion(config, weights, tokenizer, origin=origin)
+    conversion.fill_with_clones("source", wanted, vocabularies[0][table.unk])
+    return conversion
 
 
 def _notes(table: Table) -> str:
