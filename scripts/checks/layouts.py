@@ -41,15 +41,15 @@ def accelerate(config: str, processes: int) -> tuple[str, ...]:
     return (*launcher, "--config_file", str(path), "--num_processes", str(processes))
 
 
-LAYOUTS = {  # the launcher, and additional options of `train`
-    "1 process": ((sys.executable,), ()),
-    "2, DDP": (accelerate("ddp.yaml", 2), ()),
-    "4, DDP": (accelerate("ddp.yaml", 4), ()),
-    "2, FSDP2": (accelerate("fsdp2.yaml", 2), ()),
-    "2, FSDP2, full state": (accelerate("fsdp2_full_state.yaml", 2), ()),
-    "2, ZeRO 1": (accelerate("deepspeed_zero1.yaml", 2), ()),
-    "2, ZeRO 2": (accelerate("deepspeed_zero2.yaml", 2), ()),
-    "2, ZeRO 3": (accelerate("deepspeed_zero3.yaml", 2), ()),
+LAYOUTS = {  # the launchers
+    "1 process": (sys.executable,),
+    "2, DDP": accelerate("ddp.yaml", 2),
+    "4, DDP": accelerate("ddp.yaml", 4),
+    "2, FSDP2": accelerate("fsdp2.yaml", 2),
+    "2, FSDP2, full state": accelerate("fsdp2_full_state.yaml", 2),
+    "2, ZeRO 1": accelerate("deepspeed_zero1.yaml", 2),
+    "2, ZeRO 2": accelerate("deepspeed_zero2.yaml", 2),
+    "2, ZeRO 3": accelerate("deepspeed_zero3.yaml", 2),
 }
 ZERO = [layout for layout in LAYOUTS if "ZeRO" in layout]
 ALONE = "1 process"
@@ -143,8 +143,7 @@ class Harness:
     ) -> int | None:
         """Train, optionally from a checkpoint and with more options. Return the number of
         parameters that a process holds, or None if it holds all of them."""
-        launcher, options = LAYOUTS[layout]
-        command = [*launcher, *self.script(folder), *options, *more]
+        command = [*LAYOUTS[layout], *self.script(folder), *more]
         if checkpoint is not None:
             command += ["--resume_from_checkpoint", str(checkpoint)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
