@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from scripts.house import DOCUMENT, REPOSITORY, purpose, with_house
+from scripts.structure import DOCUMENT, REPOSITORY, purpose, with_structure
 
 MODULES = sorted((REPOSITORY / "vanilla_transformer").rglob("*.py"))
 TEXT = DOCUMENT.read_text(encoding="utf-8")
 
 
-def test_the_house_is_drawn_from_the_code():
-    assert with_house(TEXT) == TEXT, "run `python -m scripts.house --write`"
+def test_the_structure_is_drawn_from_the_code():
+    assert with_structure(TEXT) == TEXT, "run `python -m scripts.structure --write`"
 
 
 def test_every_file_that_is_named_exists():

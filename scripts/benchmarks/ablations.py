@@ -13,7 +13,7 @@ written to ablations.md.
 
 import statistics
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from pandas import DataFrame
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PrinterCallback, set_seed
+from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
 from scripts.reports import Results, markdown, spread
@@ -115,18 +116,18 @@ SETTINGS = ("steps", "train_size", "test_size", "options")  # the same for all r
 
 @dataclass
 class AblationArguments:
-    output_dir: str = field(metadata={"help": "Folder for results.json and ablations.md."})
-    steps: int = field(default=2000, metadata={"help": "Updates per run."})
-    seeds: list[int] = field(
-        default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds; one run per row and seed."}
+    output_dir: str = HfArg(help="Folder for results.json and ablations.md.")
+    steps: int = HfArg(default=2000, help="Updates per run.")
+    seeds: list[int] = HfArg(
+        default_factory=lambda: [1, 2, 3], help="Seeds; one run per row and seed."
     )
-    train_size: int = field(default=160_000, metadata={"help": "Phrases to train on."})
-    test_size: int = field(default=1000, metadata={"help": "Phrases to test on."})
-    options: str = field(
-        default="--max_tokens=900", metadata={"help": "Further options of `train`, in one text."}
+    train_size: int = HfArg(default=160_000, help="Phrases to train on.")
+    test_size: int = HfArg(default=1000, help="Phrases to test on.")
+    options: str = HfArg(
+        default="--max_tokens=900", help="Further options of `train`, in one text."
     )
-    rows: list[str] | None = field(
-        default=None, metadata={"help": "Only rows with one of these texts in their name."}
+    rows: list[str] | None = HfArg(
+        default=None, help="Only rows with one of these texts in their name."
     )
 
     def __post_init__(self) -> None:

@@ -11,12 +11,13 @@ interrupted command can be repeated. The table, back_translation.md, has the sco
 and the p-value of the difference by sacreBLEU's paired bootstrap.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.multi30k import METRICS, TEST, expect_data, score
 from scripts.commands import cpu_seconds, run, train
@@ -29,15 +30,15 @@ REVERSE, PAIRS, SYNTHETIC = ROWS = ("reverse", "pairs", "back_translation")
 
 @dataclass
 class BackTranslationArguments:
-    data: str = field(metadata={"help": "Folder with Multi30k, a file for each side of a split."})
-    output_dir: str = field(metadata={"help": "Folder for texts, models, results and table."})
-    pairs: int = field(default=5000, metadata={"help": "Pairs of parallel text."})
-    seed: int = field(default=1, metadata={"help": "Seed of the runs."})
-    updates: int = field(default=8000, metadata={"help": "Most updates of a training."})
-    every: int = field(default=250, metadata={"help": "Updates between two evaluations."})
-    method: str = field(default="beam", metadata={"help": "Option of `back-translate`."})
-    tokenize: str = field(default="none", metadata={"help": "sacreBLEU's tokenizer."})
-    options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
+    data: str = HfArg(help="Folder with Multi30k, a file for each side of a split.")
+    output_dir: str = HfArg(help="Folder for texts, models, results and table.")
+    pairs: int = HfArg(default=5000, help="Pairs of parallel text.")
+    seed: int = HfArg(default=1, help="Seed of the runs.")
+    updates: int = HfArg(default=8000, help="Most updates of a training.")
+    every: int = HfArg(default=250, help="Updates between two evaluations.")
+    method: str = HfArg(default="beam", help="Option of `back-translate`.")
+    tokenize: str = HfArg(default="none", help="sacreBLEU's tokenizer.")
+    options: str = HfArg(default="", help="Further options of `train`, in one text.")
 
     def __post_init__(self) -> None:
         expect_data(self.data)

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.turns import in_own_process
 from scripts.reports import markdown, write
@@ -28,12 +29,12 @@ WORDS = ("train", "leaves", "seven", "night", "house", "lake", "blue", "the", "a
 
 @dataclass
 class BulkArguments:
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
-    lines: list[int] = field(
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
+    lines: list[int] = HfArg(
         default_factory=lambda: [1_000, 10_000, 100_000, 1_000_000],
-        metadata={"help": "Numbers of lines, one per file."},
+        help="Numbers of lines, one per file.",
     )
-    batch_size: int = field(default=256, metadata={"help": "Lines decoded together."})
+    batch_size: int = HfArg(default=256, help="Lines decoded together.")
 
     def __post_init__(self) -> None:
         if min(self.lines) < 1 or self.batch_size < 1:

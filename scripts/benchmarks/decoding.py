@@ -12,11 +12,12 @@ be repeated, with more rows too.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.commands import cpu_seconds, run
 from scripts.reports import Results, markdown
@@ -29,28 +30,24 @@ METRICS = ("bleu", "chrf")
 
 @dataclass
 class DecodingArguments:
-    model: list[str] = field(metadata={"help": "Folders of models with the same vocabulary."})
-    source: str = field(metadata={"help": "File of source sentences."})
-    target: str = field(metadata={"help": "File of their references."})
-    output_dir: str = field(metadata={"help": "Folder for translations, results.json and table."})
-    reverse_model: str | None = field(
-        default=None, metadata={"help": "Model from the target to the source."}
+    model: list[str] = HfArg(help="Folders of models with the same vocabulary.")
+    source: str = HfArg(help="File of source sentences.")
+    target: str = HfArg(help="File of their references.")
+    output_dir: str = HfArg(help="Folder for translations, results.json and table.")
+    reverse_model: str | None = HfArg(default=None, help="Model from the target to the source.")
+    num_beams: int = HfArg(default=5, help="Beam size.")
+    candidates: int = HfArg(default=32, help="Samples, and beams, to choose from.")
+    epsilon_cutoff: float = HfArg(default=0.02, help="Of sampling.")
+    utilities: list[str] = HfArg(
+        default_factory=lambda: ["chrf", "bleu"], help="Of minimum Bayes risk."
     )
-    num_beams: int = field(default=5, metadata={"help": "Beam size."})
-    candidates: int = field(default=32, metadata={"help": "Samples, and beams, to choose from."})
-    epsilon_cutoff: float = field(default=0.02, metadata={"help": "Of sampling."})
-    utilities: list[str] = field(
-        default_factory=lambda: ["chrf", "bleu"], metadata={"help": "Of minimum Bayes risk."}
-    )
-    reverse_weight: float = field(default=1.0, metadata={"help": "Weight of the reverse model."})
-    length_weight: float = field(default=0.0, metadata={"help": "Reward of each token."})
-    tokenize: str = field(default="13a", metadata={"help": "sacreBLEU's tokenizer."})
-    seed: int = field(default=42, metadata={"help": "Seed of the samples."})
-    options: str = field(
-        default="", metadata={"help": "Further options of `translate`, in one text."}
-    )
-    rows: list[str] | None = field(
-        default=None, metadata={"help": "Only rows with one of these texts in their name."}
+    reverse_weight: float = HfArg(default=1.0, help="Weight of the reverse model.")
+    length_weight: float = HfArg(default=0.0, help="Reward of each token.")
+    tokenize: str = HfArg(default="13a", help="sacreBLEU's tokenizer.")
+    seed: int = HfArg(default=42, help="Seed of the samples.")
+    options: str = HfArg(default="", help="Further options of `translate`, in one text.")
+    rows: list[str] | None = HfArg(
+        default=None, help="Only rows with one of these texts in their name."
     )
 
     def __post_init__(self) -> None:

@@ -12,11 +12,12 @@ line. Writes engines.json and engines.md.
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.turns import in_own_process, settle
 from scripts.reports import markdown, write
@@ -40,14 +41,14 @@ HEADER = (
 
 @dataclass
 class EnginesArguments:
-    source: str = field(metadata={"help": "File of source lines."})
-    target: str = field(metadata={"help": "File of their references."})
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
-    lines: int | None = field(default=None, metadata={"help": "Translate the first lines alone."})
-    batch_lines: int = field(default=256, metadata={"help": "Lines timed in batches of 32."})
-    single_lines: int = field(default=32, metadata={"help": "Lines timed one by one."})
-    rounds: int = field(default=5, metadata={"help": "Turns that each engine takes."})
-    threads: int = field(default=1, metadata={"help": "Threads of each engine."})
+    source: str = HfArg(help="File of source lines.")
+    target: str = HfArg(help="File of their references.")
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
+    lines: int | None = HfArg(default=None, help="Translate the first lines alone.")
+    batch_lines: int = HfArg(default=256, help="Lines timed in batches of 32.")
+    single_lines: int = HfArg(default=32, help="Lines timed one by one.")
+    rounds: int = HfArg(default=5, help="Turns that each engine takes.")
+    threads: int = HfArg(default=1, help="Threads of each engine.")
 
     def __post_init__(self) -> None:
         for name in ("lines", "batch_lines", "single_lines", "rounds", "threads"):

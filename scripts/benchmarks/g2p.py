@@ -15,12 +15,13 @@ time of one training.
 
 import json
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.sigmorphon import PHONES, WORDS, error_rates, languages_of, read
 from scripts.benchmarks.tasks import Pairs, write_side
@@ -37,12 +38,10 @@ ENSEMBLE = {"ensemble WER": WORDS, "ensemble PER": PHONES}
 
 @dataclass
 class SharedTaskArguments:
-    data: str = field(metadata={"help": "Folder with the files of the shared task."})
-    output_dir: str = field(metadata={"help": "Folder for models, results.json and table."})
-    languages: list[str] | None = field(
-        default=None, metadata={"help": "Default: all that the folder has."}
-    )
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds."})
+    data: str = HfArg(help="Folder with the files of the shared task.")
+    output_dir: str = HfArg(help="Folder for models, results.json and table.")
+    languages: list[str] | None = HfArg(default=None, help="Default: all that the folder has.")
+    seeds: list[int] = HfArg(default_factory=lambda: [1, 2, 3], help="Seeds.")
 
     def __post_init__(self) -> None:
         known = languages_of(self.data)
@@ -56,8 +55,8 @@ class SharedTaskArguments:
 
 @dataclass
 class G2PArguments(SharedTaskArguments):
-    config: str = field(default="g2p", metadata={"help": "Recipe of `train`."})
-    options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
+    config: str = HfArg(default="g2p", help="Recipe of `train`.")
+    options: str = HfArg(default="", help="Further options of `train`, in one text.")
 
 
 def main() -> None:

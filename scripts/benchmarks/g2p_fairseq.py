@@ -15,12 +15,13 @@ one. The package does not depend on fairseq.
 
 import re
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.g2p import DEV, SharedTaskArguments, to_markdown
 from scripts.benchmarks.sigmorphon import WORDS, error_rates, read
@@ -35,12 +36,12 @@ BINARY, SOURCE, TARGET = "binary", "word", "phones"
 
 @dataclass
 class FairseqArguments(SharedTaskArguments):
-    seeds: list[int] = field(default_factory=lambda: [1], metadata={"help": "Seeds."})
-    d_model: int = field(default=128, metadata={"help": "128 or 256; d_ff is four times as much."})
-    dropout: float = field(default=0.3, metadata={"help": "0.1, 0.2 or 0.3."})
-    batch_size: int = field(default=256, metadata={"help": "Words: 256, 512 or 1024."})
-    max_steps: int = field(default=5000, metadata={"help": "Updates."})
-    save_epochs: int = field(default=20, metadata={"help": "Epochs between two checkpoints."})
+    seeds: list[int] = HfArg(default_factory=lambda: [1], help="Seeds.")
+    d_model: int = HfArg(default=128, help="128 or 256; d_ff is four times as much.")
+    dropout: float = HfArg(default=0.3, help="0.1, 0.2 or 0.3.")
+    batch_size: int = HfArg(default=256, help="Words: 256, 512 or 1024.")
+    max_steps: int = HfArg(default=5000, help="Updates.")
+    save_epochs: int = HfArg(default=20, help="Epochs between two checkpoints.")
 
 
 def main() -> None:

@@ -11,12 +11,13 @@ Writes lengths.json, lengths.md and lengths.png.
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.peers import PAD, PEERS, SIZES, Size, training_loss
 from scripts.benchmarks.speed import generation, padded
@@ -30,16 +31,12 @@ LONG_RUN = 30  # seconds; longer runs are not repeated
 
 @dataclass
 class LengthArguments:
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the three files."})
-    size: str = field(default="tiny", metadata={"help": f"One of {', '.join(SIZES)}."})
-    peer: str = field(
-        default="vanilla_transformer", metadata={"help": f"One of {', '.join(PEERS)}."}
-    )
-    longest: int = field(default=8192, metadata={"help": "Tokens of the longest sentence."})
-    largest: int = field(
-        default=512, metadata={"help": "Sentences of the largest batch, 32 tokens each."}
-    )
-    runs: int = field(default=3, metadata={"help": "Runs, of which the median is reported."})
+    output_dir: str | None = HfArg(default=None, help="Folder for the three files.")
+    size: str = HfArg(default="tiny", help=f"One of {', '.join(SIZES)}.")
+    peer: str = HfArg(default="vanilla_transformer", help=f"One of {', '.join(PEERS)}.")
+    longest: int = HfArg(default=8192, help="Tokens of the longest sentence.")
+    largest: int = HfArg(default=512, help="Sentences of the largest batch, 32 tokens each.")
+    runs: int = HfArg(default=3, help="Runs, of which the median is reported.")
 
     def __post_init__(self) -> None:
         expect_known("size", [self.size], SIZES)

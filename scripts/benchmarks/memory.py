@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.peers import PAD, PEERS, SIZES
 from scripts.benchmarks.speed import (
@@ -35,12 +36,10 @@ TOKENS, LENGTH, SOURCE_LENGTH = 4000, 40, 100
 
 @dataclass
 class MemoryArguments:
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
-    size: str = field(default="base", metadata={"help": f"One of {', '.join(SIZES)}."})
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
+    size: str = HfArg(default="base", help=f"One of {', '.join(SIZES)}.")
     peers: list[str] = field(default_factory=lambda: list(PEERS))
-    keep_freed: bool = field(
-        default=False, metadata={"help": "Also count freed memory that malloc keeps."}
-    )
+    keep_freed: bool = HfArg(default=False, help="Also count freed memory that malloc keeps.")
 
     def __post_init__(self) -> None:
         expect_known("size", [self.size], SIZES)

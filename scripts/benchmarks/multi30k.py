@@ -15,13 +15,14 @@ processes; hours are on the clock. If a stage was interrupted, they follow from 
 import math
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.commands import cpu_seconds, train
 from scripts.reports import Results, markdown, spread, write_lines
@@ -40,17 +41,17 @@ LITERATURE = 41.02  # Wu et al. (2021), https://aclanthology.org/2021.acl-long.4
 
 @dataclass
 class Multi30kArguments:
-    data: str = field(metadata={"help": "Folder with Multi30k, a file for each side of a split."})
-    output_dir: str = field(metadata={"help": "Folder for models, results, table and picture."})
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds."})
-    updates: list[int] = field(
+    data: str = HfArg(help="Folder with Multi30k, a file for each side of a split.")
+    output_dir: str = HfArg(help="Folder for models, results, table and picture.")
+    seeds: list[int] = HfArg(default_factory=lambda: [1, 2, 3], help="Seeds.")
+    updates: list[int] = HfArg(
         default_factory=lambda: [2000, 4000, 6000, 8000, 12_000, 16_000],
-        metadata={"help": "When to stop and translate."},
+        help="When to stop and translate.",
     )
-    tokenize: str = field(default="none", metadata={"help": "sacreBLEU's tokenizer."})
-    config: str = field(default="multi30k_tiny", metadata={"help": "Recipe of `train`."})
-    options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
-    processes: int = field(default=1, metadata={"help": "Processes that train together."})
+    tokenize: str = HfArg(default="none", help="sacreBLEU's tokenizer.")
+    config: str = HfArg(default="multi30k_tiny", help="Recipe of `train`.")
+    options: str = HfArg(default="", help="Further options of `train`, in one text.")
+    processes: int = HfArg(default=1, help="Processes that train together.")
 
     def __post_init__(self) -> None:
         if self.processes < 1:

@@ -11,7 +11,7 @@ more token.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.gpu import varlen
 from scripts.benchmarks.gpu.decoding import CACHES, SEARCHES
@@ -45,12 +46,12 @@ LABELS = ("step", "what", "operations", "syncs")
 
 @dataclass
 class OperationsArguments:
-    output_dir: str | None = field(
-        default=None, metadata={"help": "Folder for operations.json and operations.md."}
+    output_dir: str | None = HfArg(
+        default=None, help="Folder for operations.json and operations.md."
     )
-    layers: int = field(default=6, metadata={"help": "Layers of encoder and of decoder."})
-    vocab_size: int = field(default=37_000, metadata={"help": "Tokens in the vocabulary."})
-    sentences: int = field(default=200, metadata={"help": "Pairs in the batch of training."})
+    layers: int = HfArg(default=6, help="Layers of encoder and of decoder.")
+    vocab_size: int = HfArg(default=37_000, help="Tokens in the vocabulary.")
+    sentences: int = HfArg(default=200, help="Pairs in the batch of training.")
 
 
 def main() -> None:

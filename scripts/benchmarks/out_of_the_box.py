@@ -14,12 +14,13 @@ are left out.
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.tasks import Task, g2p, multi30k, phrases, scan, symbols, write_side
 from scripts.commands import cpu_seconds, train
@@ -35,12 +36,12 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 @dataclass
 class OutOfTheBoxArguments:
-    output_dir: str = field(metadata={"help": "Folder for results.json and out_of_the_box.md."})
-    data: str | None = field(default=None, metadata={"help": "Folder with Multi30k and G2P."})
-    tasks: list[str] | None = field(default=None, metadata={"help": "Default: all."})
-    max_steps: int = field(default=3000, metadata={"help": "Updates per run."})
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds."})
-    options: str = field(default="", metadata={"help": "Further options of `train`, in one text."})
+    output_dir: str = HfArg(help="Folder for results.json and out_of_the_box.md.")
+    data: str | None = HfArg(default=None, help="Folder with Multi30k and G2P.")
+    tasks: list[str] | None = HfArg(default=None, help="Default: all.")
+    max_steps: int = HfArg(default=3000, help="Updates per run.")
+    seeds: list[int] = HfArg(default_factory=lambda: [1, 2, 3], help="Seeds.")
+    options: str = HfArg(default="", help="Further options of `train`, in one text.")
 
 
 def main() -> None:

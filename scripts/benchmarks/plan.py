@@ -9,11 +9,12 @@ the paper's 100,000 updates of 25,000 target tokens, at a speed measured on one 
 by `scaling.py`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 
 import torch
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.reports import markdown
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
@@ -31,15 +32,12 @@ UPDATES, TOKENS = 100_000, 25_000  # section 5.1 and 5.2
 
 @dataclass
 class PlanArguments:
-    devices: list[int] = field(
-        default_factory=lambda: [8], metadata={"help": "Numbers of devices."}
+    devices: list[int] = HfArg(default_factory=lambda: [8], help="Numbers of devices.")
+    tokens_per_second: float | None = HfArg(
+        default=None, help="Target tokens per second of one device, for the table of durations."
     )
-    tokens_per_second: float | None = field(
-        default=None,
-        metadata={"help": "Target tokens per second of one device, for the table of durations."},
-    )
-    efficiency: float = field(
-        default=0.9, metadata={"help": "Speed of each of several devices, relative to one alone."}
+    efficiency: float = HfArg(
+        default=0.9, help="Speed of each of several devices, relative to one alone."
     )
 
     def __post_init__(self) -> None:

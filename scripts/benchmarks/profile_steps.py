@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from torch.profiler import ProfilerActivity, profile
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.peers import SIZES
 from scripts.benchmarks.speed import DEFAULT_WORKLOADS, OURS, WORKLOADS, BenchmarkArguments, prepare
@@ -37,14 +38,14 @@ REST = "Python"
 
 @dataclass
 class ProfileArguments:
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
-    workloads: list[str] = field(
+    workloads: list[str] = HfArg(
         default_factory=DEFAULT_WORKLOADS.copy,
-        metadata={"help": "Default: all, except T2 on CPUs without bfloat16 instructions."},
+        help="Default: all, except T2 on CPUs without bfloat16 instructions.",
     )
-    runs: int = field(default=5, metadata={"help": "Runs with the profiler, and as many without."})
-    tokens: int = field(default=2000, metadata={"help": "Target tokens per training batch."})
+    runs: int = HfArg(default=5, help="Runs with the profiler, and as many without.")
+    tokens: int = HfArg(default=2000, help="Target tokens per training batch.")
 
     def __post_init__(self) -> None:
         expect_known("sizes", self.sizes, SIZES)

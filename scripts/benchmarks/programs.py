@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
 )
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.peers import PEERS, SIZES, as_marian
 from scripts.benchmarks.turns import settle, speeds, take_turns, timed
@@ -68,21 +69,15 @@ PARTS = (
 
 @dataclass
 class ProgramArguments:
-    data: str = field(
-        metadata={"help": "Folder with train, val and test_2016_flickr, .en and .de."}
-    )
-    output_dir: str = field(metadata={"help": "Folder for programs.json and the trained model."})
+    data: str = HfArg(help="Folder with train, val and test_2016_flickr, .en and .de.")
+    output_dir: str = HfArg(help="Folder for programs.json and the trained model.")
     programs: list[str] = field(default_factory=lambda: list(PROGRAMS))
-    model: str | None = field(
-        default=None, metadata={"help": "Model for translate; default: the trained one."}
-    )
-    max_steps: int = field(default=300, metadata={"help": "Training steps."})
-    batch_size: int = field(default=32, metadata={"help": "Lines per batch in translate."})
-    num_beams: int = field(default=5, metadata={"help": "Beams in translate."})
-    rounds: int = field(
-        default=3, metadata={"help": "Runs of each side, of which the median is reported."}
-    )
-    threads: int = field(default=1, metadata={"help": "CPU threads of torch."})
+    model: str | None = HfArg(default=None, help="Model for translate; default: the trained one.")
+    max_steps: int = HfArg(default=300, help="Training steps.")
+    batch_size: int = HfArg(default=32, help="Lines per batch in translate.")
+    num_beams: int = HfArg(default=5, help="Beams in translate.")
+    rounds: int = HfArg(default=3, help="Runs of each side, of which the median is reported.")
+    threads: int = HfArg(default=1, help="CPU threads of torch.")
 
     def __post_init__(self) -> None:
         expect_known("programs", self.programs, PROGRAMS)

@@ -21,6 +21,7 @@ from torch import distributed
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.peers import PEERS, SIZES
 from scripts.benchmarks.speed import training, training_batches
@@ -32,16 +33,13 @@ ALONE = "1 process"
 
 @dataclass
 class ScalingArguments:
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
-    processes: int = field(
-        default=2, metadata={"help": "Number of processes; as many CPUs should be idle."}
+    processes: int = HfArg(default=2, help="Number of processes; as many CPUs should be idle.")
+    tokens: int = HfArg(
+        default=3000, help="Target tokens per batch and process. The paper: 25,000 over 8."
     )
-    tokens: int = field(
-        default=3000,
-        metadata={"help": "Target tokens per batch and process. The paper: 25,000 over 8."},
-    )
-    rounds: int = field(default=5, metadata={"help": "Runs of each setting after a warm-up."})
+    rounds: int = HfArg(default=5, help="Runs of each setting after a warm-up.")
 
     def __post_init__(self) -> None:
         expect_known("sizes", self.sizes, SIZES)

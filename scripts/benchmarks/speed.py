@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks import ctranslate2_engine as compiled
 from scripts.benchmarks.peers import BOS, EOS, PAD, PEERS, SIZES, Size, training_loss
@@ -66,25 +67,23 @@ ALL_PEERS = (*PEERS, *compiled.COMPUTE_TYPES)
 
 @dataclass
 class BenchmarkArguments:
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the three files."})
+    output_dir: str | None = HfArg(default=None, help="Folder for the three files.")
     sizes: list[str] = field(default_factory=lambda: list(SIZES))
-    workloads: list[str] = field(
+    workloads: list[str] = HfArg(
         default_factory=DEFAULT_WORKLOADS.copy,
-        metadata={"help": "Default: all, except T2 on CPUs without bfloat16 instructions."},
+        help="Default: all, except T2 on CPUs without bfloat16 instructions.",
     )
     peers: list[str] = field(
         default_factory=lambda: list(ALL_PEERS if compiled.INSTALLED else PEERS)
     )
-    against: str | None = field(
-        default=None, metadata={"help": "Another checkout of this package, to compare with."}
+    against: str | None = HfArg(
+        default=None, help="Another checkout of this package, to compare with."
     )
-    starts: int = field(
-        default=3, metadata={"help": "How often to start the process of each model."}
-    )
-    rounds: int = field(default=3, metadata={"help": "Runs of each process after a warm-up."})
-    threads: int = field(default=1, metadata={"help": "CPU threads of torch."})
-    tokens: int = field(default=2000, metadata={"help": "Target tokens per training batch."})
-    quick: bool = field(default=False, metadata={"help": "Only the tiny size, with little work."})
+    starts: int = HfArg(default=3, help="How often to start the process of each model.")
+    rounds: int = HfArg(default=3, help="Runs of each process after a warm-up.")
+    threads: int = HfArg(default=1, help="CPU threads of torch.")
+    tokens: int = HfArg(default=2000, help="Target tokens per training batch.")
+    quick: bool = HfArg(default=False, help="Only the tiny size, with little work.")
     seed: int = 0
 
     def __post_init__(self) -> None:

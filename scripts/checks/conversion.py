@@ -8,11 +8,12 @@ them again, in float64. Writes conversion.json and conversion.md.
 """
 
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
+from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
 from scripts.reports import markdown, write
@@ -32,10 +33,10 @@ HEADER = (
 
 @dataclass
 class ConversionCheckArguments:
-    checkpoints: str = field(
-        default=str(reference.CHECKPOINTS), metadata={"help": "Folder with TOOLKIT/VARIANT."}
+    checkpoints: str = HfArg(
+        default=str(reference.CHECKPOINTS), help="Folder with TOOLKIT/VARIANT."
     )
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
 
 
 def check(checkpoint: Path) -> dict[str, Any]:

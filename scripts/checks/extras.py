@@ -14,12 +14,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.commands import serving
 from scripts.reports import expect_known
@@ -31,16 +32,12 @@ TEXT = "three hundred\nfour minutes past nine\n"
 
 @dataclass
 class ExtrasArguments:
-    extras: list[str] = field(
+    extras: list[str] = HfArg(
         default_factory=lambda: ["none", "export", "serve", "demo", "ray", "moses", "analysis"],
-        metadata={"help": "Extras to check, beside train."},
+        help="Extras to check, beside train.",
     )
-    output_dir: str = field(
-        default="build/extras", metadata={"help": "Folder for environments and results."}
-    )
-    newest: bool = field(
-        default=False, metadata={"help": "Ignore constraints.txt, except for torch."}
-    )
+    output_dir: str = HfArg(default="build/extras", help="Folder for environments and results.")
+    newest: bool = HfArg(default=False, help="Ignore constraints.txt, except for torch.")
 
 
 @dataclass

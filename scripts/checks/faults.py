@@ -40,6 +40,7 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.utils.distributed import get_free_port
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PrinterCallback, TrainerCallback, set_seed
+from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
 from scripts.reports import expect_known, markdown, write
@@ -71,13 +72,13 @@ PHASES = ("setting up", "steps", "evaluation", "checkpoint")
 
 @dataclass
 class FaultArguments:
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
     faults: list[str] = field(default_factory=lambda: list(FAULTS))
-    times: int = field(
-        default=100, metadata={"help": "Number of SIGKILLs; one fifth of it for each other fault."}
+    times: int = HfArg(
+        default=100, help="Number of SIGKILLs; one fifth of it for each other fault."
     )
-    steps: int = field(default=60, metadata={"help": "Training steps."})
-    seed: int = field(default=0, metadata={"help": "Seed of the random times."})
+    steps: int = HfArg(default=60, help="Training steps.")
+    seed: int = HfArg(default=0, help="Seed of the random times.")
 
     def __post_init__(self) -> None:
         expect_known("faults", self.faults, FAULTS)

@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as with_seed
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.checks.fuzz_comparisons import COMPARISONS
 from scripts.checks.fuzz_families import FAMILIES as KINDS_OF_INPUT
@@ -36,10 +37,10 @@ SECONDS = 60  # after which a case counts as hanging
 
 @dataclass
 class FuzzArguments:
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
     families: list[str] = field(default_factory=lambda: list(FAMILIES))
-    cases: int = field(default=10_000, metadata={"help": "Cases of all families together."})
-    seed: int = field(default=0, metadata={"help": "Seed of the cases."})
+    cases: int = HfArg(default=10_000, help="Cases of all families together.")
+    seed: int = HfArg(default=0, help="Seed of the cases.")
 
     def __post_init__(self) -> None:
         expect_known("families", self.families, FAMILIES)

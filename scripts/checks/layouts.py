@@ -23,6 +23,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import AutoModelForSeq2SeqLM, HfArgumentParser
+from transformers.hf_argparser import HfArg
 from transformers.integrations.deepspeed import is_deepspeed_available
 from transformers.utils import logging as transformers_logging
 
@@ -40,15 +41,15 @@ def accelerate(config: str, processes: int) -> tuple[str, ...]:
     return (*launcher, "--config_file", str(path), "--num_processes", str(processes))
 
 
-LAYOUTS = {  # the launcher, and additional options of `train`
-    "1 process": ((sys.executable,), ()),
-    "2, DDP": (accelerate("ddp.yaml", 2), ()),
-    "4, DDP": (accelerate("ddp.yaml", 4), ()),
-    "2, FSDP2": (accelerate("fsdp2.yaml", 2), ()),
-    "2, FSDP2, full state": (accelerate("fsdp2_full_state.yaml", 2), ()),
-    "2, ZeRO 1": (accelerate("deepspeed_zero1.yaml", 2), ()),
-    "2, ZeRO 2": (accelerate("deepspeed_zero2.yaml", 2), ()),
-    "2, ZeRO 3": (accelerate("deepspeed_zero3.yaml", 2), ()),
+LAYOUTS = {  # the launchers
+    "1 process": (sys.executable,),
+    "2, DDP": accelerate("ddp.yaml", 2),
+    "4, DDP": accelerate("ddp.yaml", 4),
+    "2, FSDP2": accelerate("fsdp2.yaml", 2),
+    "2, FSDP2, full state": accelerate("fsdp2_full_state.yaml", 2),
+    "2, ZeRO 1": accelerate("deepspeed_zero1.yaml", 2),
+    "2, ZeRO 2": accelerate("deepspeed_zero2.yaml", 2),
+    "2, ZeRO 3": accelerate("deepspeed_zero3.yaml", 2),
 }
 ZERO = [layout for layout in LAYOUTS if "ZeRO" in layout]
 ALONE = "1 process"
@@ -60,17 +61,17 @@ SHAPE = (
 
 @dataclass
 class LayoutArguments:
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
     layouts: list[str] = field(
         default_factory=lambda: [
             layout for layout in LAYOUTS if layout not in ZERO or is_deepspeed_available()
         ]
     )
-    every_pair: bool = field(
-        default=False, metadata={"help": "Resume in every other layout, not only in the next one."}
+    every_pair: bool = HfArg(
+        default=False, help="Resume in every other layout, not only in the next one."
     )
-    steps: int = field(default=20, metadata={"help": "Steps of each run."})
-    pairs: int = field(default=1000, metadata={"help": "Sentence pairs of `phrases` to train on."})
+    steps: int = HfArg(default=20, help="Steps of each run.")
+    pairs: int = HfArg(default=1000, help="Sentence pairs of `phrases` to train on.")
 
     def __post_init__(self) -> None:
         expect_known("layouts", self.layouts, LAYOUTS)
@@ -142,8 +143,7 @@ class Harness:
     ) -> int | None:
         """Train, optionally from a checkpoint and with more options. Return the number of
         parameters that a process holds, or None if it holds all of them."""
-        launcher, options = LAYOUTS[layout]
-        command = [*launcher, *self.script(folder), *options, *more]
+        command = [*LAYOUTS[layout], *self.script(folder), *more]
         if checkpoint is not None:
             command += ["--resume_from_checkpoint", str(checkpoint)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}

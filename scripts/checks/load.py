@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from statistics import quantiles
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 import psutil
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.commands import serving
 from scripts.reports import markdown, write
@@ -40,16 +41,16 @@ BIG_BODY = 10_000_000  # bytes
 
 @dataclass
 class LoadArguments:
-    model: str = field(metadata={"help": "SOURCE-TARGET=FOLDER, as for `serve`."})
-    source: str = field(metadata={"help": "File of lines to translate."})
-    output_dir: str | None = field(default=None, metadata={"help": "Folder for the two files."})
-    lines: int = field(default=500, metadata={"help": "Lines of the file, used again and again."})
+    model: str = HfArg(help="SOURCE-TARGET=FOLDER, as for `serve`.")
+    source: str = HfArg(help="File of lines to translate.")
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
+    lines: int = HfArg(default=500, help="Lines of the file, used again and again.")
     requests: int = 10_000
     connections: int = 64
-    broken: float = field(default=0.01, metadata={"help": "Share of broken requests."})
+    broken: float = HfArg(default=0.01, help="Share of broken requests.")
     num_beams: int = 1
     seed: int = 0
-    serve: str = field(default="", metadata={"help": "More options of `serve`, such as --ray."})
+    serve: str = HfArg(default="", help="More options of `serve`, such as --ray.")
 
 
 @dataclass

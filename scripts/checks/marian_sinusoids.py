@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.reports import markdown, write
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -24,7 +25,7 @@ WAYS = {"as trained": None, "like transformers": "transformers"}
 
 @dataclass
 class SinusoidArguments:
-    checkpoints: str = field(metadata={"help": "A folder with a folder for each model."})
+    checkpoints: str = HfArg(help="A folder with a folder for each model.")
     output_dir: str = field(default="outputs/checks")
 
 

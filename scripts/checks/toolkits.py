@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
 from scripts.checks.toolkit_imports import MODULES, import_toolkit
@@ -54,13 +55,11 @@ HEADER = (
 
 @dataclass
 class ToolkitArguments:
-    toolkit: str = field(metadata={"help": f"One of {', '.join(TRAININGS)}."})
-    data: str = field(metadata={"help": "Folder with Multi30k: train.de, train.en, val.de, ..."})
-    output_dir: str = field(
-        default="outputs/toolkits", metadata={"help": "Folder for models and results."}
-    )
-    train_steps: int = field(default=400, metadata={"help": "Updates of the toolkit's training."})
-    lines: int = field(default=200, metadata={"help": "Lines of the test set to translate."})
+    toolkit: str = HfArg(help=f"One of {', '.join(TRAININGS)}.")
+    data: str = HfArg(help="Folder with Multi30k: train.de, train.en, val.de, ...")
+    output_dir: str = HfArg(default="outputs/toolkits", help="Folder for models and results.")
+    train_steps: int = HfArg(default=400, help="Updates of the toolkit's training.")
+    lines: int = HfArg(default=200, help="Lines of the test set to translate.")
 
     def __post_init__(self) -> None:
         expect_known("toolkit", [self.toolkit], list(TRAININGS))
@@ -104,7 +103,7 @@ def exact_sinusoids(table: Tensor) -> Tensor | None:
 
 def scores(toolkit: Toolkit, ours: Converted, sources: Any, targets: Any) -> list[float]:
     """What the toolkit's own search maximizes: its log-probabilities over its length penalty."""
-    options = ours.model.generation_config
+    options = ours.module.generation_config
     a, b = LENGTH_PENALTIES[getattr(options, "length_penalty_type", None) or "power"]
     alpha = 1.0 if options.length_penalty is None else options.length_penalty
     rows = of_targets(toolkit.log_probs(toolkit.known(sources), targets), targets)
@@ -137,7 +136,7 @@ def compare_translations(
 ) -> dict[str, Any]:
     """Equal translations, those of ours that the toolkit finds worse, and speed. The seconds of
     both are of reading a line and of the search, and ours are of writing the translation too."""
-    end = ours.model.config.eos_token_id
+    end = ours.module.config.eos_token_id
 
     def translate(lines: list[str]) -> list[list[int]]:
         found = ours.translate(ours.tokenizer(lines)["input_ids"], num_beams, LONGEST)
@@ -205,9 +204,11 @@ def compare_training(
     inputs, targets = batch["input_ids"], batch["labels"]
     padded = ours.tokenizer.pad({"input_ids": inputs}, return_tensors="pt")
     labels = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, targets)), True, -100)
-    config = ours.model.config
+    config = ours.module.config
     smoothing, config.label_smoothing = config.label_smoothing, 0.0
-    found = losses(lambda: ours.model(**padded, labels=labels).loss, ours.model.parameters(), STEPS)
+    found = losses(
+        lambda: ours.module(**padded, labels=labels).loss, ours.module.parameters(), STEPS
+    )
     config.label_smoothing = smoothing
     their_sources = toolkit.padded(toolkit.known(inputs))
     their_targets = toolkit.padded(targets)

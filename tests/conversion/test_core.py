@@ -90,8 +90,8 @@ def test_added_tokens_change_no_training_loss():
     weights = model.state_dict()
     for name in model.all_tied_weights_keys:
         del weights[name]
-    core.add_zero_start(weights)
-    core.add_unknown_clones(weights, "source", 5, unk=3)
+    core.add_rows(weights, "target", 1)
+    core.add_rows(weights, "source", 5, copy_of=3)
     config = small_config(dropout=0.0, label_smoothing=0.2, vocab_size=54, lm_head_bias=True)
     larger = VanillaTransformerForConditionalGeneration(config)
     assert not larger.load_state_dict(weights, strict=False).unexpected_keys

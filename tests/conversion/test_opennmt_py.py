@@ -174,7 +174,7 @@ def test_weights_may_be_in_a_file_of_their_own(checkpoint, converted_again, tmp_
     expect_the_same(converted_again())
     (tmp_path / "model_step_500.safetensors").write_bytes(b"\x10")
     shutil.rmtree(tmp_path / "converted")
-    with pytest.raises(ValueError, match="expected a complete file"):
+    with pytest.raises(ValueError, match="expected a complete safetensors file"):
         converted_again()
 
 

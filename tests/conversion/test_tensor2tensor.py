@@ -465,7 +465,7 @@ def test_a_truncated_file_is_refused(tmp_path, small, suffix):
     folder = save(tmp_path / "t2t", small)
     file = folder / f"model.ckpt-7{suffix}"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=f"model.ckpt-7{suffix} is truncated"):
+    with pytest.raises(ValueError, match=f"model.ckpt-7{suffix}.* truncated"):
         TensorFlowCheckpoint(folder / "model.ckpt-7")
 
 

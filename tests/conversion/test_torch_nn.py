@@ -133,7 +133,7 @@ def test_a_stack_without_a_table_has_the_papers_sinusoids(tmp_path, side):
     toolkit = torch_nn.load_toolkit(tmp_path / "torch" / "model.pt", options)
     ours = Converted(folder)
     assert largest_difference(toolkit, ours, [[2, 7, 9, 3]], [[8, 4, 3]]) < 1e-5
-    assert ours.model.config.max_position_embeddings == 9
+    assert ours.module.config.max_position_embeddings == 9
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder", "both"])

@@ -8,10 +8,11 @@ r"""Average the weights of checkpoints, as the paper does with its last 5 (base)
 The output folder is a model, with the configuration and the tokenizer of the last checkpoint.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer
+from transformers.hf_argparser import HfArg
 
 from ..inference.ensemble import expect_same_vocabulary
 from ..training.averaging import average_checkpoints, select_checkpoints
@@ -20,17 +21,11 @@ from .parser import CommandParser
 
 @dataclass
 class AveragingArguments:
-    output_dir: str = field(metadata={"help": "Folder for the averaged model."})
-    checkpoints_of: str | None = field(
-        default=None, metadata={"help": "The output_dir of a training run."}
-    )
-    last: int | None = field(default=None, metadata={"help": "Average the last N checkpoints."})
-    steps: list[int] | None = field(
-        default=None, metadata={"help": "Average its checkpoints at these steps."}
-    )
-    models: list[str] | None = field(
-        default=None, metadata={"help": "Average the models in these folders."}
-    )
+    output_dir: str = HfArg(help="Folder for the averaged model.")
+    checkpoints_of: str | None = HfArg(default=None, help="The output_dir of a training run.")
+    last: int | None = HfArg(default=None, help="Average the last N checkpoints.")
+    steps: list[int] | None = HfArg(default=None, help="Average its checkpoints at these steps.")
+    models: list[str] | None = HfArg(default=None, help="Average the models in these folders.")
 
     def __post_init__(self) -> None:
         if (self.models is None) == (self.checkpoints_of is None):

@@ -18,10 +18,11 @@ Any number of processes share the work. Run the same command again to resume. Se
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from transformers.hf_argparser import HfArg
 
 from ..data.noise import DROP, MASK, MASK_TOKEN, REACH, add_noise
 from ..inference.loading import LoadingArguments
@@ -55,37 +56,28 @@ class BackTranslateArguments:
         FileNotFoundError: As `expect_files`.
     """
 
-    model: str = field(
-        metadata={"help": "Folder or Hub name of a model from the target language to the source."}
+    model: str = HfArg(help="Folder or Hub name of a model from the target language to the source.")
+    source: str = HfArg(help="Monolingual text in the target language.")
+    output: str = HfArg(help="File for the synthetic sources.")
+    method: str = HfArg(default="sampling", help=f"One of {', '.join(METHODS)}.")
+    num_beams: int | None = HfArg(default=None, help="Beam size of the method beam. Default: 5.")
+    top_k: int | None = HfArg(
+        default=None, help="Tokens to choose from with the method top_k. Default: 10."
     )
-    source: str = field(metadata={"help": "Monolingual text in the target language."})
-    output: str = field(metadata={"help": "File for the synthetic sources."})
-    method: str = field(default="sampling", metadata={"help": f"One of {', '.join(METHODS)}."})
-    num_beams: int | None = field(
-        default=None, metadata={"help": "Beam size of the method beam. Default: 5."}
+    temperature: float | None = HfArg(
+        default=None, help="Temperature of sampling and top_k; below 1 is safer. Default: 1.0."
     )
-    top_k: int | None = field(
-        default=None,
-        metadata={"help": "Tokens to choose from with the method top_k. Default: 10."},
-    )
-    temperature: float | None = field(
-        default=None,
-        metadata={"help": "Temperature of sampling and top_k; below 1 is safer. Default: 1.0."},
-    )
-    noise: bool = field(
+    noise: bool = HfArg(
         default=False,
-        metadata={
-            "help": f"Drop words with probability {DROP}, replace words with {MASK_TOKEN} with "
-            f"probability {MASK}, and shuffle them by at most {REACH} places. `train` then needs "
-            f"--user_tokens '{MASK_TOKEN}'."
-        },
+        help=f"Drop words with probability {DROP}, replace words with {MASK_TOKEN} with "
+        f"probability {MASK}, and shuffle them by at most {REACH} places. `train` then needs "
+        f"--user_tokens '{MASK_TOKEN}'.",
     )
-    batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
-    lines_per_chunk: int = field(
-        default=LINES_PER_CHUNK,
-        metadata={"help": "Maximum number of lines that an interruption loses."},
+    batch_size: int = HfArg(default=32, help="Lines decoded together.")
+    lines_per_chunk: int = HfArg(
+        default=LINES_PER_CHUNK, help="Maximum number of lines that an interruption loses."
     )
-    seed: int = field(default=0, metadata={"help": "Seed of sampling and noise."})
+    seed: int = HfArg(default=0, help="Seed of sampling and noise.")
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -8,8 +8,10 @@ Recognizes the format, and executes nothing in a checkpoint. The vocabularies ha
 checkpoint, or are options. See docs/conversion/README.md.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+from transformers.hf_argparser import HfArg
 
 from ..conversion import convert, convert_back, find_format
 from ..conversion.check import check
@@ -19,21 +21,16 @@ from .parser import CommandParser
 
 @dataclass
 class ConvertArguments:
-    output_dir: str = field(metadata={"help": "A new or empty folder."})
-    to: str | None = field(
+    output_dir: str = HfArg(help="A new or empty folder.")
+    to: str | None = HfArg(
+        default=None, help="Convert a converted model back to this format, which it came from."
+    )
+    check: str | None = HfArg(
         default=None,
-        metadata={"help": "Convert a converted model back to this format, which it came from."},
+        help="Translate and score the lines of this file with the toolkit, if it is installed, "
+        "and with the converted model.",
     )
-    check: str | None = field(
-        default=None,
-        metadata={
-            "help": "Translate and score the lines of this file with the toolkit, if it is "
-            "installed, and with the converted model."
-        },
-    )
-    max_shard_size: str = field(
-        default="5GB", metadata={"help": "The largest size of a file of weights."}
-    )
+    max_shard_size: str = HfArg(default="5GB", help="The largest size of a file of weights.")
 
     def __post_init__(self) -> None:
         if self.check is not None and not Path(self.check).is_file():

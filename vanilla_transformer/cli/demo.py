@@ -7,8 +7,10 @@ The page is served on this machine and loads nothing from the web. With --space,
 writes a folder to upload as a Hugging Face Space. See docs/demo.md.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+from transformers.hf_argparser import HfArg
 
 from ..conversion.core import expect_unused
 from ..inference.loading import LoadingArguments
@@ -18,17 +20,15 @@ from .parser import CommandParser
 
 @dataclass
 class DemoArguments:
-    examples: str | None = field(
-        default=None, metadata={"help": "Text file with an example source on each line."}
+    examples: str | None = HfArg(
+        default=None, help="Text file with an example source on each line."
     )
-    host: str = field(
-        default="127.0.0.1", metadata={"help": "Address to listen on; 0.0.0.0 for all."}
+    host: str = HfArg(default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
+    port: int | None = HfArg(
+        default=None, help="Port to listen on. Default: the first free one from 7860."
     )
-    port: int | None = field(
-        default=None, metadata={"help": "Port to listen on. Default: the first free one from 7860."}
-    )
-    space: str | None = field(
-        default=None, metadata={"help": "Write a Space into this new folder, and serve nothing."}
+    space: str | None = HfArg(
+        default=None, help="Write a Space into this new folder, and serve nothing."
     )
 
     def __post_init__(self) -> None:

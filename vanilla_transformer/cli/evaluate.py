@@ -12,10 +12,11 @@ name of its file. See docs/evaluation.md.
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sacrebleu.metrics.base import Metric
+from transformers.hf_argparser import HfArg
 
 from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
@@ -32,7 +33,7 @@ from ..inference.metrics import (
     scores_by_length,
 )
 from ..inference.translation import translate_n_best
-from .parser import CommandParser
+from .parser import CommandParser, expect_needed
 from .processes import Processes, join_processes
 from .table import table
 from .translation_job import report_limit
@@ -42,54 +43,43 @@ MODEL = "--model in place of --predictions"  # in errors
 
 @dataclass
 class EvaluateArguments:
-    target: list[str] = field(
-        metadata={"help": "File of references. Several files are several references for each line."}
+    target: list[str] = HfArg(
+        help="File of references. Several files are several references for each line."
     )
-    model: list[str] | None = field(
-        default=None,
-        metadata={"help": "Model that translates --source. Several models are an ensemble."},
+    model: list[str] | None = HfArg(
+        default=None, help="Model that translates --source. Several models are an ensemble."
     )
-    source: str | None = field(
-        default=None,
-        metadata={"help": "File to translate. COMET and --plot_by_length always need it."},
+    source: str | None = HfArg(
+        default=None, help="File to translate. COMET and --plot_by_length always need it."
     )
-    predictions: list[str] | None = field(
-        default=None, metadata={"help": "Files of existing translations, one for each system."}
+    predictions: list[str] | None = HfArg(
+        default=None, help="Files of existing translations, one for each system."
     )
-    metrics: list[str] = field(
+    metrics: list[str] = HfArg(
         default_factory=lambda: list(METRICS),
-        metadata={"help": f"Some of {', '.join(LABELS)}. Default: {', '.join(METRICS)}."},
+        help=f"Some of {', '.join(LABELS)}. Default: {', '.join(METRICS)}.",
     )
-    paired: str | None = field(
+    paired: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Test how each system differs from the first: bootstrap, or ar for approximate "
-            "randomization."
-        },
+        help="Test how each system differs from the first: bootstrap, or ar for approximate "
+        "randomization.",
     )
-    format: str = field(default="json", metadata={"help": "json or table."})
-    plot_by_length: str | None = field(
-        default=None,
-        metadata={"help": "Draw the scores by source length: .png, .svg or .pdf."},
+    format: str = HfArg(default="json", help="json or table.")
+    plot_by_length: str | None = HfArg(
+        default=None, help="Draw the scores by source length: .png, .svg or .pdf."
     )
-    num_beams: int | None = field(
-        default=None, metadata={"help": "Beam size. Default: the model's own."}
-    )
-    batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
-    tokenize: str | None = field(
-        default=None, metadata={"help": "sacreBLEU's tokenizer. Default: 13a."}
-    )
-    lowercase: bool = field(default=False, metadata={"help": "Ignore case in BLEU and chrF."})
-    comet_model: str = field(
-        default=COMET_MODEL, metadata={"help": "COMET's model: a Hub name or a .ckpt file."}
-    )
+    num_beams: int | None = HfArg(default=None, help="Beam size. Default: the model's own.")
+    batch_size: int = HfArg(default=32, help="Lines decoded together.")
+    tokenize: str | None = HfArg(default=None, help="sacreBLEU's tokenizer. Default: 13a.")
+    lowercase: bool = HfArg(default=False, help="Ignore case in BLEU and chrF.")
+    comet_model: str = HfArg(default=COMET_MODEL, help="COMET's model: a Hub name or a .ckpt file.")
 
     def __post_init__(self) -> None:
         translates = self.predictions is None
         if translates == (self.model is None) or (translates and self.source is None):
             raise ValueError("expected either --predictions, or --model and --source")
         expect_metrics(self.metrics, has_sources=self.source is not None)
-        self._expect_what_options_need()
+        expect_needed(self, self._needs())
         systems = self.predictions or []
         for name in systems:
             if systems.count(name) > 1:
@@ -105,23 +95,18 @@ class EvaluateArguments:
             from ..plotting import picture_paths  # matplotlib is slow to import
 
             picture_paths(self.plot_by_length)
-            if self.source is None:
-                raise ValueError(f"plot_by_length={self.plot_by_length!r}: expected --source")
 
-    def _expect_what_options_need(self) -> None:
-        """Raise a ValueError about the first option without the one that it belongs to."""
+    def _needs(self) -> dict[str, tuple[bool, str]]:
+        """What options need; see `expect_needed`."""
         translates, has_bleu = self.predictions is None, "bleu" in self.metrics
-        needs = {
+        return {
             "num_beams": (translates, MODEL),
             "batch_size": (translates, MODEL),
             "tokenize": (has_bleu, "bleu in --metrics"),
             "lowercase": (has_bleu or "chrf" in self.metrics, "bleu or chrf in --metrics"),
             "comet_model": ("comet" in self.metrics, "comet in --metrics"),
+            "plot_by_length": (self.source is not None, "--source"),
         }
-        for name, (is_there, needed) in needs.items():
-            value = getattr(self, name)
-            if value != getattr(EvaluateArguments, name) and not is_there:  # the default
-                raise ValueError(f"{name}={value!r}: expected {needed}")
 
 
 def main() -> None:

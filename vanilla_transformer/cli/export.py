@@ -15,8 +15,10 @@ model. The targets:
 If a target can't express a model, the error names the field. See docs/export.md.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+from transformers.hf_argparser import HfArg
 
 from ..export import TARGETS, export
 from ..export.check import check
@@ -25,18 +27,15 @@ from .parser import CommandParser
 
 @dataclass
 class ExportArguments:
-    to: str = field(metadata={"help": f"One of {', '.join(TARGETS)}."})
-    output_dir: str = field(metadata={"help": "A new or empty folder."})
-    quantization: str | None = field(
-        default=None,
-        metadata={"help": "Type of the weights, such as int8. Default: float32."},
+    to: str = HfArg(help=f"One of {', '.join(TARGETS)}.")
+    output_dir: str = HfArg(help="A new or empty folder.")
+    quantization: str | None = HfArg(
+        default=None, help="Type of the weights, such as int8. Default: float32."
     )
-    check: str | None = field(
+    check: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Translate the lines of this file with the model and the export, and print how "
-            "many translations are equal, the difference of scores, speed and size."
-        },
+        help="Translate the lines of this file with the model and the export, and print how many "
+        "translations are equal, the difference of scores, speed and size.",
     )
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Argument parsers with readable help, in groups of options."""
 
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import HfArgumentParser
@@ -55,6 +55,19 @@ class CommandParser(HfArgumentParser):
         if found[-1] and not return_remaining_strings:
             self.error(f"unrecognized arguments: {' '.join(found[-1])}")
         return found if return_remaining_strings else found[:-1]
+
+
+def expect_needed(arguments: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise a ValueError about the first option that is given without the one that it belongs to.
+
+    Args:
+        arguments: The dataclass of the options.
+        needs: For each of them, whether the other is there, and what it is.
+    """
+    for name, (is_there, needed) in needs.items():
+        value = getattr(arguments, name)
+        if value != getattr(type(arguments), name) and not is_there:  # the default
+            raise ValueError(f"{name}={value!r}: expected {needed}")
 
 
 class GroupedParser(CommandParser):

@@ -18,7 +18,7 @@ import math
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
 from ..data.parallel_text import DataArguments
@@ -63,14 +64,12 @@ class PlanArguments:
         ValueError: `measured_steps` is not positive, or `hardware` has no `speeds` with it.
     """
 
-    measured_steps: int = field(default=20, metadata={"help": "Updates to measure."})
-    speeds: str | None = field(
-        default=None,
-        metadata={"help": "JSON file that keeps measurements. Default: measure each time."},
+    measured_steps: int = HfArg(default=20, help="Updates to measure.")
+    speeds: str | None = HfArg(
+        default=None, help="JSON file that keeps measurements. Default: measure each time."
     )
-    hardware: str | None = field(
-        default=None,
-        metadata={"help": "Device of a measurement in --speeds to plan for. Default: this one."},
+    hardware: str | None = HfArg(
+        default=None, help="Device of a measurement in --speeds to plan for. Default: this one."
     )
 
     def __post_init__(self) -> None:

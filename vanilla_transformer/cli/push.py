@@ -8,9 +8,10 @@ card in one commit; the card's example names the repository. Does not upload che
 optimizer or the options of the training. See docs/hub.md.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from huggingface_hub import get_token
+from transformers.hf_argparser import HfArg
 
 from ..training.hub import push_folder
 from .parser import CommandParser
@@ -18,14 +19,11 @@ from .parser import CommandParser
 
 @dataclass
 class PushArguments:
-    private: bool = field(
-        default=False,
-        metadata={"help": "Make a new repository private. Has no effect on an existing one."},
+    private: bool = HfArg(
+        default=False, help="Make a new repository private. Has no effect on an existing one."
     )
-    revision: str | None = field(
-        default=None, metadata={"help": "Branch to upload to. Default: the main one."}
-    )
-    commit_message: str = field(default="Upload model", metadata={"help": "Message of the commit."})
+    revision: str | None = HfArg(default=None, help="Branch to upload to. Default: the main one.")
+    commit_message: str = HfArg(default="Upload model", help="Message of the commit.")
 
 
 def main() -> None:

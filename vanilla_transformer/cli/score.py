@@ -7,7 +7,9 @@ sentence counts as a token. Label smoothing has no effect.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from transformers.hf_argparser import HfArg
 
 from ..data.text_files import expect_inputs, expect_output, expect_parallel, open_output, read_file
 from ..inference.loading import LoadingArguments
@@ -17,20 +19,15 @@ from .parser import CommandParser
 
 @dataclass
 class ScoreArguments:
-    model: list[str] = field(
-        metadata={
-            "help": "Folder or Hub name of a sequence-to-sequence model, or an exported folder. "
-            "Several models are an ensemble."
-        }
+    model: list[str] = HfArg(
+        help="Folder or Hub name of a sequence-to-sequence model, or an exported folder. Several "
+        "models are an ensemble."
     )
-    source: str = field(metadata={"help": "File of source sentences."})
-    target: str = field(metadata={"help": "File of their translations."})
-    output: str | None = field(
-        default=None, metadata={"help": "File for the scores. Default: standard output."}
-    )
-    max_tokens: int = field(
-        default=2048,
-        metadata={"help": "Maximum number of tokens in a batch, on either side, with padding."},
+    source: str = HfArg(help="File of source sentences.")
+    target: str = HfArg(help="File of their translations.")
+    output: str | None = HfArg(default=None, help="File for the scores. Default: standard output.")
+    max_tokens: int = HfArg(
+        default=2048, help="Maximum number of tokens in a batch, on either side, with padding."
     )
 
     def __post_init__(self) -> None:

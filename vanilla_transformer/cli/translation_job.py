@@ -3,12 +3,13 @@
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
 from ..data.parquet_files import is_parquet
 from ..data.text_files import expect_output, expect_parallel, read_file
@@ -44,95 +45,72 @@ from .generation_options import (
     expect_recipe,
     find_recipe,
 )
+from .parser import expect_needed
 
 SAMPLES = 32  # candidates where nothing says how many
 
 
 @dataclass
 class TranslateArguments:
-    model: list[str] = field(
-        metadata={
-            "help": "Folder or Hub name of a sequence-to-sequence model, or an exported folder. "
-            "Several models are an ensemble."
-        }
+    model: list[str] = HfArg(
+        help="Folder or Hub name of a sequence-to-sequence model, or an exported folder. Several "
+        "models are an ensemble."
     )
-    source: str | None = field(
+    source: str | None = HfArg(
+        default=None, help="Text or parquet file to translate. Default: standard input."
+    )
+    output: str | None = HfArg(
+        default=None, help="File for the translations. Default: standard output."
+    )
+    source_column: str | None = HfArg(
+        default=None, help="Column of a parquet source. Default: the only one with text."
+    )
+    target_column: str = HfArg(default=TARGET_COLUMN, help="New column of a parquet output.")
+    batch_size: int = HfArg(default=32, help="Lines decoded together.")
+    max_tokens: int | None = HfArg(
         default=None,
-        metadata={"help": "Text or parquet file to translate. Default: standard input."},
+        help="Maximum number of source tokens in a batch, with padding. Replaces batch_size.",
     )
-    output: str | None = field(
-        default=None, metadata={"help": "File for the translations. Default: standard output."}
+    compile: bool = HfArg(default=False, help="Compile the model, and use a static cache.")
+    seed: int = HfArg(default=42, help="Seed of --do_sample.")
+    target_prefix_file: str | None = HfArg(
+        default=None, help="File with the beginning of each translation; blank lines for none."
     )
-    source_column: str | None = field(
+    custom_generate: str | None = HfArg(
+        default=None, help="Folder or Hub name of a search recipe. Its code runs on this machine."
+    )
+    force_words: list[str] | None = HfArg(
+        default=None, help="Words that each translation must contain. Needs --custom_generate."
+    )
+    n_best: int | None = HfArg(
+        default=None, help="Write this many hypotheses per line, with scores."
+    )
+    token_scores: bool = HfArg(default=False, help="Write the log-probability of each token.")
+    alignments: str | None = HfArg(
+        default=None, help=f"Write aligned {' or '.join(UNITS)} as pairs SOURCE-TARGET, from 0."
+    )
+    alignment_layer: int | None = HfArg(
         default=None,
-        metadata={"help": "Column of a parquet source. Default: the only one with text."},
+        help="Decoder layer that aligns, counted from 0, or from the end: -1 is the last. "
+        "Default: the penultimate.",
     )
-    target_column: str = field(
-        default=TARGET_COLUMN, metadata={"help": "New column of a parquet output."}
+    replace_unknown: bool = HfArg(
+        default=False, help="Replace unknown words with the aligned source words."
     )
-    batch_size: int = field(default=32, metadata={"help": "Lines decoded together."})
-    max_tokens: int | None = field(
+    mbr: str | None = HfArg(
+        default=None, help=f"Minimum Bayes risk with one of {', '.join(UTILITIES)}."
+    )
+    reverse_model: str | None = HfArg(
+        default=None, help="Rerank with a model from the target to the source."
+    )
+    reverse_weight: float = HfArg(default=1.0, help="Weight of log p(source | translation).")
+    length_weight: float = HfArg(
+        default=0.0, help="Weight of the translation's length in the ranking by --reverse_model."
+    )
+    candidates: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Maximum number of source tokens in a batch, with padding. Replaces batch_size."
-        },
-    )
-    compile: bool = field(
-        default=False, metadata={"help": "Compile the model, and use a static cache."}
-    )
-    seed: int = field(default=42, metadata={"help": "Seed of --do_sample."})
-    target_prefix_file: str | None = field(
-        default=None,
-        metadata={"help": "File with the beginning of each translation; blank lines for none."},
-    )
-    custom_generate: str | None = field(
-        default=None,
-        metadata={"help": "Folder or Hub name of a search recipe. Its code runs on this machine."},
-    )
-    force_words: list[str] | None = field(
-        default=None,
-        metadata={"help": "Words that each translation must contain. Needs --custom_generate."},
-    )
-    n_best: int | None = field(
-        default=None, metadata={"help": "Write this many hypotheses per line, with scores."}
-    )
-    token_scores: bool = field(
-        default=False, metadata={"help": "Write the log-probability of each token."}
-    )
-    alignments: str | None = field(
-        default=None,
-        metadata={"help": f"Write aligned {' or '.join(UNITS)} as pairs SOURCE-TARGET, from 0."},
-    )
-    alignment_layer: int | None = field(
-        default=None,
-        metadata={
-            "help": "Decoder layer that aligns, counted from 0, or from the end: -1 is the last. "
-            "Default: the penultimate."
-        },
-    )
-    replace_unknown: bool = field(
-        default=False, metadata={"help": "Replace unknown words with the aligned source words."}
-    )
-    mbr: str | None = field(
-        default=None,
-        metadata={"help": f"Minimum Bayes risk with one of {', '.join(UTILITIES)}."},
-    )
-    reverse_model: str | None = field(
-        default=None, metadata={"help": "Rerank with a model from the target to the source."}
-    )
-    reverse_weight: float = field(
-        default=1.0, metadata={"help": "Weight of log p(source | translation)."}
-    )
-    length_weight: float = field(
-        default=0.0,
-        metadata={"help": "Weight of the translation's length in the ranking by --reverse_model."},
-    )
-    candidates: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of hypotheses that --mbr or --reverse_model choose from. "
-            f"Default: all beams, or {SAMPLES} samples."
-        },
+        help="Number of hypotheses that --mbr or --reverse_model choose from. "
+        f"Default: all beams, or {SAMPLES} samples.",
     )
 
     def __post_init__(self) -> None:
@@ -144,17 +122,12 @@ class TranslateArguments:
             raise ValueError(
                 f"mbr={self.mbr!r} and reverse_model={self.reverse_model!r}: expected one of them"
             )
-        self._expect_what_options_need()
+        expect_needed(self, self._needs())
         for name in ("compile", "custom_generate"):
             if (value := getattr(self, name)) and len(self.model) > 1:
                 raise ValueError(
                     f"{name}={value} with {len(self.model)} models: expected one model"
                 )
-        if self.force_words is not None and self.custom_generate is None:
-            raise ValueError(
-                f"force_words={self.force_words}: expected --custom_generate "
-                f"{MOVED['force_words_ids']} as well, or another recipe that has force_words_ids"
-            )
         expect_files(self.source, self.output, self.source_column, self.target_column)
         expect_output(self.output, target_prefix_file=self.target_prefix_file)
         for name in ("n_best", "token_scores", "alignments"):
@@ -162,26 +135,22 @@ class TranslateArguments:
                 raise ValueError(
                     f"{name}={value} with output={self.output!r}: expected a text file"
                 )
-        if self.target_prefix_file is not None:
-            if self.source is None:
-                raise ValueError(
-                    f"target_prefix_file={self.target_prefix_file!r}: expected --source as well"
-                )
+        if self.target_prefix_file is not None and self.source is not None:
             expect_parallel(self.source, self.target_prefix_file, self.source_column)
 
-    def _expect_what_options_need(self) -> None:
-        """Raise a ValueError about the first option without the one that it belongs to."""
+    def _needs(self) -> dict[str, tuple[bool, str]]:
+        """What options need; see `expect_needed`."""
+        has_reverse = self.reverse_model is not None
         aligns = self.alignments is not None or self.replace_unknown
-        needs = {
-            "candidates": (self.reranks, "--mbr or --reverse_model"),
-            "reverse_weight": (self.reverse_model is not None, "--reverse_model"),
-            "length_weight": (self.reverse_model is not None, "--reverse_model"),
-            "alignment_layer": (aligns, "--alignments or --replace_unknown"),
+        recipe = f"{MOVED['force_words_ids']} as well, or another recipe that has force_words_ids"
+        return {
+            "candidates": (self.reranks, "--mbr or --reverse_model as well"),
+            "reverse_weight": (has_reverse, "--reverse_model as well"),
+            "length_weight": (has_reverse, "--reverse_model as well"),
+            "alignment_layer": (aligns, "--alignments or --replace_unknown as well"),
+            "force_words": (self.custom_generate is not None, f"--custom_generate {recipe}"),
+            "target_prefix_file": (self.source is not None, "--source as well"),
         }
-        for name, (is_there, needed) in needs.items():
-            value = getattr(self, name)
-            if value != getattr(TranslateArguments, name) and not is_there:  # the default
-                raise ValueError(f"{name}={value}: expected {needed} as well")
 
     @property
     def reranks(self) -> bool:

@@ -168,40 +168,18 @@ def subwords(codes: str | Path | None) -> Callable[[str], list[str]]:
     return lambda line: bpe.process_line(line).split()
 
 
-class Converted:
-    """The converted model, in the same terms."""
+class Converted(TransformersModel):
+    """The converted model, which knows all ids."""
 
     def __init__(self, folder: str | Path, dtype: str = "float32"):
-        self.model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def translate(
-        self, sources: list[list[int]], num_beams: int = 1, longest: int = 200
-    ) -> list[list[int]]:
-        """As `Toolkit.translate`."""
-        outputs = self.model.generate(
-            **self._pad(sources), num_beams=num_beams, do_sample=False, max_new_tokens=longest
-        )
-        return outputs[:, 1:].tolist()
-
-    @torch.no_grad()
-    def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
-        """As `Toolkit.log_probs`."""
-        config = self.model.config
-        inputs = [[config.decoder_start_token_id, *target[:-1]] for target in targets]
-        longest = max(map(len, inputs))
-        pad = config.pad_token_id
-        padded = torch.tensor([row + [pad] * (longest - len(row)) for row in inputs])
-        logits = self.model(**self._pad(sources), decoder_input_ids=padded).logits
-        rows = logits.log_softmax(-1)
-        return [row[: len(target)] for row, target in zip(rows, targets, strict=True)]
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype)
+        size, unk = model.config.vocab_size, self.tokenizer.unk_token_id
+        super().__init__(model, size, unk, lambda line: self.tokenizer(line)["input_ids"])
 
     def text(self, ids: list[int]) -> str:
         """What target ids say."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def _pad(self, sources: list[list[int]]) -> dict[str, Any]:
-        return self.tokenizer.pad({"input_ids": sources}, return_tensors="pt")
 
 
 def of_targets(rows: list[Tensor], targets: list[list[int]]) -> list[Tensor]:

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -46,7 +47,7 @@ ORIGINAL, RECORD_NAME, LEFTOVERS_NAME = "original", "conversion.json", "leftover
 SHARED, SOURCE, TARGET = (
     f"model.{name}.weight" for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 )
-SIDES = ("source", "target")
+STACKS, SIDES = ("encoder", "decoder"), ("source", "target")
 # The options that name the files of a text's tokens.
 TOKEN_FILES = ("source_vocabulary", "target_vocabulary", "source_codes", "target_codes")
 PROJECTION, PROJECTION_BIAS = "lm_head.weight", "lm_head.bias"
@@ -61,65 +62,51 @@ class ConversionOptions:
         ValueError: `like` is not known.
     """
 
-    format: str | None = field(
+    format: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "The toolkit, such as fairseq or opennmt_py (docs/conversion/README.md names "
-            "all). Default: recognized from the files."
-        },
+        help="The toolkit, such as fairseq or opennmt_py (docs/conversion/README.md names all). "
+        "Default: recognized from the files.",
     )
-    like: str | None = field(
+    like: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "'transformers': compute what transformers computes from these files, if it "
-            "differs from the toolkit."
-        },
+        help="'transformers': compute what transformers computes from these files, if it differs "
+        "from the toolkit.",
     )
-    source_vocabulary: str | None = field(
-        default=None, metadata={"help": "The source's vocabulary. Default: beside the checkpoint."}
+    source_vocabulary: str | None = HfArg(
+        default=None, help="The source's vocabulary. Default: beside the checkpoint."
     )
-    target_vocabulary: str | None = field(
-        default=None, metadata={"help": "The target's vocabulary. Default: beside the checkpoint."}
+    target_vocabulary: str | None = HfArg(
+        default=None, help="The target's vocabulary. Default: beside the checkpoint."
     )
-    source_codes: str | None = field(
+    source_codes: str | None = HfArg(
+        default=None, help="BPE codes or SentencePiece model of the source (or of both sides)."
+    )
+    target_codes: str | None = HfArg(
+        default=None, help="BPE codes or SentencePiece model of the target."
+    )
+    moses: list[str] | None = HfArg(
         default=None,
-        metadata={"help": "BPE codes or SentencePiece model of the source (or of both sides)."},
+        help="The languages of source and target, such as 'de en', if text went through Moses "
+        "(sacremoses): the tokenizer then runs it, and its detokenizer.",
     )
-    target_codes: str | None = field(
-        default=None, metadata={"help": "BPE codes or SentencePiece model of the target."}
+    heads: int | None = HfArg(default=None, help="Attention heads, for a bare state dict.")
+    norm_first: bool | None = HfArg(
+        default=None, help="Pre-norm (true) or post-norm, for a bare state dict."
     )
-    moses: list[str] | None = field(
+    activation: str | None = HfArg(default=None, help="Activation function, for a bare state dict.")
+    layer_norm_eps: float | None = HfArg(
+        default=None, help="Epsilon of the layer norms, for a bare state dict."
+    )
+    names: str | None = HfArg(
+        default=None, help="YAML file with names of tensors and tokens, for a bare state dict."
+    )
+    target_space_id: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "The languages of source and target, such as 'de en', if text went through "
-            "Moses (sacremoses): the tokenizer then runs it, and its detokenizer."
-        },
+        help="tensor2tensor: the problem's target space. Default: inferred from the optimizer's "
+        "variables, else 0.",
     )
-    heads: int | None = field(
-        default=None, metadata={"help": "Attention heads, for a bare state dict."}
-    )
-    norm_first: bool | None = field(
-        default=None, metadata={"help": "Pre-norm (true) or post-norm, for a bare state dict."}
-    )
-    activation: str | None = field(
-        default=None, metadata={"help": "Activation function, for a bare state dict."}
-    )
-    layer_norm_eps: float | None = field(
-        default=None, metadata={"help": "Epsilon of the layer norms, for a bare state dict."}
-    )
-    names: str | None = field(
-        default=None,
-        metadata={"help": "YAML file with names of tensors and tokens, for a bare state dict."},
-    )
-    target_space_id: int | None = field(
-        default=None,
-        metadata={
-            "help": "tensor2tensor: the problem's target space. Default: inferred from the "
-            "optimizer's variables, else 0."
-        },
-    )
-    license: str | None = field(
-        default=None, metadata={"help": "The licence of the weights, for the model card."}
+    license: str | None = HfArg(
+        default=None, help="The licence of the weights, for the model card."
     )
 
     def __post_init__(self) -> None:
@@ -127,12 +114,15 @@ class ConversionOptions:
             raise ValueError(f"like={self.like!r}: expected 'transformers'")
         if self.moses is not None and len(self.moses) != 2:
             raise ValueError(f"moses={self.moses}: expected two languages, such as de en")
-        for name in (
-            "source_vocabulary", "target_vocabulary", "source_codes", "target_codes", "names",
-        ):  # fmt: skip
+        for name in (*TOKEN_FILES, "names"):
             value = getattr(self, name)
             if value is not None and not Path(value).is_file():
                 raise FileNotFoundError(f"{name}={value!r}: expected a file")
+
+    def codes(self, side: str) -> str | None:
+        """The codes of a side, "source" or "target". The source's serve both if there are no
+        others."""
+        return getattr(self, f"{side}_codes") or self.source_codes
 
     def given(self) -> dict[str, Any]:
         """The options that are set."""
@@ -183,7 +173,9 @@ class Conversion:
     files: list[Path] = field(default_factory=list)
 
     def fill_with_clones(self, side: str, rows: int, unk: int) -> None:
-        """Let a vocabulary grow to this number of rows, if it has fewer, by `add_unknown_clones`.
+        """Let a vocabulary grow to this number of rows, if it has fewer, with rows that no
+        translation contains and that are `<unk>` to the model: symbols that byte-pair encoding or a
+        unigram model may produce, and that the toolkit's vocabulary lacks.
 
         Args:
             side: "source" or "target".
@@ -193,7 +185,7 @@ class Conversion:
         matrix = matrix_of(self.weights, side)
         number = rows - len(self.weights[matrix])
         if number > 0:
-            add_unknown_clones(self.weights, side, number, unk)
+            add_rows(self.weights, side, number, copy_of=unk)
             self.config.lm_head_bias = PROJECTION_BIAS in self.weights
             sizes = [len(self.weights[matrix_of(self.weights, each)]) for each in SIDES]
             self.config.vocab_size = sizes[0]
@@ -319,12 +311,18 @@ def read_transformers_weights(folder: Path) -> Tensors:
             continue
         tensors: dict[str, Tensor] = {}
         for file in files:
-            tensors |= _read_weights(folder / file)
+            tensors |= read_weights(folder / file)
         return Tensors(tensors, folder)
     raise FileNotFoundError(f"{folder}: expected {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}")
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> Any:
+    """What a file of safetensors or of `torch.save` holds.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is incomplete, or as `load_torch`.
+    """
     if path.suffix != ".safetensors":
         return load_torch(path)
     try:
@@ -334,18 +332,25 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path}: expected a complete safetensors file ({error})") from error
 
 
+def renamed(name: str, patterns: Mapping[str, str]) -> str:
+    """A name after regular expressions and what replaces them, one after the other."""
+    for pattern, replacement in patterns.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def take_layers(
-    tensors: Tensors, config: VanillaTransformerConfig, their_name: Callable[[str], str]
+    tensors: Tensors, config: VanillaTransformerConfig, names: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Every tensor of the model but embeddings, positions and projection, with its shape checked.
 
     Args:
-        their_name: From our name to the checkpoint's.
+        names: What makes the checkpoint's names of ours; see `renamed`.
     """
     apart = r".*(shared|embed_tokens|embed_positions|lm_head)\.(weight|bias)"
     shapes = {name: tensor.shape for name, tensor in empty_model(config).state_dict().items()}
     return {
-        name: tensors.take(their_name(name), *shape)
+        name: tensors.take(renamed(name, names), *shape)
         for name, shape in shapes.items()
         if not re.fullmatch(apart, name)
     }
@@ -357,6 +362,12 @@ def norm_positions(encoder: str, decoder: str) -> dict[str, Any]:
         "norm_position": encoder,
         "decoder_norm_position": None if decoder == encoder else decoder,
     }
+
+
+def final_layer_norm(encoder: bool, decoder: bool) -> str:
+    """The field for stacks that end in a layer norm, or don't."""
+    names = {(True, False): "encoder", (False, True): "decoder", (True, True): "both"}
+    return names.get((encoder, decoder), "none")
 
 
 # ---------------------------------------------------------------- Folds
@@ -501,18 +512,6 @@ def add_rows(weights: dict[str, Tensor], side: str, number: int, copy_of: int | 
         bias = weights.get(PROJECTION_BIAS, old.new_zeros(len(old)))
         weights[PROJECTION_BIAS] = torch.cat([bias, bias.new_full((number,), SUPPRESSED)])
     return len(old)
-
-
-def add_zero_start(weights: dict[str, Tensor]) -> int:
-    """Append a target token of embedding zero, for a decoder that starts from a zero vector; its
-    id is `decoder_start_token_id`. `lm_head_bias` becomes true."""
-    return add_rows(weights, "target", 1)
-
-
-def add_unknown_clones(weights: dict[str, Tensor], side: str, number: int, unk: int) -> int:
-    """Append tokens that are `<unk>` to the model: symbols that byte-pair encoding or a unigram
-    model may produce, and that the toolkit's vocabulary lacks."""
-    return add_rows(weights, side, number, copy_of=unk)
 
 
 def matrix_of(weights: Mapping[str, Tensor], side: str) -> str:

@@ -4,7 +4,6 @@ Versions 0.1 to 0.12 (facebookresearch/fairseq at 3d262bb2): post- and pre-norm,
 sinusoidal positions, shared or separate embeddings.
 """
 
-import math
 import re
 from argparse import Namespace
 from collections.abc import Callable
@@ -20,17 +19,18 @@ from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
 from .check import Toolkit, subwords
-from .core import TOKEN_FILES, Conversion, ConversionOptions, Tensors
+from .core import STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors
+from .positions import sinusoids
 from .text import side_tokenizer
 from .unpickling import Inert, contents, load_torch
 
 NAME = "fairseq"
 READS: tuple[str, ...] = TOKEN_FILES
 PAD, EOS, UNK = 1, 2, 3
-STACKS = ("encoder", "decoder")
 
-# Our names from theirs: a regular expression and its replacement. "model." stands in front of ours.
+# From our names to theirs: regular expressions and what replaces them, one after the other.
 NAMES = {
+    r"^model\.": "",
     r"\.ffn\.fc": ".fc",
     r"\.ffn_layer_norm": ".final_layer_norm",
     r"\.embed_layer_norm": ".layernorm_embedding",
@@ -127,7 +127,7 @@ def build(
     }
     config = _config(path, args, tensors, tying)
     config.eos_token_id = config.decoder_start_token_id = sides["target"].end
-    weights |= core.take_layers(tensors, config, _their_name)
+    weights |= core.take_layers(tensors, config, NAMES)
     weights |= _positions(tensors, args, config)
     tensors.expect_all_taken(BUFFERS)
     tokenizers = [side.tokenizer for side in sides.values()]
@@ -242,20 +242,12 @@ def _with_new_names(state: dict[str, Tensor], path: Path) -> tuple[Tensors, dict
                 module = f"{module.rpartition('.layer_norms')[0]}.{new}"
         found = {f"{module}.{kind}" if module else kind: tensor}
         if kind in ("in_proj_weight", "in_proj_bias"):
-            chunks = zip("qkv", tensor.chunk(3), strict=True)
-            found = {f"{module}.{each}_proj.{kind[8:]}": chunk for each, chunk in chunks}
+            found = core.split_fused(kind.removeprefix("in_proj_"), tensor, module)
         elif name == "decoder.embed_out":
             found = {"decoder.output_projection.weight": tensor}
         tensors |= found
         parts[name] = list(found)
     return Tensors(tensors, path), parts
-
-
-def _their_name(ours: str) -> str:
-    name = ours.removeprefix("model.")
-    for pattern, replacement in NAMES.items():
-        name = re.sub(pattern, replacement, name)
-    return name
 
 
 def _embeddings(tensors: Tensors, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -296,7 +288,6 @@ def _config(
         pre and _ends_in_norm(tensors, args, stack)
         for pre, stack in zip(pre_norm, STACKS, strict=True)
     ]
-    final = {(True, True): "both", (True, False): "encoder", (False, True): "decoder"}
     fields: dict[str, Any] = {}
     for stack in STACKS:
         fields[f"{stack}_layers"] = _count_layers(path, args, tensors, stack)
@@ -313,7 +304,7 @@ def _config(
         activation_dropout=_rate(args, "activation_dropout", 0) or _rate(args, "relu_dropout", 0),
         label_smoothing=_rate(args, "label_smoothing", 0.0),
         **core.norm_positions(*("pre" if pre else "post" for pre in pre_norm)),
-        final_layer_norm=final.get((ends[0], ends[1]), "none"),
+        final_layer_norm=core.final_layer_norm(*ends),
         embedding_layer_norm="encoder.layernorm_embedding.weight" in tensors,
         layer_norm_eps=1e-5,
         position_encoding="sinusoidal" if fixed else "learned",
@@ -389,18 +380,9 @@ def _positions(
             learned = tensors.take(f"{stack}.embed_positions.weight", None, width)[2:]
             table[: len(learned)] = learned
         elif kind == "sinusoids":
-            table = _sinusoids(config).to(like.dtype)
+            table = sinusoids(count + 2, width, "tensor2tensor", "halves")[2:].to(like.dtype)
         tables[f"model.{stack}.embed_positions.weight"] = table
     return tables
-
-
-def _sinusoids(config: VanillaTransformerConfig) -> Tensor:
-    """Fairseq's table, for a stack beside one that learns its positions."""
-    half = config.d_model // 2
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float64) + 2
-    frequencies = torch.exp(torch.arange(half).double() * -(math.log(10000) / (half - 1)))
-    angles = positions[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 def _way_back(
@@ -411,10 +393,9 @@ def _way_back(
     """`Conversion.sources` and `Conversion.leftovers`; nothing if a fold has no inverse."""
     if any(name.startswith("decoder.project_") for name in state):
         return {}, {}
-    ours = {_their_name(name): name for name in weights}
-    target = core.SHARED if core.SHARED in weights else core.TARGET
-    ours["encoder.embed_tokens.weight"] = core.SHARED if core.SHARED in weights else core.SOURCE
-    ours["decoder.embed_tokens.weight"] = target
+    ours = {core.renamed(name, NAMES): name for name in weights}
+    source, target = (core.matrix_of(weights, side) for side in core.SIDES)
+    ours["encoder.embed_tokens.weight"], ours["decoder.embed_tokens.weight"] = source, target
     projection = core.PROJECTION if core.PROJECTION in weights else target
     ours["decoder.output_projection.weight"] = projection
     sources, leftovers = {}, {}
@@ -477,7 +458,7 @@ def _side(
             f"in {path}"
         )
     specials = _specials(dictionary, vocab, args, language)
-    given = getattr(options, f"{side}_codes") or options.source_codes
+    given = options.codes(side)
     codes = Path(given) if given else _find_codes({path.parent, dictionary.parent}, args, language)
     tokenizer = side_tokenizer(vocab, specials, codes, rows)
     files = [dictionary] if codes is None else [dictionary, codes]

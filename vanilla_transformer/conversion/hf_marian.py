@@ -8,9 +8,8 @@ and runs them as they were trained.
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -24,7 +23,6 @@ from transformers import (
 from ..data import vocabularies, vocabulary_files
 from ..data.vocabularies import Specials
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ..model.modeling_vanilla_transformer import SinusoidalPositions
 from ..model.tokenization_vanilla_transformer import TARGET_FILE
 from . import core
 from .check import TransformersModel
@@ -38,10 +36,10 @@ from .core import (
     ConversionOptions,
     Tensors,
 )
+from .positions import find_sinusoids
 
 NAME = "hf_marian"
 READS: tuple[str, ...] = ()
-Frequencies: TypeAlias = Literal["paper", "tensor2tensor"]
 BIAS = "final_logits_bias"
 UNK, END = "<unk>", "</s>"
 SPECIALS = Specials(bos=None, eos=END, unk=UNK, template=f"$A {END}", prints_unk=False)
@@ -65,6 +63,8 @@ SAME = (
     "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
     "decoder_start_token_id", "use_cache",
 )  # fmt: skip
+# From our names to those of `MarianMTModel` and its siblings.
+NAMES = {r"\.ffn\.fc": ".fc", r"\.ffn_layer_norm": ".final_layer_norm"}
 # Options of models before transformers 4: today's MarianMTModel ignores them.
 OFF = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "add_bias_logits")
 # What goes back as it is.
@@ -99,10 +99,10 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     weights, tying = core.tie(*matrices[:3])
     weights[PROJECTION_BIAS] = matrices[3]
     config = VanillaTransformerConfig(
-        **{name: getattr(theirs, name) for name in SAME}, **FIXED, **tying, label_smoothing=0.0
-    )
-    config.sinusoid_frequencies = _frequencies(tensors, config)
-    weights |= core.take_layers(tensors, config, their_name)
+        **{name: getattr(theirs, name) for name in SAME}, **FIXED, **tying,
+        **_positions(tensors, theirs.d_model), label_smoothing=0.0,
+    )  # fmt: skip
+    weights |= core.take_layers(tensors, config, NAMES)
     tensors.expect_all_taken()
     sides = {} if _was_exported(path) else _sides(path, config)
     unk = {side: each.backend_tokenizer.token_to_id(UNK) for side, each in sides.items()}
@@ -128,11 +128,6 @@ def _was_exported(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file()
 
 
-def their_name(ours: str) -> str:
-    """The name of a tensor in `MarianMTModel` and its siblings."""
-    return ours.replace(".ffn.fc", ".fc").replace(".ffn_layer_norm", ".final_layer_norm")
-
-
 def _matrices(tensors: Tensors, theirs: MarianConfig) -> list[Tensor]:
     """Source embedding, target embedding, projection and its bias. Files hold a matrix of several
     names under one of them or all."""
@@ -152,23 +147,20 @@ def _matrices(tensors: Tensors, theirs: MarianConfig) -> list[Tensor]:
     return [*matrices, matrices[2].new_zeros(target_size)]
 
 
-def _frequencies(tensors: Tensors, config: VanillaTransformerConfig) -> Frequencies:
-    """The frequencies of the sinusoids, which old files hold as a table."""
-    tables = [f"model.{stack}.embed_positions.weight" for stack in ("encoder", "decoder")]
-    found = {_frequencies_of(tensors, name, config) for name in tables if name in tensors}
-    if len(found) > 1:
+def _positions(tensors: Tensors, d_model: int) -> dict[str, Any]:
+    """The frequencies of the sinusoids, which old files hold as a table, rounded to float16."""
+    names = [f"model.{stack}.embed_positions.weight" for stack in core.STACKS]
+    kinds = set()
+    for name in filter(tensors.__contains__, names):
+        kind = find_sinusoids(tensors.take(name, None, d_model).half())
+        if kind is None or kind[1] != "halves":
+            raise ValueError(
+                f"{tensors.place}: {name}: expected sinusoids, these are other positions"
+            )
+        kinds.add(kind)
+    if len(kinds) > 1:
         raise ValueError(f"{tensors.place}: expected the same positions in encoder and decoder")
-    return found.pop() if found else "paper"
-
-
-def _frequencies_of(tensors: Tensors, name: str, config: VanillaTransformerConfig) -> Frequencies:
-    table = tensors.take(name, None, config.d_model).float()[:, core.interleaved(config.d_model)]
-    for frequencies in get_args(Frequencies):
-        config.sinusoid_frequencies = frequencies
-        ours = SinusoidalPositions(config)(torch.arange(len(table)), torch.float32)
-        if torch.allclose(table, ours, atol=2e-3):  # float16 counts in steps of 1e-3 near 1
-            return frequencies
-    raise ValueError(f"{tensors.place}: {name}: expected sinusoids, these are other positions")
+    return {"sinusoid_frequencies": kinds.pop()[0]} if kinds else {}
 
 
 def _generation(folder: Path) -> dict[str, Any]:
@@ -208,11 +200,11 @@ def _way_back(
     tensors: Tensors, weights: dict[str, Tensor]
 ) -> tuple[dict[str, list[str]], dict[str, Tensor]]:
     """`Conversion.sources` and `Conversion.leftovers`."""
-    ours = {their_name(name): name for name in weights}
-    target = SHARED if SHARED in weights else TARGET
+    ours = {core.renamed(name, NAMES): name for name in weights}
+    source, target = (core.matrix_of(weights, side) for side in core.SIDES)
     ours |= {
-        SHARED: SHARED if SHARED in weights else SOURCE,
-        SOURCE: SHARED if SHARED in weights else SOURCE,
+        SHARED: source,
+        SOURCE: source,
         TARGET: target,
         PROJECTION: PROJECTION if PROJECTION in weights else target,
         BIAS: PROJECTION_BIAS,

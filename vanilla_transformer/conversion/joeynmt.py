@@ -6,11 +6,9 @@ Source: joeynmt/joeynmt, tags 1.0 to v2.3.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -36,10 +34,12 @@ from .check import Toolkit
 from .core import (
     SHARED,
     SOURCE,
+    STACKS,
     TOKEN_FILES,
     Conversion,
     ConversionOptions,
     Tensors,
+    final_layer_norm,
     norm_positions,
     take_layers,
     tie,
@@ -64,7 +64,6 @@ NAMES = {
     r"ffn\.fc1": "feed_forward.pwff_layer.0",
     r"ffn\.fc2": "feed_forward.pwff_layer.3",
 }
-STACKS = ("encoder", "decoder")
 SIDES = ("src", "trg")
 # The sinusoids of the paper, stored.
 BUFFERS = [r"(en|de)coder\.pe\.pe"]
@@ -73,39 +72,28 @@ EPSILON = 1e-6
 SPECIALS = {"unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>", "sep": None}
 
 
-@dataclass(frozen=True)
-class Symbols:
-    """Special tokens, which every vocabulary begins with.
+class Symbols(NamedTuple):
+    """Special tokens, of which some vocabularies lack the separator, and names of languages."""
 
-    Attributes:
-        special: unk, pad, bos and eos, and in some vocabularies a separator.
-        tags: Names of languages.
-    """
-
-    special: Sequence[str]
+    unk: str
+    pad: str
+    bos: str
+    eos: str
+    sep: str | None
     tags: Sequence[str]
 
     @property
-    def unk(self) -> str:
-        return self.special[0]
-
-    @property
-    def pad(self) -> str:
-        return self.special[1]
-
-    @property
-    def bos(self) -> str:
-        return self.special[2]
-
-    @property
-    def eos(self) -> str:
-        return self.special[3]
+    def special(self) -> list[str]:
+        """What every vocabulary begins with."""
+        return [token for token in self[:5] if token]
 
 
 def _symbols(cfg: Mapping[str, Any]) -> Symbols:
     given = cfg["data"].get("special_symbols") or {}
-    special = [given.get(f"{name}_token", token) for name, token in SPECIALS.items()]
-    return Symbols([token for token in special if token], given.get("lang_tags") or [])
+    special: dict[str, Any] = {
+        name: given.get(f"{name}_token", token) for name, token in SPECIALS.items()
+    }
+    return Symbols(**special, tags=given.get("lang_tags") or [])
 
 
 def recognizes(path: Path) -> bool:
@@ -142,7 +130,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         eos_token_id=target[symbols.eos],
         decoder_start_token_id=target[symbols.bos],
     )
-    weights |= take_layers(tensors, config, _their_name)
+    weights |= take_layers(tensors, config, NAMES)
     tensors.expect_all_taken(BUFFERS)
     _fold_alpha(cfg, weights)
     sides = [
@@ -242,12 +230,6 @@ def _find(given: str | None, beside: Path, named: str | None = None) -> Path:
 # ---------------------------------------------------------------- Model
 
 
-def _their_name(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        name = re.sub(ours, theirs, name)
-    return name
-
-
 def _matrices(
     tensors: Tensors, cfg: Mapping[str, Any], source: int, target: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -276,10 +258,9 @@ def _norms(cfg: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
     if min(alphas) <= 0 or (has_pre and alphas != [1.0, 1.0]):
         expected = "1 with layer_norm='pre'" if has_pre else "numbers above 0"
         raise ValueError(f"{tensors.place}: alpha={alphas[0]} and {alphas[1]}, expected {expected}")
-    ends = {(True, True): "both", (False, True): "decoder", (True, False): "encoder"}
     return {
         **norm_positions(encoder, decoder),
-        "final_layer_norm": ends.get((encoder_ends, decoder_ends), "none"),
+        "final_layer_norm": final_layer_norm(encoder_ends, decoder_ends),
         "layer_norm_eps": EPSILON / alphas[1] ** 2,
     }
 
@@ -401,7 +382,7 @@ def _codes(
     cfg: Mapping[str, Any], side: str, options: ConversionOptions, folder: Path
 ) -> Path | None:
     """Codes or a SentencePiece model. Version 1 leaves them to the user."""
-    given = options.source_codes if side == "src" else options.target_codes or options.source_codes
+    given = options.codes("source" if side == "src" else "target")
     text = cfg["data"][side]
     if text["level"] != "bpe" or (not given and cfg.get("joeynmt_version") == "1"):
         return None
@@ -497,9 +478,8 @@ class JoeyModel(Toolkit):
             codes = _codes(cfg, side, options, path.parent)
             details = data[side].get("tokenizer_cfg") or {}
             details |= {name: str(codes) for name in ("codes", "model_file") if name in details}
-        special = dict(zip_longest(SPECIALS, symbols.special))
-        tokens = {f"{name}_token": token for name, token in special.items()}
-        numbers = {f"{name}_id": number for number, name in enumerate(special)}
+        tokens = {f"{name}_token": getattr(symbols, name) for name in SPECIALS}
+        numbers = {f"{name}_id": number for number, name in enumerate(SPECIALS)}
         data["special_symbols"] = SimpleNamespace(**tokens, **numbers, lang_tags=symbols.tags)
         self.source, target = build_vocab(data, model_dir=path.parent)
         self.tokenizer = build_tokenizer(data)[data["src"]["lang"]]

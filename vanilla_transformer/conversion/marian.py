@@ -28,14 +28,21 @@ from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
 from .check import Toolkit, subwords
-from .core import PROJECTION_BIAS, SHARED, TOKEN_FILES, Conversion, ConversionOptions, Tensors
+from .core import (
+    PROJECTION_BIAS,
+    SHARED,
+    STACKS,
+    TOKEN_FILES,
+    Conversion,
+    ConversionOptions,
+    Tensors,
+)
 
 logger = logging.get_logger(__name__)
 
 NAME = "marian"
 READS: tuple[str, ...] = ("like", *TOKEN_FILES)
 OPTIONS = "special:model.yml"
-STACKS = ("encoder", "decoder")
 # Our modules and Marian's names: {} is "W" or "b", in a layer norm "scale" or "bias".
 STACK_NAMES = {"embed_layer_norm": "emb_ln_{}_pre", "layer_norm": "top_ln_{}"}
 LAYER_NAMES = {
@@ -533,10 +540,9 @@ def _sides(files: MarianFiles, marian: dict[str, Any], options: ConversionOption
 
 def _splitter(files: MarianFiles, options: ConversionOptions, index: int) -> str | Path | None:
     """What splits the text of a side before a vocabulary other than `.spm`: codes or a model."""
-    codes = options.source_codes, options.target_codes or options.source_codes
     file, name = files.vocabularies[index], core.SIDES[index]
     found = (file.with_name(f"{name}.{suffix}") for suffix in ("spm", "bpe"))
-    return codes[index] or next(filter(Path.is_file, found), None)
+    return options.codes(name) or next(filter(Path.is_file, found), None)
 
 
 def _side(file: Path, size: int, pad: int, splitter: str | Path | None) -> Side:

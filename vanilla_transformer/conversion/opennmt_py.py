@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..data.vocabularies import Specials
@@ -21,10 +19,13 @@ from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
+    STACKS,
     Conversion,
     ConversionOptions,
     Tensors,
     interleave_halves,
+    read_weights,
+    renamed,
     take_layers,
     tie,
 )
@@ -53,7 +54,6 @@ NAMES = {
 }
 # From older names to those of version 3.
 OLD_NAMES = {r"^generator\.0\.": "generator.", r"\.a_2$": ".weight", r"\.b_2$": ".bias"}
-STACKS = ("encoder", "decoder")
 LAYERS = {"encoder": "encoder.transformer", "decoder": "decoder.transformer_layers"}
 EMBEDDING = "{}.embeddings.make_embedding.emb_luts.0.weight"
 POSITIONS = "{}.embeddings.make_embedding.pe.pe"
@@ -135,17 +135,17 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     token_ids = _token_ids(vocab, sides, path)
     tensors = Tensors(_modern(_tensors(checkpoint, path)), path)
     weights, tying = _matrices(tensors, *map(len, sides))
-    tokenizer, sizes = tokenizer_for(
+    tokenizer, rows = tokenizer_for(
         [{token: number for number, token in enumerate(side)} for side in sides],
         [_specials(side, template) for side, template in zip(sides, TEMPLATES, strict=True)],
         options,
-        weights,
+        list(map(len, sides)),
         splits_again=version < 3,
     )
     config = VanillaTransformerConfig(
-        **{**tying, **sizes}, **token_ids, **_options(opt, tensors), **_positions(opt, tensors)
+        **tying, **token_ids, **_options(opt, tensors), **_positions(opt, tensors)
     )
-    weights |= take_layers(tensors, config, _their_name)
+    weights |= take_layers(tensors, config, NAMES)
     tensors.expect_all_taken()
     if config.sinusoid_frequencies == "tensor2tensor":
         interleave_halves(weights)
@@ -154,7 +154,9 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         for stack in STACKS:
             weights[f"model.{stack}.embed_positions.weight"] = absent.clone()
     origin = {"toolkit": "OpenNMT-py", "version": f"{version}.x", "notes": _notes(opt, options)}
-    return Conversion(config, weights, tokenizer, dict(GENERATION[version]), origin)
+    conversion = Conversion(config, weights, tokenizer, dict(GENERATION[version]), origin)
+    conversion.fill_with_clones("source", rows, sides[0].index("<unk>"))
+    return conversion
 
 
 # ---------------------------------------------------------------- Files
@@ -189,10 +191,7 @@ def _tensors(checkpoint: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     files = sorted(file for file in files if file.suffix == ".safetensors")
     if not files:
         raise FileNotFoundError(f"{path}: expected its weights in {path.stem}.safetensors")
-    try:
-        return {name: each for file in files for name, each in load_file(file).items()}
-    except SafetensorError as error:
-        raise ValueError(f"{path.stem}.safetensors: expected a complete file ({error})") from error
+    return {name: each for file in files for name, each in read_weights(file).items()}
 
 
 def _modern(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -205,9 +204,7 @@ def _modern(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if name.endswith(".a_2"):
             tensor = tensor * math.sqrt((len(tensor) - 1) / len(tensor))
-        for old, new in OLD_NAMES.items():
-            name = re.sub(old, new, name)
-        modern[name] = tensor
+        modern[renamed(name, OLD_NAMES)] = tensor
     for linear in (FEED_FORWARD, *([ATTENTION] if _has_bias(modern) else [])):
         for name in [each for each in modern if re.fullmatch(rf"{linear}\.weight", each)]:
             zeros = modern[name].new_zeros(len(modern[name]))
@@ -238,12 +235,6 @@ def _tokens(vocab: Mapping[str, Any], side: str, path: Path) -> list[str]:
 
 
 # ---------------------------------------------------------------- Model
-
-
-def _their_name(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        name = re.sub(ours, theirs, name)
-    return name
 
 
 def _matrices(

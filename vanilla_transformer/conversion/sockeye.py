@@ -19,6 +19,7 @@ from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
     SIDES,
+    STACKS,
     TOKEN_FILES,
     Conversion,
     ConversionOptions,
@@ -33,7 +34,6 @@ from .unpickling import load_torch
 
 NAME = "sockeye"
 READS: tuple[str, ...] = TOKEN_FILES
-STACKS = "encoder", "decoder"
 PARAMS, CONFIG, VERSION, ARGUMENTS = "params.best", "config", "version", "args.yaml"
 VOCABULARIES = "vocab.src.0.json", "vocab.trg.0.json"
 SPECIAL_IDS = {"<pad>": 0, "<unk>": 1, "<s>": 2, "</s>": 3}
@@ -63,17 +63,11 @@ class _ConfigLoader(yaml.SafeLoader):
     """YAML that keeps a Sockeye object as a mapping and a Python tuple as a list."""
 
 
-def _mapping(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> dict[Any, Any]:
-    if not isinstance(node, yaml.MappingNode):
-        raise yaml.constructor.ConstructorError(
-            None, None, f"!{tag} is no mapping", node.start_mark
-        )
+def _mapping(loader: yaml.SafeLoader, tag: str, node: Any) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
-def _sequence(loader: yaml.SafeLoader, node: yaml.Node) -> list[Any]:
-    if not isinstance(node, yaml.SequenceNode):
-        raise yaml.constructor.ConstructorError(None, None, "a tuple is none", node.start_mark)
+def _sequence(loader: yaml.SafeLoader, node: Any) -> list[Any]:
     return loader.construct_sequence(node, deep=True)
 
 
@@ -95,7 +89,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     described = read_config(folder / CONFIG)
     expect_plain(described, folder / CONFIG)
     tensors = read_params(params)
-    weights, tied = _embeddings(tensors, described)
+    weights, fields = _embeddings(tensors, described)
     for stack in STACKS:
         weights |= _layers(tensors, described[f"config_{stack}"], stack)
     positions, position_fields = _positions(tensors, described)
@@ -110,15 +104,16 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: expected the vocabulary, or --{side}_vocabulary")
         vocabularies.append(read_vocabulary(path, described[f"vocab_{side}_size"]))
-    tokenizer, vocabulary_fields = tokenizer_for(vocabularies, [Specials()] * 2, options, weights)
+    sizes = [described[f"vocab_{side}_size"] for side in SIDES]
+    tokenizer, rows = tokenizer_for(vocabularies, [Specials()] * 2, options, sizes)
     arguments = _load_yaml(folder / ARGUMENTS) if (folder / ARGUMENTS).is_file() else {}
     config = VanillaTransformerConfig(
-        **_sizes(described), **tied, **vocabulary_fields, **position_fields,
+        **_sizes(described), **fields, **position_fields,
         **_rates(described, arguments),
         pad_token_id=0, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2,
     )  # fmt: skip
     version = folder / VERSION
-    return Conversion(
+    conversion = Conversion(
         config=config,
         weights=weights,
         tokenizer=tokenizer,
@@ -130,6 +125,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
             "trained with before, and undo it afterwards.",
         },
     )
+    conversion.fill_with_clones("source", rows, SPECIAL_IDS["<unk>"])
+    return conversion
 
 
 # ---------------------------------------------------------------- Configuration
@@ -275,7 +272,7 @@ def _embeddings(
         tensors.take("output_layer.weight", target, d_model),
     )
     weights[PROJECTION_BIAS] = tensors.take("output_layer.bias", target)
-    return weights, {"tie_word_embeddings": fields["tie_word_embeddings"]}
+    return weights, {**fields, "lm_head_bias": True}
 
 
 def _layers(tensors: Tensors, config: dict[str, Any], stack: str) -> dict[str, Tensor]:

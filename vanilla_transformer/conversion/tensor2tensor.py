@@ -28,12 +28,12 @@ from .check import Toolkit
 from .core import (
     SHARED,
     SOURCE,
+    STACKS,
     TARGET,
     Conversion,
     ConversionOptions,
     Tensors,
     add_rows,
-    add_zero_start,
     interleave_halves,
     matrix_of,
     tie,
@@ -43,7 +43,7 @@ from .tensorflow_checkpoint import TensorFlowCheckpoint, is_index
 
 NAME = "tensor2tensor"
 READS: tuple[str, ...] = ("heads", "target_space_id", "source_vocabulary", "target_vocabulary")
-STACKS, SIDES = ("encoder", "decoder"), ("inputs", "targets")
+SIDES = "inputs", "targets"
 SPECIALS = "<pad>", "<EOS>"  # ids 0 and 1; in most files they end in an underscore
 START = "<start>"  # ours: the decoder starts from a zero vector
 # The unknown token of a vocabulary of whole tokens, such as that of translate_ende_wmt_bpe32k.
@@ -132,7 +132,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     tensors.expect_all_taken((r"slot\..*",))
     if not positions:
         interleave_halves(weights)
-    start = add_zero_start(weights)
+    start = add_rows(weights, "target", 1)  # the decoder starts from a zero vector
     if SOURCE in weights and vocabularies[0] == vocabularies[1]:
         add_rows(weights, "source", 1)
     sizes = [len(weights[matrix_of(weights, side)]) for side in ("source", "target")]

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..data.protobuf import read_fields, read_varint
+
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 FOOTER_SIZE, TRAILER_SIZE = 48, 5
 # DataType in tensorflow/core/framework/types.proto
@@ -48,17 +50,21 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
 
     def __init__(self, prefix: Path):
         self.prefix, self.index = prefix, prefix.with_name(f"{prefix.name}.index")
-        entries = dict(_read_table(self.index))
+        try:
+            self._read_index()
+        except ValueError as error:
+            raise ValueError(f"{self.index}: {error}") from error
+
+    def _read_index(self) -> None:
+        entries = dict(_read_table(self.index.read_bytes()))
         if b"" not in entries:
-            raise ValueError(f"{self.index}: expected the header of a TensorFlow checkpoint")
-        header = dict(_fields(entries.pop(b""), self.index))
+            raise ValueError("expected the header of a TensorFlow checkpoint")
+        header = dict(read_fields(entries.pop(b"")))
         if header.get(2, 0) != 0:
-            raise ValueError(f"{self.index} is big-endian: expected little-endian")
+            raise ValueError("the checkpoint is big-endian: expected little-endian")
         self.shards = [self._shard(shard, header.get(1, 0)) for shard in range(header.get(1, 0))]
-        self.entries = {
-            name.decode(errors="replace"): self._entry(name, entry)
-            for name, entry in entries.items()
-        }
+        names = {key.decode(errors="replace"): entry for key, entry in entries.items()}
+        self.entries = {name: self._entry(name, entry) for name, entry in names.items()}
 
     def _shard(self, shard: int, shards: int) -> Path:
         path = self.prefix.with_name(f"{self.prefix.name}.data-{shard:05}-of-{shards:05}")
@@ -66,31 +72,28 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
             raise FileNotFoundError(f"{path}: expected it beside {self.index.name}")
         return path
 
-    def _entry(self, name: bytes, entry: bytes) -> dict[str, Any]:
+    def _entry(self, name: str, entry: bytes) -> dict[str, Any]:
         """What is known of a tensor, checked against the files."""
         fields: dict[int, Any] = {4: 0, 5: 0, 3: 0}
         shape: list[int] = []
-        for field, value in _fields(entry, self.index):
+        for field, value in read_fields(entry):
             if field == 2:
-                dimensions = [v for f, v in _fields(value, self.index) if f == 2]
-                shape = [dict(_fields(d, self.index)).get(1, 0) for d in dimensions]
+                dimensions = [v for f, v in read_fields(value) if f == 2]
+                shape = [dict(read_fields(d)).get(1, 0) for d in dimensions]
             fields[field] = value
         shard, offset, size = fields[3], fields[4], fields[5]
-        dtype, where = (
-            DTYPES.get(fields.get(1, 0)),
-            f"{self.index}: {name.decode(errors='replace')}",
-        )
+        dtype = DTYPES.get(fields.get(1, 0))
         if 7 in fields:
-            raise ValueError(f"{where} is saved in slices: expected a whole tensor")
+            raise ValueError(f"{name} is saved in slices: expected a whole tensor")
         if len(shape) > MOST_DIMENSIONS or shard >= len(self.shards):
-            raise ValueError(f"{where}, shape={shape}, shard={shard}: the file is damaged")
+            raise ValueError(f"{name}, shape={shape}, shard={shard}: the file is damaged")
         if dtype is not None and math.prod(shape) * dtype.itemsize != size:
-            raise ValueError(f"{where}, shape={shape}, {dtype}: expected {size} bytes")
+            raise ValueError(f"{name}, shape={shape}, {dtype}: expected {size} bytes")
         found = self.shards[shard].stat().st_size
         if offset + size > found:
             raise ValueError(
                 f"{self.shards[shard]} is truncated: expected at least {offset + size} bytes for "
-                f"{name.decode(errors='replace')}, found {found}"
+                f"{name}, found {found}"
             )
         return {"dtype": dtype, "shape": shape, "shard": shard, "offset": offset, "size": size}
 
@@ -99,10 +102,6 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.entries)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading it."""
-        return tuple(self.entries[name]["shape"])
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
@@ -116,81 +115,48 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
         return torch.from_numpy(raw).view(entry["dtype"]).reshape(entry["shape"])
 
 
-def _read_table(path: Path) -> Iterator[tuple[bytes, bytes]]:
+def _read_table(table: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Keys and values of a LevelDB table."""
-    table = path.read_bytes()
     if len(table) < FOOTER_SIZE or not table.endswith(MAGIC):
         raise ValueError(
-            f"{path} is truncated or no index of a TensorFlow checkpoint: expected it to end in "
+            "truncated, or no index of a TensorFlow checkpoint: expected it to end in "
             f"{MAGIC.hex()}"
         )
     footer = table[-FOOTER_SIZE:]
-    _, position = _handle(footer, 0, path)  # the meta-index, empty in checkpoints
-    index, _ = _handle(footer, position, path)
-    for _, handle in _read_block(table, *index, path):
-        yield from _read_block(table, *_handle(handle, 0, path)[0], path)
+    _, position = _handle(footer, 0)  # the meta-index, empty in checkpoints
+    index, _ = _handle(footer, position)
+    for _, handle in _read_block(table, *index):
+        yield from _read_block(table, *_handle(handle, 0)[0])
 
 
-def _handle(data: bytes, position: int, path: Path) -> tuple[tuple[int, int], int]:
+def _handle(data: bytes, position: int) -> tuple[tuple[int, int], int]:
     """Offset and size of a block, and the position behind them."""
-    offset, position = _varint(data, position, path)
-    size, position = _varint(data, position, path)
+    offset, position = read_varint(data, position)
+    size, position = read_varint(data, position)
     return (offset, size), position
 
 
-def _read_block(table: bytes, offset: int, size: int, path: Path) -> Iterator[tuple[bytes, bytes]]:
+def _read_block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
     """Keys and values of a block. A key shares a prefix with the one before it; after the entries
     comes a list of places to start from, with its length in the last four bytes."""
     block, trailer = table[offset : offset + size], table[offset + size :][:TRAILER_SIZE]
     if len(trailer) < TRAILER_SIZE or size < 4:
-        raise ValueError(f"{path} is truncated: expected a block of {size} bytes at {offset}")
+        raise ValueError(f"truncated: expected a block of {size} bytes at {offset}")
     kind, checksum = struct.unpack("<BI", trailer)
     if kind != 0:
-        raise ValueError(f"{path}: a block is compressed ({kind}): expected none to be")
+        raise ValueError(f"a block is compressed ({kind}): expected none to be")
     if _masked_crc32c(block + trailer[:1]) != checksum:
-        raise ValueError(f"{path} is damaged: the checksum of its block at {offset} is wrong")
+        raise ValueError(f"damaged: the checksum of its block at {offset} is wrong")
     end = size - 4 * (struct.unpack("<I", block[-4:])[0] + 1)
     position, key = 0, b""
     while position < end:
-        shared, position = _varint(block, position, path)
-        own, position = _varint(block, position, path)
-        length, position = _varint(block, position, path)
+        shared, position = read_varint(block, position)
+        own, position = read_varint(block, position)
+        length, position = read_varint(block, position)
         key = key[:shared] + block[position : position + own]
         position += own
         yield key, block[position : position + length]
         position += length
-
-
-def _fields(message: bytes, path: Path) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of a protocol buffer's fields."""
-    position = 0
-    while position < len(message):
-        tag, position = _varint(message, position, path)
-        kind = tag & 7
-        if kind == 0:
-            value, position = _varint(message, position, path)
-            yield tag >> 3, value
-            continue
-        if kind not in (1, 2, 5):
-            raise ValueError(f"{path} is damaged: no protocol buffer has a field of type {kind}")
-        size = {1: 8, 5: 4}.get(kind)
-        if size is None:
-            size, position = _varint(message, position, path)
-        yield tag >> 3, message[position : position + size]
-        position += size
-
-
-def _varint(data: bytes, position: int, path: Path) -> tuple[int, int]:
-    """An integer in groups of seven bits, and the position behind it."""
-    value = 0
-    for shift in range(0, 64, 7):
-        if position >= len(data):
-            raise ValueError(f"{path} is damaged: an integer goes past its end")
-        byte, position = data[position], position + 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-    raise ValueError(f"{path} is damaged: an integer has more than 64 bits")
 
 
 def _crc32c_table() -> list[int]:

@@ -3,9 +3,7 @@ byte-pair codes or a SentencePiece model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..data.vocabularies import (
@@ -18,15 +16,7 @@ from ..data.vocabularies import (
     words,
 )
 from ..data.vocabulary_files import read_bpe_codes, read_sentencepiece
-from .core import (
-    PROJECTION,
-    PROJECTION_BIAS,
-    SHARED,
-    SIDES,
-    ConversionOptions,
-    add_unknown_clones,
-    matrix_of,
-)
+from .core import SIDES, ConversionOptions
 
 Vocabulary = Mapping[str, int]
 
@@ -35,46 +25,30 @@ def tokenizer_for(
     vocabularies: Sequence[Vocabulary],
     specials: Sequence[Specials],
     options: ConversionOptions,
-    weights: dict[str, Tensor],
+    sizes: Sequence[int],
     *,
     splits_again: bool = True,
-) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
-    """A tokenizer for source and target. The weights get a copy of the unknown token's row for each
-    symbol that the codes produce and the source vocabulary lacks.
+) -> tuple[PreTrainedTokenizerBase, int]:
+    """A tokenizer for source and target, and the rows that the source's embedding needs for it: the
+    codes may produce symbols that the vocabulary lacks (see `Conversion.fill_with_clones`).
 
     Args:
         vocabularies: Ids by token of the source and of the target.
         specials: Their special tokens.
         options: Says which codes there are. The source's serve both sides if the target has none.
-        weights: Under our names.
+        sizes: The rows of both embeddings.
         splits_again: See `side_tokenizer`.
 
-    Returns:
-        The tokenizer, and `vocab_size`, `decoder_vocab_size` and `lm_head_bias`.
-
     Raises:
-        ValueError: A vocabulary does not fit the weights, or lacks a special token.
+        ValueError: A vocabulary does not fit its embedding, or lacks a special token.
     """
-    matrices = [matrix_of(weights, side) for side in SIDES]
-    codes = options.source_codes, options.target_codes or options.source_codes
-    sizes = [len(weights[matrix]) for matrix in matrices]
+    codes = map(options.codes, SIDES)
     sides = [
         _side(*each, splits_again)
         for each in zip(SIDES, vocabularies, specials, codes, sizes, strict=True)
     ]
-    unknown = [
-        vocabulary[each.unk or ""] for vocabulary, each in zip(vocabularies, specials, strict=True)
-    ]
-    if (clones := rows(sides[0]) - sizes[0]) > 0:
-        add_unknown_clones(weights, "source", clones, unknown[0])
-    source, target = (len(weights[matrix]) for matrix in matrices)
-    own = source != target or (SHARED not in weights and PROJECTION not in weights)
-    fields = {
-        "vocab_size": source,
-        "decoder_vocab_size": target if own else None,
-        "lm_head_bias": PROJECTION_BIAS in weights,
-    }
-    return pair(*sides, size=sizes[1], unk_id=unknown[1]), fields
+    unk_id = vocabularies[1][specials[1].unk or ""]
+    return pair(*sides, size=sizes[1], unk_id=unk_id), rows(sides[0])
 
 
 def _side(

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, log_softmax
 from transformers.activations import ACT2FN
@@ -34,26 +33,27 @@ from .check import Toolkit, subwords
 from .core import (
     PROJECTION_BIAS,
     SIDES,
+    STACKS,
     TOKEN_FILES,
     Conversion,
     ConversionOptions,
     Tensors,
     expect_size,
+    final_layer_norm,
     interleave_halves,
     matrix_of,
+    read_weights,
     split_fused,
     tie,
 )
 from .positions import find_sinusoids, learned_positions, sinusoids
 from .text import tokenizer_for
-from .unpickling import load_torch
 
 logger = logging.getLogger(__name__)
 
 NAME = "torch_nn"
 FOR_STATE_DICTS = ("heads", "norm_first", "activation", "layer_norm_eps")
 READS: tuple[str, ...] = (*FOR_STATE_DICTS, "names", *TOKEN_FILES)
-STACKS = "encoder", "decoder"
 VOCABULARIES = "vocab.src.txt", "vocab.tgt.txt"
 EMBEDDINGS = "source_embedding", "target_embedding"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -202,39 +202,37 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         )
     bias = any(name.endswith("bias") for name in tensors if name.startswith(prefixes["encoder"]))
     bias |= layout is ANNOTATED
-    final = []
+    ends = []
     for stack in STACKS:
         reader = _Stack(tensors, layout, stack, prefixes[stack], d_model, bias)
         weights |= reader.layers()
         sizes |= reader.sizes
-        final += [stack] if reader.has_final_norm else []
+        ends.append(reader.has_final_norm)
     positions, position_fields = _positions(tensors, table, d_model)
     weights |= positions
     tensors.expect_all_taken(table.ignored)
     if position_fields.pop("layout", None) == "halves":
         interleave_halves(weights)
     vocabularies = _vocabularies(file.parent, options, table)
-    for side, vocabulary in zip(SIDES, vocabularies, strict=True):
-        _expect_size(side, vocabulary, len(weights[matrix_of(weights, side)]))
-    specials = _specials(table)
-    tokenizer, vocabulary_sizes = tokenizer_for(vocabularies, specials, options, weights)
+    rows = [len(weights[matrix_of(weights, side)]) for side in SIDES]
+    for side, vocabulary, size in zip(SIDES, vocabularies, rows, strict=True):
+        _expect_size(side, vocabulary, size)
+    tokenizer, wanted = tokenizer_for(vocabularies, _specials(table), options, rows)
     if table.activation not in ACT2FN:
         expected = ", ".join(sorted(ACT2FN))
         raise ValueError(f"activation={table.activation!r}: expected one of {expected}")
     config = VanillaTransformerConfig(
-        **{**sizes, **vocabulary_sizes}, **position_fields, **_token_ids(vocabularies, table),
+        **sizes, **position_fields, **_token_ids(vocabularies, table),
         encoder_attention_heads=table.heads, decoder_attention_heads=table.heads,
         attention_bias=bias, activation_function=table.activation,
         norm_position="pre" if table.norm_first else "post",
-        final_layer_norm={0: "none", 2: "both"}.get(len(final), "".join(final)),
+        final_layer_norm=final_layer_norm(*ends),
         layer_norm_eps=table.layer_norm_eps, scale_embedding=table.scale_embedding,
     )  # fmt: skip
-    return Conversion(
-        config=config,
-        weights=weights,
-        tokenizer=tokenizer,
-        origin={"toolkit": layout.toolkit, "notes": _notes(table)},
-    )
+    origin = {"toolkit": layout.toolkit, "notes": _notes(table)}
+    conversion = Conversion(config, weights, tokenizer, origin=origin)
+    conversion.fill_with_clones("source", wanted, vocabularies[0][table.unk])
+    return conversion
 
 
 def _notes(table: Table) -> str:
@@ -271,11 +269,7 @@ def read_state_dict(path: Path) -> Tensors:
         FileNotFoundError: There is no such file.
         ValueError: It holds no state dict, or is damaged.
     """
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            state: Any = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    else:
-        state = load_torch(path)
+    state = read_weights(path)
     for name in STATE_DICTS:
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
             state = state[name]

@@ -4,7 +4,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -17,6 +17,7 @@ from datasets import (
     concatenate_datasets,
     interleave_datasets,
 )
+from transformers.hf_argparser import HfArg
 
 logger = logging.getLogger(__name__)
 
@@ -36,52 +37,38 @@ class CorpusArguments:
             other.
     """
 
-    corpus_weights: list[float] | None = field(
+    corpus_weights: list[float] | None = HfArg(
         default=None,
-        metadata={
-            "help": "The share of each training corpus, such as 3 1. Smaller corpora are "
-            "repeated. Default: all pairs once."
-        },
+        help="The share of each training corpus, such as 3 1. Smaller corpora are repeated. "
+        "Default: all pairs once.",
     )
-    corpus_temperature: float | None = field(
+    corpus_temperature: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "In place of corpus_weights, shares that grow with size^(1/temperature), such "
-            "as 5 for multilingual models. 1 leaves the sizes as they are."
-        },
+        help="In place of corpus_weights, shares that grow with size^(1/temperature), such as 5 "
+        "for multilingual models. 1 leaves the sizes as they are.",
     )
-    corpus_tags: list[str] | None = field(
+    corpus_tags: list[str] | None = HfArg(
         default=None,
-        metadata={
-            "help": "A token before the sources of each training corpus, such as <2fr>; '' for "
-            "none. Validation and test data get the tags if they have as many corpora."
-        },
+        help="A token before the sources of each training corpus, such as <2fr>; '' for none. "
+        "Validation and test data get the tags if they have as many corpora.",
     )
-    source_prefix: str | None = field(
-        default=None,
-        metadata={"help": "Text before every source, such as T5's 'summarize: '."},
+    source_prefix: str | None = HfArg(
+        default=None, help="Text before every source, such as T5's 'summarize: '."
     )
-    drop_pairs: list[str] = field(
+    drop_pairs: list[str] = HfArg(
         default_factory=list,
-        metadata={
-            "help": "Training pairs to drop: duplicates, copies (the target is the source), "
-            "letterless (a side has no letters), broken (wrongly decoded or control characters)."
-        },
+        help="Training pairs to drop: duplicates, copies (the target is the source), letterless "
+        "(a side has no letters), broken (wrongly decoded or control characters).",
     )
-    max_pair_length: int | None = field(
+    max_pair_length: int | None = HfArg(
+        default=None, help="Drop training pairs with a side longer than this, in length_unit."
+    )
+    max_pair_ratio: float | None = HfArg(
         default=None,
-        metadata={"help": "Drop training pairs with a side longer than this, in length_unit."},
+        help="Drop training pairs with one side more than this many times as long as the other.",
     )
-    max_pair_ratio: float | None = field(
-        default=None,
-        metadata={
-            "help": "Drop training pairs with one side more than this many times as long as "
-            "the other."
-        },
-    )
-    length_unit: str = field(
-        default="word",
-        metadata={"help": "Unit of max_pair_length and max_pair_ratio: word or char."},
+    length_unit: str = HfArg(
+        default="word", help="Unit of max_pair_length and max_pair_ratio: word or char."
     )
 
     def check(self, corpora: int, streaming: bool) -> None:

@@ -10,7 +10,7 @@ data set is a memory-mapped Arrow file or a stream.
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from itertools import product, zip_longest
 from pathlib import Path
@@ -28,13 +28,13 @@ from datasets import (
     load_dataset,
 )
 from transformers import PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
 from .collation import LENGTH
 from .corpora import PAIR_FEATURES, CorpusArguments
 from .tables import FILE_SUFFIXES, ColumnChoice, flatten, read_json, read_table, suffix_of
 from .text_files import expect_unicode, read_file
 
-# ruff: noqa: RUF009  # `_option` returns a field
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
@@ -43,7 +43,7 @@ SAMPLES = {"train": "train", "validation": "eval", "test": "predict"}
 
 
 def _option(help: str, default: Any = None) -> Any:
-    return field(default=default, metadata={"help": help})
+    return HfArg(default=default, help=help)
 
 
 @dataclass
@@ -59,60 +59,84 @@ class DataArguments(CorpusArguments):
             range; or there is no data.
     """
 
-    train_source: list[str] | None = _option(
-        "Source side of the training data, plain text or .gz. Several files are several corpora."
+    train_source: list[str] | None = HfArg(
+        default=None,
+        help="Source side of the training data, plain text or .gz. Several files are several "
+        "corpora.",
     )
-    train_target: list[str] | None = _option("Target side of the training data, plain text or .gz.")
-    validation_source: list[str] | None = _option("Source side of the validation data.")
-    validation_target: list[str] | None = _option("Target side of the validation data.")
-    test_source: list[str] | None = _option("Source side of the test data.")
-    test_target: list[str] | None = _option("Target side of the test data.")
-    train_file: list[str] | None = _option(
-        "Training data as a table: csv (with quotes) or tsv (without), with a header line, json or "
-        "jsonl, plain or .gz; or parquet. Several files are several corpora."
+    train_target: list[str] | None = HfArg(
+        default=None, help="Target side of the training data, plain text or .gz."
     )
-    validation_file: list[str] | None = _option("Validation data as a table.")
-    test_file: list[str] | None = _option("Test data as a table.")
-    dataset_name: str | None = _option(
-        "Name of a data set on the Hub, a local folder that holds one, or 'phrases' for the "
-        "built-in phrases."
+    validation_source: list[str] | None = HfArg(
+        default=None, help="Source side of the validation data."
     )
-    dataset_config_name: str | None = _option(
-        "Configuration of the data set, such as de-en of wmt14."
+    validation_target: list[str] | None = HfArg(
+        default=None, help="Target side of the validation data."
     )
-    source_lang: str | None = _option("Language to translate from, such as en.")
-    target_lang: str | None = _option("Language to translate to, such as de.")
-    source_column: str | None = _option(
-        "Column with the source text. Default: the source language in a 'translation' column, else "
-        "the column with its name, else 'source' or 'src', else the first of two columns."
+    test_source: list[str] | None = HfArg(default=None, help="Source side of the test data.")
+    test_target: list[str] | None = HfArg(default=None, help="Target side of the test data.")
+    train_file: list[str] | None = HfArg(
+        default=None,
+        help="Training data as a table: csv (with quotes) or tsv (without), with a header line, "
+        "json or jsonl, plain or .gz; or parquet. Several files are several corpora.",
     )
-    target_column: str | None = _option(
-        "Column with the target text. Default: as for source_column, with 'target', 'tgt' or 'trg'."
+    validation_file: list[str] | None = HfArg(default=None, help="Validation data as a table.")
+    test_file: list[str] | None = HfArg(default=None, help="Test data as a table.")
+    dataset_name: str | None = HfArg(
+        default=None,
+        help="Name of a data set on the Hub, a local folder that holds one, or 'phrases' for the "
+        "built-in phrases.",
     )
-    phrases_train_size: int = _option("Number of training pairs of phrases.", 300_000)
-    phrases_validation_size: int = _option("Number of validation pairs of phrases.", 1000)
-    phrases_test_size: int = _option("Number of test pairs of phrases.", 1000)
-    phrases_seed: int = _option("Seed of the phrases.", 0)
-    max_source_length: int | None = _option(
-        "Truncate sources to this many tokens, including the final </s>. Default: no limit."
+    dataset_config_name: str | None = HfArg(
+        default=None, help="Configuration of the data set, such as de-en of wmt14."
     )
-    max_target_length: int | None = _option(
-        "Truncate targets to this many tokens, including the final </s>. Default: no limit. "
-        "Scores during training use this limit; the final scores do not."
+    source_lang: str | None = HfArg(default=None, help="Language to translate from, such as en.")
+    target_lang: str | None = HfArg(default=None, help="Language to translate to, such as de.")
+    source_column: str | None = HfArg(
+        default=None,
+        help="Column with the source text. Default: the source language in a 'translation' "
+        "column, else the column with its name, else 'source' or 'src', else the first of two "
+        "columns.",
     )
-    bpe_dropout: float = _option(
-        "BPE-dropout: the probability of skipping a merge, so that training texts are split "
+    target_column: str | None = HfArg(
+        default=None,
+        help="Column with the target text. Default: as for source_column, with 'target', 'tgt' or "
+        "'trg'.",
+    )
+    phrases_train_size: int = HfArg(default=300_000, help="Number of training pairs of phrases.")
+    phrases_validation_size: int = HfArg(
+        default=1000, help="Number of validation pairs of phrases."
+    )
+    phrases_test_size: int = HfArg(default=1000, help="Number of test pairs of phrases.")
+    phrases_seed: int = HfArg(default=0, help="Seed of the phrases.")
+    max_source_length: int | None = HfArg(
+        default=None,
+        help="Truncate sources to this many tokens, including the final </s>. Default: no limit.",
+    )
+    max_target_length: int | None = HfArg(
+        default=None,
+        help="Truncate targets to this many tokens, including the final </s>. Default: no limit. "
+        "Scores during training use this limit; the final scores do not.",
+    )
+    bpe_dropout: float = HfArg(
+        default=0.0,
+        help="BPE-dropout: the probability of skipping a merge, so that training texts are split "
         "differently in each epoch; 0.1 in its paper. max_tokens counts tokens without dropout.",
-        0.0,
     )
-    max_train_samples: int | None = _option("Use only the first pairs of the training data.")
-    max_eval_samples: int | None = _option("Use only the first pairs of the validation data.")
-    max_predict_samples: int | None = _option("Use only the first pairs of the test data.")
-    preprocessing_num_workers: int | None = _option(
-        "Number of processes that tokenize. Has no effect with streaming."
+    max_train_samples: int | None = HfArg(
+        default=None, help="Use only the first pairs of the training data."
     )
-    streaming: bool = _option(
-        "Read the training data during training instead of storing it first.", False
+    max_eval_samples: int | None = HfArg(
+        default=None, help="Use only the first pairs of the validation data."
+    )
+    max_predict_samples: int | None = HfArg(
+        default=None, help="Use only the first pairs of the test data."
+    )
+    preprocessing_num_workers: int | None = HfArg(
+        default=None, help="Number of processes that tokenize. Has no effect with streaming."
+    )
+    streaming: bool = HfArg(
+        default=False, help="Read the training data during training instead of storing it first."
     )
 
     def __post_init__(self) -> None:

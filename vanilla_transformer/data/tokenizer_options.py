@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from tokenizers import AddedToken, decoders
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.hf_argparser import HfArg
 
 from .parallel_text import iter_texts
 from .token_batches import arrow_tables
@@ -47,60 +48,43 @@ class TokenizerArguments:
             file.
     """
 
-    tokenizer_name: str | None = field(
-        default=None,
-        metadata={"help": "Folder or Hub name of a tokenizer. Default: train one on the data."},
+    tokenizer_name: str | None = HfArg(
+        default=None, help="Folder or Hub name of a tokenizer. Default: train one on the data."
     )
-    vocab_size: int = field(
-        default=8000, metadata={"help": "Maximum vocabulary size of a new tokenizer."}
-    )
-    tokenizer_type: str = field(
+    vocab_size: int = HfArg(default=8000, help="Maximum vocabulary size of a new tokenizer.")
+    tokenizer_type: str = HfArg(
         default="bpe",
-        metadata={
-            "help": f"Type of a new tokenizer: {', '.join(TOKENIZER_TYPES)} (split at white space)."
-        },
+        help=f"Type of a new tokenizer: {', '.join(TOKENIZER_TYPES)} (split at white space).",
     )
-    separate_vocabularies: bool = field(
-        default=False,
-        metadata={"help": "Train a tokenizer for the sources and another for the targets."},
+    separate_vocabularies: bool = HfArg(
+        default=False, help="Train a tokenizer for the sources and another for the targets."
     )
-    target_tokenizer_type: str | None = field(
-        default=None,
-        metadata={"help": "With separate_vocabularies, the target's type. Default: the source's."},
+    target_tokenizer_type: str | None = HfArg(
+        default=None, help="With separate_vocabularies, the target's type. Default: the source's."
     )
-    target_vocab_size: int | None = field(
-        default=None,
-        metadata={"help": "With separate_vocabularies, the target's size. Default: the source's."},
+    target_vocab_size: int | None = HfArg(
+        default=None, help="With separate_vocabularies, the target's size. Default: the source's."
     )
-    user_tokens: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Tokens that are never split, such as <2fr> or <num>."},
+    user_tokens: list[str] = HfArg(
+        default_factory=list, help="Tokens that are never split, such as <2fr> or <num>."
     )
-    lowercase: bool = field(
-        default=False, metadata={"help": "Lower-case all text, as a part of the tokenizer."}
+    lowercase: bool = HfArg(default=False, help="Lower-case all text, as a part of the tokenizer.")
+    unicode_normalization: str = HfArg(
+        default="nfc", help=f"Unicode normal form of all text: {', '.join(UNICODE_FORMS)}."
     )
-    unicode_normalization: str = field(
-        default="nfc",
-        metadata={"help": f"Unicode normal form of all text: {', '.join(UNICODE_FORMS)}."},
-    )
-    target_unicode_normalization: str | None = field(
-        default=None,
-        metadata={"help": "With separate_vocabularies, the target's form. Default: the source's."},
+    target_unicode_normalization: str | None = HfArg(
+        default=None, help="With separate_vocabularies, the target's form. Default: the source's."
     )
 
-    sentencepiece_model: list[str] | None = field(
+    sentencepiece_model: list[str] | None = HfArg(
         default=None,
-        metadata={
-            "help": "A SentencePiece model to use in place of a new tokenizer, or two: the "
-            "source's and the target's."
-        },
+        help="A SentencePiece model to use in place of a new tokenizer, or two: the source's and "
+        "the target's.",
     )
-    bpe_codes: list[str] | None = field(
+    bpe_codes: list[str] | None = HfArg(
         default=None,
-        metadata={
-            "help": "Codes of subword-nmt or fastBPE to use in place of a new tokenizer, for text "
-            "that is split into words, or two files: the source's and the target's."
-        },
+        help="Codes of subword-nmt or fastBPE to use in place of a new tokenizer, for text that "
+        "is split into words, or two files: the source's and the target's.",
     )
 
     def __post_init__(self) -> None:

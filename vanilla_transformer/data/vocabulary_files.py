@@ -12,6 +12,9 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from .protobuf import read_fields
 
 # A character of Unicode's private use area, which text does not have: what must not match a text
 # starts with it.
@@ -213,39 +216,11 @@ class SentencePieceModel:
         return name if any(p == name and kind == CONTROL for p, _, kind in self.pieces) else None
 
 
-def _message(data: bytes) -> dict[int, list[int | bytes]]:
-    """The fields of a protobuf message by number: integers, or bytes of whatever else.
-
-    Raises:
-        IndexError, struct.error, ValueError: The bytes are no such message, or cut.
-    """
-    fields: dict[int, list[int | bytes]] = {}
-    place = 0
-
-    def varint() -> int:
-        nonlocal place
-        value = shift = 0
-        while True:
-            byte = data[place]
-            place += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while place < len(data):
-        tag = varint()
-        wire = tag & 7
-        if wire == 0:
-            fields.setdefault(tag >> 3, []).append(varint())
-            continue
-        if wire not in (1, 2, 5):
-            raise ValueError(f"wire type {wire}")
-        length = varint() if wire == 2 else {1: 8, 5: 4}[wire]
-        if place + length > len(data):
-            raise ValueError("it is cut off")
-        fields.setdefault(tag >> 3, []).append(data[place : place + length])
-        place += length
+def _message(data: bytes) -> dict[int, list[Any]]:
+    """The values of each field of a protocol buffer, by its number."""
+    fields: dict[int, list[Any]] = {}
+    for number, value in read_fields(data):
+        fields.setdefault(number, []).append(value)
     return fields
 
 
@@ -259,19 +234,18 @@ def read_sentencepiece(path: str | Path) -> SentencePieceModel:
     try:
         model = _message(Path(path).read_bytes())
         trainer, normalizer, denormalizer = (
-            _message(b"".join(model.get(number, [])))  # type: ignore[arg-type]
-            for number in (2, 3, 5)
+            _message(b"".join(model.get(number, []))) for number in (2, 3, 5)
         )
         pieces = []
         for raw in model[1]:
-            piece = _message(raw)  # type: ignore[arg-type]
-            score = struct.unpack("<f", piece.get(2, [bytes(4)])[-1])[0]  # type: ignore[arg-type]
-            text = piece.get(1, [b""])[-1].decode("utf-8")  # type: ignore[union-attr]
+            piece = _message(raw)
+            score = struct.unpack("<f", piece.get(2, [bytes(4)])[-1])[0]
+            text = piece.get(1, [b""])[-1].decode("utf-8")
             pieces.append((text, score, int(piece.get(3, [NORMAL])[-1])))
-    except (IndexError, KeyError, AttributeError, TypeError, ValueError, struct.error) as error:
+    except (KeyError, AttributeError, TypeError, ValueError, struct.error) as error:
         raise ValueError(f"{path}: expected a sentencepiece model, but {error!r}") from None
 
-    def flag(fields: Mapping[int, list[int | bytes]], number: int, default: bool) -> bool:
+    def flag(fields: Mapping[int, list[Any]], number: int, default: bool) -> bool:
         return bool(fields.get(number, [default])[-1])
 
     model_type = _MODEL_TYPES.get(int(trainer.get(3, [1])[-1]), "unknown")
@@ -292,9 +266,9 @@ def read_sentencepiece(path: str | Path) -> SentencePieceModel:
         pieces=pieces,
         model_type=model_type,
         charsmap=bytes(charsmap),
-        composes=b"nfkc" in normalizer.get(1, [b""])[-1],  # type: ignore[operator]
+        composes=b"nfkc" in normalizer.get(1, [b""])[-1],
         dummy_prefix=flag(normalizer, 3, True),
         squeezes_spaces=flag(normalizer, 4, True),
         byte_fallback=flag(trainer, 35, False),
-        unk_surface=surface.decode("utf-8"),  # type: ignore[union-attr]
+        unk_surface=surface.decode("utf-8"),
     )

@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..conversion.core import PROJECTION_BIAS
-from ..conversion.hf_marian import BIAS, SAME, their_name
+from ..conversion.core import PROJECTION_BIAS, renamed
+from ..conversion.hf_marian import BIAS, NAMES, SAME
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.generation import OWN_OPTIONS
 from ..model.modeling_vanilla_transformer import (
@@ -103,7 +103,7 @@ def save(
         output: The folder.
     """
     bias = weights.pop(PROJECTION_BIAS, torch.zeros(model.config.target_vocab_size))
-    named = {their_name(name): tensor for name, tensor in weights.items()} | {BIAS: bias[None]}
+    named = {renamed(name, NAMES): tensor for name, tensor in weights.items()} | {BIAS: bias[None]}
     limit = min(MAX_LENGTH, number_of_positions(model.config))
     theirs.generation_config = _generation_config(model.generation_config, limit)
     theirs.save_pretrained(output, state_dict=named)

@@ -1,7 +1,7 @@
 """The options of commands that load a model for inference."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.hf_argparser import HfArg
 
 from .engines import ENGINES, find_engine, named_engine
 from .ensemble import VanillaTransformerEnsemble, expect_same_vocabulary
@@ -31,27 +32,22 @@ class LoadingArguments:
         ValueError: The engine, the device or the dtype does not exist.
     """
 
-    engine: str | None = field(
+    engine: str | None = HfArg(
         default=None,
-        metadata={
-            "help": f"One of {', '.join(ENGINE_NAMES)}. Default: the engine that the folder was "
-            "exported for, else torch."
-        },
+        help=f"One of {', '.join(ENGINE_NAMES)}. Default: the engine that the folder was "
+        "exported for, else torch.",
     )
-    device: str | None = field(
-        default=None,
-        metadata={"help": "cpu, cuda, cuda:1, ... Default: the accelerator, if there is one."},
+    device: str | None = HfArg(
+        default=None, help="cpu, cuda, cuda:1, ... Default: the accelerator, if there is one."
     )
-    dtype: str = field(
-        default="auto",
-        metadata={"help": f"One of {', '.join(DTYPES)}. Default: the dtype of the checkpoint."},
+    dtype: str = HfArg(
+        default="auto", help=f"One of {', '.join(DTYPES)}. Default: the dtype of the checkpoint."
     )
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "Attention implementation: eager, sdpa, ..."}
+    attn_implementation: str | None = HfArg(
+        default=None, help="Attention implementation: eager, sdpa, ..."
     )
-    trust_remote_code: bool = field(
-        default=False,
-        metadata={"help": "Allow the code in the model's folder or repository to run."},
+    trust_remote_code: bool = HfArg(
+        default=False, help="Allow the code in the model's folder or repository to run."
     )
 
     def __post_init__(self) -> None:

@@ -12,8 +12,10 @@ only rows that have a unique id.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 CHUNKS_UNDER_WAY = 512  # with the workers, or waiting for one: about 100 MB of text
 
@@ -26,15 +28,12 @@ class RayWorkerArguments:
         ValueError: A number is negative, or an option needs `ray`.
     """
 
-    ray: bool = field(default=False, metadata={"help": "Run on a Ray cluster."})
-    ray_address: str | None = field(
-        default=None,
-        metadata={"help": "Address of a running cluster, or auto. Default: start one here."},
+    ray: bool = HfArg(default=False, help="Run on a Ray cluster.")
+    ray_address: str | None = HfArg(
+        default=None, help="Address of a running cluster, or auto. Default: start one here."
     )
-    num_cpus: float = field(default=1.0, metadata={"help": "CPUs that a worker needs."})
-    num_gpus: float = field(
-        default=0.0, metadata={"help": "GPUs that a worker needs, such as 0.5."}
-    )
+    num_cpus: float = HfArg(default=1.0, help="CPUs that a worker needs.")
+    num_gpus: float = HfArg(default=0.0, help="GPUs that a worker needs, such as 0.5.")
 
     def __post_init__(self) -> None:
         if min(self.num_cpus, self.num_gpus) < 0:

@@ -6,6 +6,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from transformers.hf_argparser import HfArg
+
 from ..inference.ray_workers import RayWorkerArguments
 
 KEYS_VARIABLE = "VANILLA_TRANSFORMER_API_KEYS"
@@ -20,47 +22,31 @@ class ServingArguments:
         FileNotFoundError: The file of API keys does not exist.
     """
 
-    host: str = field(
-        default="127.0.0.1",
-        metadata={"help": "Address to listen on; 0.0.0.0 for all networks."},
+    host: str = HfArg(default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all networks.")
+    port: int = HfArg(default=8000, help="Port to listen on.")
+    num_beams: int | None = HfArg(default=None, help="Beam size. Default: the model's own.")
+    max_batch_tokens: int = HfArg(
+        default=4096, help="Maximum number of source tokens in a batch, with padding."
     )
-    port: int = field(default=8000, metadata={"help": "Port to listen on."})
-    num_beams: int | None = field(
-        default=None, metadata={"help": "Beam size. Default: the model's own."}
+    batch_wait: float = HfArg(
+        default=0.005, help="Seconds that an idle model waits for more requests."
     )
-    max_batch_tokens: int = field(
-        default=4096, metadata={"help": "Maximum number of source tokens in a batch, with padding."}
+    split_over: int = HfArg(
+        default=200, help="Split lines with more characters than this into sentences."
     )
-    batch_wait: float = field(
-        default=0.005, metadata={"help": "Seconds that an idle model waits for more requests."}
-    )
-    split_over: int = field(
-        default=200,
-        metadata={"help": "Split lines with more characters than this into sentences."},
-    )
-    max_characters: int = field(
-        default=5000, metadata={"help": "Maximum number of characters in a request."}
-    )
-    max_texts: int = field(default=100, metadata={"help": "Maximum number of texts in a request."})
-    max_alternatives: int = field(
-        default=3, metadata={"help": "Maximum number of alternatives in a request."}
-    )
-    max_body: int = field(
-        default=1_000_000, metadata={"help": "Maximum size in bytes of a request."}
-    )
-    max_requests: int = field(
+    max_characters: int = HfArg(default=5000, help="Maximum number of characters in a request.")
+    max_texts: int = HfArg(default=100, help="Maximum number of texts in a request.")
+    max_alternatives: int = HfArg(default=3, help="Maximum number of alternatives in a request.")
+    max_body: int = HfArg(default=1_000_000, help="Maximum size in bytes of a request.")
+    max_requests: int = HfArg(
         default=1000,
-        metadata={
-            "help": "Maximum number of requests under way. The server refuses more with status 429."
-        },
+        help="Maximum number of requests under way. The server refuses more with status 429.",
     )
-    timeout: float = field(default=60.0, metadata={"help": "Seconds that a request may take."})
-    api_keys: str | None = field(
+    timeout: float = HfArg(default=60.0, help="Seconds that a request may take.")
+    api_keys: str | None = HfArg(
         default=None,
-        metadata={
-            "help": f"File with one API key per line. Default: the environment variable "
-            f"{KEYS_VARIABLE}, with commas between keys. Without keys, everyone may translate."
-        },
+        help=f"File with one API key per line. Default: the environment variable "
+        f"{KEYS_VARIABLE}, with commas between keys. Without keys, everyone may translate.",
     )
 
     key_digests: frozenset[bytes] = field(init=False, repr=False)
@@ -110,14 +96,10 @@ class RayArguments(RayWorkerArguments):
         ValueError: A number is out of range, or an option needs `ray`.
     """
 
-    num_replicas: int = field(
-        default=1, metadata={"help": "Minimum number of replicas of each model."}
-    )
-    max_replicas: int | None = field(
+    num_replicas: int = HfArg(default=1, help="Minimum number of replicas of each model.")
+    max_replicas: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Maximum number of replicas of each model, under load. Default: num_replicas."
-        },
+        help="Maximum number of replicas of each model, under load. Default: num_replicas.",
     )
 
     def __post_init__(self) -> None:

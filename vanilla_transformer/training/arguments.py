@@ -5,7 +5,7 @@ import re
 import sys
 from argparse import Action, Namespace
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 from transformers import GenerationConfig, HfArgumentParser, Seq2SeqTrainingArguments
+from transformers.hf_argparser import HfArg
 from transformers.integrations import (
     get_available_reporting_integrations,
     is_tensorboard_available,
@@ -80,38 +81,27 @@ class ModelArguments(TokenizerArguments):
         huggingface_hub.errors.StrictDataclassError: `config_overrides` has a wrong value.
     """
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Fine-tune this checkpoint. Default: train from scratch."}
+    model_name_or_path: str | None = HfArg(
+        default=None, help="Fine-tune this checkpoint. Default: train from scratch."
     )
-    preset: str = field(
-        default="base", metadata={"help": f"Shape of a new model: {', '.join(PRESETS)}."}
-    )
-    config_overrides: str | None = field(
+    preset: str = HfArg(default="base", help=f"Shape of a new model: {', '.join(PRESETS)}.")
+    config_overrides: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Configuration fields that override the preset or the checkpoint to fine-tune, "
-            "such as dropout=0.2,norm_position=pre. They add to those of a recipe.",
-            "action": AddFields,
-        },
+        help="Configuration fields that override the preset or the checkpoint to fine-tune, such "
+        "as dropout=0.2,norm_position=pre. They add to those of a recipe.",
+        metadata={"action": AddFields},
     )
-    attn_implementation: str | None = field(
+    attn_implementation: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Attention implementation: eager, sdpa, flex_attention, flash_attention_2, ..."
-        },
+        help="Attention implementation: eager, sdpa, flex_attention, flash_attention_2, ...",
     )
-    license: str | None = field(
-        default=None,
-        metadata={
-            "help": "Licence for the model card, by its name on the Hub, such as apache-2.0."
-        },
+    license: str | None = HfArg(
+        default=None, help="Licence for the model card, by its name on the Hub, such as apache-2.0."
     )
-    float32_matmul_precision: str | None = field(
+    float32_matmul_precision: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Precision of float32 matrix products: highest, high or medium. On some CPUs "
-            "medium trains faster with almost the same result."
-        },
+        help="Precision of float32 matrix products: highest, high or medium. On some CPUs medium "
+        "trains faster with almost the same result.",
     )
 
     def __post_init__(self) -> None:
@@ -206,128 +196,94 @@ class TranslationTrainingArguments(
 
     _VALID_DICT_FIELDS = [*Seq2SeqTrainingArguments._VALID_DICT_FIELDS, "generation_kwargs"]
 
-    output_dir: str | None = field(
+    output_dir: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Folder for the model, its tokenizer, card and checkpoints. Default: "
-            "trainer_output."
-        },
+        help="Folder for the model, its tokenizer, card and checkpoints. Default: trainer_output.",
     )
-    learning_rate: float | None = field(
+    learning_rate: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "The peak learning rate. Default: (d_model * 4000)^-0.5, the paper's; 5e-5 for "
-            "fine-tuning."
-        },
+        help="The peak learning rate. Default: (d_model * 4000)^-0.5, the paper's; 5e-5 for "
+        "fine-tuning.",
     )
-    warmup_steps: float | None = field(
+    warmup_steps: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "Updates in which the learning rate rises; a number below 1 is a share of all "
-            "updates. Default: a tenth, at most 4000; 0 for fine-tuning."
-        },
+        help="Updates in which the learning rate rises; a number below 1 is a share of all "
+        "updates. Default: a tenth, at most 4000; 0 for fine-tuning.",
     )
-    num_train_epochs: float | None = field(
+    num_train_epochs: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "Number of epochs. Default: 30, but at least 3,000 and at most 100,000 "
-            "updates; 3 for fine-tuning."
-        },
+        help="Number of epochs. Default: 30, but at least 3,000 and at most 100,000 updates; 3 "
+        "for fine-tuning.",
     )
-    max_steps: int = field(
+    max_steps: int = HfArg(
         default=-1,
-        metadata={
-            "help": "Number of updates, in place of num_train_epochs. Default: as many as in those "
-            "epochs."
-        },
+        help="Number of updates, in place of num_train_epochs. Default: as many as in those "
+        "epochs.",
     )
-    predict_with_generate: bool = field(
-        default=False, metadata={"help": "Translate in each evaluation, and compute metrics."}
+    predict_with_generate: bool = HfArg(
+        default=False, help="Translate in each evaluation, and compute metrics."
     )
-    per_device_train_batch_size: int | None = field(
+    per_device_train_batch_size: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Sentence pairs in a batch, per device. Default: batches of max_tokens tokens."
-        },
+        help="Sentence pairs in a batch, per device. Default: batches of max_tokens tokens.",
     )
-    adam_beta2: float = field(default=0.98, metadata={"help": "Adam's beta2 (section 5.3)."})
-    adam_epsilon: float = field(default=1e-9, metadata={"help": "Adam's epsilon (section 5.3)."})
-    average_checkpoints: int | None = field(
+    adam_beta2: float = HfArg(default=0.98, help="Adam's beta2 (section 5.3).")
+    adam_epsilon: float = HfArg(default=1e-9, help="Adam's epsilon (section 5.3).")
+    average_checkpoints: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Number of last checkpoints to average for the final model (the paper: 5, and "
-            "20 for the big model); 0 averages none. With load_best_model_at_end, the best "
-            "checkpoints by metric_for_best_model."
-        },
+        help="Number of last checkpoints to average for the final model (the paper: 5, and 20 for "
+        "the big model); 0 averages none. With load_best_model_at_end, the best checkpoints by "
+        "metric_for_best_model.",
     )
-    metrics: list[str] = field(
+    metrics: list[str] = HfArg(
         default_factory=lambda: list(METRICS),
-        metadata={
-            "help": "Scores of an evaluation with predict_with_generate: some of "
-            f"{', '.join(METRICS_WITHOUT_SOURCE)}. metric_for_best_model may be another of these. "
-            f"Default: {', '.join(METRICS)}."
-        },
+        help="Scores of an evaluation with predict_with_generate: some of "
+        f"{', '.join(METRICS_WITHOUT_SOURCE)}. metric_for_best_model may be another of these. "
+        f"Default: {', '.join(METRICS)}.",
     )
-    bleu_tokenize: str | None = field(
+    bleu_tokenize: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "sacreBLEU's tokenizer, such as zh, ja-mecab, or none for tokenized text. "
-            "Default: 13a."
-        },
+        help="sacreBLEU's tokenizer, such as zh, ja-mecab, or none for tokenized text. Default: "
+        "13a.",
     )
-    early_stopping_patience: int | None = field(
+    early_stopping_patience: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "End training after this many evaluations without a better "
-            "metric_for_best_model. Needs load_best_model_at_end."
-        },
+        help="End training after this many evaluations without a better metric_for_best_model. "
+        "Needs load_best_model_at_end.",
     )
-    r_drop_alpha: float = field(
+    r_drop_alpha: float = HfArg(
         default=0.0,
-        metadata={
-            "help": "Weight of R-Drop's divergence between two passes with different dropout, "
-            "which double the batch. Its paper uses 5 for translation. 0 turns R-Drop off."
-        },
+        help="Weight of R-Drop's divergence between two passes with different dropout, which "
+        "double the batch. Its paper uses 5 for translation. 0 turns R-Drop off.",
     )
-    r_drop_start: int = field(
+    r_drop_start: int = HfArg(
         default=0,
-        metadata={
-            "help": "Start R-Drop after this many updates; those before are faster. Needs "
-            "r_drop_alpha."
-        },
+        help="Start R-Drop after this many updates; those before are faster. Needs r_drop_alpha.",
     )
-    report_to: None | str | list[str] = field(  # noqa: RUF036  # HfArgumentParser wants this order
+    report_to: None | str | list[str] = HfArg(  # noqa: RUF036  # HfArgumentParser wants this order
         default_factory=lambda: "tensorboard" if is_tensorboard_available() else "none",
-        metadata={"help": "Where to log: tensorboard (default if installed), none, ..."},
+        help="Where to log: tensorboard (default if installed), none, ...",
     )
-    resume_from_checkpoint: str | None = field(
+    resume_from_checkpoint: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Checkpoint to resume from: 'true' for the newest complete one in output_dir, "
-            "'auto' for the same if there is one, or a checkpoint's folder."
-        },
+        help="Checkpoint to resume from: 'true' for the newest complete one in output_dir, 'auto' "
+        "for the same if there is one, or a checkpoint's folder.",
     )
-    disable_tqdm: bool | None = field(
+    disable_tqdm: bool | None = HfArg(
+        default=None, help="Hide progress bars. Default: hidden unless stderr is a terminal."
+    )
+    ddp_find_unused_parameters: bool | None = HfArg(
+        default=False, help="Search for parameters without a gradient (DDP). This model has none."
+    )
+    batches_per_update: int | None = HfArg(
         default=None,
-        metadata={"help": "Hide progress bars. Default: hidden unless stderr is a terminal."},
+        help="Batches per update over all devices. Sets gradient_accumulation_steps, so that "
+        "training is the same on any number of devices.",
     )
-    ddp_find_unused_parameters: bool | None = field(
-        default=False,
-        metadata={"help": "Search for parameters without a gradient (DDP). This model has none."},
-    )
-    batches_per_update: int | None = field(
+    generation_kwargs: dict | str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Batches per update over all devices. Sets gradient_accumulation_steps, so "
-            "that training is the same on any number of devices."
-        },
-    )
-    generation_kwargs: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Fields to set in the model's generation config, as JSON, such as "
-            '{"length_penalty": 0.6, "length_penalty_type": "gnmt"}.'
-        },
+        help="Fields to set in the model's generation config, as JSON, such as "
+        '{"length_penalty": 0.6, "length_penalty_type": "gnmt"}.',
     )
 
     def __post_init__(self) -> None:

@@ -2,12 +2,13 @@
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.utils import get_total_norm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from .distributed import any_process, local_part
 
@@ -26,12 +27,10 @@ class FiniteGradientArguments:
         ValueError: The number is negative.
     """
 
-    max_skipped_steps: int = field(
+    max_skipped_steps: int = HfArg(
         default=0,
-        metadata={
-            "help": "Maximum number of consecutive steps to skip, with a warning, because their "
-            "gradient is NaN or infinite. One more such step ends training with an error."
-        },
+        help="Maximum number of consecutive steps to skip, with a warning, because their gradient "
+        "is NaN or infinite. One more such step ends training with an error.",
     )
 
     def __post_init__(self) -> None:

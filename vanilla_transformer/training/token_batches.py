@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainingArguments
+from transformers.hf_argparser import HfArg
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, has_length
 
@@ -33,23 +34,19 @@ class TokenBudgetArguments:
         ValueError: A budget is not positive, or `oversized` is not one of its choices.
     """
 
-    max_tokens: int | None = field(
+    max_tokens: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Maximum number of source tokens, and of target tokens, in a batch, per "
-            "device and with padding. Replaces per_device_train_batch_size. Default: 1,000 to "
-            "25,000 per update, by the size of the text. The paper uses 25,000 over all devices."
-        },
+        help="Maximum number of source tokens, and of target tokens, in a batch, per device and "
+        "with padding. Replaces per_device_train_batch_size. Default: 1,000 to 25,000 per update, "
+        "by the size of the text. The paper uses 25,000 over all devices.",
     )
-    eval_max_tokens: int | None = field(
-        default=None, metadata={"help": "The same as max_tokens, for evaluation and prediction."}
+    eval_max_tokens: int | None = HfArg(
+        default=None, help="The same as max_tokens, for evaluation and prediction."
     )
-    oversized: str = field(
+    oversized: str = HfArg(
         default="alone",
-        metadata={
-            "help": "What to do with pairs longer than max_tokens: 'alone' (a batch of their own), "
-            "'cut' (truncate) or 'drop'."
-        },
+        help="What to do with pairs longer than max_tokens: 'alone' (a batch of their own), 'cut' "
+        "(truncate) or 'drop'.",
     )
 
     def __post_init__(self) -> None:

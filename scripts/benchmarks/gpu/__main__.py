@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.gpu.cells import Cell, Worker, describe, measure_all
 from scripts.benchmarks.gpu.multi30k import expect_multi30k
@@ -42,22 +43,17 @@ PARTS = ("tests", "training", "decoding", "recipes")
 
 @dataclass
 class GPUArguments:
-    output_dir: str = field(metadata={"help": "Folder for the files, two for each part."})
+    output_dir: str = HfArg(help="Folder for the files, two for each part.")
     parts: list[str] = field(default_factory=lambda: list(PARTS))
-    data: str | None = field(default=None, metadata={"help": "Folder with Multi30k."})
-    g2p_data: str | None = field(
-        default=None, metadata={"help": "Folder with the words of SIGMORPHON 2020."}
+    data: str | None = HfArg(default=None, help="Folder with Multi30k.")
+    g2p_data: str | None = HfArg(default=None, help="Folder with the words of SIGMORPHON 2020.")
+    only: str | None = HfArg(
+        default=None, help="Measure only rows whose labels, joined by spaces, hold this pattern."
     )
-    only: str | None = field(
-        default=None,
-        metadata={"help": "Measure only rows whose labels, joined by spaces, hold this pattern."},
+    limit_s: float | None = HfArg(
+        default=None, help="Seconds that each part may take. Default: its own limit."
     )
-    limit_s: float | None = field(
-        default=None, metadata={"help": "Seconds that each part may take. Default: its own limit."}
-    )
-    dry_run: bool = field(
-        default=False, metadata={"help": "Run everything in a tiny form, on a CPU."}
-    )
+    dry_run: bool = HfArg(default=False, help="Run everything in a tiny form, on a CPU.")
 
     def __post_init__(self) -> None:
         expect_known("parts", self.parts, PARTS)
