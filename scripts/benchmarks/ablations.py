@@ -30,12 +30,9 @@ from vanilla_transformer.data.parallel_text import (
     load_parallel_dataset,
     tokenize_dataset,
 )
-from vanilla_transformer.training.arguments import (
-    ModelArguments,
-    TranslationTrainingArguments,
-    parse_arguments,
-)
+from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.defaults import TextSize, choose_open_options
+from vanilla_transformer.training.parsing import parse_arguments
 from vanilla_transformer.training.preparation import make_model, make_tokenizer
 from vanilla_transformer.training.trainer import load_averaged_checkpoints, make_trainer
 

@@ -521,12 +521,12 @@ def test_phrases_are_short(train: list[tuple[Combination, Phrase]]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"size": 1, "target_language": "pt"}, r"target_language is 'pt', expected one of \('de'"),
-        ({"size": 1, "split": "dev"}, r"split is 'dev', expected one of \('train'"),
-        ({"size": 0}, "size is 0, expected an integer of at least 1"),
-        ({"size": 2.5}, "size is 2.5, expected an integer"),
-        ({"size": True}, "size is True, expected an integer"),
-        ({"size": 1, "seed": -1}, "seed is -1, expected an integer of at least 0"),
+        ({"size": 1, "target_language": "pt"}, "target_language='pt': expected one of de, fr"),
+        ({"size": 1, "split": "dev"}, "split='dev': expected one of train, valid"),
+        ({"size": 0}, "size=0: expected a positive integer"),
+        ({"size": 2.5}, "size=2.5: expected a positive"),
+        ({"size": True}, "size=True: expected a positive"),
+        ({"size": 1, "seed": -1}, "seed=-1: expected an integer from 0"),
     ],
 )
 def test_a_wrong_argument_is_named(function: Any, arguments: dict[str, Any], message: str) -> None:

@@ -13,12 +13,9 @@ from transformers import AutoModelForSeq2SeqLM
 
 from vanilla_transformer.cli import train
 from vanilla_transformer.data.parallel_text import DataArguments
-from vanilla_transformer.training.arguments import (
-    ModelArguments,
-    TranslationTrainingArguments,
-    parse_arguments,
-)
+from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.model_card import write_model_card
+from vanilla_transformer.training.parsing import parse_arguments
 
 SIDES = ("source", "target")
 GROUPS = (ModelArguments, DataArguments, TranslationTrainingArguments)

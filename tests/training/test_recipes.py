@@ -11,11 +11,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, get_scheduler
 
 from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.parallel_text import DataArguments
-from vanilla_transformer.training.arguments import (
-    ModelArguments,
-    TranslationTrainingArguments,
-    parse_arguments,
-)
+from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
+from vanilla_transformer.training.parsing import parse_arguments
 
 GROUPS = (ModelArguments, DataArguments, TranslationTrainingArguments)
 RECIPES = sorted((REPOSITORY / "vanilla_transformer/recipes").glob("*.yaml"))

@@ -49,16 +49,13 @@ from vanilla_transformer.export.source import read_model
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.metrics import make_compute_metrics
 from vanilla_transformer.model import loss
-from vanilla_transformer.training.arguments import (
-    ModelArguments,
-    TranslationTrainingArguments,
-    parse_arguments,
-)
+from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.callbacks import CurvesCallback
 from vanilla_transformer.training.checkpoints import checkpoints_by_step
 from vanilla_transformer.training.defaults import TextSize
 from vanilla_transformer.training.languages import set_languages, start_in_target_language
 from vanilla_transformer.training.model_card import write_model_card
+from vanilla_transformer.training.parsing import parse_arguments
 from vanilla_transformer.training.preparation import (
     expect_end_of_targets,
     make_model,

@@ -36,9 +36,10 @@ from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
 from ..data.parallel_text import DataArguments
-from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
+from ..training.arguments import ModelArguments, TranslationTrainingArguments
 from ..training.callbacks import CurvesCallback
 from ..training.distributed import end_training
+from ..training.parsing import parse_arguments
 from ..training.preparation import Preparation, prepare
 from ..training.speeds import (
     BRIDGED,

@@ -25,8 +25,9 @@ from transformers.utils import logging as transformers_logging
 from ..data.parallel_text import DataArguments
 from ..inference.metrics import METRICS, score_translations
 from ..inference.translation import translate
-from ..training.arguments import ModelArguments, TranslationTrainingArguments, parse_arguments
+from ..training.arguments import ModelArguments, TranslationTrainingArguments
 from ..training.distributed import end_training, load_saved_model
+from ..training.parsing import parse_arguments
 from ..training.preparation import prepare
 from ..training.resumption import (
     OptionsCallback,

@@ -41,8 +41,6 @@ from num2words import num2words
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["SPLITS", "TARGET_LANGUAGES", "Phrase", "iter_phrases", "load_phrases"]
-
 SOURCE_LANGUAGE = "en"
 TARGET_LANGUAGES: tuple[str, ...] = ("de", "fr", "es", "it", "nl")
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
@@ -94,7 +92,7 @@ def _sample_month(rng: Random) -> date:
 
 
 def _render_date(value: date, style: str, locale: Locale) -> str:
-    """Localizes a date in a named CLDR format ("long") or a CLDR skeleton ("yMMMd")."""
+    """Localize a date in a named CLDR format ("long") or a CLDR skeleton ("yMMMd")."""
     if value.month == 5:
         style = _UNABBREVIATED.get(style, style)
     formats = locale.date_formats if style in locale.date_formats else locale.datetime_skeletons
@@ -105,7 +103,7 @@ def _render_date(value: date, style: str, locale: Locale) -> str:
 
 
 def _sample_time(rng: Random) -> time:
-    """Draws a time of day, mostly one without seconds: these are shown if they are not zero."""
+    """Draw a time of day, mostly one without seconds: these are shown if they are not zero."""
     # One o'clock is left out: it alone is singular in Spanish and Italian ("a la 1:05").
     hour = rng.choice((0, *range(2, 24)))
     return time(hour, rng.randrange(60), rng.randint(1, 59) if rng.random() < 0.15 else 0)
@@ -160,7 +158,7 @@ _CURRENCIES = ("EUR", "USD", "GBP", "CHF", "JPY", "CAD", "AUD", "SEK", "PLN")
 
 
 def _sample_money(rng: Random) -> tuple[int, str]:
-    """Draws hundredths of a currency, at least 2.00: singulars would take a case in German."""
+    """Draw hundredths of a currency, at least 2.00: singulars would take a case in German."""
     currency = rng.choice(_CURRENCIES)
     cents = 200 + rng.randrange(10 ** rng.randint(4, 6))
     return (cents - cents % 100 if currency == "JPY" or rng.random() < 0.5 else cents), currency
@@ -210,7 +208,7 @@ def _render_percent(value: int, style: str, locale: Locale) -> str:
 
 
 def _sample_count(rng: Random) -> int:
-    """Draws a plural number with up to five digits, all lengths equally often."""
+    """Draw a plural number with up to five digits, all lengths equally often."""
     return rng.randrange(2, 10 ** rng.randint(1, 5))
 
 
@@ -227,7 +225,7 @@ def _render_decimal(value: int, style: str, locale: Locale) -> str:
 
 
 def _sample_cardinal(rng: Random) -> int:
-    """Draws a number below 10,000, mostly a small one."""
+    """Draw a number below 10,000, mostly a small one."""
     return rng.randrange(10 ** rng.choice((1, 2, 2, 3, 3, 4)))
 
 
@@ -240,7 +238,7 @@ def _render_ordinal(value: int, style: str, locale: Locale) -> str:
 
 
 def _render_year(value: int, style: str, locale: Locale) -> str:
-    """Spells a year as it is read: by hundreds before 2000 in English, German and Dutch."""
+    """Spell a year as it is read: by hundreds before 2000 in English, German and Dutch."""
     if locale.language == "nl":
         if value >= 2000:
             return _render_cardinal(value, style, locale)
@@ -249,7 +247,7 @@ def _render_year(value: int, style: str, locale: Locale) -> str:
 
 
 def _spell(value: int, form: str, language: str) -> str:
-    """Writes a number in words, with the spelling of num2words corrected where it is not usual."""
+    """Write a number in words, with the spelling of num2words corrected where it is not usual."""
     text = num2words(value, lang=language, to=form)
     if form == "ordinal":
         if language == "fr":
@@ -322,7 +320,7 @@ _LOCALES = {language: Locale(language) for language in (SOURCE_LANGUAGE, *TARGET
 
 @lru_cache(maxsize=2**16)
 def _render(kind: str, value: Any, style: str, language: str) -> str:
-    """Localizes a value, in NFC and with plain spaces; Babel is slow, so values are cached."""
+    """Localize a value, in NFC and with plain spaces; Babel is slow, so values are cached."""
     text = KINDS[kind].render(value, style, _LOCALES[language])
     return unicodedata.normalize("NFC", " ".join(text.split()))
 
@@ -731,7 +729,7 @@ _ELIDED = {"I": "L’", "i": "l’", "a": "all’", "da": "dall’", "de": "dell
 
 
 def _write(text: str, values: Sequence[tuple[str, str, Any, str]], language: str) -> str:
-    """Fills the slots of a template's `text` with `(slot, kind, value, style)` in a language."""
+    """Fill the slots of a template's `text` with `(slot, kind, value, style)` in a language."""
     fillers = {slot: _render(kind, value, style, language) for slot, kind, value, style in values}
     # The full stop of a sentence merges with that of an abbreviation: "3 janv.", "3. Jan.".
     phrase = text.format_map(fillers).replace("..", ".")
@@ -746,7 +744,7 @@ Combination = tuple[tuple[str, Any], ...]
 
 
 def _split_of(combination: Combination) -> str:
-    """Assigns a combination of values to a split by a stable digest: 98, 1 and 1 per cent.
+    """Assign a combination of values to a split by a stable digest: 98, 1 and 1 per cent.
 
     The digest sees neither the template, nor the styles, nor the order of the values, so the same
     values in other words are in the same split.
@@ -759,7 +757,7 @@ def _split_of(combination: Combination) -> str:
 def _iter_combinations(
     target_language: str, split: str, seed: int
 ) -> Iterator[tuple[Combination, Phrase]]:
-    """Yields an endless sequence of phrases, each with its `(kind, value)` pairs."""
+    """Yield an endless sequence of phrases, each with its `(kind, value)` pairs."""
     # Seeding with a string goes through a cryptographic digest, unlike hash(): it is the same in
     # every process. The language is left out, so the corpora of two languages are parallel.
     rng = Random(f"{split} {seed}")
@@ -789,20 +787,20 @@ def _iter_combinations(
 def _check(size: int, target_language: str, split: str, seed: int) -> None:
     if target_language not in TARGET_LANGUAGES:
         raise ValueError(
-            f"target_language is {target_language!r}, expected one of {TARGET_LANGUAGES}"
+            f"target_language={target_language!r}: expected one of {', '.join(TARGET_LANGUAGES)}"
         )
     if split not in SPLITS:
-        raise ValueError(f"split is {split!r}, expected one of {SPLITS}")
+        raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
     if type(size) is not int or size < 1:
-        raise ValueError(f"size is {size!r}, expected an integer of at least 1")
+        raise ValueError(f"size={size!r}: expected a positive integer")
     if type(seed) is not int or seed < 0:
-        raise ValueError(f"seed is {seed!r}, expected an integer of at least 0")
+        raise ValueError(f"seed={seed!r}: expected an integer from 0")
 
 
 def iter_phrases(
     size: int, *, target_language: str = "de", split: str = "train", seed: int = 0
 ) -> Iterator[Phrase]:
-    """Yields localized phrases, one at a time.
+    """Yield localized phrases, one at a time.
 
     The phrases of a size are the first ones of every larger size, and they are the same in every
     process. Values come from CLDR through Babel, numbers in words from num2words.
@@ -818,7 +816,7 @@ def iter_phrases(
         An iterator over `size` phrases; a phrase with few possible values can recur.
 
     Raises:
-        ValueError: If an argument is not one of the values above.
+        ValueError: An argument is not one of the values above.
     """
     _check(size, target_language, split, seed)
     phrases = (phrase for _, phrase in _iter_combinations(target_language, split, seed))
@@ -833,7 +831,7 @@ def load_phrases(
     seed: int = 0,
     cache_dir: str | Path | None = None,
 ) -> "Dataset":
-    """Generates the phrases of `iter_phrases` into a memory-mapped Arrow file, once.
+    """Generate the phrases of `iter_phrases` into a memory-mapped Arrow file, once.
 
     A later call with the same arguments reads the file, unless this module, Babel or num2words have
     changed since.
@@ -849,7 +847,7 @@ def load_phrases(
         A `datasets.Dataset` with the string columns "source" and "target".
 
     Raises:
-        ValueError: If an argument is not one of the values above.
+        ValueError: An argument is not one of the values above.
     """
     from datasets import Dataset, Features, NamedSplit, Value
 
@@ -872,11 +870,11 @@ def load_phrases(
 def _generate(
     size: int, target_language: str, split: str, seed: int, data_version: str
 ) -> Iterator[Phrase]:
-    """Adapts `iter_phrases`; `data_version` is only part of the cache key."""
+    """Adapt `iter_phrases`; `data_version` is only part of the cache key."""
     return iter_phrases(size, target_language=target_language, split=split, seed=seed)
 
 
 def _data_version() -> str:
-    """Identifies the versions that the phrases depend on."""
+    """Identify the versions that the phrases depend on."""
     source = blake2b(Path(__file__).read_bytes(), digest_size=8).hexdigest()
     return f"{source} babel {version('babel')} num2words {version('num2words')}"
