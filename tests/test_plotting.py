@@ -3,6 +3,7 @@ files."""
 
 import json
 import math
+import shutil
 import sys
 
 import numpy as np
@@ -17,6 +18,7 @@ from vanilla_transformer.analysis.attention import attention_maps
 from vanilla_transformer.analysis.positions import position_encodings
 from vanilla_transformer.cli import plot as script
 from vanilla_transformer.data.tokenizer_options import TokenizerArguments
+from vanilla_transformer.inference.engines import ctranslate2_engine
 from vanilla_transformer.model.modeling_vanilla_transformer import SinusoidalPositions
 from vanilla_transformer.plotting import (
     AttentionMaps,
@@ -519,6 +521,14 @@ def test_what_cannot_be_drawn_is_said_before_work_starts(
     with pytest.raises((SystemExit, Exception)) as raised:
         plot(*flags)
     assert message in f"{raised.value}{capsys.readouterr().err}"
+
+
+def test_a_model_for_another_engine_is_refused(plot, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "model")
+    (tmp_path / "model/model.bin").touch()  # CTranslate2's
+    assert ctranslate2_engine.recognizes(tmp_path / "model")
+    with pytest.raises(ValueError, match="engine='ctranslate2': expected a model that torch runs"):
+        plot("attention", "--source", "a", "--model", "model")
 
 
 def test_a_model_of_another_kind_is_refused(plot, tmp_path):

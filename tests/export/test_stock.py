@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ragged
+from conftest import in_new_process, ragged
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.conversion import convert
@@ -59,6 +59,35 @@ def test_two_vocabularies_fit_marian(saved, two_sided, tmp_path):
     model, folder = saved(two_sided, layer_norm_eps=1e-5, **sizes)
     output = export(folder, tmp_path / "exported", "marian")
     expect_same(model, output, beams=1)  # with more, transformers 5.17 takes the source's size
+
+
+READ_BOTH_SIDES = """
+    import json, sys
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(sys.argv[1])
+        alone = "is read"
+    except Exception:
+        alone = "is refused"
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+    both = tokenizer("a house", text_target="ein Haus")
+    target = tokenizer.decode(both["labels"], skip_special_tokens=True)
+    print(json.dumps([alone, both["input_ids"], both["labels"], target]))
+"""
+
+
+def test_two_vocabularies_are_read_by_their_own_code_or_not_at_all(saved, two_sided, tmp_path):
+    """transformers' own tokenizer of a Marian folder took the source's for both sides."""
+    sizes = {"vocab_size": len(two_sided), "decoder_vocab_size": two_sided.target_vocab_size}
+    _, folder = saved(two_sided, layer_norm_eps=1e-5, **sizes)
+    output = export(folder, tmp_path / "exported", "marian")
+    expected = two_sided("a house", text_target="ein Haus")
+    ids = [expected["input_ids"], expected["labels"]]
+    found = in_new_process(READ_BOTH_SIDES, False, tmp_path, output)
+    assert found == ["is refused", *ids, two_sided.decode(ids[1], skip_special_tokens=True)]
+    here = AutoTokenizer.from_pretrained(output)("a house", text_target="ein Haus")
+    assert [here["input_ids"], here["labels"]] == ids
 
 
 def test_what_is_lost_is_said(saved, tmp_path, caplog):

@@ -41,6 +41,14 @@ def test_the_configuration_is_one_that_transformers_js_reads():
     assert "max_position_embeddings" not in sinusoids  # it would end every translation there
 
 
+def test_options_that_it_would_ignore_are_left_out_and_named(caplog):
+    config = GenerationConfig(sequence_bias=[[[5], -2.0]], no_repeat_ngram_size=3)
+    fields = transformers_js.generation_config_of(config)
+    assert "sequence_bias" not in fields
+    assert fields["no_repeat_ngram_size"] == 3
+    assert "left out, because transformers.js lacks it: sequence_bias" in caplog.text
+
+
 def test_the_generation_config_says_that_there_is_no_beam_search():
     config = GenerationConfig(
         num_beams=4, length_penalty=0.6, early_stopping="never", eos_token_id=2

@@ -24,12 +24,13 @@ from argparse import (
 from collections.abc import Callable
 
 from matplotlib.figure import Figure
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from .. import VanillaTransformerConfig
 from ..analysis.attention import attention_maps, expect_sentences
 from ..analysis.positions import position_encodings
 from ..inference.alignment import layers_and_heads
+from ..inference.loading import LoadingArguments
 from ..model.modeling_vanilla_transformer import SinusoidalPositions
 from ..plotting import (
     KINDS,
@@ -160,11 +161,7 @@ def draw_attention(arguments: Namespace) -> Figure:
     layers = {None: [last], "all": range(1, last + 1)}.get(arguments.layer, [arguments.layer])
     expect_numbers("layer", layers, last)
     expect_numbers("heads", arguments.heads or [], heads)
-    maps = attention_maps(
-        AutoModelForSeq2SeqLM.from_pretrained(arguments.model, attn_implementation="eager"),
-        AutoTokenizer.from_pretrained(arguments.model),
-        arguments.source,
-        arguments.target,
-        arguments.kind,
-    )
+    loading = LoadingArguments(device="cpu", attn_implementation="eager")
+    loaded = loading.load_model(arguments.model)
+    maps = attention_maps(*loaded, arguments.source, arguments.target, arguments.kind)
     return plot_attention(maps, layers=layers, heads=arguments.heads)

@@ -23,7 +23,7 @@ from transformers import (
 from ..data import vocabularies, vocabulary_files
 from ..data.vocabularies import Specials
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ..model.tokenization_vanilla_transformer import TARGET_FILE
+from ..model.tokenization_vanilla_transformer import SOURCE_FILE, TARGET_FILE
 from . import core
 from .check import TransformersModel
 from .core import (
@@ -71,7 +71,7 @@ OFF = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "add_b
 FILES = (
     "config.json", "generation_config.json", "source.spm", "target.spm", "vocab.json",
     "target_vocab.json", "tokenizer_config.json", "special_tokens_map.json",
-    "tokenizer.json", TARGET_FILE,
+    "tokenizer.json", SOURCE_FILE, TARGET_FILE,
 )  # fmt: skip
 
 
@@ -125,7 +125,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
 
 def _was_exported(folder: Path) -> bool:
     """Whether the folder has one of our tokenizers, as `export` writes it, and not Marian's."""
-    return (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file()
+    has_ours = any((folder / name).is_file() for name in ("tokenizer.json", SOURCE_FILE))
+    return has_ours and not (folder / "vocab.json").is_file()
 
 
 def _matrices(tensors: Tensors, theirs: MarianConfig) -> list[Tensor]:

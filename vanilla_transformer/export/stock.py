@@ -22,6 +22,7 @@ from ..model.modeling_vanilla_transformer import (
     VanillaTransformerAttention,
     VanillaTransformerForConditionalGeneration,
 )
+from ..model.tokenization_vanilla_transformer import SOURCE_FILE, VanillaTransformerTokenizer
 from .source import number_of_positions, padded_heads
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,9 @@ def save(
     theirs.generation_config = _generation_config(model.generation_config, limit)
     theirs.save_pretrained(output, state_dict=named)
     tokenizer.save_pretrained(output)
+    if isinstance(tokenizer, VanillaTransformerTokenizer):
+        (output / "tokenizer.json").rename(output / SOURCE_FILE)
+        logger.warning("%s: load the tokenizer with trust_remote_code=True", output)
     written, report = AutoModelForSeq2SeqLM.from_pretrained(output, output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"]:
         raise RuntimeError(f"{output}: transformers reads back other tensors: {report}")

@@ -25,6 +25,8 @@ SCRIPTS = (
     "onnxruntime-web/dist/ort-wasm-simd-threaded.mjs",
     "onnxruntime-web/dist/ort-wasm-simd-threaded.wasm",
 )
+# Options without code in version 4.3.
+IGNORED = ("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "sequence_bias")
 INSTALL = "npm install --ignore-scripts @huggingface/transformers@4"
 
 logger = logging.get_logger(__name__)
@@ -88,10 +90,13 @@ def config_of(config: VanillaTransformerConfig, name: str, dtype: str) -> dict[s
 
 
 def generation_config_of(config: GenerationConfig) -> dict[str, object]:
-    """The model's, without beam search, which transformers.js lacks and ignores in silence."""
+    """The model's, without beam search and `IGNORED`, which transformers.js lacks and ignores in
+    silence."""
     beams = {"num_return_sequences", "early_stopping", "length_penalty", *OWN_OPTIONS}
     fields = config.to_diff_dict()
-    kept = {name: value for name, value in fields.items() if name not in beams}
+    if ignored := [name for name in IGNORED if name in fields]:
+        logger.warning("left out, because transformers.js lacks it: %s", ", ".join(ignored))
+    kept = {name: value for name, value in fields.items() if name not in beams.union(ignored)}
     return {**kept, "num_beams": 1}
 
 

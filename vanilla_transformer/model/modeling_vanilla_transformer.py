@@ -440,8 +440,9 @@ def label_smoothed_cross_entropy(
     log_probs = logits.log_softmax(dim=-1)
     loss = F.nll_loss(log_probs.flatten(0, -2), labels.flatten(), reduction="sum")
     if label_smoothing:
-        is_token = (logits - SUPPRESSED).abs() > -SUPPRESSED / 2
-        mean = torch.where(is_token, log_probs, 0).sum(dim=-1) / is_token.sum(dim=-1)
+        is_suppressed = (logits - SUPPRESSED).abs() < -SUPPRESSED / 2
+        is_token = (~is_suppressed & has_label[..., None]).flatten(0, -2).any(dim=0)
+        mean = torch.where(is_token, log_probs, 0).sum(dim=-1) / is_token.sum().clamp(min=1)
         loss = (1 - label_smoothing) * loss - label_smoothing * (mean * has_label).sum()
     if num_items_in_batch is None:
         num_items_in_batch = has_label.sum().clamp(min=1)

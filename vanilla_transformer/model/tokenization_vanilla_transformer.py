@@ -13,6 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from .moses import Moses
 
 TARGET_FILE = "target_tokenizer.json"
+# The source's beside a model of transformers, in place of tokenizer.json: where this class is not
+# loaded, transformers' own tokenizer would read that for both sides.
+SOURCE_FILE = "source_tokenizer.json"
 
 _mode = threading.local()  # in each thread, the tokenizer that is at its target
 
@@ -33,7 +36,8 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
     source and a target is part of each fast tokenizer (its post-processor).
 
     Args:
-        tokenizer_file: The source's tokenizer: the path of a file that `tokenizers` saved.
+        tokenizer_file, source_tokenizer_file: The source's tokenizer: the path of a file that
+            `tokenizers` saved, by one of two names.
         target_tokenizer_file: The target's.
         tokenizer_object: The source's `tokenizers.Tokenizer`, in place of a file.
         target_tokenizer_object: The target's.
@@ -50,7 +54,11 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         ImportError: `moses` is given, and sacremoses is not installed.
     """
 
-    vocab_files_names = {"tokenizer_file": "tokenizer.json", "target_tokenizer_file": TARGET_FILE}
+    vocab_files_names = {
+        "tokenizer_file": "tokenizer.json",
+        "source_tokenizer_file": SOURCE_FILE,
+        "target_tokenizer_file": TARGET_FILE,
+    }
     model_input_names = ["input_ids", "attention_mask"]
     _auto_class = "AutoTokenizer"  # saved folders carry this file
     _source: Any = None
@@ -60,6 +68,7 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         self,
         *,
         tokenizer_file: str | None = None,
+        source_tokenizer_file: str | None = None,
         target_tokenizer_file: str | None = None,
         tokenizer_object: Any = None,
         target_tokenizer_object: Any = None,
@@ -68,6 +77,7 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         moses: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        tokenizer_file = tokenizer_file or source_tokenizer_file
         for name, given in (
             ("tokenizer", tokenizer_file or tokenizer_object),
             ("target_tokenizer", target_tokenizer_file or target_tokenizer_object),

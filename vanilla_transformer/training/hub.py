@@ -18,7 +18,7 @@ from .model_card import USAGE
 REQUIRED_FILES = {
     "configuration": ("config.json",),
     "weights": ("*.safetensors", "*.onnx", "model.bin"),
-    "tokenizer": ("tokenizer.json", "*.spm", "*.model", "vocab*"),
+    "tokenizer": ("*tokenizer.json", "*.spm", "*.model", "vocab*"),
 }
 BELOW = {"weights"}  # which an export may put into a subfolder
 
