@@ -7,6 +7,8 @@ import pytest
 import torch
 from conftest import seq2seq, small_config
 from transformers import (
+    FSMTConfig,
+    FSMTForConditionalGeneration,
     M2M100Config,
     M2M100ForConditionalGeneration,
     MarianConfig,
@@ -59,6 +61,26 @@ def test_a_worker_that_is_a_new_process_gets_all_but_the_weights(tokenizer, kind
         assert batch.keys() == expected.keys()
         assert all(torch.equal(batch[name], expected[name]) for name in batch)
     assert collate.model is model
+
+
+def test_labels_are_padded_with_what_no_loss_counts_whatever_the_model(tokenizer):
+    """FSMT's replaces this padding in place, where it makes `decoder_input_ids` from labels."""
+    config = FSMTConfig(
+        langs=["en", "de"], src_vocab_size=320, tgt_vocab_size=320, d_model=24, pad_token_id=0,
+        encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+    )  # fmt: skip
+    batch = PairCollator(tokenizer, model=FSMTForConditionalGeneration(config))(PAIRS)
+    assert batch["labels"].tolist() == [[7, 2, -100], [8, 9, 2]]
+    assert batch["decoder_input_ids"].tolist() == [[2, 7, 2], [2, 8, 9]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_labels_are_padded_on_the_right_to_a_multiple(tokenizer, monkeypatch, side):
+    monkeypatch.setattr(tokenizer, "padding_side", side)
+    model = seq2seq(vocab_size=320)
+    batch = PairCollator(tokenizer, model=model, pad_to_multiple_of=4)(PAIRS)
+    assert batch["labels"].tolist() == [[7, 2, -100, -100], [8, 9, 2, -100]]
+    assert all(ids.shape == (2, 4) for ids in batch.values())
 
 
 def test_a_collator_without_a_model_is_sent_as_it_is(tokenizer):

@@ -8,6 +8,7 @@ from conftest import small_config
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
+    EncoderDecoderConfig,
     MBartConfig,
     MBartForConditionalGeneration,
     PreTrainedTokenizerFast,
@@ -38,7 +39,7 @@ def target(tokenizer, text):
     return Hypothesis(text, token_ids=tuple(tokenizer(text_target=text)["input_ids"]))
 
 
-def test_layers_and_heads_have_the_names_of_bart_or_t5():
+def test_layers_and_heads_have_the_names_of_bart_or_t5_or_bert():
     ours = small_config()
     assert layers_and_heads(ours, "encoder") == (ours.encoder_layers, ours.encoder_attention_heads)
     assert layers_and_heads(ours, "decoder") == (ours.decoder_layers, ours.decoder_attention_heads)
@@ -47,6 +48,10 @@ def test_layers_and_heads_have_the_names_of_bart_or_t5():
     assert layers_and_heads(theirs, "decoder") == (3, 4)
     with pytest.raises(AttributeError):
         layers_and_heads(BertConfig(), "decoder")
+    parts = [BertConfig(num_hidden_layers=n, num_attention_heads=2 * n) for n in (2, 3)]
+    both = EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    assert layers_and_heads(both, "encoder") == (2, 4)
+    assert layers_and_heads(both, "decoder") == (3, 6)
 
 
 def test_token_scores_add_up_to_the_score_of_the_pair(model, tokenizer):

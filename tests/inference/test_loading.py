@@ -1,10 +1,17 @@
 """Models are loaded in one way by all scripts, with options that are checked first."""
 
+import json
+
 import pytest
 import torch
 from conftest import run_command
+from transformers import FSMTConfig, FSMTForConditionalGeneration, FSMTTokenizer
 
 from vanilla_transformer.inference.loading import LoadingArguments
+from vanilla_transformer.inference.scoring import score_pairs
+from vanilla_transformer.inference.translation import translate
+from vanilla_transformer.training.arguments import ModelArguments
+from vanilla_transformer.training.preparation import make_tokenizer
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float64"])
@@ -34,6 +41,40 @@ def test_a_stock_model_is_spared_the_plans_of_cudnn(model, tokenizer, tmp_path, 
     torch.backends.cuda.enable_cudnn_sdp(True)
     LoadingArguments(device="cpu").load([tmp_path] * models)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("targets", ["abc", "cba"])
+def test_an_fsmt_with_two_vocabularies_translates_and_reads_no_target(tmp_path, targets):
+    """transformers reads targets with the vocabulary of the sources."""
+    pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    for side, letters in (("src", "abc"), ("tgt", targets)):
+        vocab = [*special, *(f"{letter}</w>" for letter in letters)]
+        numbers = {token: number for number, token in enumerate(vocab)}
+        (tmp_path / f"vocab-{side}.json").write_text(json.dumps(numbers))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = FSMTTokenizer.from_pretrained(tmp_path, langs=["en", "de"], eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path)
+    config = FSMTConfig(
+        langs=["en", "de"], src_vocab_size=7, tgt_vocab_size=7, d_model=16, encoder_layers=1,
+        decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+    )  # fmt: skip
+    FSMTForConditionalGeneration(config).save_pretrained(tmp_path)
+    loaded = LoadingArguments(device="cpu").load(tmp_path)
+    assert len(list(translate(["a b"], *loaded, max_new_tokens=3))) == 1
+    arguments = ModelArguments(model_name_or_path=str(tmp_path))
+    if targets == "abc":
+        assert len(list(score_pairs([("a", "b")], *loaded))) == 1
+        make_tokenizer(arguments, None, None)
+        return
+    message = f"{tmp_path}: .* with the vocabulary of the sources.*; vanilla-transformer convert"
+    for read in (
+        lambda: list(score_pairs([("a", "b")], *loaded)),
+        lambda: list(translate(["a"], *loaded, prefixes=["b"])),
+        lambda: make_tokenizer(arguments, None, None),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read()
 
 
 def with_accelerator(monkeypatch, kind, count):

@@ -8,13 +8,23 @@ import pytest
 import torch
 from conftest import REPOSITORY, run_ranks
 from tokenizers import normalizers
-from transformers import pipeline
+from transformers import (
+    BartConfig,
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    GPT2Config,
+    RobertaConfig,
+    pipeline,
+)
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.text_files import read_lines
 from vanilla_transformer.inference.translation import (
     BATCHES_PER_WINDOW,
     Hypothesis,
+    encode_prefixes,
+    position_limit,
     translate,
     translate_n_best,
 )
@@ -246,6 +256,33 @@ def test_a_prefix_that_is_as_long_as_the_longest_target_is_named(model, tokenize
     monkeypatch.setattr(model.config, "max_position_embeddings", 4)
     with pytest.raises(ValueError, match=message):
         list(translate(["see", "see"], model, tokenizer, prefixes=prefixes))
+
+
+@pytest.mark.parametrize("ends", [2, [2, 9]])
+def test_a_prefix_has_no_end_though_the_tokenizer_does_not_name_it(model, tokenizer, ends):
+    whole = tokenizer(text_target="ein Haus")["input_ids"]
+    nameless = copy.deepcopy(tokenizer)
+    nameless.eos_token = None
+    assert nameless(text_target="ein Haus")["input_ids"] == whole
+    options = {"eos_token_id": ends, "max_new_tokens": 9}
+    assert encode_prefixes(["ein Haus"], model, nameless, options) == [whole[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("table", "limit"),
+    [
+        (BertConfig(max_position_embeddings=9), 9),
+        (RobertaConfig(max_position_embeddings=11, pad_token_id=1), 9),  # its rows are 0 and 1
+        (GPT2Config(n_positions=9), 9),
+        (BartConfig(max_position_embeddings=9, decoder_layers=1), 9),  # a table of 11 rows
+    ],
+)
+def test_the_smallest_table_of_positions_is_the_limit(table, limit):
+    """Of an `EncoderDecoderModel`, whose configuration has no limit."""
+    encoder = BertConfig(max_position_embeddings=20)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, table)
+    with torch.device("meta"):
+        assert position_limit(EncoderDecoderModel(config)) == limit
 
 
 def test_there_is_a_prefix_for_each_line(model, tokenizer):

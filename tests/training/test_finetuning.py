@@ -126,6 +126,18 @@ def m2m100(folder):
     return save(folder, M2M100ForConditionalGeneration(config), tokenizer)
 
 
+def bert2bert(folder):
+    """Its parts have configurations of their own, without the special tokens."""
+    tokenizer = train_tokenizer(SOURCES + TARGETS, 300, show_progress=False)
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_attention_heads": 2}
+    shape |= {"num_hidden_layers": 1, "intermediate_size": 16}
+    parts = BertConfig(**shape), BertConfig(**shape, is_decoder=True, add_cross_attention=True)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    config.decoder_start_token_id = tokenizer.bos_token_id
+    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return save(folder, EncoderDecoderModel(config), tokenizer)
+
+
 def sentencepiece(folder, name, texts):
     """Train a SentencePiece model, name.spm, and return its pieces."""
     module = pytest.importorskip("sentencepiece", reason="these tokenizers need it")
@@ -155,6 +167,17 @@ def prepared(folder, model, **data):
     return prepare(
         ModelArguments(model_name_or_path=str(model)), DataArguments(**files, **data), arguments
     )
+
+
+def trained(folder, model, **data):
+    """A trainer after one step, which left a checkpoint, and what was prepared for it."""
+    ready = prepared(folder, model, **data)
+    arguments = TranslationTrainingArguments(
+        str(folder / "out"), max_steps=1, save_steps=1, use_cpu=True, report_to="none"
+    )
+    trainer = make_trainer(ready.model, ready.tokenizer, arguments, ready.splits)
+    trainer.train()
+    return trainer, ready
 
 
 def batch_of(ready):
@@ -234,6 +257,37 @@ def test_overrides_are_fields_of_the_model_that_is_tuned(tmp_path):
     options["config_overrides"] = "dropout=0.25"
     with pytest.raises(ValueError, match="config_overrides has 'dropout': no field of T5Config"):
         make_model(ModelArguments(**options), tokenizer, None)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_in_half_precision_is_tuned_resumed_and_saved_in_float32(tmp_path, dtype):
+    """Half precision rounds away what it learns, and Adam's epsilon."""
+    folder = mbart(tmp_path / "model")
+    half = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype)
+    half.save_pretrained(folder)
+    trainer, ready = trained(tmp_path, folder, source_lang="en_XX", target_lang="fr_XX")
+    saved = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out/checkpoint-1")
+    assert {weight.dtype for weight in saved.parameters()} == {torch.float32}
+    trainer.args.max_steps = 2
+    trainer.model = make_model(
+        ModelArguments(model_name_or_path=str(folder)),
+        ready.tokenizer,
+        str(tmp_path / "out/checkpoint-1"),
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-1"))
+    assert trainer.state.global_step == 2
+    assert trainer.model.dtype == torch.float32
+
+
+def test_the_positions_of_marian_which_are_not_saved_stay_as_they_are(tmp_path):
+    folder = marian(tmp_path / "model")
+    before = AutoModelForSeq2SeqLM.from_pretrained(folder).model.encoder.embed_positions.weight
+    trainer, _ = trained(tmp_path, folder)
+    assert torch.equal(trainer.model.model.encoder.embed_positions.weight, before)
+    saved = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out/checkpoint-1")
+    torch.testing.assert_close(
+        dict(trainer.model.named_parameters()), dict(saved.named_parameters())
+    )
 
 
 def test_a_model_without_a_limit_is_not_cut_at_transformers_20_tokens(tmp_path):
@@ -320,7 +374,12 @@ def test_a_stock_model_scores_its_targets(make, languages, tmp_path):
 
 @pytest.mark.parametrize(
     ("make", "languages"),
-    [(mbart, ("en_XX", "fr_XX")), (nllb, ("eng_Latn", "fra_Latn")), (t5, (None, None))],
+    [
+        (mbart, ("en_XX", "fr_XX")),
+        (nllb, ("eng_Latn", "fra_Latn")),
+        (t5, (None, None)),
+        (bert2bert, (None, None)),
+    ],
 )
 def test_a_stock_model_aligns_its_targets(make, languages, tmp_path):
     model = AutoModelForSeq2SeqLM.from_pretrained(make(tmp_path / "model")).eval()
@@ -432,29 +491,13 @@ def test_a_pipeline_refuses_languages_that_the_tokenizer_does_not_know(tmp_path,
             translator("a lake")
 
 
-def bert2bert(folder):
-    """Its parts have configurations of their own, without the special tokens."""
-    tokenizer = train_tokenizer(SOURCES + TARGETS, 300, show_progress=False)
-    shape = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_attention_heads": 2}
-    shape |= {"num_hidden_layers": 1, "intermediate_size": 16}
-    parts = BertConfig(**shape), BertConfig(**shape, is_decoder=True, add_cross_attention=True)
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
-    config.decoder_start_token_id = tokenizer.bos_token_id
-    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    return save(folder, EncoderDecoderModel(config), tokenizer)
-
-
 @pytest.mark.parametrize(
     ("make", "languages"), [(mbart, ("en_XX", "fr_XX")), (bert2bert, (None, None))]
 )
 def test_a_fine_tuned_stock_model_is_resumed(tmp_path, make, languages):
     # Training sets special tokens in the configuration, which the model to fine-tune lacks.
     folder = make(tmp_path / "model")
-    ready = prepared(tmp_path, folder, source_lang=languages[0], target_lang=languages[1])
-    arguments = TranslationTrainingArguments(
-        str(tmp_path / "out"), max_steps=1, save_steps=1, use_cpu=True, report_to="none"
-    )
-    make_trainer(ready.model, ready.tokenizer, arguments, ready.splits).train()
+    _, ready = trained(tmp_path, folder, source_lang=languages[0], target_lang=languages[1])
     wanted = ModelArguments(model_name_or_path=str(folder))
     make_model(wanted, ready.tokenizer, str(tmp_path / "out/checkpoint-1"))
 

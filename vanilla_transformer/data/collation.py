@@ -36,12 +36,15 @@ class PairCollator(DataCollatorForSeq2Seq):
         padded = [dict(pair) for pair in features]
         if "labels" in features[0]:
             longest = max(len(pair["labels"]) for pair in features)
+            longest += -longest % (self.pad_to_multiple_of or 1)
             for pair in padded:
                 missing = longest - len(pair["labels"])
                 pair["labels"] = [*pair["labels"], *[self.label_pad_token_id] * missing]
         for pair in padded:
             pair.pop(LENGTH, None)
         batch = super().__call__(padded, return_tensors)
+        if batch.get("labels") is not None:  # FSMT's model has changed them in place
+            batch["labels"] = torch.tensor([pair["labels"] for pair in padded])
         if "attention_mask" not in batch:
             lengths = torch.tensor([len(pair["input_ids"]) for pair in features])[:, None]
             is_token = torch.arange(batch["input_ids"].shape[1]) < lengths

@@ -129,11 +129,14 @@ def penultimate_layer(layers: int) -> int:
 
 def layers_and_heads(config: PreTrainedConfig, stack: str) -> tuple[int, int]:
     """The numbers of layers and heads of the "encoder" or the "decoder", also where they have T5's
-    names.
+    names, or where each stack has a configuration of its own, as in `EncoderDecoderModel`.
 
     Raises:
         AttributeError: The configuration has neither.
     """
+    part = getattr(config, stack, None)
+    if isinstance(part, PreTrainedConfig):
+        return part.num_hidden_layers, part.num_attention_heads
     if hasattr(config, f"{stack}_layers"):
         return getattr(config, f"{stack}_layers"), getattr(config, f"{stack}_attention_heads")
     layers = config.num_decoder_layers if stack == "decoder" else config.num_layers

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    FSMTTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -134,7 +136,11 @@ class LoadingArguments:
             raise FileNotFoundError(
                 f"{name}: expected a model with its tokenizer, there is no tokenizer_config.json"
             )
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+        if isinstance(tokenizer, FSMTTokenizer):
+            # transformers calls this before it reads a target. Translation alone reads none.
+            tokenizer._switch_to_target_mode = partial(expect_to_read_targets, tokenizer)
+        return tokenizer
 
     def _load_ensemble(
         self, names: Sequence[str | Path]
@@ -142,3 +148,17 @@ class LoadingArguments:
         models, tokenizers = zip(*map(self.load_model, names), strict=True)
         expect_same_vocabulary(tokenizers, names)
         return VanillaTransformerEnsemble(models), tokenizers[0]
+
+
+def expect_to_read_targets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ValueError if it is FSMT's with two vocabularies: transformers reads a target with
+    the one of the sources."""
+    if not isinstance(tokenizer, FSMTTokenizer):
+        return
+    if tokenizer.encoder != {token: number for number, token in tokenizer.decoder.items()}:
+        name = tokenizer.name_or_path
+        raise ValueError(
+            f"{name}: FSMT's tokenizer reads targets with the vocabulary of the sources, expected "
+            f"one that reads both sides; vanilla-transformer convert {name} --output_dir FOLDER "
+            "makes a model that has one"
+        )

@@ -24,6 +24,9 @@ DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
 # Lines are sorted by length within this many batches, so that little padding is needed.
 BATCHES_PER_WINDOW = 64
 
+# The names of tables of positions, as in BART, BERT and GPT-2.
+POSITION_TABLES = ("embed_positions", "position_embeddings", "wpe")
+
 
 class Hypothesis(NamedTuple):
     """A translation.
@@ -165,9 +168,11 @@ def encode_prefixes(
         ValueError: A prefix is as long as the longest translation.
     """
     encoded, limit = [], _prefix_limit(model, generate_kwargs)
+    eos = tokenizer.eos_token_id
+    ends = _ends(_options(model, generate_kwargs)) if eos is None else {eos}
     for number, prefix in enumerate(prefixes, first):
         ids: list[int] = tokenizer(text_target=prefix)["input_ids"] if prefix.strip() else []
-        ids = list(takewhile(tokenizer.eos_token_id.__ne__, ids))  # mBART's language comes after it
+        ids = list(takewhile(lambda id_: id_ not in ends, ids))  # mBART's language comes after it
         if len(ids) >= limit:
             raise ValueError(
                 f"target prefix {number + 1} has {len(ids)} tokens: expected fewer than {limit}, "
@@ -192,10 +197,18 @@ def position_limit(model: PreTrainedModel) -> int | None:
     is_ctranslate2 = not isinstance(model, torch.nn.Module)  # its sinusoids are a table too
     if is_ctranslate2 or getattr(model.config, "position_encoding", None) == "learned":
         return model.config.max_position_embeddings
-    for name, module in model.named_modules():
-        if name.endswith("embed_positions") and isinstance(module, torch.nn.Embedding):
-            return model.config.max_position_embeddings
-    return None
+    limits = [
+        _positions(module)
+        for name, module in model.named_modules()
+        if name.split(".")[-1] in POSITION_TABLES and isinstance(module, torch.nn.Embedding)
+    ]
+    return min(limits, default=None)
+
+
+def _positions(table: torch.nn.Embedding) -> int:
+    """The rows for positions: BART's come after an offset, RoBERTa's after the padding's row."""
+    padding = -1 if table.padding_idx is None else table.padding_idx
+    return table.num_embeddings - getattr(table, "offset", padding + 1)
 
 
 def set_output_limit(model: PreTrainedModel) -> None:
@@ -222,6 +235,12 @@ def decoder_start(
 
 def _options(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> GenerationOptions:
     return GenerationOptions(model.generation_config, None, generate_kwargs)
+
+
+def _ends(options: GenerationOptions) -> set[int]:
+    """The ids of the tokens that end a target."""
+    eos = options["eos_token_id"]
+    return {eos} if isinstance(eos, int) else set(eos or ())
 
 
 class Batches(NamedTuple):
@@ -329,8 +348,7 @@ class Batches(NamedTuple):
     def _hypotheses(self, sequences: torch.Tensor, prompt_length: int) -> list[Hypothesis]:
         """The hypotheses in (rows, length) token ids, of which the first are the prompt."""
         options = _options(self.model, self.generate_kwargs)
-        eos, pad = options["eos_token_id"], options["pad_token_id"]
-        ends = {eos} if isinstance(eos, int) else set(eos or ())
+        ends, pad = _ends(options), options["pad_token_id"]
         texts = self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
         found = []
         for text, row in zip(texts, sequences.tolist(), strict=True):

@@ -22,6 +22,7 @@ from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import expect_whole, log_coverage
 from ..data.vocabularies import rows
+from ..inference.loading import expect_to_read_targets
 from ..inference.metrics import OTHER_METRICS, has_4_tokens, make_metrics
 from ..inference.translation import position_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -168,8 +169,8 @@ def make_tokenizer(
     the main process, for all).
 
     Raises:
-        ValueError: The named tokenizer has no padding token or no `eos_token`, or it is one of
-            Marian with two vocabularies, for a new model.
+        ValueError: The named tokenizer has no padding token or no `eos_token`, or has two
+            vocabularies, as one of FSMT or, for a new model, of Marian.
     """
     name = checkpoint or arguments.tokenizer_name or arguments.model_name_or_path
     if name is not None:
@@ -177,6 +178,7 @@ def make_tokenizer(
         for kind in ("pad_token", "eos_token"):
             if getattr(tokenizer, kind) is None:
                 raise ValueError(f"{name}: the tokenizer has no {kind}, expected one")
+        expect_to_read_targets(tokenizer)
         if arguments.model_name_or_path is None and getattr(tokenizer, "separate_vocabs", False):
             raise ValueError(
                 f"tokenizer_name={name!r} with separate_vocabs=True: expected one vocabulary; "
@@ -215,7 +217,12 @@ def make_model(
             raise ValueError(f"config_overrides has {first!r}: no field of {kind}")
         if saved is not None:  # its special tokens became those of the tokenizer and the language
             _expect_same_model(config, saved, checkpoint, with_tokens=False)
-        return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **attention)
+        # In float16 training destroys a model. Mixed precision is for --bf16 and --fp16.
+        model = AutoModelForSeq2SeqLM.from_pretrained(
+            name, config=config, dtype=torch.float32, **attention
+        )
+        _freeze_what_is_not_saved(model)
+        return model
     overrides = {**_special_tokens(tokenizer), **arguments.overrides()}
     if (language := language_to_start_with(tokenizer)) is not None:
         overrides["decoder_start_token_id"] = language
@@ -230,6 +237,14 @@ def make_model(
     if saved is not None:
         _expect_same_model(config, saved, checkpoint)
     return VanillaTransformerForConditionalGeneration(config)
+
+
+def _freeze_what_is_not_saved(model: PreTrainedModel) -> None:
+    """Marian's tables of sinusoids: trained ones would be lost. transformers (5.17 to 5.24) makes
+    them trainable when it loads a model."""
+    for name, weight in model.named_parameters():
+        if name in (model._keys_to_ignore_on_save or ()):
+            weight.requires_grad_(False)
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
