@@ -17,6 +17,7 @@ from transformers.utils.versions import require_version
 from vanilla_transformer import __version__
 from vanilla_transformer.cli import main, train_options
 from vanilla_transformer.training.recipes import find_recipe, recipe_names, recipe_path
+from vanilla_transformer.training.resumption import locked
 
 COMMANDS = (
     "train", "plan", "translate", "back-translate", "evaluate", "score", "average", "convert",
@@ -117,6 +118,17 @@ def test_an_error_about_the_input_is_one_line(tmp_path, command, words, expected
     process = run_command(command, *words, cwd=tmp_path, check=False)
     assert process.returncode == 1
     assert process.stderr.startswith(f"vanilla-transformer {command}: error: {expected}")
+    assert len(process.stderr.splitlines()) == 1
+
+
+def test_a_second_training_in_the_same_folder_is_refused_in_one_line(tmp_path):
+    words = ["--config", "phrases", "--use_cpu", "--output_dir", "out", "--max_steps", 1]
+    words += [f"--phrases_{split}_size=4" for split in ("train", "validation", "test")]
+    with locked(tmp_path / "out"):
+        process = run_command("train", *words, cwd=tmp_path, check=False)
+    assert process.returncode == 1
+    error = "output_dir=out: expected a folder in which no other training is at work"
+    assert process.stderr.startswith(f"vanilla-transformer train: error: {error}")
     assert len(process.stderr.splitlines()) == 1
 
 

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -246,6 +247,21 @@ def test_a_changed_file_gives_new_data(tmp_path):
     assert pairs_of(load(**files)["train"]) == [("a", "c"), ("d", "e")]
 
 
+@pytest.mark.parametrize("replace_file", [False, True])
+def test_a_changed_file_of_the_same_size_and_time_gives_new_data(tmp_path, replace_file):
+    """As after `rsync --times`, `cp --preserve` or from an archive."""
+    files = write_sides(tmp_path, [("one", "eins")])
+    source = Path(files["train_source"])
+    before = source.stat()
+    assert pairs_of(load(**files)["train"]) == [("one", "eins")]
+    if replace_file:
+        Path(write(tmp_path / "new", "six\n")).replace(source)
+    else:
+        write(source, "six\n")
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert pairs_of(load(**files)["train"]) == [("six", "eins")]
+
+
 # One file with columns
 
 
@@ -282,6 +298,30 @@ def test_text_in_columns_arrives_unchanged(tmp_path, suffix, streaming):
     file = WRITERS[suffix.removesuffix(".gz")](tmp_path / f"train.{suffix}", pairs)
     loaded = load(train_file=file, source_lang="en", target_lang="de", streaming=streaming)
     assert pairs_of(loaded["train"]) == pairs
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("run [1]/train.parquet", "run 1/train.parquet"),
+        ("part[1].parquet", "part1.parquet"),
+        ("part?.parquet", "part1.parquet"),
+        ("*.parquet", "part1.parquet"),
+    ],
+)
+@pytest.mark.parametrize("here", [".", "here [1]"])
+def test_a_parquet_file_is_no_pattern_of_others(
+    tmp_path, monkeypatch, name, other, here, streaming
+):
+    for folder in (here, "here 1"):
+        for file in (name, other):
+            path = tmp_path / folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_parquet(path, {"source": [f"{folder}/{file}"], "target": ["x"]})
+    monkeypatch.chdir(tmp_path / here)
+    loaded = load(train_file=name, streaming=streaming)
+    assert pairs_of(loaded["train"]) == [(f"{here}/{name}", "x")]
 
 
 @pytest.mark.parametrize(
@@ -590,6 +630,18 @@ def test_a_named_dataset_without_the_usual_splits_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="none of the splits train, validation, test, only: dump"):
         load(dataset_name=str(folder))
+
+
+@pytest.mark.parametrize("name", ["v[1]", "v?", "*"])
+@pytest.mark.parametrize("inside", ["", "data"])
+def test_a_folder_that_is_a_pattern_of_others_is_refused(tmp_path, monkeypatch, name, inside):
+    for folder in (name, "v1"):
+        (tmp_path / folder / inside).mkdir(parents=True)
+        write_parquet(tmp_path / folder / inside / "train.parquet", {"a": [folder], "b": ["x"]})
+    monkeypatch.chdir(tmp_path / name)
+    for written in (tmp_path / name / inside, inside or "."):
+        with pytest.raises(ValueError, match=r"expected a folder without \*, \? or \[ in .*"):
+            load(dataset_name=str(written))
 
 
 def test_a_named_dataset_without_rows_is_refused(tmp_path):

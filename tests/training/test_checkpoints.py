@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import shutil
+import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from vanilla_transformer.training.checkpoints import (
     find_defect,
     last_complete_checkpoint,
 )
-from vanilla_transformer.training.resumption import find_checkpoint
+from vanilla_transformer.training.resumption import find_checkpoint, locked
 
 
 @pytest.fixture(scope="module")
@@ -344,3 +346,84 @@ def test_a_checkpoint_that_has_lost_its_checksums_and_more_is_not_whole(run, fil
 def test_checksums_that_are_none_are_a_defect(run):
     (run / "checkpoint-8" / CHECKSUMS_NAME).write_text("[1]")
     assert find_defect(run / "checkpoint-8").endswith("can't be read")
+
+
+# ---------------------------------------------------------------- two trainings, one folder
+
+
+@contextmanager
+def another_training(folder):
+    """Another process at work in a folder, with a worker, which lives on for a moment after it."""
+    (told, tell), (alive, life) = os.pipe(), os.pipe()
+    other = os.fork()
+    if other == 0:
+        try:
+            os.close(life)
+            with locked(folder):
+                if os.fork() == 0:  # the worker
+                    os.read(alive, 1)  # until the test ends
+                    os._exit(0)
+                os.write(tell, b"!")
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(tell)
+    try:
+        assert os.read(told, 1) == b"!"
+        yield other
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+        for handle in (told, alive, life):
+            os.close(handle)
+
+
+def test_a_folder_in_which_another_training_is_at_work_is_refused(tmp_path):
+    message = f"output_dir={tmp_path}: expected a folder in which no other training is at work"
+    with (
+        another_training(tmp_path),
+        pytest.raises(FileExistsError, match=message),
+        locked(tmp_path),
+    ):
+        pass
+
+
+def test_a_training_that_was_killed_leaves_its_folder_free(tmp_path):
+    with another_training(tmp_path) as other:
+        os.kill(other, signal.SIGKILL)
+        os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
+        with locked(tmp_path):
+            assert (
+                find_checkpoint(TranslationTrainingArguments(str(tmp_path), use_cpu=True)) is None
+            )
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_training_that_fails_leaves_no_trace_of_the_lock(tmp_path, error):
+    def fail(folder):
+        with locked(folder):
+            assert folder.is_dir()
+            raise error
+
+    (tmp_path / "here").mkdir()
+    for name in ("here", "new"):
+        with pytest.raises(error):
+            fail(tmp_path / name)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "here"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_where_there_are_no_locks_training_goes_on_without(tmp_path, monkeypatch, number):
+    def lock(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", lock)
+    with locked(tmp_path):
+        pass
+
+
+def test_a_file_is_locked_by_nobody_and_refused_as_output_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with locked(tmp_path / "file"), pytest.raises(FileExistsError, match="is a file: expected a"):
+        find_checkpoint(TranslationTrainingArguments(str(tmp_path / "file"), use_cpu=True))

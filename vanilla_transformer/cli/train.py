@@ -34,6 +34,7 @@ from ..training.resumption import (
     expect_same_options,
     find_checkpoint,
     fixed_options,
+    locked,
     warn_of_another_text,
 )
 from ..training.trainer import load_averaged_checkpoints, make_trainer
@@ -51,6 +52,12 @@ def main() -> None:
         format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO
     )
     transformers_logging.set_verbosity_warning()
+    with locked(training_args.output_dir):
+        train(model_args, data_args, training_args)
+
+
+def train(model_args: Any, data_args: Any, training_args: Any) -> None:
+    """Train, average, save and score a model."""
     checkpoint = find_checkpoint(training_args)
     prepared = prepare(model_args, data_args, training_args, checkpoint)
     options = fixed_options(model_args, training_args)

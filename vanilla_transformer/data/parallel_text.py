@@ -8,6 +8,7 @@
 data set is a memory-mapped Arrow file or a stream.
 """
 
+import glob
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -121,7 +122,8 @@ class DataArguments(CorpusArguments):
     bpe_dropout: float = HfArg(
         default=0.0,
         help="BPE-dropout: the probability of skipping a merge, so that training texts are split "
-        "differently in each epoch; 0.1 in its paper. max_tokens counts tokens without dropout.",
+        "differently in each epoch; 0.1 in its paper. max_tokens counts the tokens with dropout: "
+        "in a stream exactly, else by their mean number.",
     )
     max_train_samples: int | None = HfArg(
         default=None, help="Use only the first pairs of the training data."
@@ -363,6 +365,10 @@ def _column_choice(arguments: DataArguments) -> ColumnChoice:
 
 
 def _load_from_hub(name: str, arguments: DataArguments) -> Corpora:
+    folder = Path(name).expanduser().resolve()
+    if folder.is_dir() and glob.has_magic(str(folder)):
+        # `datasets` takes the path for a pattern, and reads other folders that match it.
+        raise ValueError(f"dataset_name={name!r}: expected a folder without *, ? or [ in {folder}")
     tables = load_dataset(name, arguments.dataset_config_name, streaming=arguments.streaming)
     present = [split for split in SPLITS if split in tables]
     if not present:
@@ -386,8 +392,10 @@ def _load_files(arguments: DataArguments) -> Corpora:
     def load(split: str, paths: tuple[str, ...]) -> Dataset | IterableDataset:
         if (split, paths) in columns:
             return _rows_to_pairs(paths, columns[split, paths], split, arguments.streaming)
+        # `datasets` takes names, and the folder in which it looks for them, for patterns.
+        file = glob.escape(str(Path(paths[0]).absolute()))
         table = load_dataset(
-            "parquet", data_files={split: paths[0]}, split=split, streaming=arguments.streaming
+            "parquet", data_files={split: file}, split=split, streaming=arguments.streaming
         )
         return _table_to_pairs(table, split, paths[0], choose)
 
@@ -457,7 +465,11 @@ def _rows_to_pairs(
         "columns": columns,
         "drop_blank": split == "train",
         # Part of the cache key: changed files are read again, and all files by changed code.
-        "stamp": (_code_version(), *((stat.st_size, stat.st_mtime_ns) for stat in stats)),
+        # Tools that copy or unpack files may keep the size and the time of the last change.
+        "stamp": (
+            _code_version(),
+            *((stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for stat in stats),
+        ),
     }
     make = IterableDataset.from_generator if streaming else Dataset.from_generator
     return make(_read_pairs, PAIR_FEATURES, gen_kwargs=arguments, split=NamedSplit(split))
