@@ -10,7 +10,11 @@ import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, ModelCardData
 
 from ..inference.derived_cards import SHOW_PAGE, TRANSLATE
-from ..model.tokenization_vanilla_transformer import TARGET_FILE, VanillaTransformerTokenizer
+from ..model.tokenization_vanilla_transformer import (
+    SOURCE_FILE,
+    TARGET_FILE,
+    VanillaTransformerTokenizer,
+)
 from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, find_defect
 from .model_card import USAGE
 
@@ -18,7 +22,7 @@ from .model_card import USAGE
 REQUIRED_FILES = {
     "configuration": ("config.json",),
     "weights": ("*.safetensors", "*.onnx", "model.bin"),
-    "tokenizer": ("*tokenizer.json", "*.spm", "*.model", "vocab*"),
+    "tokenizer": ("tokenizer.json", SOURCE_FILE, "*.spm", "*.model", "vocab*"),
 }
 BELOW = {"weights"}  # which an export may put into a subfolder
 
