@@ -56,7 +56,7 @@ def main() -> None:
         train(model_args, data_args, training_args)
 
 
-def train(model_args: Any, data_args: Any, training_args: Any) -> None:
+def train(model_args: ModelArguments, data_args: DataArguments, training_args: Any) -> None:
     """Train, average, save and score a model."""
     checkpoint = find_checkpoint(training_args)
     prepared = prepare(model_args, data_args, training_args, checkpoint)
