@@ -16,8 +16,8 @@ from transformers.utils.versions import require_version
 
 from vanilla_transformer import __version__
 from vanilla_transformer.cli import main, train_options
+from vanilla_transformer.training.folder_lock import locked
 from vanilla_transformer.training.recipes import find_recipe, recipe_names, recipe_path
-from vanilla_transformer.training.resumption import locked
 
 COMMANDS = (
     "train", "plan", "translate", "back-translate", "evaluate", "score", "average", "convert",

@@ -26,7 +26,8 @@ from vanilla_transformer.training.checkpoints import (
     find_defect,
     last_complete_checkpoint,
 )
-from vanilla_transformer.training.resumption import find_checkpoint, locked
+from vanilla_transformer.training.folder_lock import locked
+from vanilla_transformer.training.resumption import find_checkpoint
 
 
 @pytest.fixture(scope="module")

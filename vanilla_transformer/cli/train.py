@@ -27,6 +27,7 @@ from ..inference.metrics import METRICS, score_translations
 from ..inference.translation import translate
 from ..training.arguments import ModelArguments, TranslationTrainingArguments
 from ..training.distributed import end_training, load_saved_model
+from ..training.folder_lock import locked
 from ..training.parsing import parse_arguments
 from ..training.preparation import prepare
 from ..training.resumption import (
@@ -34,7 +35,6 @@ from ..training.resumption import (
     expect_same_options,
     find_checkpoint,
     fixed_options,
-    locked,
     warn_of_another_text,
 )
 from ..training.trainer import load_averaged_checkpoints, make_trainer

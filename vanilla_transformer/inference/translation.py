@@ -169,7 +169,7 @@ def encode_prefixes(
     """
     encoded, limit = [], _prefix_limit(model, generate_kwargs)
     eos = tokenizer.eos_token_id
-    ends = _ends(_options(model, generate_kwargs)) if eos is None else {eos}
+    ends = _options(model, generate_kwargs).ends() if eos is None else {eos}
     for number, prefix in enumerate(prefixes, first):
         ids: list[int] = tokenizer(text_target=prefix)["input_ids"] if prefix.strip() else []
         ids = list(takewhile(lambda id_: id_ not in ends, ids))  # mBART's language comes after it
@@ -235,12 +235,6 @@ def decoder_start(
 
 def _options(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> GenerationOptions:
     return GenerationOptions(model.generation_config, None, generate_kwargs)
-
-
-def _ends(options: GenerationOptions) -> set[int]:
-    """The ids of the tokens that end a target."""
-    eos = options["eos_token_id"]
-    return {eos} if isinstance(eos, int) else set(eos or ())
 
 
 class Batches(NamedTuple):
@@ -348,7 +342,7 @@ class Batches(NamedTuple):
     def _hypotheses(self, sequences: torch.Tensor, prompt_length: int) -> list[Hypothesis]:
         """The hypotheses in (rows, length) token ids, of which the first are the prompt."""
         options = _options(self.model, self.generate_kwargs)
-        ends, pad = _ends(options), options["pad_token_id"]
+        ends, pad = options.ends(), options["pad_token_id"]
         texts = self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
         found = []
         for text, row in zip(texts, sequences.tolist(), strict=True):

@@ -401,12 +401,14 @@ class GenerationOptions:
 
     def source_mask(self, source: torch.Tensor) -> torch.Tensor | None:
         """The mask of a source, given or, as in transformers, what is not `pad_token_id`."""
-        mask, pad, ends = (
-            self[name] for name in ("attention_mask", "pad_token_id", "eos_token_id")
-        )
-        is_end = pad in ends if isinstance(ends, list) else pad == ends
-        can_infer = pad is not None and not is_end and not source.is_floating_point()
+        mask, pad = self["attention_mask"], self["pad_token_id"]
+        can_infer = pad not in (None, *self.ends()) and not source.is_floating_point()
         return source != pad if mask is None and can_infer else mask
+
+    def ends(self) -> set[int]:
+        """The ids of the tokens that end a target."""
+        eos = self["eos_token_id"]
+        return {eos} if isinstance(eos, int) else set(eos or ())
 
     def cache_size(self, prompt_length: int) -> tuple[int, int]:
         """The rows of each source, and the most positions of a target."""

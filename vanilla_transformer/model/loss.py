@@ -232,6 +232,14 @@ def _split(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ..
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
+def not_suppressed(logits: torch.Tensor, has_label: torch.Tensor) -> torch.Tensor:
+    """Which tokens a translation may contain, (vocabulary,), from logits (batch, length,
+    vocabulary): those whose logit is not about `SUPPRESSED` at all positions with a label, (batch,
+    length)."""
+    is_suppressed = (logits - SUPPRESSED).abs() < -SUPPRESSED / 2
+    return (~is_suppressed & has_label[..., None]).flatten(0, -2).any(dim=0)
+
+
 def is_plain_matrix(projection: nn.Module) -> bool:
     """Whether a call is only a product: no bias, nothing quantized, adapted or offloaded."""
     plain = (

@@ -42,7 +42,7 @@ from .cache import CACHE_NAME, is_paged, new_cache, takes_either_name, update_kv
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .dropout import dropout
 from .generation import VanillaTransformerGenerationMixin
-from .loss import SUPPRESSED, at_least_float32, can_fuse, fused_linear_cross_entropy
+from .loss import at_least_float32, can_fuse, fused_linear_cross_entropy, not_suppressed
 from .pretrained import (
     VanillaTransformerPreTrainedModel,
     count_positions,
@@ -440,8 +440,7 @@ def label_smoothed_cross_entropy(
     log_probs = logits.log_softmax(dim=-1)
     loss = F.nll_loss(log_probs.flatten(0, -2), labels.flatten(), reduction="sum")
     if label_smoothing:
-        is_suppressed = (logits - SUPPRESSED).abs() < -SUPPRESSED / 2
-        is_token = (~is_suppressed & has_label[..., None]).flatten(0, -2).any(dim=0)
+        is_token = not_suppressed(logits, has_label)
         mean = torch.where(is_token, log_probs, 0).sum(dim=-1) / is_token.sum().clamp(min=1)
         loss = (1 - label_smoothing) * loss - label_smoothing * (mean * has_label).sum()
     if num_items_in_batch is None:

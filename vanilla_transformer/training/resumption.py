@@ -1,13 +1,11 @@
-"""Resuming: keeps other trainings out of the folder, finds the checkpoint, and compares its options
-and text with those of the run."""
+"""Resuming: finds the checkpoint, and compares its options and text with those of the run."""
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from huggingface_hub import ModelCard
 from transformers import (
@@ -37,57 +35,9 @@ logger = logging.getLogger(__name__)
 OPTIMIZER = (
     "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim"
 )  # fmt: skip
-LOCK = "_lock"  # `Trainer` pushes no file with a leading underscore to the Hub
 CARD = "README.md"
 CODE = Path(model.__file__).parent  # each model carries a copy
 FILES = {"tokenizer_name", "sentencepiece_model", "bpe_codes"}  # which may have moved
-
-
-@contextmanager
-def locked(output_dir: str | Path) -> Iterator[None]:
-    """Keep other trainings out of a folder. The main process holds the lock, and decides for all.
-
-    Raises:
-        FileExistsError: Another training is at work there.
-    """
-    folder = Path(output_dir)
-    held: list[IO[bytes] | None] = []
-    is_new = not folder.exists()
-    run_on_main_process(lambda: held.append(_lock(folder)))
-    try:
-        yield
-    finally:
-        for lock in filter(None, held):
-            with suppress(OSError):
-                (folder / LOCK).unlink()
-            lock.close()
-            with suppress(OSError):  # it is not empty, or gone
-                if is_new:
-                    folder.rmdir()
-
-
-def _lock(folder: Path) -> IO[bytes] | None:
-    """A file that is locked until it is closed, or the process ends, however it does. None where
-    there are no locks, or nothing can be written."""
-    try:
-        import fcntl  # Windows has none
-
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("ab")
-    except (ImportError, OSError):
-        return None
-    try:
-        # Unlike that of `flock`, this lock is not shared by workers, which may outlive the process.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise FileExistsError(
-            f"output_dir={folder}: expected a folder in which no other training is at work (one "
-            f"has locked its file {LOCK})"
-        ) from None
-    except OSError:  # the file system has no locks
-        pass
-    return lock
 
 
 def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
