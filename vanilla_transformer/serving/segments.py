@@ -91,6 +91,9 @@ def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
         yield line
         return
     segmenter = pysbd.Segmenter(language if language in LANGUAGE_CODES else "en", clean=False)
+    core = line.lstrip()  # pysbd drops white space at the beginning
+    yield line.removesuffix(core)
+    line = core
     while line:
         window = line[:WINDOW]
         sentences = segmenter.segment(window)
