@@ -40,6 +40,17 @@ def test_a_line_is_a_sentence_until_it_is_long():
     assert same(split_text(german, "unknown", 9)) == german
 
 
+@pytest.mark.parametrize(
+    "tag", ["<2de> ", ">>deu<< ", "<2pt-BR> <2formal> ", "translate English to German: "]
+)
+def test_each_sentence_of_a_line_has_its_tag(tag):
+    text = f"  {tag}This is one. This is two.\nAnd this is three."
+    found = sentences(split_text(text, "en", 20))
+    assert found == [f"{tag}This is one.", f"{tag}This is two.", "And this is three."]
+    assert sentences(split_text(text, "en", 100))[0] == text.split("\n")[0].strip()
+    assert sentences(split_text(f"{tag}\n<b> One.", "en", 9)) == [tag.strip(), "<b> One."]
+
+
 @pytest.mark.parametrize("unit", ["This is a sentence. ", "word ", "x", "a. b. ", "( ", "1) a "])
 def test_a_sentence_has_an_end(unit):
     text = unit * (3 * WINDOW // len(unit))

@@ -13,6 +13,13 @@ from pysbd.languages import LANGUAGE_CODES
 # with the square of the length. No sentence is longer.
 WINDOW = 1000
 
+# What tells a model of several languages or tasks what to do, at the beginning of a line: tags of
+# `train --corpus_tags` and of Marian, and T5's prefix. Their lengths have a limit, as each sentence
+# of the line gets them.
+TAGS = re.compile(
+    r"\s*((?:(?:<2[^<>\s]{1,20}>|>>[^<>\s]{1,20}<<|translate \w{1,20} to \w{1,20}:)\s(?=\S)){1,2})"
+)
+
 HTML_SPACE = " \t\r\n\f"
 KEPT_TAGS = {"code", "pre", "script", "style", "textarea"}
 VOID_TAGS = {
@@ -44,14 +51,16 @@ class Segment(NamedTuple):
 
 def split_text(text: str, language: str, split_over: int) -> list[Segment]:
     """Split a text into lines, and lines longer than `split_over` characters into sentences. White
-    space around sentences is a segment of its own."""
+    space around sentences is a segment of its own. Tags that begin a line begin each of its
+    sentences."""
     segments = []
     for number, line in enumerate(text.split("\n")):
         if number:
             segments.append(Segment("\n", False))
+        tags = found[1] if (found := TAGS.match(line)) else ""
         segments += [
-            piece
-            for sentence in _sentences(line, language, split_over)
+            Segment(tags + piece.text, True) if piece.is_sentence else piece
+            for sentence in _sentences(line.replace(tags, "", 1), language, split_over)
             for piece in _without_space(sentence)
         ]
     return segments
