@@ -6,6 +6,8 @@ import pickle
 import pytest
 import torch
 from conftest import seq2seq, small_config
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     FSMTConfig,
     FSMTForConditionalGeneration,
@@ -19,6 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.collation import PairCollator
 from vanilla_transformer.training.compilation import compile_layers
 
@@ -61,6 +64,20 @@ def test_a_worker_that_is_a_new_process_gets_all_but_the_weights(tokenizer, kind
         assert batch.keys() == expected.keys()
         assert all(torch.equal(batch[name], expected[name]) for name in batch)
     assert collate.model is model
+
+
+def test_a_worker_gets_a_model_of_the_class_before_fsdp2(tokenizer):
+    """FSDP2 replaces a model's class by one that no other process can find."""
+    model = seq2seq(vocab_size=320)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model)
+        collate = PairCollator(tokenizer, model=model)
+        copied = pickle.loads(pickle.dumps(collate))
+    finally:
+        distributed.destroy_process_group()
+    assert type(copied.model) is VanillaTransformerForConditionalGeneration
+    assert torch.equal(copied(PAIRS)["decoder_input_ids"], collate(PAIRS)["decoder_input_ids"])
 
 
 def test_labels_are_padded_with_what_no_loss_counts_whatever_the_model(tokenizer):

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 
@@ -21,11 +22,12 @@ class PairCollator(DataCollatorForSeq2Seq):
 
     def __getstate__(self) -> dict[str, Any]:
         """With a model that can make `decoder_input_ids`, and no more: the whole one would be sent
-        to each worker, and can't be if its layers are compiled."""
+        to each worker, and can't be if its layers are compiled or FSDP2 has made its class."""
         model = self.model
         if not isinstance(model, PreTrainedModel):
             return self.__dict__
-        bare = object.__new__(type(model))
+        own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+        bare: nn.Module = object.__new__(own)
         nn.Module.__init__(bare)
         bare.config = model.config
         return {**self.__dict__, "model": bare}
