@@ -407,6 +407,15 @@ def test_loading_processes_share_a_stream_and_lose_nothing(make_trainer, data, s
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("budget", [None, 200])
+def test_workers_start_by_the_method_that_the_options_name(make_trainer, data, budget):
+    options = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn"}
+    trainer = make_trainer(data, max_tokens=budget, eval_max_tokens=budget, **options)
+    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
+        inner = getattr(loader, "base_dataloader", loader)
+        assert inner.multiprocessing_context.get_start_method() == "spawn"
+
+
 def test_a_data_seed_of_its_own_decides_the_order(make_trainer, data):
     orders = []
     for seeds in ({"seed": 5, "data_seed": 0}, {"seed": 6, "data_seed": 0}, {"seed": 6}):
