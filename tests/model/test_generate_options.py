@@ -413,6 +413,15 @@ def test_guidance_leads_away_from_what_the_prompt_does_not_matter_for(causal, pr
     assert guided.tolist() != generate(causal, prompts, max_new_tokens=1)[:, 0].tolist()
 
 
+def test_guidance_is_for_a_decoder_alone(seq2seq, prompts):
+    # The error was about decoder_input_ids, after the first step.
+    generate(seq2seq, prompts, guidance_scale=1.0, max_new_tokens=1)
+    with pytest.raises(
+        ValueError, match=r"guidance_scale=3\.0: expected None or 1 for an encoder-d"
+    ):
+        generate(seq2seq, prompts, guidance_scale=3.0)
+
+
 @pytest.mark.parametrize("strategy", [{}, {"num_beams": 3}], ids=["greedy", "beam"])
 def test_a_repetition_penalty_makes_tokens_new(talker, prompts, strategy):
     options = {"min_new_tokens": STEPS, **strategy}

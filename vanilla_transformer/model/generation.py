@@ -152,9 +152,10 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         expect_prompt({"inputs": inputs, **kwargs})
         kwargs = read_target_vocabulary(rename_cache(kwargs, CACHE_NAME))
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
-        expect_generation_options(options.all(), self.config.target_vocab_size)
+        is_encoder_decoder = self.config.is_encoder_decoder
+        expect_generation_options(options.all(), self.config.target_vocab_size, is_encoder_decoder)
         options.use_length_penalty_type()
-        if self.config.is_encoder_decoder:
+        if is_encoder_decoder:
             prompt_length = self._prompt_length(options)
             self._limit_by_source(inputs, prompt_length, options)
             self._use_fast_cache(prompt_length, options)

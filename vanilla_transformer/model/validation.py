@@ -235,9 +235,12 @@ TOKENS = (
 LISTS = TOKENS[-3:]
 
 
-def expect_generation_options(options: dict[str, Any], vocab_size: int) -> None:
-    """Raises ValueError unless counts are whole and not too small, numbers finite, and tokens in
-    the vocabulary. None is none of them, and what else is wrong transformers says."""
+def expect_generation_options(
+    options: dict[str, Any], vocab_size: int, is_encoder_decoder: bool = True
+) -> None:
+    """Raises ValueError unless counts are whole and not too small, numbers finite, tokens in the
+    vocabulary, and guidance is asked of a decoder alone. None is none of them, and what else is
+    wrong transformers says."""
     given = {name: value for name, value in options.items() if value is not None}
     for name in given.keys() & COUNTS.keys():
         value, least = given[name], COUNTS[name]
@@ -252,6 +255,9 @@ def expect_generation_options(options: dict[str, Any], vocab_size: int) -> None:
         is_used = name in POSITIVE or (name == "temperature" and given.get("do_sample"))
         if is_used and value <= 0:
             raise ValueError(f"{name}={value!r}: expected a number above 0")
+    guidance = given.get("guidance_scale", 1)
+    if is_encoder_decoder and guidance != 1:  # transformers would read the target as a source
+        raise ValueError(f"guidance_scale={guidance}: expected None or 1 for an encoder-decoder")
     for name in given.keys() & set(TOKENS):
         least = -1 if name in ("eos_token_id", "pad_token_id") else 0  # -1 is customary for none
         ids = _flat(given[name])
