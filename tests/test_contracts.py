@@ -127,7 +127,7 @@ OVERRIDES = [
     ),
     Override(
         Trainer, "_get_train_sampler", "get_train_dataloader", ("train_dataset",),
-        "training/token_batches.py: the order of group_by_length follows from seed and epoch",
+        "training/token_batches.py: the order of batches by length follows from seed and epoch",
     ),
     Override(
         Trainer, "_get_eval_sampler", "get_eval_dataloader", ("eval_dataset",),

@@ -509,6 +509,17 @@ def test_a_classifier_is_evaluated(tmp_path, data):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_balanced_batches_are_those_of_the_epoch_that_the_trainer_is_in(make_trainer, data):
+    """If several processes resume in mid-epoch, nobody tells them its number."""
+    options = {"train_sampling_strategy": "batch_rebalance", "per_device_train_batch_size": 4}
+    trainer = make_trainer(data, max_tokens=None, **options)
+    found, expected = trainer._get_train_sampler(), Seq2SeqTrainer._get_train_sampler(trainer)
+    for epoch in (0, 1):
+        trainer.state.epoch = epoch + 0.25
+        expected.set_epoch(epoch)
+        assert list(found) == list(expected)
+
+
 def test_without_a_budget_batches_are_transformers_own(make_trainer, data):
     trainer = make_trainer(data, max_tokens=None, per_device_train_batch_size=7)
     assert trainer.get_train_dataloader().batch_sampler.batch_size == 7

@@ -13,7 +13,7 @@ from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, has_length
 
 from ..data.token_batches import (
@@ -100,11 +100,14 @@ class TokenBudgetTrainer(Trainer):
         return epochs, updates, examples, samples, *others
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Same as in `Trainer` (5.17 to 5.24), except that with `group_by_length` the order depends
-        on the seed and the epoch only, so that training resumes in the same order."""
+        """Same as in `Trainer` (5.17 to 5.24), except that with `group_by_length` and
+        `batch_rebalance` the order depends on the seed and the epoch only, so that training resumes
+        in the same order."""
         sampler = super()._get_train_sampler(train_dataset)
         if isinstance(sampler, LengthGroupedSampler):
             return _SeededLengthGroupedSampler(sampler, self)
+        if isinstance(sampler, BatchRebalanceSampler):
+            return _ResumableBatchRebalanceSampler(sampler, self)
         return sampler
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -284,6 +287,19 @@ class _SeededLengthGroupedSampler(LengthGroupedSampler):
     def __iter__(self) -> Iterator[int]:
         seed = _data_seed(self.trainer.args) + int(self.trainer.state.epoch or 0)
         self.generator = torch.Generator().manual_seed(seed)
+        return super().__iter__()
+
+
+class _ResumableBatchRebalanceSampler(BatchRebalanceSampler):
+    """The sampler of a trainer, which takes the epoch from the trainer: if several processes resume
+    within an epoch, accelerate (1.15) does not tell it."""
+
+    def __init__(self, sampler: BatchRebalanceSampler, trainer: Trainer):
+        self.__dict__.update(vars(sampler))
+        self.trainer = trainer
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.epoch = int(self.trainer.state.epoch or 0)
         return super().__iter__()
 
 
