@@ -108,7 +108,7 @@ def expect_recipe(options: dict[str, Any]) -> None:
         if name in MOVED and "custom_generate" not in options:
             raise ValueError(
                 f"{name}={options[name]!r}: expected --custom_generate {MOVED[name]} as well, or "
-                "another recipe that has this option"
+                "another method that has this option"
             )
 
 

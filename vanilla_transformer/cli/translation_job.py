@@ -77,7 +77,8 @@ class TranslateArguments:
         default=None, help="File with the beginning of each translation; blank lines for none."
     )
     custom_generate: str | None = HfArg(
-        default=None, help="Folder or Hub name of a search recipe. Its code runs on this machine."
+        default=None,
+        help="Folder or Hub name of a custom generation method. Its code runs on this machine.",
     )
     force_words: list[str] | None = HfArg(
         default=None, help="Words that each translation must contain. Needs --custom_generate."
@@ -142,7 +143,7 @@ class TranslateArguments:
         """What options need; see `expect_needed`."""
         has_reverse = self.reverse_model is not None
         aligns = self.alignments is not None or self.replace_unknown
-        recipe = f"{MOVED['force_words_ids']} as well, or another recipe that has force_words_ids"
+        recipe = f"{MOVED['force_words_ids']} as well, or another method that has force_words_ids"
         return {
             "candidates": (self.reranks, "--mbr or --reverse_model as well"),
             "reverse_weight": (has_reverse, "--reverse_model as well"),
