@@ -64,6 +64,7 @@ def test_without_npm_packages_a_warning_says_what_to_install(tmp_path, caplog):
     transformers_js.copy_scripts(tmp_path, tmp_path / "node_modules")
     transformers_js.logger.removeHandler(caplog.handler)
     assert transformers_js.INSTALL in caplog.text
+    assert str(tmp_path) not in caplog.text  # of a folder that has its place later
     assert not list(tmp_path.iterdir())
 
 

@@ -111,7 +111,7 @@ def save(
     tokenizer.save_pretrained(output)
     if isinstance(tokenizer, VanillaTransformerTokenizer):
         (output / "tokenizer.json").rename(output / SOURCE_FILE)
-        logger.warning("%s: load the tokenizer with trust_remote_code=True", output)
+        logger.warning("%s: load the tokenizer with trust_remote_code=True", output.name)
     written, report = AutoModelForSeq2SeqLM.from_pretrained(output, output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"]:
         raise RuntimeError(f"{output}: transformers reads back other tensors: {report}")

@@ -110,7 +110,7 @@ def copy_scripts(output: Path, node_modules: Path | None = None) -> None:
         found += [path for folder in nested + folders if (path := folder / script).is_file()][:1]
     if len(found) < len(SCRIPTS):
         logger.warning(
-            f"{output}: works in Node, but the page lacks scripts of npm's packages: run "
+            f"{output.name}: works in Node, but the page lacks scripts of npm's packages: run "
             f"`{INSTALL}` and export again in this directory"
         )
         return
