@@ -527,8 +527,18 @@ def test_a_model_for_another_engine_is_refused(plot, checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "model")
     (tmp_path / "model/model.bin").touch()  # CTranslate2's
     assert ctranslate2_engine.recognizes(tmp_path / "model")
-    with pytest.raises(ValueError, match="engine='ctranslate2': expected a model that torch runs"):
-        plot("attention", "--source", "a", "--model", "model")
+    for picture in (["attention", "--source", "a"], ["positions"]):
+        with pytest.raises(ValueError, match="engine='ctranslate2': expected a model that torch "):
+            plot(*picture, "--model", "model")
+
+
+def test_a_model_for_a_browser_is_refused(plot, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    (tmp_path / "model/onnx").mkdir()
+    for picture in (["attention", "--source", "a"], ["positions"]):
+        with pytest.raises(ValueError, match=r"engine='transformers\.js': expected a model that "):
+            plot(*picture, "--model", "model")
 
 
 def test_a_model_of_another_kind_is_refused(plot, tmp_path):

@@ -30,7 +30,7 @@ from .. import VanillaTransformerConfig
 from ..analysis.attention import attention_maps, expect_sentences
 from ..analysis.positions import position_encodings
 from ..inference.alignment import layers_and_heads
-from ..inference.loading import LoadingArguments
+from ..inference.loading import LoadingArguments, expect_torch_model
 from ..model.modeling_vanilla_transformer import SinusoidalPositions
 from ..plotting import (
     KINDS,
@@ -133,6 +133,7 @@ def draw_positions(arguments: Namespace) -> Figure:
         )
         positions = SinusoidalPositions(config)
     else:
+        expect_torch_model(arguments.model)
         config = AutoConfig.from_pretrained(arguments.model)
         if config.model_type != VanillaTransformerConfig.model_type:
             raise ValueError(

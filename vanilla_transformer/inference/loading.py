@@ -23,6 +23,7 @@ from .translation import set_output_limit
 TORCH = "torch"
 ENGINE_NAMES = (TORCH, *(engine.NAME for engine in ENGINES))
 TOKENIZERS = ("*token*", "*.spm", "*.model", "vocab*")  # files, of any kind
+WEIGHTS = ("*.safetensors*", "*.bin*")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -110,13 +111,7 @@ class LoadingArguments:
             ValueError: The folder was exported for an engine, or an engine is named.
         """
         torch.backends.cuda.enable_cudnn_sdp(False)  # our own models never use it
-        engine = find_engine(name)
-        if self.engine not in (None, TORCH) or engine is not None:
-            used = self.engine if engine is None else engine.NAME
-            raise ValueError(
-                f"{name} with engine={used!r}: expected a model that torch runs, such as the one "
-                "that was exported"
-            )
+        expect_torch_model(name, self.engine)
         tokenizer = self._load_tokenizer(name)
         model = AutoModelForSeq2SeqLM.from_pretrained(
             name,
@@ -148,6 +143,21 @@ class LoadingArguments:
         models, tokenizers = zip(*map(self.load_model, names), strict=True)
         expect_same_vocabulary(tokenizers, names)
         return VanillaTransformerEnsemble(models), tokenizers[0]
+
+
+def expect_torch_model(name: str | Path, engine: str | None = None) -> None:
+    """Raise a ValueError if the folder was exported for an engine or transformers.js, or an engine
+    is named."""
+    found = find_engine(name)
+    if found is not None:
+        engine = found.NAME
+    elif Path(name, "onnx").is_dir() and not any(any(Path(name).glob(kind)) for kind in WEIGHTS):
+        engine = "transformers.js"
+    if engine not in (None, TORCH):
+        raise ValueError(
+            f"{name} with engine={engine!r}: expected a model that torch runs, such as the one "
+            "that was exported"
+        )
 
 
 def expect_to_read_targets(tokenizer: PreTrainedTokenizerBase) -> None:
