@@ -53,6 +53,21 @@ def test_copies_of_a_model_decode_as_the_model(members, search, copies):
         torch.testing.assert_close(found.sequences_scores, expected.sequences_scores)
 
 
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}], ids=str)
+def test_prompts_of_different_lengths_are_continued_as_each_alone(members, search):
+    prompts, mask = ragged(2, 4, 3, padding_side="left")
+    ensemble = VanillaTransformerEnsemble(members)
+    options = {"max_new_tokens": 6, "eos_token_id": None, **search}
+    together = ensemble.generate(
+        **SOURCE, decoder_input_ids=prompts, decoder_attention_mask=mask, **options
+    )
+    for row in range(3):
+        source = {name: value[row : row + 1] for name, value in SOURCE.items()}
+        alone = prompts[row : row + 1, mask[row].bool()]
+        found = ensemble.generate(**source, decoder_input_ids=alone, **options)
+        assert torch.equal(together[row, -6:], found[0, -6:])
+
+
 def test_the_logits_are_the_logarithm_of_the_mean_probability(members):
     inputs = {**SOURCE, "decoder_input_ids": random_ids(3, 6)}
     mean = sum(member(**inputs).logits.softmax(-1) for member in members) / 3

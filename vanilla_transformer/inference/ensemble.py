@@ -80,6 +80,7 @@ class VanillaTransformerEnsemble(
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: BaseModelOutput | tuple | None = None,
         cache: "EnsembleCache | None" = None,
         use_cache: bool | None = None,
@@ -90,6 +91,7 @@ class VanillaTransformerEnsemble(
         Args:
             input_ids: (batch, source_length).
             decoder_input_ids: (batch, target_length).
+            decoder_attention_mask: (batch, past_length + target_length).
             encoder_outputs: Of `EnsembleEncoder`, in place of `input_ids`.
 
         Returns:
@@ -105,7 +107,11 @@ class VanillaTransformerEnsemble(
         if use_cache and cache is None:
             cache = EnsembleCache([new_cache(member.config) for member in self.members])
         caches = [None] * len(self.members) if cache is None else cache.members
-        inputs = {"attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
+        inputs = {
+            "attention_mask": attention_mask,
+            "decoder_input_ids": decoder_input_ids,
+            "decoder_attention_mask": decoder_attention_mask,
+        }
         total: torch.Tensor | None = None
         for member, states, own_cache in zip(
             self.members, self.encoder.split(encoder_outputs[0]), caches, strict=True
