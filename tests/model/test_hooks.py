@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import ragged, random_ids, seq2seq, small_config, watch
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad, vmap
 from transformers import LogitsProcessor
 from transformers.generation import BaseStreamer
 
@@ -223,6 +223,21 @@ def test_functional_gradients_are_those_of_autograd():
     model(**batch).loss.backward()
     for name, weight in model.named_parameters():
         torch.testing.assert_close(found[name], weight.grad, **EXACT)
+
+
+def test_a_gradient_for_each_pair_is_that_of_the_pair_alone():
+    model = seq2seq(dropout=0.0).train()
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    pairs = random_ids(3, 6), random_ids(3, 5)
+
+    def loss(each, ids, labels):
+        batch = {"input_ids": ids[None], "labels": labels[None]}
+        return functional_call(model, each, (), batch).loss
+
+    found = vmap(grad(loss), in_dims=(None, 0, 0))(weights, *pairs)
+    for row, (ids, labels) in enumerate(zip(*pairs, strict=True)):
+        for name, gradient in grad(loss)(weights, ids, labels).items():
+            torch.testing.assert_close(found[name][row], gradient, **EXACT)
 
 
 def test_functional_gradients_take_dropout():

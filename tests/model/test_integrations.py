@@ -286,6 +286,22 @@ def test_given_encoder_outputs_come_back_whole(as_tuple):
         assert torch.equal(value, other)
 
 
+@pytest.mark.parametrize(
+    "given", [torch.zeros(3, 5, 8), ()], ids=["without a tuple", "an empty tuple"]
+)
+def test_encoder_outputs_are_an_output_or_a_tuple(given):
+    model = build(SEQ2SEQ)
+    message = f"encoder_outputs of type {type(given).__name__}: expected a BaseModelOutput, or a"
+    with pytest.raises(TypeError, match=message):
+        model(encoder_outputs=given, labels=random_ids(3, 4))
+
+
+def test_a_decoder_alone_attends_to_no_source():
+    model = build(CAUSAL)
+    with pytest.raises(ValueError, match="encoder_hidden_states for one stack alone: expected no"):
+        model(random_ids(2, 4), encoder_hidden_states=torch.zeros(2, 3, model.config.d_model))
+
+
 @every_generator
 def test_only_some_positions_need_be_predicted(cls):
     model = build(cls)

@@ -401,7 +401,8 @@ class GenerationOptions:
         return self[name] if value is None else value
 
     def source_mask(self, source: torch.Tensor) -> torch.Tensor | None:
-        """The mask of a source, given or, as in transformers, what is not `pad_token_id`."""
+        """Which tokens of a source the limits of length count: the given mask or, without one, what
+        is not `pad_token_id`."""
         mask, pad = self["attention_mask"], self["pad_token_id"]
         can_infer = pad not in (None, *self.ends()) and not source.is_floating_point()
         return source != pad if mask is None and can_infer else mask

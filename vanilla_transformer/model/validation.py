@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .cache import CACHE_NAME
+from .dropout import is_transformed
 
 # Parameters that a checkpoint may lack: a gigabyte's, or this many times as many as it has.
 LACKING_ANYWAY, LACKING_TIMES = 2**28, 8
@@ -46,6 +47,8 @@ def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     if cache is not None and (isinstance(cache, dict) or not hasattr(cache, "update")):
         raise TypeError(f"{CACHE_NAME} of type {type(cache).__name__}: expected a Cache")
     if not config.is_encoder_decoder:
+        if inputs.get("encoder_hidden_states") is not None:
+            raise ValueError("encoder_hidden_states for one stack alone: expected none")
         expect_stack_inputs(config, "encoder", inputs, "", dtype, cache)
         return
     if cache is not None and not hasattr(cache, "cross_attention_cache"):
@@ -55,10 +58,16 @@ def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     if encoded is None:
         source = expect_stack_inputs(config, "encoder", inputs, "", dtype)
     else:
-        states = encoded[0] if isinstance(encoded, (tuple, list)) and encoded else encoded
-        states = getattr(states, "last_hidden_state", states)
+        is_plain = isinstance(encoded, (tuple, list)) and len(encoded) > 0
+        if not is_plain and not hasattr(encoded, "last_hidden_state"):
+            kind = type(encoded).__name__
+            raise TypeError(
+                f"encoder_outputs of type {kind}: expected a BaseModelOutput, or a tuple that "
+                "begins with the encoder's states"
+            )
+        states = encoded[0] if is_plain else encoded.last_hidden_state
         expect_states(states, "encoder_outputs", config.d_model, dtype)
-        source = states.shape[:2]  # type: ignore[union-attr]
+        source = states.shape[:2]
     target = expect_stack_inputs(config, "decoder", inputs, "decoder_", dtype, cache)
     expect_as_many(target[0], source[0])
     heads = config.decoder_attention_heads
@@ -326,7 +335,7 @@ def expect_labels(labels: Any, predictions: torch.Tensor, vocab_size: int) -> No
             f"labels of shape {tuple(labels.shape)} for predictions of shape "
             f"{tuple(predictions.shape[:-1])}: expected one label for each prediction"
         )
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+    if labels.device.type == "cpu" and not is_transformed():
         raise_if_outside(labels[labels != -100], vocab_size, "label")
 
 
