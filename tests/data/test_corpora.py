@@ -66,6 +66,14 @@ def test_a_temperature_evens_out_sizes():
     assert shares(1.0) == pytest.approx([0.9, 0.1])
 
 
+def test_shares_with_which_an_epoch_has_no_end_are_refused(tmp_path):
+    corpora = [numbered(tmp_path, "a", 400), numbered(tmp_path, "b", 20)]
+    for temperature, shares in ((0.1, r"1\.0e\+00, 9\.8e-14"), (0.001, r"1.*, 0\.0e\+00")):
+        message = f"training corpora of 400, 20 pairs with shares of {shares}.*: expected shares"
+        with pytest.raises(ValueError, match=message):
+            sources(load(corpora, corpus_temperature=temperature))
+
+
 def test_streams_mix_by_weight(tmp_path):
     arguments = load(
         [numbered(tmp_path, "a", 9), numbered(tmp_path, "b", 9)],

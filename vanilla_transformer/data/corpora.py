@@ -121,7 +121,8 @@ class CorpusArguments:
             seed: The seed of the order in which corpora with weights alternate.
 
         Raises:
-            ValueError: All pairs of a corpus are dropped.
+            ValueError: All pairs of a corpus are dropped, or the shares would make an epoch, in
+                which every pair is seen, more than a thousand times as long as all corpora.
         """
         if split == "train" and self._filters():
             corpora = list(self._without_bad_pairs(corpora))
@@ -135,7 +136,15 @@ class CorpusArguments:
             return marked[0]
         if split != "train" or self.corpus_weights is self.corpus_temperature:  # both None
             return concatenate_datasets(marked)
-        shares = self.shares([getattr(corpus, "num_rows", 0) for corpus in marked])
+        sizes = [getattr(corpus, "num_rows", 0) for corpus in marked]
+        shares = self.shares(sizes)
+        longest = 1000 * sum(sizes)
+        if any(n > longest * share for n, share in zip(sizes, shares, strict=True)):
+            found = ", ".join(f"{share:.1e}" for share in shares)
+            raise ValueError(
+                f"training corpora of {', '.join(map(str, sizes))} pairs with shares of {found}: "
+                "expected shares with which every pair is seen sooner"
+            )
         mixed = interleave_datasets(
             marked, probabilities=shares, seed=seed, stopping_strategy="all_exhausted"
         )
@@ -152,7 +161,7 @@ class CorpusArguments:
         """The probability of each corpus, from the weights, or from the sizes and the temperature
         (Arivazhagan et al., 2019, https://arxiv.org/abs/1907.05019)."""
         raw = np.array(self.corpus_weights or sizes, dtype=float)
-        raw = raw ** (1 / (self.corpus_temperature or 1.0))
+        raw = (raw / raw.max()) ** (1 / (self.corpus_temperature or 1.0))
         return list(map(float, raw / raw.sum()))
 
     def _without_bad_pairs(self, corpora: Sequence[Dataset]) -> Iterator[Dataset]:
