@@ -125,7 +125,7 @@ def advise_on_precision(arguments: Any) -> None:
             "bf16=True: this CPU has no bfloat16 instructions, so training is many times slower"
         )
     elif not arguments.bf16 and has_bfloat16_products():
-        logger.info("This CPU has bfloat16 instructions: --bf16 trains faster")
+        logger.info("This CPU has bfloat16 instructions: --bf16 may train faster")
 
 
 def extend_output_limit(model: PreTrainedModel, size: TextSize | None) -> None:
