@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel
+
+from ..model.pretrained import own_class
 
 LENGTH = "length"  # the column with the number of tokens on a pair's longer side
 
@@ -26,8 +27,7 @@ class PairCollator(DataCollatorForSeq2Seq):
         model = self.model
         if not isinstance(model, PreTrainedModel):
             return self.__dict__
-        own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-        bare: nn.Module = object.__new__(own)
+        bare = object.__new__(own_class(model))
         nn.Module.__init__(bare)
         bare.config = model.config
         return {**self.__dict__, "model": bare}

@@ -197,6 +197,13 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return [module for module in self.modules() if hasattr(module, "embed_positions")]
 
 
+def own_class(model: nn.Module) -> type[nn.Module]:
+    """The class that a model was made of. FSDP2 replaces it by a subclass, which no other process
+    can find, and which no saved model may name."""
+    kinds = type(model).__mro__
+    return next(kind for kind in kinds if not kind.__module__.startswith("torch.distributed"))
+
+
 def scale_sublayers(layers: nn.ModuleList, initializer: str) -> None:
     """Note on the last matrix of each sub-layer by what its start is multiplied."""
     if initializer == "tensor2tensor":

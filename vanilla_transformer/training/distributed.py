@@ -39,6 +39,8 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from ..model.pretrained import own_class
+
 logger = logging.getLogger(__name__)
 
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # overrides the arguments of `torch.load`
@@ -232,13 +234,11 @@ class _IndexCallback(TrainerCallback):
 
 @contextmanager
 def _original_class(model: Any) -> Iterator[None]:
-    """Give a model back its own class, which FSDP2 has replaced by a subclass of torch's: a saved
-    model names its class and carries the code of it."""
+    """Give a model back its own class, which FSDP2 has replaced: a saved model names its class and
+    carries the code of it."""
     sharded = type(model)
     if issubclass(sharded, FSDPModule):
-        model.__class__ = next(
-            one for one in sharded.__mro__[1:] if issubclass(one, PreTrainedModel)
-        )
+        model.__class__ = own_class(model)
     try:
         yield
     finally:
