@@ -23,7 +23,7 @@ from vanilla_transformer.cli import generation_options
 from vanilla_transformer.cli.generation_options import (
     NOT_OFFERED,
     encode_forced_words,
-    find_recipe,
+    find_method,
     generation_option_names,
     parse_value,
 )
@@ -159,7 +159,7 @@ def test_scores_start_where_the_translation_does(checkpoint, tmp_path):
 
 # ---------------------------------------------------------------- Searches of other people
 
-RECIPE = """
+METHOD = """
 from transformers import GenerationMixin
 
 from .forcing import Forced
@@ -197,23 +197,23 @@ class Forced(LogitsProcessor):
 
 
 @pytest.fixture
-def recipe(tmp_path):
+def method(tmp_path):
     """The name of a folder with a search that begins with the forced words."""
     folder = tmp_path / "begin/custom_generate"
     folder.mkdir(parents=True)
-    (folder / "generate.py").write_text(RECIPE)
+    (folder / "generate.py").write_text(METHOD)
     (folder / "forcing.py").write_text(FORCING)
     return "begin"
 
 
-def test_a_recipe_forces_words(checkpoint, tokenizer, tmp_path, recipe):
+def test_a_method_forces_words(checkpoint, tokenizer, tmp_path, method):
     """What begins with forced words is what a prefix gives."""
     (tmp_path / "in").write_text(LINES)
     (tmp_path / "prefixes").write_text("ein Haus\n\nein Haus\n")
     files = ("--source", "in", "--output", "out")
     run(checkpoint, tmp_path, *files, "--target_prefix_file", "prefixes")
     expected = (tmp_path / "out").read_text()
-    flags = [*files, "--custom_generate", f"./{recipe}/", "--trust_remote_code"]
+    flags = [*files, "--custom_generate", f"./{method}/", "--trust_remote_code"]
     flags += ["--force_words", "ein", "Haus"]
     forced = sum(map(len, encode_forced_words(["ein", "Haus"], tokenizer)))
     flags += ["--max_new_tokens", 6 + forced]
@@ -222,10 +222,10 @@ def test_a_recipe_forces_words(checkpoint, tokenizer, tmp_path, recipe):
     assert expected.startswith("ein Haus")
 
 
-def test_a_job_knows_the_code_of_its_recipe(checkpoint, tmp_path, recipe, monkeypatch):
+def test_a_job_knows_the_code_of_its_method(checkpoint, tmp_path, method, monkeypatch):
     """So that it is not resumed with other code."""
     monkeypatch.chdir(tmp_path)
-    arguments = TranslateArguments([str(checkpoint)], custom_generate=recipe)
+    arguments = TranslateArguments([str(checkpoint)], custom_generate=method)
     loading = LoadingArguments(device="cpu", trust_remote_code=True)
 
     def settings():
@@ -233,19 +233,19 @@ def test_a_job_knows_the_code_of_its_recipe(checkpoint, tmp_path, recipe, monkey
 
     before = settings()
     assert before == settings()
-    (tmp_path / recipe / "custom_generate/forcing.py").write_text(FORCING + "# other code")
+    (tmp_path / method / "custom_generate/forcing.py").write_text(FORCING + "# other code")
     assert before != settings()
 
 
-def test_a_recipe_of_the_hub_is_looked_up_once(tmp_path, recipe, monkeypatch):
+def test_a_method_of_the_hub_is_looked_up_once(tmp_path, method, monkeypatch):
     asked = []
 
     def download(name, allow_patterns):
         asked.append((name, allow_patterns))
-        return tmp_path / recipe
+        return tmp_path / method
 
     monkeypatch.setattr(generation_options, "snapshot_download", download)
-    assert find_recipe("someone/begin", trust_remote_code=True) == str(tmp_path / recipe)
+    assert find_method("someone/begin", trust_remote_code=True) == str(tmp_path / method)
     assert asked == [("someone/begin", "custom_generate/*")]
 
 

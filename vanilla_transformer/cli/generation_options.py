@@ -20,7 +20,7 @@ NOT_OFFERED = {
     "continuous_batching_config", "constraints", "stop_strings", "token_healing", "guidance_scale",
 }  # fmt: skip
 
-RECIPE_FILE = "custom_generate/generate.py"
+METHOD_FILE = "custom_generate/generate.py"
 # Options that transformers moved out of the library, each with the repository that has them now.
 MOVED = {
     "force_words_ids": "transformers-community/constrained-beam-search",
@@ -74,8 +74,8 @@ def parse_value(text: str) -> Any:
         return {"True": True, "False": False}.get(text, text)
 
 
-def find_recipe(name: str, trust_remote_code: bool) -> str:
-    """The local folder of a recipe for `generate(custom_generate=...)`.
+def find_method(name: str, trust_remote_code: bool) -> str:
+    """The local folder of a method for `generate(custom_generate=...)`.
 
     Args:
         name: A folder, or the name of a repository on the Hub, with custom_generate/generate.py.
@@ -92,18 +92,18 @@ def find_recipe(name: str, trust_remote_code: bool) -> str:
     folder = Path(name)
     try:
         if not folder.is_dir():  # downloaded once, and not looked up again for each batch
-            folder = Path(snapshot_download(name, allow_patterns=f"{Path(RECIPE_FILE).parent}/*"))
-        (folder / RECIPE_FILE).open().close()
+            folder = Path(snapshot_download(name, allow_patterns=f"{Path(METHOD_FILE).parent}/*"))
+        (folder / METHOD_FILE).open().close()
     except (OSError, ValueError) as error:
         raise ValueError(
             f"custom_generate={name!r}: expected a folder, or a repository on the Hub, with "
-            f"{RECIPE_FILE}"
+            f"{METHOD_FILE}"
         ) from error
     return str(folder.resolve())
 
 
-def expect_recipe(options: dict[str, Any]) -> None:
-    """Raise a ValueError if an option needs a recipe that is not given."""
+def expect_method(options: dict[str, Any]) -> None:
+    """Raise a ValueError if an option needs a method that is not given."""
     for name in options:
         if name in MOVED and "custom_generate" not in options:
             raise ValueError(

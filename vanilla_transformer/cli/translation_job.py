@@ -39,11 +39,11 @@ from ..inference.translation import (
     translate_n_best,
 )
 from .generation_options import (
+    METHOD_FILE,
     MOVED,
-    RECIPE_FILE,
     encode_forced_words,
-    expect_recipe,
-    find_recipe,
+    expect_method,
+    find_method,
 )
 from .parser import expect_needed
 
@@ -143,13 +143,13 @@ class TranslateArguments:
         """What options need; see `expect_needed`."""
         has_reverse = self.reverse_model is not None
         aligns = self.alignments is not None or self.replace_unknown
-        recipe = f"{MOVED['force_words_ids']} as well, or another method that has force_words_ids"
+        method = f"{MOVED['force_words_ids']} as well, or another method that has force_words_ids"
         return {
             "candidates": (self.reranks, "--mbr or --reverse_model as well"),
             "reverse_weight": (has_reverse, "--reverse_model as well"),
             "length_weight": (has_reverse, "--reverse_model as well"),
             "alignment_layer": (aligns, "--alignments or --replace_unknown as well"),
-            "force_words": (self.custom_generate is not None, f"--custom_generate {recipe}"),
+            "force_words": (self.custom_generate is not None, f"--custom_generate {method}"),
             "target_prefix_file": (self.source is not None, "--source as well"),
         }
 
@@ -172,9 +172,9 @@ class TranslationJob:
         self.arguments, self.options = arguments, options
         if arguments.custom_generate is not None:
             trusted = loading.trust_remote_code
-            options["custom_generate"] = find_recipe(arguments.custom_generate, trusted)
+            options["custom_generate"] = find_method(arguments.custom_generate, trusted)
             options["trust_remote_code"] = trusted
-        expect_recipe(options)
+        expect_method(options)
         self.model, self.tokenizer = loading.load(arguments.model)
         for name in [name for name, value in options.items() if value is None]:
             setattr(self.model.generation_config, name, options.pop(name))  # turned off by null
@@ -243,8 +243,8 @@ class TranslationJob:
         settings = {**vars(self.arguments), **self.options}
         settings = {k: v for k, v in settings.items() if k not in ignored}
         settings |= fingerprint(self.model, self.tokenizer)
-        if (recipe := settings["custom_generate"]) is not None:
-            code = sorted(Path(recipe, RECIPE_FILE).parent.glob("*.py"))
+        if (method := settings["custom_generate"]) is not None:
+            code = sorted(Path(method, METHOD_FILE).parent.glob("*.py"))
             settings["custom_generate"] = digest(*(path.read_bytes() for path in code))
         if self.reverse is not None:
             settings["reverse_model"] = fingerprint(*self.reverse)
