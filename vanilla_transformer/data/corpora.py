@@ -151,7 +151,7 @@ class CorpusArguments:
         if isinstance(mixed, Dataset):
             logger.info(
                 "Training corpora of %s pairs, with shares of %s, make %d pairs",
-                ", ".join(str(corpus.num_rows) for corpus in marked),
+                ", ".join(map(str, sizes)),
                 ", ".join(f"{share:.1%}" for share in shares),
                 mixed.num_rows,
             )

@@ -114,7 +114,7 @@ def save(
         logger.warning("%s: load the tokenizer with trust_remote_code=True", output.name)
     written, report = AutoModelForSeq2SeqLM.from_pretrained(output, output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"]:
-        raise RuntimeError(f"{output}: transformers reads back other tensors: {report}")
+        raise RuntimeError(f"{output.name}: transformers reads back other tensors: {report}")
     logger.warning(
         "%s: logits differ by at most %.1e on %d tokens; layer_norm_eps is %g there and %g here",
         type(theirs).__name__,

@@ -22,7 +22,8 @@ from .translation import set_output_limit
 
 TORCH = "torch"
 ENGINE_NAMES = (TORCH, *(engine.NAME for engine in ENGINES))
-TOKENIZERS = ("*token*", "*.spm", "*.model", "vocab*")  # files, of any kind
+# Files of any kind.
+TOKENIZERS = ("*token*", "*.spm", "*.model", "vocab*")
 WEIGHTS = ("*.safetensors*", "*.bin*")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -125,9 +126,7 @@ class LoadingArguments:
     def _load_tokenizer(self, name: str | Path) -> PreTrainedTokenizerBase:
         """Raises FileNotFoundError if a folder holds a model and no tokenizer."""
         folder = Path(name)
-        if (folder / "config.json").is_file() and not any(
-            any(folder.glob(pattern)) for pattern in TOKENIZERS
-        ):
+        if (folder / "config.json").is_file() and not _has_any(folder, TOKENIZERS):
             raise FileNotFoundError(
                 f"{name}: expected a model with its tokenizer, there is no tokenizer_config.json"
             )
@@ -145,13 +144,17 @@ class LoadingArguments:
         return VanillaTransformerEnsemble(models), tokenizers[0]
 
 
+def _has_any(folder: Path, patterns: Sequence[str]) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in patterns)
+
+
 def expect_torch_model(name: str | Path, engine: str | None = None) -> None:
     """Raise a ValueError if the folder was exported for an engine or transformers.js, or an engine
     is named."""
     found = find_engine(name)
     if found is not None:
         engine = found.NAME
-    elif Path(name, "onnx").is_dir() and not any(any(Path(name).glob(kind)) for kind in WEIGHTS):
+    elif Path(name, "onnx").is_dir() and not _has_any(Path(name), WEIGHTS):
         engine = "transformers.js"
     if engine not in (None, TORCH):
         raise ValueError(
