@@ -416,6 +416,15 @@ def test_workers_start_by_the_method_that_the_options_name(make_trainer, data, b
         assert inner.multiprocessing_context.get_start_method() == "spawn"
 
 
+@pytest.mark.parametrize("budget", [None, 200])
+def test_training_need_not_wait_for_the_batch_that_comes_next(make_trainer, data, budget):
+    options = {"dataloader_num_workers": 2, "dataloader_in_order": False}
+    trainer = make_trainer(data, max_tokens=budget, eval_max_tokens=200, **options)
+    loader = trainer.get_train_dataloader()
+    assert getattr(loader, "base_dataloader", loader).in_order is False
+    assert trainer.get_eval_dataloader().in_order is True  # as its predictions are
+
+
 def test_a_data_seed_of_its_own_decides_the_order(make_trainer, data):
     orders = []
     for seeds in ({"seed": 5, "data_seed": 0}, {"seed": 6, "data_seed": 0}, {"seed": 6}):

@@ -252,6 +252,7 @@ class TokenBudgetTrainer(Trainer):
             "persistent_workers": args.dataloader_persistent_workers,
             "multiprocessing_context": args.dataloader_multiprocessing_context,
             "prefetch_factor": args.dataloader_prefetch_factor,
+            "in_order": args.dataloader_in_order or not options.get("shuffle", True),
             "device": args.device,
         }
         collate = self._get_collator_with_removed_columns(self.data_collator, description)
