@@ -1135,6 +1135,48 @@ def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
         TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_train_epochs": 0}, "num_train_epochs=0: expected a positive number"),
+        ({"num_train_epochs": float("nan")}, "num_train_epochs=nan: expected a positive number"),
+        ({"max_steps": 0}, "max_steps=0: expected a positive number, or -1 for as many as in"),
+        ({"save_strategy": "steps", "save_steps": 0}, "save_steps=0: expected a positive number"),
+        ({"eval_strategy": "steps", "eval_steps": -2}, "eval_steps=-2: expected a positive"),
+        ({"logging_steps": -1}, "logging_steps=-1: expected a positive number"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: expected 1 or more"),
+        ({"generation_num_beams": 0}, "generation_num_beams=0: expected 1 or more"),
+        ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1: expected 0 or more"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1: expected 0 or more"),
+        ({"learning_rate": -1.0}, "optim=adamw_torch_fused: Invalid learning rate: -1.0"),
+        ({"adam_beta2": 1.5}, "optim=adamw_torch_fused: Invalid beta parameter at index 1: 1.5"),
+        (
+            {"optim": "rmsprop", "optim_args": "alpha=x"},
+            "optim=rmsprop and optim_args='alpha=x': could not convert string to float: 'x'",
+        ),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "epoch"},
+            "load_best_model_at_end=True with eval_strategy=epoch and save_strategy=no: expected "
+            "steps for both, or epoch",
+        ),
+        (
+            {"load_best_model_at_end": True},
+            "load_best_model_at_end=True with eval_strategy=no and save_strategy=no: expected",
+        ),
+    ],
+)
+def test_options_with_which_nothing_would_be_done_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        training_arguments(tmp_path, **options)
+
+
+def test_a_package_of_an_optimizer_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.trainer_optimizer.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ValueError, match="optim=ademamix: You need to install `bitsandbytes`"):
+        training_arguments(tmp_path, optim="ademamix")
+    assert training_arguments(tmp_path, optim="adafactor")
+
+
 @pytest.mark.parametrize("metric", ["bleu", "eval_exact_match"])
 def test_a_metric_of_translations_needs_translations(tmp_path, metric):
     options = {"metric_for_best_model": metric, "eval_strategy": "steps"}

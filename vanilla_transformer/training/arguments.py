@@ -1,6 +1,7 @@
 """The options of a training run."""
 
 import logging
+import math
 import re
 import sys
 from argparse import Action, Namespace
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import GenerationConfig, Seq2SeqTrainingArguments
+from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.integrations import (
     get_available_reporting_integrations,
     is_tensorboard_available,
 )
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import is_in_notebook
 
 from ..data.parallel_text import DataArguments
@@ -43,6 +45,22 @@ logger = logging.getLogger(__name__)
 # What a training from scratch chooses from its model and data (defaults.py), and transformers' own
 # defaults, which apply to fine-tuning.
 CHOSEN = {"learning_rate": 5e-5, "warmup_steps": 0, "num_train_epochs": 3.0}
+
+
+# The least value of options that transformers doesn't check: with less, training does nothing that
+# they ask for, without a word, or fails once the text has been read.
+AT_LEAST = {
+    "gradient_accumulation_steps": 1,
+    "per_device_eval_batch_size": 1,
+    "eval_accumulation_steps": 1,
+    "generation_max_length": 1,
+    "generation_num_beams": 1,
+    "dataloader_num_workers": 0,
+    "weight_decay": 0,
+    "seed": 0,
+    "r_drop_alpha": 0,
+    "r_drop_start": 0,
+}
 
 
 class AddFields(Action):
@@ -277,6 +295,7 @@ class TranslationTrainingArguments(
         self._find_left_open()
         self._set_gradient_accumulation()
         self._choose_metrics()
+        self._check_strategies_of_best()
         init_cpu_process_group(self)
         super().__post_init__()
         enable_fsdp_on_cpu(self)
@@ -284,10 +303,6 @@ class TranslationTrainingArguments(
         by_default = self.oversized == "drop" and "max_tokens" in self.left_open
         if self.oversized != "alone" and self.max_tokens is None and not by_default:
             raise ValueError(f"oversized={self.oversized!r}: expected max_tokens with it")
-        if self.r_drop_alpha < 0:
-            raise ValueError(f"r_drop_alpha={self.r_drop_alpha}: expected 0 or more")
-        if self.r_drop_start < 0:
-            raise ValueError(f"r_drop_start={self.r_drop_start}: expected 0 or more")
         if self.r_drop_start and not self.r_drop_alpha:
             raise ValueError(f"r_drop_start={self.r_drop_start}: expected r_drop_alpha with it")
         if self.batch_eval_metrics:
@@ -302,6 +317,8 @@ class TranslationTrainingArguments(
         for name in self.generation_kwargs or {}:
             if name not in known:
                 raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
+        self._check_numbers()
+        self._check_optimizer()
         self._check_averages()
         self._check_early_stopping()
         self._check_report_to()
@@ -374,6 +391,49 @@ class TranslationTrainingArguments(
                 "one of them"
             )
         self.gradient_accumulation_steps = wanted // processes
+
+    def _check_strategies_of_best(self) -> None:
+        evaluates, saves = self.eval_strategy, self.save_strategy
+        if not self.load_best_model_at_end or saves == "best":
+            return
+        if evaluates != saves or evaluates == "no":
+            names = [IntervalStrategy(each).value for each in (evaluates, saves)]
+            raise ValueError(
+                "load_best_model_at_end=True with eval_strategy={} and save_strategy={}: expected "
+                "steps for both, or epoch".format(*names)
+            )
+
+    def _check_numbers(self) -> None:
+        for name, least in AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{name}={value}: expected {least} or more")
+        if self.max_steps < 1 and self.max_steps != -1:
+            raise ValueError(
+                f"max_steps={self.max_steps}: expected a positive number, or -1 for as many as in "
+                "num_train_epochs"
+            )
+        positive = {"num_train_epochs"}
+        for kind in ("eval", "save", "logging"):
+            if getattr(self, f"{kind}_strategy") == "steps":
+                positive.add(f"{kind}_steps")
+        for name in sorted(positive):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}={value}: expected a positive number")
+
+    def _check_optimizer(self) -> None:
+        """Make an optimizer of one number: `Trainer` would notice only after the text has been read
+        that a package is missing or a setting is wrong."""
+        if self.optim_target_modules or "lomo" in self.optim:
+            return  # it needs the model
+        try:
+            kind, options = Seq2SeqTrainer.get_optimizer_cls_and_kwargs(self)
+            if isinstance(kind, type):
+                kind([torch.nn.Parameter(torch.zeros(1))], **options)
+        except (ImportError, TypeError, ValueError) as error:
+            given = f" and optim_args={self.optim_args!r}" if self.optim_args else ""
+            raise ValueError(f"optim={self.optim.value}{given}: {error}") from error
 
     def _check_averages(self) -> None:
         wanted, limit = self.average_checkpoints, self.save_total_limit
