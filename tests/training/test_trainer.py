@@ -175,6 +175,8 @@ def test_a_wrong_value_in_a_recipe_is_named(line, message, tmp_path, capsys):
     ("text", "message"),
     [
         ("a: [", "recipe.yaml: expected YAML"),
+        (b"\xff\xfe", "recipe.yaml: expected YAML .'utf-8' codec can't decode"),
+        ("preset: tiny\npreset: base", "recipe.yaml: expected YAML .preset is there twice"),
         ("learning_rate: [1]", r"learning_rate=\[1\]: expected a single value"),
         ("preset: [tiny]", r"preset=\['tiny'\]: expected a single value"),
         ("tokenizer_name: {a: b}", "tokenizer_name={'a': 'b'}: expected a single value"),
@@ -189,7 +191,7 @@ def test_a_wrong_value_in_a_recipe_is_named(line, message, tmp_path, capsys):
 )
 def test_a_recipe_that_cannot_be_read_is_named(text, message, tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     flags = ["--output_dir", str(tmp_path), "--dataset_name", "phrases"]
     with pytest.raises(ValueError, match=message):
         parse_arguments(GROUPS, ["--config", str(path), *flags])

@@ -85,6 +85,13 @@ class _TextLoader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        """As in YAML, a name may be there only once. PyYAML takes the last of several values."""
+        names = [name.value for name, _ in node.value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice} is there twice")
+        return super().construct_mapping(node, deep)
+
 
 def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) -> list[str]:
     """The options of a recipe as flags, without those that the `given` options replace. Values that
@@ -93,10 +100,10 @@ def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) 
     Raises:
         ValueError: As `parse_arguments`.
     """
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         recipe, typed = yaml.load(text, _TextLoader), yaml.load(text, TypedLoader)
-    except yaml.YAMLError as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: expected YAML ({error})") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"{path}: expected a mapping from options to values")
