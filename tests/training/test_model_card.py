@@ -145,6 +145,12 @@ def test_the_snippet_names_the_folder_as_it_was_typed(model, tmp_path, monkeypat
     assert f"# {Path(folder).resolve().name}\n" in card
 
 
+def test_a_stream_has_no_number_of_epochs(train_here, tmp_path):
+    options = TRAIN | {"streaming": True, "output_dir": tmp_path / "model"}
+    train_here(*flags_of(**options))
+    assert "\n4 steps, on cpu, " in (tmp_path / "model/README.md").read_text()
+
+
 # ---------------------------------------------------------------- the Hub
 
 

@@ -22,7 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import get_model_param_count
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from ..data.parallel_text import DataArguments
 from ..inference.metrics import LABELS
@@ -54,8 +54,9 @@ A {{ model_type }} with {{ parameters }} parameters for {{ direction }}, trained
 
 ## Training
 
-{{ steps }} steps, {{ epochs }} epochs{% if target_tokens %}, {{ target_tokens }} target tokens\
-{% endif %}, on {{ device }}, with torch {{ torch }} and transformers {{ transformers }}.
+{{ steps }} steps{% if epochs is defined %}, {{ epochs }} epochs{% endif %}\
+{% if target_tokens %}, {{ target_tokens }} target tokens{% endif %}\
+, on {{ device }}, with torch {{ torch }} and transformers {{ transformers }}.
 {% if curves %}
 ![Loss and scores over steps](curves.png)
 {% endif %}
@@ -115,7 +116,9 @@ class ModelCardTrainer(Trainer):
 
     def _write_card(self, model: PreTrainedModel) -> Path:
         steps, epochs = self.state.global_step, self.state.epoch or 0.0
-        log: dict[str, Any] = {"steps": steps, "epochs": round(epochs, 2)}
+        log: dict[str, Any] = {"steps": steps}
+        if has_length(self.train_dataset):  # all steps on a stream are one epoch for `Trainer`
+            log["epochs"] = round(epochs, 2)
         if self.target_tokens_per_epoch is not None:
             log["target_tokens"] = f"{round(epochs * self.target_tokens_per_epoch):,}"
         model_arguments, data_arguments = self.card_arguments
@@ -158,7 +161,7 @@ def write_model_card(
     Args:
         scores: For each split, the result of `metrics.score_translations`; `None` if not measured
             yet.
-        log: `steps` and `epochs` done, and in them `target_tokens`, if these were counted.
+        log: `steps` done and, if known, `epochs` and the `target_tokens` in them.
         repository: The name on the Hub, if the model is pushed.
 
     Returns:
