@@ -1212,6 +1212,21 @@ def test_a_metric_that_selects_the_best_is_computed_and_knows_what_is_better(
     assert own.greater_is_better is True
 
 
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_watches_a_metric_knows_what_is_better(
+    tokenizer, splits, tmp_path, schedule
+):
+    def mode(**options):
+        options |= {"lr_scheduler_type": schedule, "eval_strategy": "steps"}
+        arguments = training_arguments(tmp_path, predict_with_generate=True, **options)
+        trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+        trainer.create_optimizer_and_scheduler(4)
+        return trainer.lr_scheduler.mode
+
+    assert mode(metric_for_best_model="bleu", lr_scheduler_kwargs={"patience": 1}) == "max"
+    assert mode(metric_for_best_model="wer") == mode() == "min"
+
+
 def test_bleu_is_of_the_tokenizer_that_was_asked_for(tokenizer, splits, tmp_path):
     arguments = training_arguments(tmp_path, bleu_tokenize="char", predict_with_generate=True)
     trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)

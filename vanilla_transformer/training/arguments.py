@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 # What a training from scratch chooses from its model and data (defaults.py), and transformers' own
 # defaults, which apply to fine-tuning.
 CHOSEN = {"learning_rate": 5e-5, "warmup_steps": 0, "num_train_epochs": 3.0}
+# They watch metric_for_best_model. By default, both lower the rate unless it falls.
+SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
 # The least value of options that transformers doesn't check: with less, training does nothing that
@@ -298,6 +300,10 @@ class TranslationTrainingArguments(
         self._check_strategies_of_best()
         init_cpu_process_group(self)
         super().__post_init__()
+        watches_metric = self.lr_scheduler_type in SCHEDULES_BY_METRIC
+        if watches_metric and self.greater_is_better:  # type: ignore[has-type]
+            given: Any = self.lr_scheduler_kwargs  # type: ignore[has-type]
+            self.lr_scheduler_kwargs = {"mode": "max", **(given or {})}
         enable_fsdp_on_cpu(self)
         # "cut" needs the number before the text is read, which a default depends on.
         by_default = self.oversized == "drop" and "max_tokens" in self.left_open
