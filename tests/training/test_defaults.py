@@ -55,6 +55,12 @@ def test_a_small_text_gets_small_batches_and_fewer_updates(tmp_path):
     assert warmup_steps == pytest.approx(max_steps / 10, abs=1)
 
 
+def test_a_schedule_without_a_warm_up_gets_none(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    assert chosen(tmp_path, MULTI30K, lr_scheduler_type="constant")[2] == 0
+    assert "warmup_steps" not in caplog.text
+
+
 def test_long_sources_count_as_long_targets_do(tmp_path):
     """A batch is full when either side is: 30 epochs of summaries are as many as of articles."""
     summaries = MULTI30K._replace(source_tokens=8_000_000, target_tokens=420_000)

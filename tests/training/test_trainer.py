@@ -124,6 +124,10 @@ def test_a_flag_replaces_a_recipes_option_that_says_the_same_otherwise(
             {"max_tokens": 9, "train_sampling_strategy": "sequential"},
             "train_sampling_strategy=sequential has no effect: max_tokens=9",
         ),
+        (
+            {"lr_scheduler_type": "constant", "warmup_steps": 9},
+            "warmup_steps=9 has no effect: lr_scheduler_type=constant",
+        ),
     ],
 )
 def test_an_option_without_effect_is_named(options, message, tmp_path, caplog):

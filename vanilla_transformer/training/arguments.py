@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 CHOSEN = {"learning_rate": 5e-5, "warmup_steps": 0, "num_train_epochs": 3.0}
 # They watch metric_for_best_model. By default, both lower the rate unless it falls.
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+WITHOUT_WARMUP = ("constant", *SCHEDULES_BY_METRIC)
 
 
 # The least value of options that transformers doesn't check: with less, training does nothing that
@@ -371,6 +372,9 @@ class TranslationTrainingArguments(
             _warn_of_second(self, "max_tokens", "dataloader_drop_last")
         if self.max_steps > 0:
             _warn_of_second(self, "max_steps", "num_train_epochs")
+        if self.lr_scheduler_type in WITHOUT_WARMUP:
+            _warn_of_second(self, "lr_scheduler_type", "warmup_steps")
+            self.warmup_steps = 0
         self.left_open = {name for name in CHOSEN if getattr(self, name) is None}
         if "num_train_epochs" in self.left_open and self.max_steps < 1:
             self.left_open.add("max_steps")
