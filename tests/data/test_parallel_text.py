@@ -551,7 +551,13 @@ def test_a_missing_column_is_named_along_with_those_present(tmp_path, row, argum
 
 # Blank sides and limits
 
-GAPS = [{"a": "1", "b": "2"}, {"a": None, "b": "3"}, {"a": "4", "b": " \t"}, {"a": "5", "b": "6"}]
+GAPS = [
+    {"a": "1", "b": "2"},
+    {"a": None, "b": "3"},
+    {"a": "4", "b": " \t"},
+    {"a": "\u200b", "b": "7"},
+    {"a": "5", "b": "6"},
+]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -565,9 +571,10 @@ def test_blank_pairs_leave_the_training_data_only_and_are_counted(tmp_path, suff
         loaded = load(train_file=str(file), validation_file=str(file), test_file=str(file))
     assert pairs_of(loaded["train"]) == [("1", "2"), ("5", "6")]
     for split in ("validation", "test"):
-        assert pairs_of(loaded[split]) == [("1", "2"), ("", "3"), ("4", " \t"), ("5", "6")]
+        kept = [("1", "2"), ("", "3"), ("4", ""), ("", "7"), ("5", "6")]
+        assert pairs_of(loaded[split]) == kept
     messages = [record.message for record in caplog.records]
-    assert messages == [f"{file}: dropped 2 pairs with a blank side"]
+    assert messages == [f"{file}: dropped 3 pairs with a blank side"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -31,6 +31,7 @@ from datasets import (
 from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
+from ..model.pipelines import is_blank
 from .collation import LENGTH
 from .corpora import PAIR_FEATURES, CorpusArguments
 from .tables import FILE_SUFFIXES, ColumnChoice, flatten, read_json, read_table, suffix_of
@@ -240,9 +241,9 @@ def load_parallel_dataset(
 
     Local files are read completely before anything else, so that errors in them are raised at once.
     Lines end in "\\n" or "\\r\\n" only, and a byte order mark is dropped; text is otherwise
-    unchanged, but for spaces before a field of a csv file. A missing value becomes an empty string.
-    Training pairs with a blank side are dropped, and their number is logged. Validation and test
-    data keep all pairs in order.
+    unchanged, but for spaces before a field of a csv file. A missing or blank value becomes an
+    empty string. Training pairs with a blank side are dropped, and their number is logged.
+    Validation and test data keep all pairs in order.
 
     Args:
         arguments: Which pairs to load.
@@ -515,14 +516,14 @@ def _clean(
             text = row.get(column)
             if text is not None and not isinstance(text, str):
                 raise ValueError(f"{name}: column {column!r} must hold text, not {repr(text)}")
-            pair[side] = text or ""
+            pair[side] = "" if text is None or is_blank(text) else text  # as `translate` reads it
             expect_unicode(pair[side], f"{name}: column {column!r}")
         if not (drop_blank and _is_blank(pair)):
             yield pair
 
 
 def _is_blank(pair: dict[str, str]) -> bool:
-    return not all(text.strip() for text in pair.values())
+    return not all(pair.values())
 
 
 def _report_blank(blank: int, kept: int, split: str, name: str) -> None:
