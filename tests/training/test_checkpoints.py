@@ -209,6 +209,13 @@ def test_so_many_are_kept_and_the_best_among_them(tokenizer, tmp_path):
         assert Path(best).samefile(tmp_path / "checkpoint-2")
 
 
+def test_the_best_is_a_checkpoint_even_if_another_evaluation_was_better(tokenizer, tmp_path):
+    trainer = small_trainer(tmp_path, tokenizer, save_steps=4, **BEST)
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    assert_loaded(trainer, tmp_path / "checkpoint-4")
+
+
 @pytest.mark.parametrize(("folder", "limit"), [("./out", 1), ("../here/out", 2), (".", 1)])
 def test_the_best_is_found_however_the_folder_is_written(
     tokenizer, tmp_path, monkeypatch, folder, limit

@@ -122,8 +122,7 @@ class AtomicCheckpointTrainer(Trainer):
         finally:
             self._is_staging = False
         self.accelerator.wait_for_everyone()  # until all processes have written their files
-        best = self.state.best_model_checkpoint
-        if best and Path(best) == staged:
+        if self._is_best(staged):
             self.state.best_model_checkpoint = str(folder / staged.name)
         if self.args.should_save:
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
@@ -132,6 +131,15 @@ class AtomicCheckpointTrainer(Trainer):
             self._delete_old_checkpoints(folder)
             with suppress(OSError):  # the staging folder may hold something else
                 staged.parent.rmdir()
+
+    def _is_best(self, staged: Path) -> bool:
+        """Whether no checkpoint so far is better. `Trainer` (5.17 to 5.24) ignores all that are
+        worse than an evaluation without a checkpoint, and could end with the last one."""
+        best, step = self.state.best_model_checkpoint, self.state.global_step
+        known = [] if best is None else [int(Path(best).name.rpartition("-")[2])]
+        if not self.args.load_best_model_at_end or self.state.best_global_step in known:
+            return best is not None and Path(best) == staged
+        return from_worst_to_best(self.args, self.state, [*known, step])[-1:] == [step]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Same as in `Trainer` (5.17 to 5.24), but not before the checkpoint has its name, nor
