@@ -78,6 +78,7 @@ OPTIONS = {
     "several ends": {**BEAMS, "eos_token_id": [2, 17]},
     "min_new_tokens": {**GREEDY, "min_new_tokens": 12},
     "min_length": {**AGAIN, "min_length": 11},
+    "two minima": {**GREEDY, "min_length": 11, "min_new_tokens": 2, "eos_token_id": [2, 218]},
     "no repetition": {**GREEDY, "no_repeat_ngram_size": 2},
     "no repetition, beams": {**AGAIN, "no_repeat_ngram_size": 2},
     "repetition_penalty": {**GREEDY, "repetition_penalty": 1.3},
