@@ -122,12 +122,13 @@ def test_scores_are_the_same(model, engine):
     torch.testing.assert_close(*scores, rtol=0, atol=2e-5)
 
 
-def test_padding_on_the_left_changes_nothing(engine):
+def test_padding_on_the_left_and_without_a_mask_changes_nothing(engine):
     right, left = (
         engine.generate(input_ids=ids, attention_mask=mask, **GREEDY)
         for ids, mask in (ragged(6, 3), ragged(6, 3, padding_side="left"))
     )
     assert right[0].tolist() == left[0].tolist()
+    assert right.tolist() == engine.generate(input_ids=ragged(6, 3)[0], **GREEDY).tolist()
 
 
 def test_a_generation_config_goes_before_the_models(model, engine):

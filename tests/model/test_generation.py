@@ -46,6 +46,15 @@ def test_batching_and_padding_change_nothing(any_model, strategy, side):
     assert batch.tolist() == torch.cat(padded).tolist()
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_without_a_mask_is_hidden(strategy, side):
+    # transformers hides it for a decoder alone: a padded source got another output.
+    model = seq2seq(initializer="tensor2tensor").eval()
+    ids, mask = pad([random_ids(1, n, seed=n)[0] for n in (3, 9, 6)], side)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, **strategy)
+    assert model.generate(ids, max_new_tokens=8, **strategy).tolist() == expected.tolist()
+
+
 def test_an_encoders_output_can_be_used_again():
     model, source = seq2seq().eval(), random_ids(3, 6)
     encoded = model.get_encoder()(source)

@@ -156,6 +156,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         expect_generation_options(options.all(), self.config.target_vocab_size, is_encoder_decoder)
         options.use_length_penalty_type()
         if is_encoder_decoder:
+            options.mask_padding(first_given(inputs, kwargs.get("input_ids")))
             prompt_length = self._prompt_length(options)
             self._limit_by_source(inputs, prompt_length, options)
             self._use_fast_cache(prompt_length, options)
@@ -215,7 +216,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
                 )
             limit = min(limit, positions - prompt_length)
         options["max_new_tokens"] = limit
-        mask = options.source_mask(source)
+        mask = options["attention_mask"]
         has_ends = options["pad_token_id"] is not None or options["eos_token_id"] is not None
         if by_factor or mask is None or mask.ndim != 2 or not has_ends:
             return
@@ -400,12 +401,14 @@ class GenerationOptions:
         value = self.kwargs.pop(name, None)
         return self[name] if value is None else value
 
-    def source_mask(self, source: torch.Tensor) -> torch.Tensor | None:
-        """Which tokens of a source the limits of length count: the given mask or, without one, what
-        is not `pad_token_id`."""
-        mask, pad = self["attention_mask"], self["pad_token_id"]
-        can_infer = pad not in (None, *self.ends()) and not source.is_floating_point()
-        return source != pad if mask is None and can_infer else mask
+    def mask_padding(self, source: torch.Tensor | None) -> None:
+        """Hide what is `pad_token_id` in the token ids (sources, source_length) of a call without a
+        mask. transformers (5.24) does so only for a decoder alone."""
+        pad = self["pad_token_id"]
+        if source is None or self["attention_mask"] is not None or pad in (None, *self.ends()):
+            return
+        if (source == pad).any():
+            self.kwargs["attention_mask"] = (source != pad).long()
 
     def ends(self) -> set[int]:
         """The ids of the tokens that end a target."""

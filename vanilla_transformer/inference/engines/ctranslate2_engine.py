@@ -23,12 +23,12 @@ DTYPES = {
 }
 # Options that mean the same here, or make no difference to the result.
 SUPPORTED = {
-    "bad_words_ids", "bos_token_id", "decoder_start_token_id", "do_sample", "early_stopping",
-    "eos_token_id", "extra_output_tokens", "forced_eos_token_id", "length_penalty",
-    "length_penalty_type", "max_length", "max_length_factor", "max_new_tokens", "min_length",
-    "min_new_tokens", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "output_scores",
-    "pad_token_id", "renormalize_logits", "repetition_penalty", "return_dict_in_generate",
-    "suppress_tokens", "temperature", "top_k", "top_p", "use_cache",
+    "attention_mask", "bad_words_ids", "bos_token_id", "decoder_start_token_id", "do_sample",
+    "early_stopping", "eos_token_id", "extra_output_tokens", "forced_eos_token_id",
+    "length_penalty", "length_penalty_type", "max_length", "max_length_factor", "max_new_tokens",
+    "min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beams", "num_return_sequences",
+    "output_scores", "pad_token_id", "renormalize_logits", "repetition_penalty",
+    "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "use_cache",
 }  # fmt: skip
 # What a generation config holds beside options.
 OWN = {"transformers_version"}
@@ -190,13 +190,14 @@ class CTranslate2Engine:
             IndexError: A token id is outside the vocabulary.
         """
         ids = first_given(inputs, kwargs.pop("input_ids", None))
-        mask, prompt = (kwargs.pop(name, None) for name in ("attention_mask", "decoder_input_ids"))
-        rows = self._rows(ids, mask)
-        prefixes = self._prefixes(prompt, len(rows))
+        prompt = kwargs.pop("decoder_input_ids", None)
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
+        options.mask_padding(ids if isinstance(ids, torch.Tensor) else None)
+        rows = self._rows(ids, options["attention_mask"])
+        prefixes = self._prefixes(prompt, len(rows))
         self._expect_supported(options)
         options.use_length_penalty_type()
-        limits = self._limits(ids, mask, options, 1 + prefixes.shape[1])
+        limits = self._limits(ids, options, 1 + prefixes.shape[1])
         search = Search(self, options, self._ends(options), prefixes.shape[1])
         if options["do_sample"]:
             self._follow_seed()
@@ -290,14 +291,9 @@ class CTranslate2Engine:
         return [self.targets[id_] for id_ in ids if id_ is not None and id_ >= 0]
 
     def _limits(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: GenerationOptions,
-        prompt_length: int,
+        self, ids: torch.Tensor, options: GenerationOptions, prompt_length: int
     ) -> list[int]:
         """The largest number of new tokens for each row, by the rules of our models."""
-        options.kwargs["attention_mask"] = mask
         limit_by_source: Any = VanillaTransformerGenerationMixin._limit_by_source
         limit_by_source(self, ids, prompt_length, options)
         most = options["max_new_tokens"]
