@@ -146,6 +146,15 @@ def test_generation_options_reach_the_model(model, tokenizer):
         list(translate(["see"], model, tokenizer, no_such_option=1))
 
 
+def test_a_line_has_one_translation_whatever_its_model_returns(model, tokenizer):
+    # A number of sequences that was saved with the model was an error of `zip`.
+    several = copy.copy(model)
+    several.generation_config = copy.deepcopy(model.generation_config)
+    several.generation_config.update(num_beams=3, num_return_sequences=3)
+    expected = translate(LINES, model, tokenizer, num_beams=3, max_new_tokens=6)
+    assert list(translate(LINES, several, tokenizer, max_new_tokens=6)) == list(expected)
+
+
 def test_n_best_lists_are_ranked_by_the_scores_of_the_beam(model, tokenizer):
     options = {"num_beams": 4, "max_new_tokens": 6, "length_penalty": 0.0}
     lists = list(translate_n_best(LINES, model, tokenizer, 3, batch_size=2, **options))

@@ -326,8 +326,9 @@ class Batches(NamedTuple):
             start = decoder_start(model, options)
             prompts = [[start, *prefix] for _, prefix in rows]
             inputs["decoder_input_ids"] = torch.tensor(prompts, device=model.device)
+        n = options["num_return_sequences"] = n_best or 1
         if n_best is not None:
-            options |= {"num_return_sequences": n_best, "return_dict_in_generate": True}
+            options["return_dict_in_generate"] = True
             options["output_scores"] = not samples(model, options)
         with torch.inference_mode():
             output = model.generate(**inputs, **options)
@@ -336,7 +337,6 @@ class Batches(NamedTuple):
         scores = getattr(output, "sequences_scores", None)
         if scores is not None:
             found = [h._replace(score=s) for h, s in zip(found, scores.tolist(), strict=True)]
-        n = n_best or 1
         return [found[start : start + n] for start in range(0, len(found), n)]
 
     def _hypotheses(self, sequences: torch.Tensor, prompt_length: int) -> list[Hypothesis]:
