@@ -152,7 +152,7 @@ def test_training_stops_early(tmp_path, train_here):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--early_stopping_patience", "0"], "early_stopping_patience=0: expected a positive"),
+        (["--early_stopping_patience", "0"], "early_stopping_patience=0: expected 1 or more"),
         (["--early_stopping_patience", "2"], "expected load_best_model_at_end"),
     ],
 )

@@ -1,7 +1,6 @@
 """The options of a training run."""
 
 import logging
-import math
 import re
 import sys
 from argparse import Action, Namespace
@@ -11,14 +10,9 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments
 from transformers.hf_argparser import HfArg
-from transformers.integrations import (
-    get_available_reporting_integrations,
-    is_tensorboard_available,
-)
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.trainer_utils import IntervalStrategy
+from transformers.integrations import is_tensorboard_available
 from transformers.utils import is_in_notebook
 
 from ..data.parallel_text import DataArguments
@@ -30,14 +24,13 @@ from ..inference.metrics import (
     expect_bleu_tokenizer,
 )
 from ..model.configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
-from ..model.generation import OWN_OPTIONS
 from .distributed import (
     enable_fsdp_on_cpu,
     init_cpu_process_group,
     launched_world_size,
-    saves_shards,
 )
 from .finite_gradients import FiniteGradientArguments
+from .option_checks import expect_equal_strategies, expect_possible_options
 from .token_batches import TokenBudgetArguments
 
 logger = logging.getLogger(__name__)
@@ -48,22 +41,6 @@ CHOSEN = {"learning_rate": 5e-5, "warmup_steps": 0, "num_train_epochs": 3.0}
 # They watch metric_for_best_model. By default, both lower the rate unless it falls.
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 WITHOUT_WARMUP = ("constant", *SCHEDULES_BY_METRIC)
-
-
-# The least value of options that transformers doesn't check: with less, training does nothing that
-# they ask for, without a word, or fails once the text has been read.
-AT_LEAST = {
-    "gradient_accumulation_steps": 1,
-    "per_device_eval_batch_size": 1,
-    "eval_accumulation_steps": 1,
-    "generation_max_length": 1,
-    "generation_num_beams": 1,
-    "dataloader_num_workers": 0,
-    "weight_decay": 0,
-    "seed": 0,
-    "r_drop_alpha": 0,
-    "r_drop_start": 0,
-}
 
 
 class AddFields(Action):
@@ -298,7 +275,7 @@ class TranslationTrainingArguments(
         self._find_left_open()
         self._set_gradient_accumulation()
         self._choose_metrics()
-        self._check_strategies_of_best()
+        expect_equal_strategies(self)
         init_cpu_process_group(self)
         super().__post_init__()
         watches_metric = self.lr_scheduler_type in SCHEDULES_BY_METRIC
@@ -306,29 +283,7 @@ class TranslationTrainingArguments(
             given: Any = self.lr_scheduler_kwargs  # type: ignore[has-type]
             self.lr_scheduler_kwargs = {"mode": "max", **(given or {})}
         enable_fsdp_on_cpu(self)
-        # "cut" needs the number before the text is read, which a default depends on.
-        by_default = self.oversized == "drop" and "max_tokens" in self.left_open
-        if self.oversized != "alone" and self.max_tokens is None and not by_default:
-            raise ValueError(f"oversized={self.oversized!r}: expected max_tokens with it")
-        if self.r_drop_start and not self.r_drop_alpha:
-            raise ValueError(f"r_drop_start={self.r_drop_start}: expected r_drop_alpha with it")
-        if self.batch_eval_metrics:
-            raise ValueError(
-                "batch_eval_metrics=True: expected false, as scores are computed over all pairs"
-            )
-        if not isinstance(self.generation_kwargs or {}, dict):
-            raise ValueError(
-                f"generation_kwargs={self.generation_kwargs!r}: expected a JSON object"
-            )
-        known = GenerationConfig().to_dict().keys() | set(OWN_OPTIONS)
-        for name in self.generation_kwargs or {}:
-            if name not in known:
-                raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
-        self._check_numbers()
-        self._check_optimizer()
-        self._check_averages()
-        self._check_early_stopping()
-        self._check_report_to()
+        expect_possible_options(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """What `Trainer` saves and uploads as `training_args.bin`: without the token."""
@@ -401,93 +356,6 @@ class TranslationTrainingArguments(
                 "one of them"
             )
         self.gradient_accumulation_steps = wanted // processes
-
-    def _check_strategies_of_best(self) -> None:
-        evaluates, saves = self.eval_strategy, self.save_strategy
-        if not self.load_best_model_at_end or saves == "best":
-            return
-        if evaluates != saves or evaluates == "no":
-            names = [IntervalStrategy(each).value for each in (evaluates, saves)]
-            raise ValueError(
-                "load_best_model_at_end=True with eval_strategy={} and save_strategy={}: expected "
-                "steps for both, or epoch".format(*names)
-            )
-
-    def _check_numbers(self) -> None:
-        for name, least in AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{name}={value}: expected {least} or more")
-        if self.max_steps < 1 and self.max_steps != -1:
-            raise ValueError(
-                f"max_steps={self.max_steps}: expected a positive number, or -1 for as many as in "
-                "num_train_epochs"
-            )
-        positive = {"num_train_epochs"}
-        for kind in ("eval", "save", "logging"):
-            if getattr(self, f"{kind}_strategy") == "steps":
-                positive.add(f"{kind}_steps")
-        for name in sorted(positive):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name}={value}: expected a positive number")
-
-    def _check_optimizer(self) -> None:
-        """Make an optimizer of one number: `Trainer` would notice only after the text has been read
-        that a package is missing or a setting is wrong."""
-        if self.optim_target_modules or "lomo" in self.optim:
-            return  # it needs the model
-        try:
-            kind, options = Seq2SeqTrainer.get_optimizer_cls_and_kwargs(self)
-            if isinstance(kind, type):
-                kind([torch.nn.Parameter(torch.zeros(1))], **options)
-        except (ImportError, TypeError, ValueError) as error:
-            given = f" and optim_args={self.optim_args!r}" if self.optim_args else ""
-            raise ValueError(f"optim={self.optim.value}{given}: {error}") from error
-
-    def _check_averages(self) -> None:
-        wanted, limit = self.average_checkpoints, self.save_total_limit
-        if not wanted:
-            return
-        if wanted < 0:
-            raise ValueError(
-                f"average_checkpoints={wanted}: expected a positive number, or 0 for no average"
-            )
-        if limit is not None and limit < wanted:
-            raise ValueError(
-                f"average_checkpoints={wanted} and save_total_limit={limit}: expected "
-                f"save_total_limit of at least {wanted}"
-            )
-        if saves_shards():
-            raise ValueError(
-                f"average_checkpoints={wanted}: expected FSDP with FULL_STATE_DICT; checkpoints "
-                "with SHARDED_STATE_DICT can't be averaged"
-            )
-        if self.save_strategy == "no":
-            raise ValueError(f"average_checkpoints={wanted}: save_strategy='no' keeps none")
-
-    def _check_report_to(self) -> None:
-        """`Trainer` would notice only after the text has been read."""
-        # Whether these two work depends on more than a package.
-        found = {*get_available_reporting_integrations(), "azure_ml", "flyte"}
-        for name in self.report_to or ():
-            if name not in INTEGRATION_TO_CALLBACK:
-                known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-                raise ValueError(f"report_to={name!r}: expected none, all or some of {known}")
-            if name not in found:
-                raise ValueError(f"report_to={name!r}: its package is not installed")
-
-    def _check_early_stopping(self) -> None:
-        patience = self.early_stopping_patience
-        if patience is None:
-            return
-        if patience < 1:
-            raise ValueError(f"early_stopping_patience={patience}: expected a positive number")
-        if not self.load_best_model_at_end:
-            raise ValueError(
-                f"early_stopping_patience={patience}: expected load_best_model_at_end, with "
-                "eval_strategy and save_strategy"
-            )
 
     def expect_data(self, splits: Collection[str], streaming: bool = False) -> None:
         """Check that the splits that training needs exist, and what a stream needs.

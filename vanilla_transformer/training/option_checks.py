@@ -1,0 +1,140 @@
+"""What the options of a training may be, as far as transformers doesn't check it before the text is
+read. Each check raises a ValueError that names an option and what was expected."""
+
+import math
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, Seq2SeqTrainer
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import IntervalStrategy
+
+from ..model.generation import OWN_OPTIONS
+from .distributed import saves_shards
+
+# The least value of each. With less, training fails late, or silently leaves out what is asked for.
+AT_LEAST = {
+    "gradient_accumulation_steps": 1,
+    "per_device_eval_batch_size": 1,
+    "eval_accumulation_steps": 1,
+    "generation_max_length": 1,
+    "generation_num_beams": 1,
+    "early_stopping_patience": 1,
+    "average_checkpoints": 0,
+    "dataloader_num_workers": 0,
+    "weight_decay": 0,
+    "seed": 0,
+    "r_drop_alpha": 0,
+    "r_drop_start": 0,
+}
+
+
+def expect_possible_options(args: Any) -> None:
+    """Check the options of a `TranslationTrainingArguments` one by one, and those that need or
+    exclude each other."""
+    _expect_numbers(args)
+    _expect_optimizer(args)
+    # "cut" needs the number before the text is read, which a default depends on.
+    by_default = args.oversized == "drop" and "max_tokens" in args.left_open
+    if args.oversized != "alone" and args.max_tokens is None and not by_default:
+        raise ValueError(f"oversized={args.oversized!r}: expected max_tokens with it")
+    if args.r_drop_start and not args.r_drop_alpha:
+        raise ValueError(f"r_drop_start={args.r_drop_start}: expected r_drop_alpha with it")
+    if args.batch_eval_metrics:
+        raise ValueError(
+            "batch_eval_metrics=True: expected false, as scores are computed over all pairs"
+        )
+    if args.early_stopping_patience is not None and not args.load_best_model_at_end:
+        raise ValueError(
+            f"early_stopping_patience={args.early_stopping_patience}: expected "
+            "load_best_model_at_end, with eval_strategy and save_strategy"
+        )
+    _expect_generation_fields(args)
+    _expect_averages(args)
+    _expect_reports(args)
+
+
+def expect_equal_strategies(args: Any) -> None:
+    """Check that the best checkpoint can be found, before transformers does, in several lines."""
+    evaluates, saves = args.eval_strategy, args.save_strategy
+    if not args.load_best_model_at_end or saves == "best":
+        return
+    if evaluates != saves or evaluates == "no":
+        names = [IntervalStrategy(each).value for each in (evaluates, saves)]
+        raise ValueError(
+            "load_best_model_at_end=True with eval_strategy={} and save_strategy={}: expected "
+            "steps for both, or epoch".format(*names)
+        )
+
+
+def _expect_numbers(args: Any) -> None:
+    for name, least in AT_LEAST.items():
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"{name}={value}: expected {least} or more")
+    if args.max_steps < 1 and args.max_steps != -1:
+        raise ValueError(
+            f"max_steps={args.max_steps}: expected a positive number, or -1 for as many as in "
+            "num_train_epochs"
+        )
+    positive = ["num_train_epochs"]
+    for kind in ("eval", "save", "logging"):
+        if getattr(args, f"{kind}_strategy") == "steps":
+            positive.append(f"{kind}_steps")
+    for name in positive:
+        value = getattr(args, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value}: expected a positive number")
+
+
+def _expect_optimizer(args: Any) -> None:
+    """Make an optimizer of one number: its package may be missing, or a setting wrong."""
+    if args.optim_target_modules or "lomo" in args.optim:
+        return  # it needs the model
+    try:
+        kind, options = Seq2SeqTrainer.get_optimizer_cls_and_kwargs(args)
+        if isinstance(kind, type):
+            kind([torch.nn.Parameter(torch.zeros(1))], **options)
+    except (ImportError, TypeError, ValueError) as error:
+        given = f" and optim_args={args.optim_args!r}" if args.optim_args else ""
+        raise ValueError(f"optim={args.optim.value}{given}: {error}") from error
+
+
+def _expect_generation_fields(args: Any) -> None:
+    given = args.generation_kwargs or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"generation_kwargs={given!r}: expected a JSON object")
+    known = GenerationConfig().to_dict().keys() | set(OWN_OPTIONS)
+    for name in given:
+        if name not in known:
+            raise ValueError(f"generation_kwargs has {name!r}: no field of GenerationConfig")
+
+
+def _expect_averages(args: Any) -> None:
+    wanted, limit = args.average_checkpoints, args.save_total_limit
+    if not wanted:
+        return
+    if limit is not None and limit < wanted:
+        raise ValueError(
+            f"average_checkpoints={wanted} and save_total_limit={limit}: expected "
+            f"save_total_limit of at least {wanted}"
+        )
+    if saves_shards():
+        raise ValueError(
+            f"average_checkpoints={wanted}: expected FSDP with FULL_STATE_DICT; checkpoints "
+            "with SHARDED_STATE_DICT can't be averaged"
+        )
+    if args.save_strategy == "no":
+        raise ValueError(f"average_checkpoints={wanted}: save_strategy='no' keeps none")
+
+
+def _expect_reports(args: Any) -> None:
+    # Whether these two work depends on more than a package.
+    found = {*get_available_reporting_integrations(), "azure_ml", "flyte"}
+    for name in args.report_to or ():
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to={name!r}: expected none, all or some of {known}")
+        if name not in found:
+            raise ValueError(f"report_to={name!r}: its package is not installed")
