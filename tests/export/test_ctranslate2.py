@@ -110,3 +110,17 @@ def test_two_vocabularies_are_expressed(saved, two_sided, tmp_path, tie):
     model, folder = saved(two_sided, tie_word_embeddings=tie, **sizes)
     engine = load(export(folder, tmp_path / "exported", "ctranslate2"))
     expect_equal(model, engine, early_stopping=True, **LONGEST)
+
+
+def test_8_bits_leave_room_for_sums_on_every_cpu(saved, tmp_path, monkeypatch):
+    # Sums of two products overflowed on CPUs without VNNI.
+    specs = []
+    name = "ctranslate2.specs.transformer_spec.TransformerSpec.save"
+    monkeypatch.setattr(name, lambda spec, folder: specs.append(spec))
+    model, folder = saved()
+    export(folder, tmp_path / "out", "ctranslate2", "int8")
+    expected = model.model.decoder.layers[0].ffn.fc1.weight
+    linear = specs[0].decoder.layer[0].ffn.linear_0
+    found, scale = (torch.tensor(each.numpy()) for each in (linear.weight, linear.weight_scale))
+    assert (found.abs().amax(1) == 64).all()
+    assert ((found / scale[:, None] - expected).abs() * scale[:, None]).max() <= 0.76
