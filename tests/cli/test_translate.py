@@ -58,6 +58,18 @@ def test_max_new_tokens_replaces_a_saved_max_length(checkpoint, tmp_path):
     assert "max_length" not in limited.stderr
 
 
+def test_max_length_replaces_a_saved_max_new_tokens(checkpoint, tmp_path):
+    # Converted models have one, and `generate()` takes it where there are both.
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    saved = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(saved | {"max_new_tokens": 4}))
+    flags = ("--max_new_tokens", "null", "--token_scores", "--max_length", 3)
+    expected = run(checkpoint, tmp_path, *flags).stdout
+    flags = ("--model", folder, "--device", "cpu", *flags[2:])
+    limited = run_command("translate", *flags, cwd=tmp_path, stdin=LINES)
+    assert limited.stdout == expected
+
+
 def test_null_turns_an_option_of_the_model_off(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     saved = json.loads((folder / "generation_config.json").read_text())

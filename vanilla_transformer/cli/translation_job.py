@@ -180,6 +180,8 @@ class TranslationJob:
             setattr(self.model.generation_config, name, options.pop(name))  # turned off by null
         if "max_new_tokens" in options:
             self.model.generation_config.max_length = None  # of two limits, `generate()` warns
+        elif "max_length" in options:
+            self.model.generation_config.max_new_tokens = None  # and would take this one
         if (start := options.get("decoder_start_token_id")) is not None:
             self.model.generation_config.decoder_start_token_id = start  # for scores as well
         self.reverse: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
