@@ -113,6 +113,14 @@ def test_an_option_means_the_same(model, engine, options):
     assert without_end(found) == without_end(expected)
 
 
+def test_all_hypotheses_of_a_row_end_at_its_limit(model, engine):
+    # A search that found enough right there, by the limit of a longer row, had left some out.
+    options = {"early_stopping": True, "num_beams": 4, "num_return_sequences": 4}
+    options |= {"extra_output_tokens": 2, "eos_token_id": [2, 200], "length_penalty": 0.0}
+    expected, found = both(model, engine, 9, 2, 4, **options)
+    assert without_end(found) == without_end(expected)
+
+
 def test_scores_are_the_same(model, engine):
     options = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 4}
     penalty = {"length_penalty": 0.6, "length_penalty_type": "gnmt"}

@@ -396,16 +396,17 @@ class Search:
         """The sequences for each source, with at most `limits` new tokens.
 
         The engine takes one limit for all. So all rows get the largest. A greedy sequence that is
-        longer than its row's limit is cut, and a search in which one was is made once more, with
-        the rows of the same limit.
+        longer than its row's limit is cut, and a search that came to its row's limit, where all
+        hypotheses end, is made once more, with the rows of the same limit.
         """
-        found = self._search(rows, prefixes, max(limits))
+        largest = max(limits)
+        found = self._search(rows, prefixes, largest)
         if self.num_beams == 1:
             pairs = zip(found, limits, strict=True)
             return [[one._replace(ids=one.ids[:limit]) for one in row] for row, limit in pairs]
         beyond: dict[int, list[int]] = {}
         for number, (results, limit) in enumerate(zip(found, limits, strict=True)):
-            if max(len(each.ids) for each in results) > limit:
+            if max(len(each.ids) for each in results) >= limit < largest:
                 beyond.setdefault(limit, []).append(number)
         for limit, numbers in beyond.items():
             chosen, begun = ([side[number] for number in numbers] for side in (rows, prefixes))
