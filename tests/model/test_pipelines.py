@@ -444,6 +444,14 @@ class TestLanguages:
         pipe(TEXTS, batch_size=3)
         assert calls[0]["forced_bos_token_id"] == pipe.tokenizer.convert_tokens_to_ids("de")
 
+    def test_a_token_that_the_call_forces_replaces_the_languages(self, multilingual):
+        pipe = multilingual("translation_en_to_de", max_new_tokens=3, return_tensors=True)
+        pipe._task_params["forced_bos_token_id"] = 5  # weaker than the languages
+        german = pipe.tokenizer.convert_tokens_to_ids("de")
+        for call, first in (({}, german), ({"forced_bos_token_id": 7}, 7)):
+            (result,) = pipe(TEXTS[0], **call)
+            assert result["translation_token_ids"][1] == first
+
     @pytest.mark.parametrize(
         ("task", "init", "call", "languages"),
         [

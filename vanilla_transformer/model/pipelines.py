@@ -177,14 +177,15 @@ class Text2TextGenerationPipeline(Pipeline):
             `output_ids`: per row of the batch, (returned sequences, target length); the length is
             0 for a blank row.
         """
+        weaker: dict[str, Any] = {}
         if generate_kwargs.get("generation_config") is None:
-            generate_kwargs = {**self._weaker_params(generate_kwargs), **generate_kwargs}
+            weaker = self._weaker_params(generate_kwargs)
         has_text = model_inputs["attention_mask"].any(dim=1)
         generated: Iterator[torch.Tensor] = iter(())
-        returned = self._returned_sequences(**generate_kwargs)
+        returned = self._returned_sequences(**{**weaker, **generate_kwargs})
         if has_text.any():
             inputs = {name: _select(value, has_text) for name, value in model_inputs.items()}
-            output = self.model.generate(**inputs, **generate_kwargs)
+            output = self.model.generate(**{**weaker, **inputs, **generate_kwargs})
             generated = iter(getattr(output, "sequences", output).unflatten(0, (-1, returned)))
         blank = model_inputs["input_ids"].new_empty((returned, 0))
         return {"output_ids": [next(generated) if kept else blank for kept in has_text.tolist()]}
