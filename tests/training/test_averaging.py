@@ -205,6 +205,15 @@ def test_another_architecture_is_refused_before_anything_is_written(
     assert not (tmp_path / "mean").exists()
 
 
+def test_models_may_have_been_trained_with_different_dropout(run, tmp_path):
+    save(tmp_path / "other", seed=0, dropout=0.3, label_smoothing=0.0)
+    folders = [run / "checkpoint-5", tmp_path / "other"]
+    output = average_checkpoints(folders, tmp_path / "mean")
+    weights = [load_file(folder / "model.safetensors") for folder in (*folders, output)]
+    one, other, mean = (weight["model.shared.weight"] for weight in weights)
+    torch.testing.assert_close(mean, (one + other) / 2)
+
+
 def test_tensors_of_another_name_are_refused(run, tmp_path):
     config = json.loads((run / "checkpoint-5/config.json").read_text())
     save(tmp_path / "other", seed=0, tie_word_embeddings=False)

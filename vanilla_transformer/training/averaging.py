@@ -29,7 +29,10 @@ TRAINER_FILES = {
     CHECKSUMS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
 }
-IGNORED_CONFIG_FIELDS = {"transformers_version", "dtype", "_name_or_path"}
+# Fields that change no output of a trained model, besides the rates of dropout.
+IGNORED_CONFIG_FIELDS = {
+    "transformers_version", "dtype", "_name_or_path", "label_smoothing", "initializer", "use_cache",
+}  # fmt: skip
 
 
 def checkpoints_with_weights(folder: str | Path) -> dict[int, Path]:
@@ -161,7 +164,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: expected a model's config.json")
     values = json.loads(path.read_text(encoding="utf-8"))
-    return {name: value for name, value in values.items() if name not in IGNORED_CONFIG_FIELDS}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in IGNORED_CONFIG_FIELDS and "dropout" not in name
+    }
 
 
 def _expect_each_once(folders: Sequence[Path]) -> None:
