@@ -248,21 +248,26 @@ def report(
     epochs = updates / updates_per_epoch
     tokens = epochs * prepared.target_tokens
     speed, memory = mean_speed(speeds)
-    hours = tokens / (speed * args.world_size) / 3600
+    minutes = tokens / (speed * args.world_size) / 60
     nearest = min(RECIPES, key=lambda name: abs(math.log(RECIPES[name] / size.pairs)))
     rows = {
         "model": f"{key['shape']}, {prepared.model.num_parameters():,} weights",
         "text": f"{size.pairs:,} pairs, {size.target_tokens:,} target tokens",
         "hardware": f"{args.world_size} x {key['device']}, {key['precision']}",
         "updates": f"{updates:,}",
-        "epochs": f"{epochs:.1f}, {tokens / 1e6:,.1f} million target tokens",
+        "epochs": f"{epochs:.1f}, {in_millions(tokens)} target tokens",
         "speed": f"{speed:,.0f} target tokens per second and device",
-        "duration": f"{hours:.2f} hours",
+        "duration": f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:.2f} hours",
         "memory": f"{memory:.1f} GiB per device",
         **measured_with([speed for speed, _ in speeds], key),
         "recipe for a text of this size": nearest,
     }
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def in_millions(number: float) -> str:
+    """A number of tokens, as millions if it has any."""
+    return f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:,.1f} million"
 
 
 def measured_with(speeds: list[dict[str, Any]], key: dict[str, Any]) -> dict[str, str]:
