@@ -9,7 +9,7 @@ from importlib import metadata
 
 import grimp
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, slow
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from transformers.dynamic_module_utils import get_relative_imports
@@ -92,7 +92,7 @@ def brought_by(requirements):
 RUN_MODELS = {"translate", "back-translate", "score", "convert", "info", "recipes"}
 
 
-@pytest.mark.parametrize("extra", [None, "train", *EXTRAS.values()])
+@pytest.mark.parametrize("extra", [None, "train", *slow(*EXTRAS.values())])
 def test_commands_import_only_what_their_extra_brings(extra):
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
