@@ -403,7 +403,7 @@ class GenerationOptions:
 
     def mask_padding(self, source: torch.Tensor | None) -> None:
         """Hide what is `pad_token_id` in the token ids (sources, source_length) of a call without a
-        mask. transformers (5.24) does so only for a decoder alone."""
+        mask. transformers (5.17 to 5.24) does so only without an encoder."""
         pad = self["pad_token_id"]
         if source is None or self["attention_mask"] is not None or pad in (None, *self.ends()):
             return
