@@ -180,7 +180,7 @@ def test_a_wrong_value_in_a_recipe_is_named(line, message, tmp_path, capsys):
     [
         ("a: [", "recipe.yaml: expected YAML"),
         (b"\xff\xfe", "recipe.yaml: expected YAML .'utf-8' codec can't decode"),
-        ("preset: tiny\npreset: base", "recipe.yaml: expected YAML .preset is there twice"),
+        ("preset: tiny\npreset: base", "recipe.yaml: expected YAML .preset appears twice"),
         ("learning_rate: [1]", r"learning_rate=\[1\]: expected a single value"),
         ("preset: [tiny]", r"preset=\['tiny'\]: expected a single value"),
         ("tokenizer_name: {a: b}", "tokenizer_name={'a': 'b'}: expected a single value"),

@@ -266,7 +266,7 @@ def report(
 
 
 def in_millions(number: float) -> str:
-    """A number of tokens, as millions if it has any."""
+    """A number of tokens, in millions from one million on."""
     return f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:,.1f} million"
 
 

@@ -29,7 +29,7 @@ TRAINER_FILES = {
     CHECKSUMS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
 }
-# Fields that change no output of a trained model, besides the rates of dropout.
+# Besides the rates of dropout, the fields that change no output of a trained model.
 IGNORED_CONFIG_FIELDS = {
     "transformers_version", "dtype", "_name_or_path", "label_smoothing", "initializer", "use_cache",
 }  # fmt: skip

@@ -1,5 +1,6 @@
-"""What the options of a training may be, as far as transformers doesn't check it before the text is
-read. Each check raises a ValueError that names an option and what was expected."""
+"""Checks of a training's options that transformers makes late, or not at all.
+
+Each raises a ValueError that names the option and what was expected, before any text is read."""
 
 import math
 from typing import Any
@@ -56,15 +57,15 @@ def expect_possible_options(args: Any) -> None:
 
 
 def expect_equal_strategies(args: Any) -> None:
-    """Check that the best checkpoint can be found, before transformers does, in several lines."""
+    """Check what `load_best_model_at_end` needs. The message of transformers has several lines."""
     evaluates, saves = args.eval_strategy, args.save_strategy
     if not args.load_best_model_at_end or saves == "best":
         return
     if evaluates != saves or evaluates == "no":
-        names = [IntervalStrategy(each).value for each in (evaluates, saves)]
+        evaluates, saves = (IntervalStrategy(each).value for each in (evaluates, saves))
         raise ValueError(
-            "load_best_model_at_end=True with eval_strategy={} and save_strategy={}: expected "
-            "steps for both, or epoch".format(*names)
+            f"load_best_model_at_end=True with eval_strategy={evaluates} and "
+            f"save_strategy={saves}: expected steps for both, or epoch"
         )
 
 

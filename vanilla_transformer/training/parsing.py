@@ -86,10 +86,10 @@ class _TextLoader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-        """As in YAML, a name may be there only once. PyYAML takes the last of several values."""
+        """Refuse a name that appears twice, as YAML does. PyYAML takes its last value."""
         names = [name.value for name, _ in node.value]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"{twice} is there twice")
+            raise yaml.constructor.ConstructorError(None, None, f"{twice} appears twice")
         return super().construct_mapping(node, deep)
 
 

@@ -442,8 +442,8 @@ class Search:
         options, targets = self.options, self.engine.targets
         samples = bool(options["do_sample"])
         patience = 1 if self.num_beams == 1 else PATIENCE[options["early_stopping"] or False]
-        # "min_length" counts the start token and the prefix, "min_new_tokens" neither, which goes
-        # before it.
+        # "min_length" counts the start token and the prefix. "min_new_tokens" counts neither, and
+        # replaces it.
         shortest = max(self.prefix_length, (options["min_length"] or 1) - 1)
         if (new_tokens := options["min_new_tokens"]) is not None:
             shortest = self.prefix_length + new_tokens
