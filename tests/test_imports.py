@@ -92,7 +92,7 @@ def brought_by(requirements):
 RUN_MODELS = {"translate", "back-translate", "score", "convert", "info", "recipes"}
 
 
-@pytest.mark.parametrize("extra", [None, "train", *slow(*EXTRAS.values())])
+@pytest.mark.parametrize("extra", [None, *slow("train", *EXTRAS.values())])
 def test_commands_import_only_what_their_extra_brings(extra):
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]

@@ -1,9 +1,11 @@
 """A tokenizer with a vocabulary per side: which side reads what, from a saved folder too."""
 
 import copy
+import json
 import pickle
 import shutil
 import sys
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -229,12 +231,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_a_saved_folder_loads_with_the_package_and_without(folder, tmp_path):
-    found = {}
-    for package in (True, False):
-        cache = tmp_path / f"cache {package}"
-        cache.mkdir()
-        found[package] = in_new_process(LOAD, package, cache, folder, tmp_path / str(package))
+def test_a_saved_folder_loads_with_the_package_and_without(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", str(folder), str(tmp_path / "True"), ""])
+    exec(textwrap.dedent(LOAD))  # here is the package
+    found = {True: json.loads(capsys.readouterr().out)}
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    found[False] = in_new_process(LOAD, False, cache, folder, tmp_path / "False")
     ours = found[True].pop("module")
     assert ours == "vanilla_transformer.model.tokenization_vanilla_transformer"
     assert found[False].pop("module").startswith("transformers_modules.")

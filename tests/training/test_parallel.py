@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import random_ids, small_config
+from conftest import random_ids, slow, small_config
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +20,7 @@ from vanilla_transformer.model.hooks import is_watched
 
 VARIANTS = [
     {},
-    {"tie_word_embeddings": False, "norm_position": "pre"},
+    *slow({"tie_word_embeddings": False, "norm_position": "pre"}),
     {"decoder_vocab_size": 60, "position_encoding": "learned"},
 ]
 SHARINGS = ["fsdp_size", "tp_size"]

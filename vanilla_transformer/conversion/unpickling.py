@@ -5,6 +5,7 @@ import pickletools
 from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 from zipfile import ZipFile, is_zipfile
@@ -99,8 +100,7 @@ def contents(path: Path) -> tuple[set[str], set[str]]:
             with ZipFile(path) as archive:
                 for entry in archive.infolist():
                     if entry.filename.endswith("/data.pkl") and entry.file_size < MOST_BYTES:
-                        with archive.open(entry) as file:
-                            _scan(file, strings, names)
+                        _scan(BytesIO(archive.read(entry)), strings, names)
         else:
             with path.open("rb") as file:
                 for _ in range(4):  # before torch 1.6: number, version, system, then the object
