@@ -130,6 +130,15 @@ def test_scores_are_the_same(model, engine):
     torch.testing.assert_close(*scores, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("options", [GREEDY, {**BEAMS, "length_penalty": -1.0}])
+@pytest.mark.parametrize("prompt", [None, torch.tensor([[1, 50], [1, 51]])])
+def test_a_source_of_only_an_end_has_a_target_that_ends(engine, options, prompt):
+    ids, mask = torch.tensor([[5, 6, 2], [2, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    found = engine.generate(ids, attention_mask=mask, decoder_input_ids=prompt, **options)
+    expected = [1] if prompt is None else prompt[1].tolist()
+    assert found[1].tolist() == [*expected, 2] + [0] * (found.shape[1] - len(expected) - 1)
+
+
 def test_padding_on_the_left_and_without_a_mask_changes_nothing(engine):
     right, left = (
         engine.generate(input_ids=ids, attention_mask=mask, **GREEDY)

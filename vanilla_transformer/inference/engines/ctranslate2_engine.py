@@ -418,7 +418,8 @@ class Search:
     def _search(
         self, rows: list[list[int]], prefixes: list[list[int]], limit: int
     ) -> list[list[Found]]:
-        # In the engine, lengths include the prefix, and scores do not.
+        # In the engine, lengths include the prefix, and scores do not. Of a source that is only
+        # </s>, it finds nothing, not even an end.
         engine, known = self.engine, self.prefix_length
         results = engine.translator.translate_batch(
             [[engine.sources[number] for number in row] for row in rows],
@@ -430,8 +431,8 @@ class Search:
         return [
             [
                 Found(
-                    [engine.target_ids[token] for token in tokens[known:]],
-                    score * len(tokens) ** undone,
+                    [engine.target_ids[token] for token in tokens[known:] or self.ends[:1]],
+                    score * max(1, len(tokens)) ** undone,
                 )
                 for tokens, score in zip(result.hypotheses, result.scores, strict=True)
             ]
