@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 import yaml
 from conftest import small_trainer
 from huggingface_hub import HfApi
@@ -149,6 +150,32 @@ def test_a_stream_has_no_number_of_epochs(train_here, tmp_path):
     options = TRAIN | {"streaming": True, "output_dir": tmp_path / "model"}
     train_here(*flags_of(**options))
     assert "\n4 steps, on cpu, " in (tmp_path / "model/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("best", "averaged", "said"),
+    [
+        (None, [], ""),
+        ("run/checkpoint-2", [], " The weights are those of step 2."),
+        ("run/checkpoint-4", [], ""),
+        ("run/checkpoint-2", [2, 4], " The weights are the mean of those of the steps 2, 4."),
+        (None, [2], " The weights are those of step 2."),
+    ],
+)
+def test_the_card_says_of_which_steps_the_weights_are(tokenizer, tmp_path, best, averaged, said):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer = small_trainer(tmp_path, tokenizer, **options)
+    trainer.card_arguments = (ModelArguments(), DataArguments(dataset_name="phrases"))
+    trainer.state.global_step, trainer.state.best_model_checkpoint = 4, best
+    trainer.averaged_steps = averaged
+    trainer.finish_card(trainer.model, {})
+    (line,) = (
+        line for line in (tmp_path / "README.md").read_text().split("\n") if "4 steps" in line
+    )
+    assert line.endswith(f"transformers {transformers.__version__}.{said}")
+    trainer.is_in_train = True  # a checkpoint is pushed with its own weights
+    trainer.create_model_card()
+    assert ("The weights are" in (tmp_path / "README.md").read_text()) == bool(averaged)
 
 
 # ---------------------------------------------------------------- the Hub

@@ -988,6 +988,7 @@ def test_the_mean_of_the_last_checkpoints_becomes_the_model(tokenizer, splits, t
         expected = torch.stack([weights[name] for weights in saved]).mean(0)
         torch.testing.assert_close(weight, expected, atol=1e-6, rtol=1e-5)
     assert trainer.model.lm_head.weight is trainer.model.model.shared.weight
+    assert trainer.averaged_steps == [2, 4, 6][-wanted:]
 
 
 def test_a_recipes_average_can_be_switched_off(tokenizer, tmp_path, caplog):

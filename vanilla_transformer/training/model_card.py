@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ A {{ model_type }} with {{ parameters }} parameters for {{ direction }}, trained
 
 {{ steps }} steps{% if epochs is defined %}, {{ epochs }} epochs{% endif %}\
 {% if target_tokens %}, {{ target_tokens }} target tokens{% endif %}\
-, on {{ device }}, with torch {{ torch }} and transformers {{ transformers }}.
+, on {{ device }}, with torch {{ torch }} and transformers {{ transformers }}.\
+{% if weights %} The weights are {{ weights }}.{% endif %}
 {% if curves %}
 ![Loss and scores over steps](curves.png)
 {% endif %}
@@ -77,10 +79,12 @@ class ModelCardTrainer(Trainer):
 
     Set `card_arguments` to the model and data arguments. The trainer then writes its card with
     `write_model_card`, and every push to the Hub includes it, with the model's code.
-    With `target_tokens_per_epoch`, it also says how many the model saw.
+    With `target_tokens_per_epoch`, it also says how many the model saw, and with `averaged_steps`,
+    of which steps the weights are the mean.
     """
 
     card_arguments: tuple[Any, ...] = ()
+    averaged_steps: Sequence[int] = ()
     target_tokens_per_epoch: int | None = None
     scores: dict[str, dict[str, Any]] | None = None
 
@@ -121,10 +125,22 @@ class ModelCardTrainer(Trainer):
             log["epochs"] = round(epochs, 2)
         if self.target_tokens_per_epoch is not None:
             log["target_tokens"] = f"{round(epochs * self.target_tokens_per_epoch):,}"
+        log["weights"] = self._weights()
         model_arguments, data_arguments = self.card_arguments
         return write_model_card(
             model, self.scores, log, model_arguments, data_arguments, self.args, self.hub_model_id
         )
+
+    def _weights(self) -> str | None:
+        """Of which steps the weights are, unless they are those of the last one."""
+        steps, best = list(self.averaged_steps), self.state.best_model_checkpoint
+        if not steps and not self.is_in_train and self.args.load_best_model_at_end and best:
+            steps = [int(Path(best).name.rpartition("-")[2])]
+        if steps in ([], [self.state.global_step]):
+            return None
+        if len(steps) == 1:
+            return f"those of step {steps[0]}"
+        return f"the mean of those of the steps {', '.join(map(str, steps))}"
 
 
 class _CompletePush(TrainerCallback):
@@ -161,7 +177,8 @@ def write_model_card(
     Args:
         scores: For each split, the result of `metrics.score_translations`; `None` if not measured
             yet.
-        log: `steps` done and, if known, `epochs` and the `target_tokens` in them.
+        log: `steps` done and, if known, `epochs` and the `target_tokens` in them, and which
+            `weights` these are if not those of the last step.
         repository: The name on the Hub, if the model is pushed.
 
     Returns:

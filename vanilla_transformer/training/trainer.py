@@ -269,3 +269,4 @@ def load_averaged_checkpoints(trainer: Seq2SeqTrainer) -> None:
     with tempfile.TemporaryDirectory() as averaged:
         write_average([checkpoints[step] for step in chosen], averaged)
         load_full_weights(trainer.model, averaged)
+    trainer.averaged_steps = chosen
