@@ -13,6 +13,8 @@ from transformers import (
     BertConfig,
     EncoderDecoderConfig,
     EncoderDecoderModel,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
     GPT2Config,
     RobertaConfig,
     pipeline,
@@ -292,6 +294,12 @@ def test_the_smallest_table_of_positions_is_the_limit(table, limit):
     config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, table)
     with torch.device("meta"):
         assert position_limit(EncoderDecoderModel(config)) == limit
+
+
+def test_a_table_that_grows_is_no_limit():
+    with torch.device("meta"):
+        model = FSMTForConditionalGeneration(FSMTConfig(src_vocab_size=9, tgt_vocab_size=9))
+    assert position_limit(model) is None
 
 
 def test_there_is_a_prefix_for_each_line(model, tokenizer):

@@ -45,6 +45,7 @@ from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import (
     Hypothesis,
     encode_prefixes,
+    expect_valid_options,
     set_output_limit,
 )
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
@@ -312,6 +313,22 @@ def test_a_table_of_positions_limits_texts_and_translations(tmp_path):
     message = "a text of 10 tokens: expected at most max_position_embeddings=9"
     with pytest.raises(ValueError, match=message):
         expect_positions(model, {"train": Dataset.from_list(rows)})
+
+
+@pytest.mark.parametrize(("name", "most"), [("max_length", 10), ("max_new_tokens", 9)])
+def test_a_limit_of_length_beyond_the_table_of_positions(caplog, name, most):
+    """A saved one is lowered. One that is given is refused."""
+    shape = {"vocab_size": 30, "pad_token_id": 3, "decoder_start_token_id": 3, **WIDTH}
+    model = MarianMTModel(MarianConfig(max_position_embeddings=9, eos_token_id=2, **shape)).eval()
+    model.generation_config.update(
+        **{"max_length": None, name: most + 5}, suppress_tokens=[2, 3], forced_eos_token_id=None
+    )
+    set_output_limit(model)
+    assert f"{name}={most + 5} in the generation config becomes {most}: the table" in caplog.text
+    assert model.generate(torch.tensor([[5, 6]])).shape[1] == 10
+    expect_valid_options(model, {name: most})
+    with pytest.raises(ValueError, match=f"{name}={most + 1}: expected at most {most}"):
+        expect_valid_options(model, {name: most + 1})
 
 
 def test_t5_reads_the_prefix_and_starts_with_padding(tmp_path):

@@ -1,5 +1,6 @@
 """Translates any number of lines, in batches of similar length and in bounded memory."""
 
+import logging
 import math
 from collections import ChainMap
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from ..model.generation import (
 from ..model.pipelines import is_blank
 from ..model.validation import expect_generation_options
 
+logger = logging.getLogger(__name__)
 DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
 
 # Lines are sorted by length within this many batches, so that little padding is needed.
@@ -122,6 +124,11 @@ def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> Non
     config."""
     config = {**model.generation_config.to_dict(), **options}
     expect_generation_options(config, getattr(model.config, "target_vocab_size", 2**31))
+    for name, most in _most_tokens(model).items():
+        if (value := config.get(name)) is not None and value > most:
+            raise ValueError(
+                f"{name}={value}: expected at most {most}, where the table of positions ends"
+            )
     _options(model, options).use_length_penalty_type()
     GenerationConfig(**config)
 
@@ -200,7 +207,9 @@ def position_limit(model: PreTrainedModel) -> int | None:
     limits = [
         _positions(module)
         for name, module in model.named_modules()
-        if name.split(".")[-1] in POSITION_TABLES and isinstance(module, torch.nn.Embedding)
+        if name.split(".")[-1] in POSITION_TABLES
+        and isinstance(module, torch.nn.Embedding)
+        and not hasattr(module, "make_weight")  # FSMT's, which grows
     ]
     return min(limits, default=None)
 
@@ -213,8 +222,9 @@ def _positions(table: torch.nn.Embedding) -> int:
 
 def set_output_limit(model: PreTrainedModel) -> None:
     """Let a model without a limit of its own, such as T5, generate up to 256 tokens, or as many as
-    it has positions for. transformers' default is 20. Our models' limit grows with the source, also
-    after a `Seq2SeqTrainer` has saved that default."""
+    it has positions for. transformers' default is 20. A saved limit beyond its table of positions
+    is lowered, with a warning. Our models' limit grows with the source, also after a
+    `Seq2SeqTrainer` has saved that default."""
     if isinstance(model, VanillaTransformerGenerationMixin):
         model._forget_limit_of_trainer()
     config = model.generation_config
@@ -222,6 +232,20 @@ def set_output_limit(model: PreTrainedModel) -> None:
     if not limited and not hasattr(model, "extra_output_tokens"):
         longest = 1 + DEFAULT_NEW_TOKENS  # with the token that starts it
         config.max_length = min(longest, position_limit(model) or longest)
+    for name, most in _most_tokens(model).items():
+        if (value := getattr(config, name)) is not None and value > most:
+            logger.warning(
+                "%s=%d in the generation config becomes %d: the table of positions ends there",
+                name, value, most,
+            )  # fmt: skip
+            setattr(config, name, most)
+
+
+def _most_tokens(model: PreTrainedModel) -> dict[str, int]:
+    """The largest limits of length that the decoder's table of positions allows: nothing reads the
+    last token, and only `max_length` counts the first. Our models end there by themselves."""
+    limit = None if hasattr(model, "extra_output_tokens") else position_limit(model.get_decoder())
+    return {} if limit is None else {"max_length": limit + 1, "max_new_tokens": limit}
 
 
 def decoder_start(
