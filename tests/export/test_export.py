@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from vanilla_transformer import VanillaTransformerForCausalLM
 from vanilla_transformer.export import TARGETS, export
-from vanilla_transformer.export.check import compare, size
+from vanilla_transformer.export.check import check, compare, size
 
 NEEDED = {"ctranslate2": "ctranslate2"}
 
@@ -180,6 +180,17 @@ def test_scores_are_compared_for_equal_tokens_alone(saved, tokenizer):
     assert (same["equal"], same["difference"]) == (2, 0.0)
     different = compare((model, tokenizer), (another, tokenizer), lines)
     assert (different["equal"], different["difference"]) == (0, None)
+
+
+def test_translations_without_an_end_are_equal_in_a_class_of_transformers(saved, tmp_path):
+    """Its limit of length is another."""
+    model, folder = saved(layer_norm_eps=1e-5)
+    model.generation_config.update(suppress_tokens=[2], extra_output_tokens=5)
+    model.generation_config.save_pretrained(folder)
+    (tmp_path / "lines").write_text("the lake is deep\n\na house\n")
+    table = check(folder, export(folder, tmp_path / "exported", "marian"), tmp_path / "lines")
+    assert "equal translations                     3 (100.0%)" in table
+    assert "no equal translations" not in table
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from ..conversion.check import as_table, in_batches
 from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
+from ..model.generation import first_given
 
 BATCH, BEAMS = 32, 4
 # Files that hold weights, by their ends.
@@ -72,18 +73,31 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
     seconds, equal = [0.0, 0.0], 0
     differences = []
     for batch in in_batches(lines, BATCH):
-        texts = []
+        limit, texts = _limit(model, exported[0], batch), []
         for number, pair in enumerate((model, exported)):
             start = time.perf_counter()
-            texts.append(list(translate(batch, *pair, batch_size=BATCH)))
+            texts.append(list(translate(batch, *pair, batch_size=BATCH, **limit)))
             seconds[number] += time.perf_counter() - start
         equal += sum(map(str.__eq__, *texts))
-        scored = [translate_n_best(batch, *pair, 1, num_beams=BEAMS) for pair in (model, exported)]
+        options: dict[str, Any] = {"num_beams": BEAMS, **limit}
+        scored = [translate_n_best(batch, *pair, 1, **options) for pair in (model, exported)]
         for (one, *_), (other, *_) in zip(*scored, strict=True):
             if one.token_ids == other.token_ids:
                 differences.append(abs(one.score - other.score))
     speeds = [len(lines) / each for each in seconds]
     return {"equal": equal, "difference": max(differences, default=None), "speeds": speeds}
+
+
+def _limit(model: tuple[Any, Any], exported: Any, lines: list[str]) -> dict[str, Any]:
+    """A limit of length for both, if that of the model grows with the source and that of the export
+    does not, as in a class of transformers: one that does not end would look like another."""
+    ours, theirs = model[0].generation_config, exported.generation_config
+    has_own = ours.max_length is not None or ours.max_new_tokens is not None
+    if has_own or hasattr(exported, "extra_output_tokens"):
+        return {}
+    extra = first_given(getattr(ours, "extra_output_tokens", None), model[0].extra_output_tokens)
+    longest = max(map(len, model[1](lines)["input_ids"]))
+    return {"max_length": min(longest + extra, theirs.max_length)}
 
 
 def size(folder: Path) -> int:
