@@ -529,6 +529,15 @@ def test_balanced_batches_are_those_of_the_epoch_that_the_trainer_is_in(make_tra
         assert list(found) == list(expected)
 
 
+def test_balanced_batches_follow_the_seed(make_trainer, data):
+    options = {"train_sampling_strategy": "batch_rebalance", "per_device_train_batch_size": 4}
+
+    def batches(**seeds):
+        return list(make_trainer(data, max_tokens=None, **options, **seeds)._get_train_sampler())
+
+    assert batches(seed=1) == batches(seed=2, data_seed=1) != batches(seed=2)
+
+
 def test_without_a_budget_batches_are_transformers_own(make_trainer, data):
     trainer = make_trainer(data, max_tokens=None, per_device_train_batch_size=7)
     assert trainer.get_train_dataloader().batch_sampler.batch_size == 7

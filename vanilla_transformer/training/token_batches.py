@@ -292,11 +292,13 @@ class _SeededLengthGroupedSampler(LengthGroupedSampler):
 
 
 class _ResumableBatchRebalanceSampler(BatchRebalanceSampler):
-    """The sampler of a trainer, which takes the epoch from the trainer: if several processes resume
-    within an epoch, accelerate (1.15) does not tell it."""
+    """The sampler of a trainer, which takes the seed and the epoch from the trainer. transformers
+    (5.17 to 5.24) leaves its seed at 42. If several processes resume within an epoch, accelerate
+    (1.15) does not tell it."""
 
     def __init__(self, sampler: BatchRebalanceSampler, trainer: Trainer):
         self.__dict__.update(vars(sampler))
+        self.seed = _data_seed(trainer.args)
         self.trainer = trainer
 
     def __iter__(self) -> Iterator[list[int]]:
