@@ -1161,6 +1161,8 @@ def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
             {"optim": "rmsprop", "optim_args": "alpha=x"},
             "optim=rmsprop and optim_args='alpha=x': could not convert string to float: 'x'",
         ),
+        ({"optim_args": "a"}, "optim_args='a': expected name=value, with commas between several"),
+        ({"optim_args": "a=1,"}, "optim_args='a=1,': expected name=value"),
         (
             {"load_best_model_at_end": True, "eval_strategy": "epoch"},
             "load_best_model_at_end=True with eval_strategy=epoch and save_strategy=no: expected "

@@ -91,6 +91,10 @@ def _expect_numbers(args: Any) -> None:
 
 def _expect_optimizer(args: Any) -> None:
     """Make an optimizer of one number: its package may be missing, or a setting wrong."""
+    if args.optim_args and any(one.count("=") != 1 for one in args.optim_args.split(",")):
+        raise ValueError(
+            f"optim_args={args.optim_args!r}: expected name=value, with commas between several"
+        )
     if args.optim_target_modules or "lomo" in args.optim:
         return  # it needs the model
     try:
