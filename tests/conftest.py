@@ -296,11 +296,13 @@ def train_here(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     precision = torch.get_float32_matmul_precision()
-    handlers, level = logging.root.handlers[:], logging.root.level
+    loggers = [logging.root, *map(logging.getLogger, ("vanilla_transformer", "train"))]
+    handlers, levels = logging.root.handlers[:], [logger.level for logger in loggers]
     yield train_with
     torch.set_float32_matmul_precision(precision)
     logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def _run_in_copy(args, cwd, input, env):

@@ -121,7 +121,11 @@ def test_a_second_run_does_not_overwrite_and_can_go_on(trained, folder):
     refused = run_command("train", *TRAIN, cwd=folder, check=False)
     assert refused.returncode != 0
     assert "already holds a model: choose another folder" in refused.stderr.splitlines()[-1]
-    run_command("train", *TRAIN, "--max_steps", 6, "--resume_from_checkpoint", "true", cwd=folder)
+    averaged = ["--average_checkpoints", 2, "--save_total_limit", 2]
+    flags = ["--max_steps", 6, "--resume_from_checkpoint", "true", *averaged]
+    process = run_command("train", *TRAIN, *flags, cwd=folder)
+    assert "The model is the mean of the checkpoints at steps [4, 6]" in process.stderr
+    assert "saved to" not in process.stderr  # by the folder in which the mean is computed
     state = json.loads((folder / "model" / "trainer_state.json").read_text())
     assert state["global_step"] == 6
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [

@@ -48,9 +48,9 @@ def main() -> None:
         (ModelArguments, DataArguments, TranslationTrainingArguments),
         make_parser=partial(make_parser, description=__doc__),
     )
-    logging.basicConfig(
-        format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO
-    )
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    for own in ("vanilla_transformer", logger.name):  # those of other packages only warn
+        logging.getLogger(own).setLevel(logging.INFO)
     transformers_logging.set_verbosity_warning()
     with locked(training_args.output_dir):
         train(model_args, data_args, training_args)
