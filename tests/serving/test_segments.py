@@ -40,6 +40,16 @@ def test_a_line_is_a_sentence_until_it_is_long():
     assert same(split_text(german, "unknown", 9)) == german
 
 
+@pytest.mark.parametrize("split", [split_text, split_html])
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\u2028", "\u2029\u2029"])
+def test_ends_of_lines_stay(split, end):
+    if split is split_html and end.isascii():
+        end = "<br>"  # the others are spaces there
+    segments = split(f"One line{end}and another.", "en", 100)
+    assert sentences(segments) == ["One line", "and another."]
+    assert join(segments, ["Eins", "zwei."], False) == f"Eins{end}zwei."
+
+
 @pytest.mark.parametrize(
     "tag", ["<2de> ", ">>deu<< ", "<2pt-BR> <2formal> ", "translate English to German: "]
 )

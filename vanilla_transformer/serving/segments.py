@@ -20,6 +20,7 @@ TAGS = re.compile(
     r"\s*((?:(?:<2[^<>\s]{1,20}>|>>[^<>\s]{1,20}<<|translate \w{1,20} to \w{1,20}:)\s(?=\S)){1,2})"
 )
 
+LINE_END = re.compile("([\n\r\u2028\u2029])")  # the last two are Unicode's, of lines and paragraphs
 HTML_SPACE = " \t\r\n\f"
 KEPT_TAGS = {"code", "pre", "script", "style", "textarea"}
 VOID_TAGS = {
@@ -54,9 +55,10 @@ def split_text(text: str, language: str, split_over: int) -> list[Segment]:
     space around sentences is a segment of its own. Tags that begin a line begin each of its
     sentences."""
     segments = []
-    for number, line in enumerate(text.split("\n")):
-        if number:
-            segments.append(Segment("\n", False))
+    for line in LINE_END.split(text):
+        if LINE_END.fullmatch(line):
+            segments.append(Segment(line, False))
+            continue
         tags = found[1] if (found := TAGS.match(line)) else ""
         segments += [
             Segment(tags + piece.text, True) if piece.is_sentence else piece
