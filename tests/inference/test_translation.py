@@ -26,6 +26,7 @@ from vanilla_transformer.inference.translation import (
     BATCHES_PER_WINDOW,
     Hypothesis,
     encode_prefixes,
+    expect_valid_options,
     position_limit,
     translate,
     translate_n_best,
@@ -300,6 +301,15 @@ def test_a_table_that_grows_is_no_limit():
     with torch.device("meta"):
         model = FSMTForConditionalGeneration(FSMTConfig(src_vocab_size=9, tgt_vocab_size=9))
     assert position_limit(model) is None
+
+
+def test_saved_stop_strings_are_refused_before_the_work(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "stop_strings", ["See"])
+    message = r"stop_strings=\['See'\] in the generation config: expected null"
+    with pytest.raises(ValueError, match=message):
+        list(translate([], model, tokenizer))
+    with pytest.raises(ValueError, match=message):
+        expect_valid_options(model, {})
 
 
 def test_there_is_a_prefix_for_each_line(model, tokenizer):

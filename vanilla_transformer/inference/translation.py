@@ -82,8 +82,8 @@ def translate(
         generate_kwargs: Arguments of `model.generate`, such as `num_beams`.
 
     Raises:
-        ValueError: `batch_size` or `max_tokens` is not positive, or a prefix is as long as the
-            longest translation.
+        ValueError: `batch_size` or `max_tokens` is not positive, a prefix is as long as the longest
+            translation, or the generation config has `stop_strings`.
     """
     batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
     for hypotheses in batches.hypotheses(None, show_progress, together):
@@ -129,8 +129,17 @@ def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> Non
             raise ValueError(
                 f"{name}={value}: expected at most {most}, where the table of positions ends"
             )
+    _expect_no_stop_strings(model, options)
     _options(model, options).use_length_penalty_type()
     GenerationConfig(**config)
+
+
+def _expect_no_stop_strings(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    if (found := _options(model, options)["stop_strings"]) is not None:
+        raise ValueError(
+            f"stop_strings={found!r} in the generation config: expected null, as translations end "
+            "with an eos_token"
+        )
 
 
 def expect_hypotheses(
@@ -279,6 +288,7 @@ class Batches(NamedTuple):
         for name, value in (("batch_size", self.batch_size), ("max_tokens", self.max_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a positive integer")
+        _expect_no_stop_strings(self.model, self.generate_kwargs)
         self.model.eval()
         rank, processes = 0, 1
         if together:
