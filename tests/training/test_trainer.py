@@ -1161,6 +1161,10 @@ def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
             {"optim": "rmsprop", "optim_args": "alpha=x"},
             "optim=rmsprop and optim_args='alpha=x': could not convert string to float: 'x'",
         ),
+        (
+            {"auto_find_batch_size": True, "max_tokens": 200},
+            "auto_find_batch_size=True: expected per_device_train_batch",
+        ),
         ({"optim_args": "a"}, "optim_args='a': expected name=value, with commas between several"),
         ({"optim_args": "a=1,"}, "optim_args='a=1,': expected name=value"),
         (

@@ -317,6 +317,11 @@ class TranslationTrainingArguments(
         if self.greater_is_better is None:  # type: ignore[has-type]
             self.greater_is_better = best not in LOWER_IS_BETTER
 
+    @property
+    def has_token_batches(self) -> bool:
+        """Whether `max_tokens`, given or chosen, makes the batches."""
+        return self.max_tokens is not None or "max_tokens" in self.left_open
+
     def _find_left_open(self) -> None:
         """Collect the options that a training from scratch chooses later, and set them to
         transformers' defaults until then."""
@@ -376,14 +381,13 @@ class TranslationTrainingArguments(
                     f"{split}_file, or that split of dataset_name), found only "
                     f"{', '.join(splits)} data"
                 )
-        by_tokens = self.max_tokens is not None or "max_tokens" in self.left_open
         for name in ("eval_strategy", "save_strategy", "logging_strategy"):
-            if streaming and by_tokens and getattr(self, name) == "epoch":
+            if streaming and self.has_token_batches and getattr(self, name) == "epoch":
                 raise ValueError(
                     f"{name}=epoch: expected steps or no, as batches of tokens from a stream have "
                     "no epochs"
                 )
-        if streaming and not by_tokens and launched_world_size() > 1:
+        if streaming and not self.has_token_batches and launched_world_size() > 1:
             raise ValueError(
                 f"per_device_train_batch_size={self.per_device_train_batch_size} with a stream in "
                 f"{launched_world_size()} processes: expected max_tokens in its place"

@@ -40,6 +40,11 @@ def expect_possible_options(args: Any) -> None:
     by_default = args.oversized == "drop" and "max_tokens" in args.left_open
     if args.oversized != "alone" and args.max_tokens is None and not by_default:
         raise ValueError(f"oversized={args.oversized!r}: expected max_tokens with it")
+    if args.auto_find_batch_size and args.has_token_batches:
+        raise ValueError(
+            "auto_find_batch_size=True: expected per_device_train_batch_size with it, as it lowers "
+            "no max_tokens"
+        )
     if args.r_drop_start and not args.r_drop_alpha:
         raise ValueError(f"r_drop_start={args.r_drop_start}: expected r_drop_alpha with it")
     if args.batch_eval_metrics:
