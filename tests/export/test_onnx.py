@@ -4,11 +4,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from conftest import ragged
+from conftest import ragged, random_ids, seq2seq
 
 from export.onnx_folder import saved_model
 from vanilla_transformer.export import export
-from vanilla_transformer.export.onnx_graphs import DECODER, ENCODER, round_to_int8
+from vanilla_transformer.export.onnx_graphs import DECODER, ENCODER, DecoderGraph, round_to_int8
 from vanilla_transformer.inference.engines import load
 
 OTHERS = {
@@ -109,6 +109,15 @@ def test_a_file_holds_the_shared_matrix_once_and_nothing_of_this_machine(onnx_fo
     weights = onnx.load_from_string(content).graph.initializer
     assert [list(each.dims) for each in weights if set(each.dims) == set(shape)] == [shape]
     assert b".py" not in content
+
+
+def test_matrices_that_a_configuration_only_calls_one_are_two():
+    """transformers loads them as they are, with a warning; the graph embedded with the
+    projection's."""
+    model, ids = seq2seq(), random_ids(2, 3)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    expected = model.get_decoder().embed_tokens(ids)
+    assert torch.equal(DecoderGraph(model)._embed(ids), expected)
 
 
 def test_the_folder_asks_for_no_code_that_it_lacks(onnx_folder):

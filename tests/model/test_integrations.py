@@ -17,6 +17,7 @@ from test_modeling import assert_close
 from torch import nn
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForSeq2SeqLM,
     Cache,
     DynamicCache,
@@ -887,6 +888,35 @@ def test_a_merged_adapter_is_saved_with_its_projection(fields, tmp_path):
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
     assert_close(loaded(**inputs).logits, merged(**inputs).logits)
     assert loaded.config.tie_word_embeddings
+
+
+@every_generator
+@pytest.mark.parametrize("apart", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+def test_a_matrix_that_was_trained_apart_is_saved_apart(cls, apart, tmp_path):
+    """PEFT called the model untied without `shared` in its parts, which started anew on loading; or
+    the configuration called different matrices one, and exporters believed it."""
+    peft = pytest.importorskip("peft")
+    model = adapted(peft, build(cls), target_modules=["q_proj"], modules_to_save=apart)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "modules_to_save" in name:
+                weight.add_(torch.randn_like(weight))
+    merged, inputs = model.merge_and_unload().eval(), inputs_for(model.get_base_model())
+    merged.save_pretrained(tmp_path)
+    loaded, report = cls.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert not loaded.config.tie_word_embeddings
+    assert torch.equal(loaded(**inputs).logits, merged(**inputs).logits)
+    loaded.resize_token_embeddings(SMALL["vocab_size"] + 3, mean_resizing=False)  # ties what is one
+    logits = loaded(**inputs).logits[..., : SMALL["vocab_size"]]
+    assert_close(logits, merged(**inputs).logits)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_body_is_saved_as_tied_as_it_is_built(is_tied, tmp_path):
+    fields = {"decoder_vocab_size": 60, "tie_word_embeddings": is_tied}
+    seq2seq(**fields).model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).tie_word_embeddings == is_tied
 
 
 ADAPTERS = {

@@ -105,7 +105,7 @@ class DecoderGraph(nn.Module):
     def __init__(self, model: VanillaTransformerForConditionalGeneration):
         super().__init__()
         self.config, self.decoder = model.config, model.get_decoder()
-        self.is_tied = model.config.tie_word_embeddings
+        self.is_tied = model.lm_head.weight is self.decoder.embed_tokens.weight
         # The projection multiplies by this as it is. A file stores it once for the embedding too.
         self.matrix = nn.Parameter(model.lm_head.weight.detach().t().contiguous())
         self.bias = model.lm_head.bias

@@ -71,16 +71,41 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
             expect_weights(model, loading_info.missing_and_mismatched())
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', but of two vocabularies, a projection that is the target's matrix stays
-        tied. On merging, PEFT compares it with the source's and notes that it is not: it would be
-        missing in the checkpoint."""
-        projection = self.get_output_embeddings()
-        if self.config.decoder_vocab_size is not None and projection is not None:
-            matrix = self.get_decoder().embed_tokens.weight
-            if getattr(projection, "weight", None) is matrix:
-                self.config.tie_word_embeddings = True
-        return super().save_pretrained(*args, **kwargs)
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers', but the configuration says whether matrices that were built as one
+        still are. PEFT trains one of them apart from the others, and calls those of two
+        vocabularies untied: the checkpoint would lack matrices, or tie what is not the same."""
+        matrices = self._matrices_built_as_one()
+        if len(matrices) > 1:
+            is_tied, first = self.config.tie_word_embeddings, matrices[0]
+            self.config.tie_word_embeddings = all(
+                one is first or (is_tied and torch.equal(one.cpu(), first.cpu()))
+                for one in matrices
+            )
+        if not self.config.tie_word_embeddings and hasattr(self.base_model, "shared"):
+            weights = self.state_dict() if state_dict is None else state_dict
+            state_dict = _without_shared(weights)
+        return super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+
+    def _matrices_built_as_one(self) -> list[nn.Parameter]:
+        """The embeddings and the projection for which the model was built with one matrix; none if
+        there was none, or where one is adapted, quantized, sharded or offloaded."""
+        stacks = self._stacks() if hasattr(self.base_model, "shared") else []
+        if self.config.decoder_vocab_size is not None:
+            stacks = [self.get_decoder()]
+        modules = [*(stack.embed_tokens for stack in stacks), self.get_output_embeddings()]
+        found = [module for module in modules if module is not None] if stacks else []
+        if any(type(module) not in (nn.Embedding, nn.Linear) for module in found):
+            return []
+        matrices = [module.weight for module in found]
+        is_plain = all(type(one) is nn.Parameter and not one.is_meta for one in matrices)
+        return matrices if is_plain else []
 
     def init_parallel_plans(self) -> None:
         """Keep of the plans, which serve every class and each stack, what names a part of this."""
@@ -195,6 +220,15 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     def _stacks(self) -> list[nn.Module]:
         """Encoder and decoder, as far as they are there."""
         return [module for module in self.modules() if hasattr(module, "embed_positions")]
+
+
+def _without_shared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a model that was built tied, for one that is not: each stack has its own."""
+    return {
+        name: weight.clone() if name.endswith("embed_tokens.weight") else weight
+        for name, weight in weights.items()
+        if name not in ("shared.weight", "model.shared.weight")
+    }
 
 
 def own_class(model: nn.Module) -> type[nn.Module]:
