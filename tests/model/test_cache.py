@@ -248,6 +248,10 @@ def test_what_was_generated_may_be_trained_on(options):
     assert all(weight.grad is not None for weight in model.parameters())
 
 
+class QuantizedParameter(torch.nn.Parameter):
+    """As libraries hold quantized matrices, in a type of their own."""
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_generation_leaves_autograd_out_where_only_tokens_are_left(num_beams):
     model = seq2seq().eval()
@@ -265,6 +269,10 @@ def test_generation_leaves_autograd_out_where_only_tokens_are_left(num_beams):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert modes_of() == {False}
     model.forward = model.forward  # as compilers and accelerate do
+    assert modes_of() == {False}
+    del model.forward
+    query = model.get_decoder().layers[0].self_attn.q_proj
+    query.weight = QuantizedParameter(query.weight.detach())
     assert modes_of() == {False}
 
 

@@ -1,5 +1,5 @@
 """Libraries made for any model of torch or transformers work with ours. They are skipped unless
-these are installed: captum, inseq, nnsight, lightning, optuna.
+these are installed: captum, inseq, nnsight, lightning, optuna, optimum-quanto.
 """
 
 import pytest
@@ -126,3 +126,16 @@ def test_optuna_searches_for_options(tokenizer, tmp_path, batches):
     assert best.hyperparameters == {"learning_rate": 1e-2}
     assert len(trained) == 2
     assert sorted(path.name for path in tmp_path.glob("run-*/*")) == ["checkpoint-2"] * 2
+
+
+@pytest.mark.parametrize("bits", ["qint4", "qint8"])
+def test_quanto_rounds_weights_of_a_model_that_generates(bits):
+    """4 bits were an error: torch's inference mode does not know their type."""
+    quanto = pytest.importorskip("optimum.quanto")
+    model, source = seq2seq(d_model=64).eval(), random_ids(2, 6)
+    quanto.quantize(model, weights=getattr(quanto, bits), exclude="lm_head")
+    quanto.freeze(model)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    found = model.generate(source, max_new_tokens=5)
+    model.set_attn_implementation("eager")
+    assert found.tolist() == model.generate(source, max_new_tokens=5).tolist()

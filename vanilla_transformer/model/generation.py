@@ -261,6 +261,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             return nullcontext()
         if "forward" in vars(self) or kind == "meta":  # compiled, or weights come and go
             return nullcontext()
+        if _is_quantized(self):  # to a type that inference mode may not handle
+            return nullcontext()
         # autocast keeps the weights that it has cast
         return nullcontext() if torch.is_autocast_enabled(kind) else torch.inference_mode()
 
@@ -463,6 +465,13 @@ class GenerationOptions:
 def first_given(*values: Any) -> Any:
     """The first value that is not None, if any."""
     return next((value for value in values if value is not None), None)
+
+
+def _is_quantized(model: torch.nn.Module) -> bool:
+    """Whether a library has made the matrices of all layers a type of its own."""
+    layers = getattr(model.get_decoder(), "layers", nn.Module())  # an engine has none
+    first = next(layers.parameters(), None)
+    return first is not None and type(first) is not nn.Parameter
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
