@@ -51,6 +51,24 @@ def test_inseq_attributes_each_token_of_a_translation(tokenizer, method):
     assert one.source_attributions.isfinite().all()
 
 
+def test_inseq_attributes_what_the_model_predicts(tokenizer):
+    """It multiplied embeddings by an `embed_scale` that it found, and the model did so again."""
+    inseq = pytest.importorskip("inseq")
+    model = seq2seq(vocab_size=len(tokenizer)).eval()
+    known = inseq.load_model(model, "saliency", tokenizer=tokenizer)
+    found = known.attribute(
+        TEXT, TRANSLATION, step_scores=["probability"], show_progress=False
+    ).sequence_attributions[0]
+    labels = torch.tensor([tokenizer(TRANSLATION)["input_ids"]])
+    logits = model(input_ids=torch.tensor([tokenizer(TEXT)["input_ids"]]), labels=labels).logits
+    expected = logits.softmax(-1).gather(-1, labels[..., None]).flatten()
+    torch.testing.assert_close(found.step_scores["probability"], expected.detach())
+
+
+def test_nothing_tells_inseq_to_scale_embeddings():
+    assert not any(hasattr(module, "embed_scale") for module in seq2seq().modules())
+
+
 def test_nnsight_reads_and_changes_what_a_layer_returns():
     nnsight = pytest.importorskip("nnsight")
     model = seq2seq().eval()

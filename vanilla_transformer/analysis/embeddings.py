@@ -57,7 +57,7 @@ def analyze_embeddings(stack: nn.Module, length: int = 100) -> EmbeddingReport:
     positions = position_encodings(stack.embed_positions, length)
     return EmbeddingReport(
         matrix.norm(dim=-1),
-        stack.embed_scale,
+        stack.embedding_scale,
         positions.square().sum(-1).mean().sqrt().item(),
         matrix.shape[1],
     )

@@ -68,7 +68,8 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         self.embed_tokens = nn.Embedding(vocab_size, config.d_model)
         learned = config.position_encoding == "learned"
         self.embed_positions = (LearnedPositions if learned else SinusoidalPositions)(config)
-        self.embed_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
+        # not `embed_scale`, by which inseq multiplies what it passes as `inputs_embeds`
+        self.embedding_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
         self.embed_layer_norm = _layer_norm(config, config.embedding_layer_norm)
         number = getattr(config, f"{stack}_layers")
         self.layers = nn.ModuleList(layer(config, layer_idx) for layer_idx in range(number))
@@ -88,7 +89,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         if position_ids is None:
             position_ids = count_positions(inputs_embeds, attention_mask, cache)
         positions = self.embed_positions(position_ids, inputs_embeds.dtype)
-        states = self.embed_layer_norm(inputs_embeds * self.embed_scale + positions)
+        states = self.embed_layer_norm(inputs_embeds * self.embedding_scale + positions)
         return dropout(states, self.dropout, self.training)
 
 
