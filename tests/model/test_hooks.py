@@ -4,12 +4,15 @@ import pytest
 import torch
 from conftest import ragged, random_ids, seq2seq, small_config, watch
 from torch.func import functional_call, grad, vmap
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import LogitsProcessor
 from transformers.generation import BaseStreamer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.model import attention
+from vanilla_transformer.model.modeling_vanilla_transformer import VanillaTransformerLayer
 
+KINDS = (VanillaTransformerForConditionalGeneration, VanillaTransformerLayer, torch.nn.Linear)
 LENGTHS = (8, 3, 2, 4)  # half of the batch is padding
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 
@@ -55,6 +58,34 @@ def test_a_hook_sees_the_rows_of_all_beams_in_each_step(model, num_beams, rows):
     )
     assert len(seen) > len(model.get_decoder().layers)
     assert set(seen) == {rows}
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_hook_of_all_modules_sees_what_theirs_see(model, num_beams):
+    """Beam search wrote into the logits that such a hook kept, and gave it those of few tokens."""
+    ids, mask = ragged(*LENGTHS)
+
+    def outputs(register):
+        seen = []
+
+        def keep(module, args, output):
+            states = getattr(output, "logits", output)
+            if isinstance(module, KINDS):
+                seen.append((type(module).__name__, states, states.clone()))
+
+        handles = register(keep)
+        model.generate(ids, attention_mask=mask, max_new_tokens=3, num_beams=num_beams)
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    found = outputs(lambda keep: [register_module_forward_hook(keep)])
+    expected = outputs(lambda keep: [part.register_forward_hook(keep) for part in model.modules()])
+    assert len(found) == len(expected)
+    for (name, kept, copied), (expected_name, _, states) in zip(found, expected, strict=True):
+        assert name == expected_name
+        assert torch.equal(kept, copied)
+        assert torch.equal(copied, states)
 
 
 class Streamer(BaseStreamer):

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationMixin, LogitsProcessor
 from transformers.utils import ModelOutput
 
+from .hooks import are_all_watched
 from .loss import at_least_float32, is_plain_matrix
 
 LARGE, PIECE = 2**24, 2**21  # bytes of a projection, and of as much as a CPU's caches hold
@@ -35,7 +36,7 @@ def may_replace_forward(model: Any) -> bool:
     is_ours = "_auto_class" in vars(type(model)) and "forward" not in vars(model)
     is_ours = is_ours and model._compiled_call_impl is None
     is_fast = model.config._attn_implementation != "eager" and model.device.type == "cpu"
-    return is_ours and is_fast and not model._forward_hooks
+    return is_ours and is_fast and not (model._forward_hooks or are_all_watched())
 
 
 def with_logits(model: Any, project: Callable[[torch.Tensor, nn.Linear], torch.Tensor]) -> Any:

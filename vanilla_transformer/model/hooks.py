@@ -2,9 +2,11 @@
 whole batches, padding included."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as of_all_modules
 
 # Whose hooks take any layout of a batch: they shard, move or record.
 INDIFFERENT = (
@@ -43,11 +45,21 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether the module, or one in it, has hooks that may depend on the rows of a batch."""
+    hooks = chain.from_iterable(hooks_of(part) for part in module.modules())
+    return any(map(_depends_on_rows, hooks)) or are_all_watched()
+
+
+def are_all_watched() -> bool:
+    """Whether all modules that there are, whoever made them, have such hooks."""
     return any(
-        not str(getattr(hook, "__module__", None)).startswith(INDIFFERENT)
-        for part in module.modules()
-        for hook in hooks_of(part)
+        _depends_on_rows(hook)
+        for kind in ("forward_pre", "forward", "backward_pre", "backward")
+        for hook in getattr(of_all_modules, f"_global_{kind}_hooks").values()
     )
+
+
+def _depends_on_rows(hook: Callable[..., Any]) -> bool:
+    return not str(getattr(hook, "__module__", None)).startswith(INDIFFERENT)
 
 
 def is_position_wise(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .dropout import is_transformed
-from .hooks import hooks_of
+from .hooks import are_all_watched, hooks_of
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +247,8 @@ def is_plain_matrix(projection: nn.Module) -> bool:
         and projection.bias is None
         and type(projection.weight) is nn.Parameter
     )
-    return plain and not hooks_of(projection) and "forward" not in vars(projection)
+    has_hooks = hooks_of(projection) or are_all_watched()
+    return plain and not has_hooks and "forward" not in vars(projection)
 
 
 def product_dtype(factor: torch.Tensor) -> torch.dtype:
