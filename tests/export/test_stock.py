@@ -133,6 +133,28 @@ def test_a_marian_export_is_converted_back(saved, two_sided, tmp_path, separate)
         assert before(**{side: texts}).input_ids == after(**{side: texts}).input_ids
 
 
+@pytest.mark.parametrize(("to", "config"), [("marian", {}), ("pegasus", PRE)])
+def test_a_tokenizer_that_pads_on_the_left_pads_on_the_right_there(
+    saved, tokenizer, tmp_path, monkeypatch, to, config
+):
+    """In a batch, all sources but the longest had other positions, and other translations."""
+    monkeypatch.setattr(tokenizer, "padding_side", "left")
+    model, folder = saved(**config)
+    output = export(folder, tmp_path / "exported", to)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(output)
+    targets = torch.tensor([[1, 5], [1, 7]])
+    ours, theirs = (
+        each(
+            **AutoTokenizer.from_pretrained(place)(
+                ["the lake is deep", "a"], padding=True, return_tensors="pt"
+            ),
+            decoder_input_ids=targets,
+        ).logits
+        for each, place in ((model.eval(), folder), (loaded, output))
+    )
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+
+
 def test_the_tokenizer_comes_along(exported, tokenizer):
     _, folder = exported("marian")
     found = AutoTokenizer.from_pretrained(folder)

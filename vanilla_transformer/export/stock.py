@@ -108,6 +108,7 @@ def save(
     limit = min(MAX_LENGTH, number_of_positions(model.config))
     theirs.generation_config = _generation_config(model.generation_config, limit)
     theirs.save_pretrained(output, state_dict=named)
+    tokenizer.padding_side = "right"  # their positions count padding on the left, ours don't
     tokenizer.save_pretrained(output)
     if isinstance(tokenizer, VanillaTransformerTokenizer):
         (output / "tokenizer.json").rename(output / SOURCE_FILE)
