@@ -11,11 +11,11 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, ByT5Tokenizer, GenerationConfig
 
 from export.onnx_folder import saved_model
 from vanilla_transformer import VanillaTransformerConfig
-from vanilla_transformer.export import onnx_graphs, transformers_js
+from vanilla_transformer.export import export, onnx_graphs, transformers_js
 from vanilla_transformer.inference.engines import onnxruntime_engine
 from vanilla_transformer.inference.translation import translate
 
@@ -39,6 +39,12 @@ def test_the_configuration_is_one_that_transformers_js_reads():
     assert fields["max_position_embeddings"] == 99
     sinusoids = transformers_js.config_of(VanillaTransformerConfig(), "m30k", "q8")
     assert "max_position_embeddings" not in sinusoids  # it would end every translation there
+
+
+def test_a_tokenizer_without_a_file_that_it_reads_is_refused(saved, tmp_path):
+    _, folder = saved(ByT5Tokenizer(extra_ids=3))
+    with pytest.raises(ValueError, match="ByT5Tokenizer: expected a fast tokenizer"):
+        export(folder, tmp_path / "exported", "transformers.js")
 
 
 def test_options_that_it_would_ignore_are_left_out_and_named(caplog):

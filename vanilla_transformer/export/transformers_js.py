@@ -47,13 +47,19 @@ def write(
             downloaded; a warning says what to install.
 
     Raises:
-        ValueError: Source and target have different tokenizers, which transformers.js can't open.
+        ValueError: Source and target have different tokenizers, or theirs is written in Python,
+            which transformers.js can't open.
     """
     model, tokenizer = read_model(model_folder)
     if isinstance(tokenizer, VanillaTransformerTokenizer):
         raise ValueError(
             f"{model_folder}: tokenizer {type(tokenizer).__name__}: expected one vocabulary for "
             "source and target, transformers.js has one tokenizer for both"
+        )
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{model_folder}: tokenizer {type(tokenizer).__name__}: expected a fast tokenizer, "
+            "transformers.js reads tokenizer.json"
         )
     dtype, suffix = TYPES[quantization]
     graphs = output / "onnx"
