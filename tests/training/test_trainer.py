@@ -1435,6 +1435,14 @@ def test_a_tokenizer_need_not_read_latin_letters():
     expect_end_of_targets(letters({"<pad>": 0, "</s>": 1, "猫": 2}, "$A </s>"))
 
 
+def test_a_tokenizer_of_words_need_not_have_an_unknown_one():
+    tokenizer = letters({"<pad>": 0, "</s>": 1, "zwei": 2}, "$A </s>")
+    tokenizer.backend_tokenizer.model = models.WordLevel(tokenizer.get_vocab(), unk_token="<unk>")
+    with pytest.raises(Exception, match="UNK"):
+        tokenizer("a")
+    expect_end_of_targets(tokenizer)
+
+
 @pytest.mark.parametrize(
     ("numbers", "template", "marks", "size"),
     [

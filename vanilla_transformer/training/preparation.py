@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -288,7 +289,9 @@ def expect_end_of_targets(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a ValueError unless a tokenizer ends its targets, and begins none, with its
     `eos_token`. The token of a language may follow."""
     name, eos = tokenizer.name_or_path, tokenizer.eos_token
-    labels, empty = (tokenizer(text_target=text)["input_ids"] for text in ("a", ""))
+    labels = empty = tokenizer(text_target="")["input_ids"]
+    with suppress(Exception):  # what `tokenizers` raises for a word if none is unknown
+        labels = tokenizer(text_target="a")["input_ids"]
     is_read = labels != empty  # or the tokenizer lacks the letter
     if tokenizer.eos_token_id not in (labels[1:] if is_read else labels):
         raise ValueError(
