@@ -3,6 +3,8 @@
 import pytest
 import torch
 from conftest import ragged, small_config
+from tokenizers import Tokenizer, models
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from vanilla_transformer.export import export
 from vanilla_transformer.export.to_ctranslate2 import vocabularies
@@ -102,6 +104,25 @@ def test_two_vocabularies_of_one_size_are_told_apart(two_sided):
     target = two_sided.target_tokenizer
     assert targets[:100] == [target.id_to_token(number) for number in range(100)]
     assert sources != targets
+
+
+def test_ids_of_one_token_are_told_apart():
+    """The engine took the last of them for all, on both sides."""
+    pieces = [("<pad>", 0.0), ("a", -1.0), ("b", -2.0), ("a", -3.0)]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces)))
+    (known,) = tokenizer("a").input_ids
+    sources, targets = vocabularies(small_config(vocab_size=5), tokenizer)
+    assert sources == targets
+    assert sources[known] == "a"
+    assert len({*sources}) == 5
+
+
+def test_a_tokenizer_in_python_is_read(saved, tmp_path):
+    tokenizer = ByT5Tokenizer(extra_ids=3)
+    model, folder = saved(tokenizer, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
+    engine = load(export(folder, tmp_path / "exported", "ctranslate2"))
+    assert engine.sources == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    expect_equal(model, engine, early_stopping=True, **LONGEST)
 
 
 @pytest.mark.parametrize("tie", [True, False])

@@ -13,7 +13,7 @@ import torch
 from ctranslate2.specs import common_spec, transformer_spec
 from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES, visit_spec
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..inference.engines.ctranslate2_engine import MASKS, unsupported
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -131,16 +131,25 @@ def _special(model: VanillaTransformerForConditionalGeneration, *fields: str) ->
 def vocabularies(
     config: VanillaTransformerConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[str]]:
-    """The tokens of source and target in the order of their ids, as many as embeddings. Those that
-    the tokenizer does not know get a name."""
-    source: Any = tokenizer.backend_tokenizer
-    sides = source, getattr(tokenizer, "target_tokenizer", source)
+    """The tokens of source and target in the order of their ids, as many as embeddings. Ids that
+    the tokenizer does not know, or gives the token of another id, get a name."""
+    target: Any = getattr(tokenizer, "target_tokenizer", None)
+    sides = (
+        tokenizer,
+        tokenizer if target is None else PreTrainedTokenizerFast(tokenizer_object=target),
+    )
     sizes = (config.vocab_size, config.target_vocab_size)
     sources, targets = (
-        [first_given(side.id_to_token(id_), f"<no token {id_}>") for id_ in range(size)]
-        for side, size in zip(sides, sizes, strict=True)
+        [_token(side, id_) for id_ in range(size)] for side, size in zip(sides, sizes, strict=True)
     )
     return sources, targets
+
+
+def _token(tokenizer: PreTrainedTokenizerBase, id_: int) -> str:
+    token: Any = tokenizer.convert_ids_to_tokens(id_)
+    if token is None or tokenizer.convert_tokens_to_ids(token) != id_:
+        return f"<no token {id_}>"
+    return token
 
 
 def _stack(stack: VanillaTransformerStack, name: str) -> Any:
