@@ -9,6 +9,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from vanilla_transformer.export import export
 from vanilla_transformer.export.to_ctranslate2 import vocabularies
 from vanilla_transformer.inference.engines import load
+from vanilla_transformer.inference.scoring import token_scores
 
 pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
 
@@ -123,6 +124,19 @@ def test_a_tokenizer_in_python_is_read(saved, tmp_path):
     engine = load(export(folder, tmp_path / "exported", "ctranslate2"))
     assert engine.sources == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     expect_equal(model, engine, early_stopping=True, **LONGEST)
+
+
+def test_the_end_of_a_given_target_is_scored_where_several_tokens_may_end_one(saved, tmp_path):
+    model, folder = saved()
+    model.generation_config.eos_token_id = [5, 2]
+    model.save_pretrained(folder)
+    engine = load(export(folder, tmp_path / "exported", "ctranslate2"))
+    ids, mask = BATCH
+    labels = torch.tensor([[7, 8, 2], [9, 5, 2], [6, 2, -100]])
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    shifted = model.prepare_decoder_input_ids_from_labels(labels)
+    expected = token_scores(model.eval(), {**inputs, "decoder_input_ids": shifted})
+    torch.testing.assert_close(engine.token_scores(**inputs), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("tie", [True, False])

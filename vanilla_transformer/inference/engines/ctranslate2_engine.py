@@ -225,7 +225,7 @@ class CTranslate2Engine:
         kept = labels != -100
         raise_if_outside(labels[kept], len(self.targets), "label")
         targets = [label[known].tolist() for label, known in zip(labels, kept, strict=True)]
-        end = [self.config.eos_token_id]  # the engine adds one to each target
+        end = [self.target_ids[self.config.eos_token]]  # the engine adds one to each target
         results = self.translator.score_batch(
             [[self.sources[id_] for id_ in row] for row in sources],
             [
