@@ -152,6 +152,7 @@ READ: dict[str, tuple[Any, str]] = {
     "_get_resized_embeddings": (PreTrainedModel, "model/pretrained.py"),
     "_get_resized_lm_head": (PreTrainedModel, "model/pretrained.py"),
     "_determine_best_metric": (Trainer, "training/interruption.py"),
+    "_evaluate": (Trainer, "training/interruption.py"),
     "_get_collator_with_removed_columns": (Trainer, "training/token_batches.py"),
     "lazy_initialization": (CacheLayerMixin, "model/cache.py"),
     "is_compileable": (CacheLayerMixin, "model/cache.py"),

@@ -142,6 +142,23 @@ def test_the_last_step_is_evaluated_later_too(tokenizer, tmp_path, options):
     assert evaluations(again)[-1][0] == 8
 
 
+def test_an_evaluation_that_is_made_later_sets_the_learning_rate_too(tokenizer, tmp_path):
+    options = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
+    options |= {"eval_steps": 1, "max_steps": 4}
+    options["lr_scheduler_kwargs"] = {"factor": 0.5, "patience": 0, "threshold": 0.9}
+
+    def rates(trainer):
+        return [log["learning_rate"] for log in trainer.state.log_history if "loss" in log]
+
+    whole = small_trainer(tmp_path / "whole", tokenizer, **options)
+    whole.train()
+    small_trainer(tmp_path, tokenizer, Signal(signal.SIGTERM, 2), **options).train()
+    again = small_trainer(tmp_path, tokenizer, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert rates(again) == rates(whole)
+    assert rates(whole)[-1] < rates(whole)[-2]
+
+
 def test_an_evaluation_that_is_made_later_may_be_stopped_too(tokenizer, tmp_path):
     """The checkpoint of its step is there, with the random numbers to go on with."""
     options = {"eval_strategy": "steps", "eval_steps": 3, **BEST}

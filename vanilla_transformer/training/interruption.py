@@ -109,8 +109,9 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
         return super().prediction_step(*args, **kwargs)
 
     def run_missed_evaluation(self) -> None:
-        """Evaluate the checkpoint that training resumes from, which may be the best one."""
-        if self._determine_best_metric(self.evaluate(), trial=None):
+        """Evaluate the checkpoint that training resumes from, which may be the best one, and set
+        the learning rate if it follows from evaluations."""
+        if self._determine_best_metric(self._evaluate(None, None), trial=None):
             self.state.best_model_checkpoint = self.resumed_checkpoint
 
     def exit_if_interrupted(self) -> None:
