@@ -1176,6 +1176,14 @@ def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
             {"load_best_model_at_end": True},
             "load_best_model_at_end=True with eval_strategy=no and save_strategy=no: expected",
         ),
+        (
+            {"batch_eval_metrics": True},
+            "batch_eval_metrics=True: expected false, as scores are computed over all pairs",
+        ),
+        (
+            {"eval_do_concat_batches": False},
+            "eval_do_concat_batches=False: expected true, as scores are computed over all pairs",
+        ),
     ],
 )
 def test_options_with_which_nothing_would_be_done_are_refused(tmp_path, options, message):

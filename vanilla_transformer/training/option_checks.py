@@ -47,10 +47,12 @@ def expect_possible_options(args: Any) -> None:
         )
     if args.r_drop_start and not args.r_drop_alpha:
         raise ValueError(f"r_drop_start={args.r_drop_start}: expected r_drop_alpha with it")
-    if args.batch_eval_metrics:
-        raise ValueError(
-            "batch_eval_metrics=True: expected false, as scores are computed over all pairs"
-        )
+    for name, value in (("batch_eval_metrics", False), ("eval_do_concat_batches", True)):
+        if getattr(args, name) != value:
+            raise ValueError(
+                f"{name}={not value}: expected {str(value).lower()}, as scores are computed over "
+                "all pairs"
+            )
     if args.early_stopping_patience is not None and not args.load_best_model_at_end:
         raise ValueError(
             f"early_stopping_patience={args.early_stopping_patience}: expected "
