@@ -1177,6 +1177,14 @@ def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
             "load_best_model_at_end=True with eval_strategy=no and save_strategy=no: expected",
         ),
         (
+            {"save_strategy": "best", "metric_for_best_model": "loss"},
+            "save_strategy=best: expected eval_strategy and metric_for_best_model with it",
+        ),
+        (
+            {"save_strategy": "best", "eval_strategy": "epoch"},
+            "save_strategy=best: expected eval_strategy and metric_for_best_model with it",
+        ),
+        (
             {"batch_eval_metrics": True},
             "batch_eval_metrics=True: expected false, as scores are computed over all pairs",
         ),

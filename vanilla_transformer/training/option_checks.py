@@ -58,6 +58,12 @@ def expect_possible_options(args: Any) -> None:
             f"early_stopping_patience={args.early_stopping_patience}: expected "
             "load_best_model_at_end, with eval_strategy and save_strategy"
         )
+    if args.save_strategy == "best" and (
+        args.eval_strategy == "no" or args.metric_for_best_model is None
+    ):
+        raise ValueError(
+            "save_strategy=best: expected eval_strategy and metric_for_best_model with it"
+        )
     _expect_generation_fields(args)
     _expect_averages(args)
     _expect_reports(args)
