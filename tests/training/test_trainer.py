@@ -1211,7 +1211,10 @@ def test_a_metric_of_translations_needs_translations(tmp_path, metric):
     options = {"metric_for_best_model": metric, "eval_strategy": "steps"}
     with pytest.raises(ValueError, match=f"metric_for_best_model={metric}: expected predict_with"):
         training_arguments(tmp_path, **options)
-    assert training_arguments(tmp_path, predict_with_generate=True, **options)
+    options["predict_with_generate"] = True
+    with pytest.raises(ValueError, match=f"metric_for_best_model={metric}: expected prediction_l"):
+        training_arguments(tmp_path, prediction_loss_only=True, **options)
+    assert training_arguments(tmp_path, **options)
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,11 @@ class TranslationTrainingArguments(
                 f"metric_for_best_model={self.metric_for_best_model}: expected "
                 "predict_with_generate=true, which computes it"
             )
+        if self.prediction_loss_only:
+            raise ValueError(
+                f"metric_for_best_model={self.metric_for_best_model}: expected "
+                "prediction_loss_only=false, with which it is computed"
+            )
         self.metrics = list(dict.fromkeys([*self.metrics, best]))
         if self.greater_is_better is None:  # type: ignore[has-type]
             self.greater_is_better = best not in LOWER_IS_BETTER
