@@ -128,6 +128,10 @@ def test_a_flag_replaces_a_recipes_option_that_says_the_same_otherwise(
             {"lr_scheduler_type": "constant", "warmup_steps": 9},
             "warmup_steps=9 has no effect: lr_scheduler_type=constant",
         ),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": '{"min_lr": 1}'},
+            'lr_scheduler_kwargs={"min_lr": 1} has no effect: lr_scheduler_type=constant_with',
+        ),
     ],
 )
 def test_an_option_without_effect_is_named(options, message, tmp_path, caplog):
@@ -1176,6 +1180,16 @@ def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
             {"load_best_model_at_end": True},
             "load_best_model_at_end=True with eval_strategy=no and save_strategy=no: expected",
         ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay"},
+            "lr_scheduler_type=warmup_stable_decay with lr_scheduler_kwargs={}: get_wsd_schedule() "
+            "missing 1 required positional argument: 'num_decay_steps'",
+        ),
+        (
+            {"lr_scheduler_kwargs": {"min_lr": 1e-5}},
+            "lr_scheduler_type=linear with lr_scheduler_kwargs={'min_lr': 1e-05}: get_linear",
+        ),
+        ({"lr_scheduler_kwargs": "a=1"}, "lr_scheduler_kwargs='a=1': expected a JSON object"),
         (
             {"save_strategy": "best", "metric_for_best_model": "loss"},
             "save_strategy=best: expected eval_strategy and metric_for_best_model with it",

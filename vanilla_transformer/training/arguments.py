@@ -41,6 +41,7 @@ CHOSEN = {"learning_rate": 5e-5, "warmup_steps": 0, "num_train_epochs": 3.0}
 # They watch metric_for_best_model. By default, both lower the rate unless it falls.
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 WITHOUT_WARMUP = ("constant", *SCHEDULES_BY_METRIC)
+WITHOUT_KWARGS = ("constant", "constant_with_warmup")
 
 
 class AddFields(Action):
@@ -340,6 +341,8 @@ class TranslationTrainingArguments(
         if self.lr_scheduler_type in WITHOUT_WARMUP:
             _warn_of_second(self, "lr_scheduler_type", "warmup_steps")
             self.warmup_steps = 0
+        if self.lr_scheduler_type in WITHOUT_KWARGS:
+            _warn_of_second(self, "lr_scheduler_type", "lr_scheduler_kwargs")
         self.left_open = {name for name in CHOSEN if getattr(self, name) is None}
         if "num_train_epochs" in self.left_open and self.max_steps < 1:
             self.left_open.add("max_steps")

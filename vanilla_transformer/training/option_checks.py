@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, Seq2SeqTrainer
+from transformers import GenerationConfig, Seq2SeqTrainer, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy
@@ -36,6 +36,7 @@ def expect_possible_options(args: Any) -> None:
     exclude each other."""
     _expect_numbers(args)
     _expect_optimizer(args)
+    _expect_schedule(args)
     # "cut" needs the number before the text is read, which a default depends on.
     by_default = args.oversized == "drop" and "max_tokens" in args.left_open
     if args.oversized != "alone" and args.max_tokens is None and not by_default:
@@ -117,6 +118,22 @@ def _expect_optimizer(args: Any) -> None:
     except (ImportError, TypeError, ValueError) as error:
         given = f" and optim_args={args.optim_args!r}" if args.optim_args else ""
         raise ValueError(f"optim={args.optim.value}{given}: {error}") from error
+
+
+def _expect_schedule(args: Any) -> None:
+    """Make a schedule of two numbers, in two groups as those of a trainer: it may lack an argument,
+    or have a wrong one."""
+    given, kind = args.lr_scheduler_kwargs or {}, args.lr_scheduler_type
+    if not isinstance(given, dict):
+        raise ValueError(f"lr_scheduler_kwargs={given!r}: expected a JSON object")
+    peak = 1.0 if "learning_rate" in args.left_open else args.learning_rate
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    try:
+        get_scheduler(kind, torch.optim.SGD(groups, lr=peak), 1, 2, given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"lr_scheduler_type={kind.value} with lr_scheduler_kwargs={given}: {error}"
+        ) from error
 
 
 def _expect_generation_fields(args: Any) -> None:
