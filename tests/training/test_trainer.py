@@ -132,11 +132,17 @@ def test_a_flag_replaces_a_recipes_option_that_says_the_same_otherwise(
             {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": '{"min_lr": 1}'},
             'lr_scheduler_kwargs={"min_lr": 1} has no effect: lr_scheduler_type=constant_with',
         ),
+        (
+            {"optim": "sgd", "optim_args": "momentum=0.9,amsgrad=true"},
+            "optim_args=amsgrad=true has no effect with optim=sgd",
+        ),
+        ({"optim_args": "eps=1"}, "optim_args=eps=1 has no effect with optim=adamw_torch_fused"),
     ],
 )
 def test_an_option_without_effect_is_named(options, message, tmp_path, caplog):
     TranslationTrainingArguments(output_dir=str(tmp_path), **options)
     assert message in caplog.text
+    assert caplog.text.count("has no effect") == 1
 
 
 def test_two_options_that_exclude_each_other_are_refused(tmp_path):

@@ -2,6 +2,8 @@
 
 Each raises a ValueError that names the option and what was expected, before any text is read."""
 
+import copy
+import logging
 import math
 from typing import Any
 
@@ -13,6 +15,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ..model.generation import OWN_OPTIONS
 from .distributed import saves_shards
+
+logger = logging.getLogger(__name__)
 
 # The least value of each. With less, training fails late, or silently leaves out what is asked for.
 AT_LEAST = {
@@ -118,6 +122,21 @@ def _expect_optimizer(args: Any) -> None:
     except (ImportError, TypeError, ValueError) as error:
         given = f" and optim_args={args.optim_args!r}" if args.optim_args else ""
         raise ValueError(f"optim={args.optim.value}{given}: {error}") from error
+    if args.optim_args:
+        _warn_of_unread_optim_args(args)
+
+
+def _warn_of_unread_optim_args(args: Any) -> None:
+    """Name those that this optimizer does not take: transformers (5.17 to 5.24) ignores them."""
+
+    def optimizer(optim_args: str | None) -> Any:
+        other = copy.copy(args)
+        other.optim_args = optim_args
+        return Seq2SeqTrainer.get_optimizer_cls_and_kwargs(other)
+
+    for one in args.optim_args.split(","):
+        if optimizer(one) == optimizer(None):
+            logger.warning("optim_args=%s has no effect with optim=%s", one, args.optim.value)
 
 
 def _expect_schedule(args: Any) -> None:
