@@ -1197,6 +1197,14 @@ def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
         ),
         ({"lr_scheduler_kwargs": "a=1"}, "lr_scheduler_kwargs='a=1': expected a JSON object"),
         (
+            {"dataloader_persistent_workers": True},
+            "dataloader_persistent_workers=True: expected dataloader_num_workers too",
+        ),
+        (
+            {"dataloader_multiprocessing_context": "spawn"},
+            "dataloader_multiprocessing_context=spawn: expected dataloader_num_workers too",
+        ),
+        (
             {"save_strategy": "best", "metric_for_best_model": "loss"},
             "save_strategy=best: expected eval_strategy and metric_for_best_model with it",
         ),

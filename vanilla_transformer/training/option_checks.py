@@ -63,6 +63,9 @@ def expect_possible_options(args: Any) -> None:
             f"early_stopping_patience={args.early_stopping_patience}: expected "
             "load_best_model_at_end, with eval_strategy and save_strategy"
         )
+    for name in ("dataloader_persistent_workers", "dataloader_multiprocessing_context"):
+        if getattr(args, name) and not args.dataloader_num_workers:
+            raise ValueError(f"{name}={getattr(args, name)}: expected dataloader_num_workers too")
     if args.save_strategy == "best" and (
         args.eval_strategy == "no" or args.metric_for_best_model is None
     ):
