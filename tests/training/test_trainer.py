@@ -145,6 +145,12 @@ def test_an_option_without_effect_is_named(options, message, tmp_path, caplog):
     assert caplog.text.count("has no effect") == 1
 
 
+def test_a_precision_of_later_evaluations_is_named_as_without_effect(tmp_path, caplog):
+    flags = ["--config", write_recipe(tmp_path), "--bf16_full_eval"]
+    parse_arguments(GROUPS, [*flags, "--output_dir", str(tmp_path)])
+    assert caplog.messages == ["bf16_full_eval=True has no effect: bf16 or fp16 decides"]
+
+
 def test_two_options_that_exclude_each_other_are_refused(tmp_path):
     options = {"batches_per_update": 4, "gradient_accumulation_steps": 2}
     with pytest.raises(ValueError, match="gradient_accumulation_steps=2"):

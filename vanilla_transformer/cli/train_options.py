@@ -11,12 +11,13 @@ from ..data.corpora import CorpusArguments
 from ..data.parallel_text import DataArguments
 from ..data.tokenizer_options import TokenizerArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments
+from ..training.parsing import FOR_LATER_EVALUATIONS
 from .parser import GroupedParser
 
 # transformers keeps these for its own scripts. Here they have no effect.
 WITHOUT_EFFECT = {
     "do_eval", "do_predict", "do_train", "liger_kernel_config", "local_rank", "sortish_sampler",
-    "use_liger_kernel",
+    "use_liger_kernel", *FOR_LATER_EVALUATIONS,
 }  # fmt: skip
 
 # Options of transformers that most runs set.

@@ -1,5 +1,6 @@
 """Reads the options of a training run from a command line, and from the recipe that it names."""
 
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,6 +16,8 @@ from ..data.parallel_text import SPLITS
 from .arguments import TranslationTrainingArguments, TypedLoader
 from .recipes import find_recipe
 
+logger = logging.getLogger(__name__)
+
 # Local files on the command line replace the data set that a recipe names, languages included.
 LOCAL_DATA_OPTIONS = {
     f"{split}_{side}" for split in SPLITS for side in ("source", "target", "file")
@@ -28,6 +31,9 @@ ALTERNATIVES = (
     {"batches_per_update", "gradient_accumulation_steps"},
     {"corpus_weights", "corpus_temperature"},
 )
+
+# `Trainer` follows these only in an evaluation after training, which no command makes with it.
+FOR_LATER_EVALUATIONS = ("bf16_full_eval", "fp16_full_eval")
 
 
 def parse_arguments(
@@ -73,6 +79,9 @@ def parse_arguments(
         if isinstance(one, TranslationTrainingArguments):
             one.on_command_line = set(given)
             one.in_recipe = {flag.removeprefix("--").partition("=")[0] for flag in recipe}
+            for name in FOR_LATER_EVALUATIONS:
+                if getattr(one, name):
+                    logger.warning("%s=True has no effect: bf16 or fp16 decides", name)
     return found[: len(parser.dataclass_types)]
 
 
