@@ -145,6 +145,22 @@ def test_an_option_without_effect_is_named(options, message, tmp_path, caplog):
     assert caplog.text.count("has no effect") == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["non_padding"], "non_padding"),
+        (["all"], "all"),
+        (["true"], "all"),
+        ([], "all"),
+        (["false"], "no"),
+    ],
+)
+def test_the_tokens_to_count_can_be_told_on_a_command_line(tmp_path, given, expected):
+    flags = ["--config", write_recipe(tmp_path), "--output_dir", str(tmp_path)]
+    *_, arguments = parse_arguments(GROUPS, [*flags, "--include_num_input_tokens_seen", *given])
+    assert arguments.include_num_input_tokens_seen == expected
+
+
 def test_a_precision_of_later_evaluations_is_named_as_without_effect(tmp_path, caplog):
     flags = ["--config", write_recipe(tmp_path), "--bf16_full_eval"]
     parse_arguments(GROUPS, [*flags, "--output_dir", str(tmp_path)])
@@ -1202,6 +1218,10 @@ def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
             "lr_scheduler_type=linear with lr_scheduler_kwargs={'min_lr': 1e-05}: get_linear",
         ),
         ({"lr_scheduler_kwargs": "a=1"}, "lr_scheduler_kwargs='a=1': expected a JSON object"),
+        (
+            {"include_num_input_tokens_seen": "some"},
+            "include_num_input_tokens_seen=some: expected all, non_padding or no",
+        ),
         (
             {"dataloader_persistent_workers": True},
             "dataloader_persistent_workers=True: expected dataloader_num_workers too",

@@ -246,6 +246,11 @@ class TranslationTrainingArguments(
         default_factory=lambda: "tensorboard" if is_tensorboard_available() else "none",
         help="Where to log: tensorboard (default if installed), none, ...",
     )
+    include_num_input_tokens_seen: str = HfArg(
+        default="no",
+        help="Count the source tokens: all, non_padding, no. Without a value: all.",
+        metadata={"nargs": "?", "const": "all"},
+    )
     resume_from_checkpoint: str | None = HfArg(
         default=None,
         help="Checkpoint to resume from: 'true' for the newest complete one in output_dir, 'auto' "
@@ -273,6 +278,7 @@ class TranslationTrainingArguments(
         self.on_command_line, self.in_recipe = set[str](), set[str]()
         if self.disable_tqdm is None and not (sys.stderr.isatty() or is_in_notebook()):
             self.disable_tqdm = True  # nested bars would fill a file with escape sequences
+        self._name_counted_tokens()
         self._find_left_open()
         self._set_gradient_accumulation()
         self._choose_metrics()
@@ -352,6 +358,15 @@ class TranslationTrainingArguments(
         for name, value in {**CHOSEN, "per_device_train_batch_size": 8}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+
+    def _name_counted_tokens(self) -> None:
+        """Take the words of transformers' option or, as it does, a boolean value."""
+        given = str(self.include_num_input_tokens_seen).lower()
+        self.include_num_input_tokens_seen = {"true": "all", "false": "no"}.get(given, given)
+        if self.include_num_input_tokens_seen not in ("all", "non_padding", "no"):
+            raise ValueError(
+                f"include_num_input_tokens_seen={given}: expected all, non_padding or no"
+            )
 
     def _set_gradient_accumulation(self) -> None:
         wanted, processes = self.batches_per_update, launched_world_size()
