@@ -1,6 +1,7 @@
 """Checks of a training's options that transformers makes late, or not at all.
 
-Each raises a ValueError that names the option and what was expected, before any text is read."""
+Each raises a ValueError that names the option and what was expected, before any text is read. What
+has no effect gives a warning."""
 
 import copy
 import logging
@@ -41,37 +42,10 @@ def expect_possible_options(args: Any) -> None:
     _expect_numbers(args)
     _expect_optimizer(args)
     _expect_schedule(args)
-    # "cut" needs the number before the text is read, which a default depends on.
-    by_default = args.oversized == "drop" and "max_tokens" in args.left_open
-    if args.oversized != "alone" and args.max_tokens is None and not by_default:
-        raise ValueError(f"oversized={args.oversized!r}: expected max_tokens with it")
-    if args.auto_find_batch_size and args.has_token_batches:
-        raise ValueError(
-            "auto_find_batch_size=True: expected per_device_train_batch_size with it, as it lowers "
-            "no max_tokens"
-        )
+    _expect_batches(args)
+    _expect_evaluations(args)
     if args.r_drop_start and not args.r_drop_alpha:
         raise ValueError(f"r_drop_start={args.r_drop_start}: expected r_drop_alpha with it")
-    for name, value in (("batch_eval_metrics", False), ("eval_do_concat_batches", True)):
-        if getattr(args, name) != value:
-            raise ValueError(
-                f"{name}={not value}: expected {str(value).lower()}, as scores are computed over "
-                "all pairs"
-            )
-    if args.early_stopping_patience is not None and not args.load_best_model_at_end:
-        raise ValueError(
-            f"early_stopping_patience={args.early_stopping_patience}: expected "
-            "load_best_model_at_end, with eval_strategy and save_strategy"
-        )
-    for name in ("dataloader_persistent_workers", "dataloader_multiprocessing_context"):
-        if getattr(args, name) and not args.dataloader_num_workers:
-            raise ValueError(f"{name}={getattr(args, name)}: expected dataloader_num_workers too")
-    if args.save_strategy == "best" and (
-        args.eval_strategy == "no" or args.metric_for_best_model is None
-    ):
-        raise ValueError(
-            "save_strategy=best: expected eval_strategy and metric_for_best_model with it"
-        )
     _expect_generation_fields(args)
     _expect_averages(args)
     _expect_reports(args)
@@ -156,6 +130,40 @@ def _expect_schedule(args: Any) -> None:
         raise ValueError(
             f"lr_scheduler_type={kind.value} with lr_scheduler_kwargs={given}: {error}"
         ) from error
+
+
+def _expect_batches(args: Any) -> None:
+    # "cut" needs the number before the text is read, which a default depends on.
+    by_default = args.oversized == "drop" and "max_tokens" in args.left_open
+    if args.oversized != "alone" and args.max_tokens is None and not by_default:
+        raise ValueError(f"oversized={args.oversized!r}: expected max_tokens with it")
+    if args.auto_find_batch_size and args.has_token_batches:
+        raise ValueError(
+            "auto_find_batch_size=True: expected per_device_train_batch_size with it, which it "
+            "lowers, and not max_tokens"
+        )
+    for name in ("dataloader_persistent_workers", "dataloader_multiprocessing_context"):
+        if getattr(args, name) and not args.dataloader_num_workers:
+            raise ValueError(f"{name}={getattr(args, name)}: expected dataloader_num_workers too")
+
+
+def _expect_evaluations(args: Any) -> None:
+    for name, value in (("batch_eval_metrics", False), ("eval_do_concat_batches", True)):
+        if getattr(args, name) != value:
+            raise ValueError(
+                f"{name}={not value}: expected {str(value).lower()}, as scores are computed over "
+                "all pairs"
+            )
+    if args.early_stopping_patience is not None and not args.load_best_model_at_end:
+        raise ValueError(
+            f"early_stopping_patience={args.early_stopping_patience}: expected "
+            "load_best_model_at_end, with eval_strategy and save_strategy"
+        )
+    lacks = args.eval_strategy == "no" or args.metric_for_best_model is None
+    if args.save_strategy == "best" and lacks:
+        raise ValueError(
+            "save_strategy=best: expected eval_strategy and metric_for_best_model with it"
+        )
 
 
 def _expect_generation_fields(args: Any) -> None:
