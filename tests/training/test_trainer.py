@@ -724,6 +724,21 @@ def test_a_blank_source_has_a_blank_translation(tokenizer, splits, tmp_path):
     assert [bool(text) for text in texts] == [True, False, True]
 
 
+def test_a_source_has_one_translation_whatever_the_model_was_saved_with(
+    tokenizer, splits, tmp_path
+):
+    """As in `translate`. Evaluations failed, after the training up to them."""
+    rows = splits["validation"].select(range(3))
+    arguments = training_arguments(tmp_path, predict_with_generate=True, generation_num_beams=2)
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    expected = trainer.predict(rows).predictions
+    config = trainer.model.generation_config
+    config.num_return_sequences, config.return_dict_in_generate = 2, True
+    assert trainer.predict(rows).predictions.tolist() == expected.tolist()
+    config = trainer.model.generation_config
+    assert (config.num_return_sequences, config.return_dict_in_generate) == (2, True)
+
+
 @pytest.mark.parametrize("ours", [False, True])
 def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_path, ours):
     """Seq2SeqTrainer leaves max_length=20 in the model: our trainer undoes it, and where there is

@@ -217,11 +217,13 @@ class TranslationTrainer(
         *args: Any,
         **kwargs: Any,
     ) -> tuple:
-        """Same as `Seq2SeqTrainer.prediction_step`, but a blank source has a blank translation, as
-        in `translate`, and the model keeps its generation config. transformers (5.17 to 5.24)
-        writes all defaults into it, among them a maximum of 20 tokens, which would be saved with
-        the model."""
-        generation_config = copy.deepcopy(self.model.generation_config)
+        """Same as `Seq2SeqTrainer.prediction_step`, but a source has one translation, and a blank
+        one a blank translation, as in `translate`, and the model keeps its generation config.
+        transformers (5.17 to 5.24) writes all defaults into it, among them a maximum of 20 tokens,
+        which would be saved with the model."""
+        generation_config = self.model.generation_config
+        self.model.generation_config = config = copy.deepcopy(generation_config)
+        config.num_return_sequences, config.return_dict_in_generate = 1, False
         try:
             loss, outputs, labels = super().prediction_step(
                 model, inputs, prediction_loss_only, *args, **kwargs
