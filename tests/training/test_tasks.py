@@ -254,16 +254,22 @@ def test_bad_options_of_back_translation_are_named(tmp_path, monkeypatch, option
         back_translate.BackTranslateArguments("model", **options)
 
 
+UNCUT = {
+    "top_p": 1.0, "top_h": None, "min_p": None, "typical_p": None, "epsilon_cutoff": None,
+    "eta_cutoff": None,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         (
             {"method": "sampling", "temperature": 0.5},
-            {"do_sample": True, "num_beams": 1, "top_k": 0, "top_p": 1.0, "temperature": 0.5},
+            {"do_sample": True, "num_beams": 1, "top_k": 0, "temperature": 0.5, **UNCUT},
         ),
         (
             {"method": "top_k"},
-            {"do_sample": True, "num_beams": 1, "top_k": 10, "top_p": 1.0, "temperature": 1.0},
+            {"do_sample": True, "num_beams": 1, "top_k": 10, "temperature": 1.0, **UNCUT},
         ),
         ({"method": "beam", "num_beams": 3}, {"do_sample": False, "num_beams": 3}),
         ({"method": "greedy"}, {"do_sample": False, "num_beams": 1}),

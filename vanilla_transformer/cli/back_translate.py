@@ -44,6 +44,11 @@ METHODS: dict[str, dict[str, float]] = {
     "beam": {"num_beams": 5},
     "greedy": {},
 }
+# Samples come from all tokens, or the `top_k` best, whatever the model was saved with.
+ALL_TOKENS: dict[str, Any] = {
+    "top_k": 0, "top_p": 1.0,
+    **dict.fromkeys(("top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")),
+}  # fmt: skip
 
 
 @dataclass
@@ -100,7 +105,7 @@ class BackTranslateArguments:
         """Arguments of `model.generate`."""
         own = {name: getattr(self, name) for name in METHODS[self.method]}
         if "temperature" in own:
-            return {"do_sample": True, "num_beams": 1, "top_k": 0, "top_p": 1.0, **own}
+            return {"do_sample": True, "num_beams": 1, **ALL_TOKENS, **own}
         return {"do_sample": False, "num_beams": 1, **own}
 
 
