@@ -9,7 +9,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.data.vocabularies import Specials, words
 from vanilla_transformer.inference import scoring
-from vanilla_transformer.inference.scoring import score_pairs, token_scores
+from vanilla_transformer.inference.scoring import add_token_scores, score_pairs, token_scores
+from vanilla_transformer.inference.translation import Hypothesis
 
 PAIRS = [
     ("a house by the lake", "ein Haus am See"),
@@ -46,6 +47,17 @@ def test_padding_of_a_tokenizer_changes_no_score(translator, side, names):
     tokenizer.padding_side, tokenizer.model_input_names = side, names
     found = [score.log_probability for score in score_pairs(PAIRS, model, tokenizer)]
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_scores_start_with_the_token_that_translations_start_with(translator):
+    """The generation config's, as in `translate --n_best`, reranking and exported folders."""
+    model, tokenizer = translator
+    model.generation_config.decoder_start_token_id = 5
+    _, (source, target), *_ = PAIRS
+    (score,) = score_pairs([(source, target)], model, tokenizer)
+    hypothesis = Hypothesis(target, token_ids=tuple(tokenizer(text_target=target)["input_ids"]))
+    ((scored,),) = add_token_scores([source], [[hypothesis]], model, tokenizer)
+    assert score.log_probability == pytest.approx(sum(scored.token_scores), abs=1e-4)
 
 
 def test_the_script_writes_a_line_for_each_pair(translator, checkpoint, tmp_path):

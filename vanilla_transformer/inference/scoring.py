@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.collation import PairCollator, shift_right
 from ..data.token_batches import TokenBudgetSampler, expect_tokens
+from ..model.generation import VanillaTransformerGenerationMixin
 from .translation import Hypothesis, decoder_start
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together
@@ -49,6 +50,8 @@ def score_pairs(
         ValueError: A source or target has no token. The error counts the pairs from 1.
     """
     model.eval()
+    is_ours = isinstance(model, VanillaTransformerGenerationMixin)
+    start = decoder_start(model) if is_ours else None  # others may begin with the target's language
     remaining, first = iter(pairs), 1
     with tqdm(desc="Scoring", unit="pair", disable=not show_progress) as progress:
         while window := list(islice(remaining, PAIRS_PER_WINDOW)):
@@ -57,7 +60,7 @@ def score_pairs(
             expect_tokens(list(map(len, sources)), list(map(len, targets)), first)
             scores = map_pairs(
                 lambda inputs: token_scores(model, inputs).sum(1).tolist(),
-                sources, targets, model, tokenizer, max_tokens, progress,
+                sources, targets, model, tokenizer, max_tokens, progress, start=start,
             )  # fmt: skip
             yield from map(PairScore, scores, map(len, targets))
             first += len(window)
