@@ -14,6 +14,7 @@ MARIAN = {
     "narrow heads": {"head_dim": 5, "value_head_dim": 3},
     "untied": {"tie_word_embeddings": False},
     "unscaled, silu": {"scale_embedding": False, "activation_function": "silu"},
+    "xielu": {"activation_function": "xielu"},
 }
 PRE = {"norm_position": "pre"}
 PEGASUS = {
@@ -22,6 +23,7 @@ PEGASUS = {
     "biases": {**PRE, "attention_bias": True, "lm_head_bias": True},
     "narrow heads": {**PRE, "head_dim": 5, "value_head_dim": 3},
     "epsilon": {**PRE, "layer_norm_eps": 1e-3},
+    "prelu": {**PRE, "activation_function": "prelu"},
     "tensor2tensor": {**PRE, "sinusoid_frequencies": "tensor2tensor", "position_offset": 2},
 }
 CASES = [

@@ -64,7 +64,11 @@ SAME = (
     "decoder_start_token_id", "use_cache",
 )  # fmt: skip
 # From our names to those of `MarianMTModel` and its siblings.
-NAMES = {r"\.ffn\.fc": ".fc", r"\.ffn_layer_norm": ".final_layer_norm"}
+NAMES = {
+    r"\.ffn\.fc": ".fc",
+    r"\.ffn\.activation": ".activation_fn",  # the parameters of PReLU and xIELU
+    r"\.ffn_layer_norm": ".final_layer_norm",
+}
 # Options of models before transformers 4: today's MarianMTModel ignores them.
 OFF = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "add_bias_logits")
 # What goes back as it is.
