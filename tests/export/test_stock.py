@@ -20,6 +20,7 @@ PRE = {"norm_position": "pre"}
 PEGASUS = {
     "sinusoids": PRE,
     "learned": {**PRE, "position_encoding": "learned", "max_position_embeddings": 40},
+    "few positions": {**PRE, "position_encoding": "learned", "max_position_embeddings": 12},
     "biases": {**PRE, "attention_bias": True, "lm_head_bias": True},
     "narrow heads": {**PRE, "head_dim": 5, "value_head_dim": 3},
     "epsilon": {**PRE, "layer_norm_eps": 1e-3},

@@ -147,8 +147,10 @@ def _difference(
     """The largest difference of logits, for random sources and targets."""
     generator = torch.Generator().manual_seed(0)
     config = model.config
+    sources, length = PROBE
+    probe = (sources, min(length, number_of_positions(config)))
     ids, targets = (
-        torch.randint(size, PROBE, generator=generator)
+        torch.randint(size, probe, generator=generator)
         for size in (config.vocab_size, config.target_vocab_size)
     )
     ours, theirs = (
