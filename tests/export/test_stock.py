@@ -5,7 +5,7 @@ import torch
 from conftest import in_new_process, ragged
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from vanilla_transformer.conversion import convert
+from vanilla_transformer.conversion import convert, convert_back
 from vanilla_transformer.export import export
 
 MARIAN = {
@@ -134,6 +134,18 @@ def test_a_marian_export_is_converted_back(saved, two_sided, tmp_path, separate)
     before, after = map(AutoTokenizer.from_pretrained, (folder, converted))
     for side in ("text", "text_target"):
         assert before(**{side: texts}).input_ids == after(**{side: texts}).input_ids
+
+
+def test_numbers_of_an_activation_are_converted_there_and_back(saved, tmp_path):
+    model, folder = saved(layer_norm_eps=1e-5, activation_function="xielu")
+    exported = export(folder, tmp_path / "exported", "marian")
+    converted = convert(exported, tmp_path / "converted")
+    back = convert_back(converted, tmp_path / "back")
+    kinds = (model, converted), (AutoModelForSeq2SeqLM.from_pretrained(exported), back)
+    for before, after in kinds:
+        weights = AutoModelForSeq2SeqLM.from_pretrained(after).state_dict()
+        for name, tensor in before.state_dict().items():
+            assert weights[name].equal(tensor), name
 
 
 @pytest.mark.parametrize(("to", "config"), [("marian", {}), ("pegasus", PRE)])

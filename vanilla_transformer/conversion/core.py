@@ -635,7 +635,7 @@ def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
 
     def part(name: str) -> Tensor:
         name, _, rows = name.partition("[:")
-        return weights[name][: int(rows[:-1]) if rows else None]
+        return weights[name][: int(rows[:-1])] if rows else weights[name]
 
     return {
         name: part(ours[0]) if len(ours) == 1 else torch.cat([part(each) for each in ours])

@@ -217,7 +217,7 @@ def _way_back(
     sources, leftovers = {}, {}
     for name, tensor in tensors.tensors.items():
         if name in ours:
-            rows = f"[:{tensor.shape[name == BIAS]}]"
+            rows = f"[:{tensor.shape[name == BIAS]}]" if tensor.ndim else ""  # xIELU has numbers
             sources[name] = [ours[name] + rows]
         else:
             leftovers[name], sources[name] = tensor, [f"original:{name}"]
