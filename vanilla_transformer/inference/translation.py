@@ -213,6 +213,10 @@ def position_limit(model: PreTrainedModel) -> int | None:
     is_ctranslate2 = not isinstance(model, torch.nn.Module)  # its sinusoids are a table too
     if is_ctranslate2 or getattr(model.config, "position_encoding", None) == "learned":
         return model.config.max_position_embeddings
+    return _smallest_table(model)
+
+
+def _smallest_table(model: torch.nn.Module) -> int | None:
     limits = [
         _positions(module)
         for name, module in model.named_modules()
@@ -253,7 +257,8 @@ def set_output_limit(model: PreTrainedModel) -> None:
 def _most_tokens(model: PreTrainedModel) -> dict[str, int]:
     """The largest limits of length that the decoder's table of positions allows: nothing reads the
     last token, and only `max_length` counts the first. Our models end there by themselves."""
-    limit = None if hasattr(model, "extra_output_tokens") else position_limit(model.get_decoder())
+    is_ours = hasattr(model, "extra_output_tokens")
+    limit = None if is_ours else _smallest_table(model.get_decoder())
     return {} if limit is None else {"max_length": limit + 1, "max_new_tokens": limit}
 
 
