@@ -1,6 +1,7 @@
 """Checkpoints that are either complete or absent, whatever interrupts training.
 
 AtomicCheckpointTrainer   a `Trainer` that writes a checkpoint to a staging folder, then renames it
+step_of                   the step of a checkpoint, by its name
 checkpoints_by_step       the checkpoints in an output folder
 is_off_schedule           whether only a signal made a checkpoint
 from_worst_to_best        their steps, by the score of an evaluation
@@ -136,7 +137,7 @@ class AtomicCheckpointTrainer(Trainer):
         """Whether no checkpoint so far is better. `Trainer` (5.17 to 5.24) ignores all that are
         worse than an evaluation without a checkpoint, and could end with the last one."""
         best, step = self.state.best_model_checkpoint, self.state.global_step
-        known = [] if best is None else [int(Path(best).name.rpartition("-")[2])]
+        known = [] if best is None else [step_of(best)]
         if not self.args.load_best_model_at_end or self.state.best_global_step in known:
             return best is not None and Path(best) == staged
         return from_worst_to_best(self.args, self.state, [*known, step])[-1:] == [step]
@@ -271,6 +272,11 @@ def _write_checksums(checkpoint: Path) -> None:
     }
     with (checkpoint / CHECKSUMS_NAME).open("r+", encoding="utf-8") as file:
         json.dump(contents, file, indent=1)
+
+
+def step_of(checkpoint: str | Path) -> int:
+    """The step that the name of a checkpoint ends with."""
+    return int(Path(checkpoint).name.rpartition("-")[2])
 
 
 def checkpoints_by_step(folder: str | Path) -> dict[int, Path]:

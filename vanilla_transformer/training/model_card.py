@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from ..data.parallel_text import DataArguments
 from ..inference.metrics import LABELS
 from .arguments import ModelArguments
+from .checkpoints import step_of
 
 USAGE = """```python
 from transformers import pipeline
@@ -135,7 +136,7 @@ class ModelCardTrainer(Trainer):
         """Of which steps the weights are, unless they are those of the last one."""
         steps, best = list(self.averaged_steps), self.state.best_model_checkpoint
         if not steps and not self.is_in_train and self.args.load_best_model_at_end and best:
-            steps = [int(Path(best).name.rpartition("-")[2])]
+            steps = [step_of(best)]
         if steps in ([], [self.state.global_step]):
             return None
         if len(steps) == 1:
