@@ -283,7 +283,7 @@ class AttentionMaps(NamedTuple):
 
 
 def expect_numbers(name: str, wanted: Iterable[int], count: int) -> None:
-    """Raises ValueError unless all that is wanted is among 1, 2, ..., `count`."""
+    """Raises ValueError unless all wanted numbers are among 1, 2, ..., `count`."""
     for number in wanted:
         if not 1 <= number <= count:
             raise ValueError(f"{name}={number}: expected 1 to {count}")
@@ -397,7 +397,7 @@ def plot_similarities(similarities: torch.Tensor, kind: str) -> Figure:
 
 
 def plot_norms(norms: torch.Tensor, scales: Mapping[str, float], position_norm: float) -> Figure:
-    """How many tokens have embeddings of which norm, for each factor, beside that of positions.
+    """Histograms of the norms of embeddings, for each factor, and the norm of positions.
 
     Args:
         norms: Of the rows of the matrix, (vocabulary,).

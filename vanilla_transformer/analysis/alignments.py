@@ -21,7 +21,7 @@ Links = Iterable[tuple[int, int]]  # a source word and a target word, from 0
 
 
 class GoldAlignment(NamedTuple):
-    """What people say about the words of a sentence pair.
+    """The word alignment of a sentence pair that annotators made.
 
     Attributes:
         sure: The links that an alignment must have.
@@ -33,7 +33,8 @@ class GoldAlignment(NamedTuple):
 
 
 class AlignmentScore(NamedTuple):
-    """How close alignments are to those of people, from 0 to 1; NaN for a share of no links.
+    """How close alignments are to gold alignments, from 0 to 1; NaN where there are no links to
+    count.
 
     Attributes:
         error_rate: AER, 1 - (|A ∩ S| + |A ∩ P|) / (|A| + |S|) with the links A of the model, the

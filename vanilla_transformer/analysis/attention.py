@@ -77,7 +77,8 @@ def read_batches(
 
 
 def query_masks(inputs: Mapping[str, torch.Tensor]) -> dict[Kind, torch.Tensor]:
-    """Which positions of a batch ask, (batch, query_length), for each use of attention."""
+    """The query positions of a batch that hold a token, (batch, query_length), for each use of
+    attention."""
     source, target = inputs["attention_mask"].bool(), inputs["labels"] != -100
     return {"encoder": source, "decoder": target, "cross": target}
 
@@ -91,8 +92,8 @@ def attention_maps(
 ) -> AttentionMaps:
     """The attention of each layer and head over a pair of sentences.
 
-    Tokens are those that a position has read, but for the queries of "cross": those are the tokens
-    that a position predicts, for it is to find these that it looks at the source.
+    Each position is labelled with the token that it reads. The queries of "cross" are labelled with
+    the token that they predict, which is what attention to the source serves.
 
     Args:
         model: Any sequence-to-sequence model of transformers, with eager attention, the only one

@@ -39,7 +39,7 @@ class EmbeddingReport(NamedTuple):
 
     @property
     def scales(self) -> dict[str, float]:
-        """Section 3.4's factor, and none."""
+        """Factors to compare by their labels: none, and that of section 3.4."""
         return {"1": 1.0, "sqrt(d_model)": math.sqrt(self.d_model)}
 
 
@@ -64,7 +64,7 @@ def analyze_embeddings(stack: nn.Module, length: int = 100) -> EmbeddingReport:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerFast, stack: str) -> Tokenizer:
-    """What turns text into ids of the "encoder" or "decoder"."""
+    """The tokenizer of what the "encoder" or "decoder" reads."""
     if stack == "decoder" and isinstance(tokenizer, VanillaTransformerTokenizer):
         return tokenizer.target_tokenizer
     return tokenizer.backend_tokenizer
@@ -73,11 +73,11 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast, stack: str) -> Tokenizer:
 def nearest_tokens(
     matrix: torch.Tensor, vocabulary: Tokenizer, words: Sequence[str], count: int = 5
 ) -> dict[str, list[tuple[str, float]]]:
-    """The tokens whose embeddings point most nearly where those of these words do.
+    """The tokens whose embeddings have the highest cosine similarity to those of these words.
 
     Args:
         matrix: (vocabulary, d_model).
-        vocabulary: Of these rows. Rows beyond it take no part.
+        vocabulary: The tokenizer of these rows. Further rows are ignored.
         words: Each is one token. A word that is read as the unknown token must be that token.
         count: The number of neighbours.
 

@@ -79,8 +79,8 @@ def explanation(error: Exception) -> Exception:
 
 
 def full_message(error: Exception) -> str:
-    """The error's message, with the name of the model that could not be loaded. Without a
-    connection, that of transformers does not contain it."""
+    """The error's message, with the name of the model that could not be loaded: transformers leaves
+    it out if there is no connection."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_locals.get("path_or_repo_id", ""))
         if name and name not in str(error) and not Path(name).is_dir():
@@ -89,8 +89,8 @@ def full_message(error: Exception) -> str:
 
 
 def needs_traceback(error: Exception) -> bool:
-    """Whether the message is not enough: the error is not about a file or a connection, and nobody
-    raised it in this package, or elsewhere to name a package that is missing."""
+    """Whether to print the traceback too: the error is not about a file, a connection or a missing
+    package, and was not raised by this package."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     is_explained = isinstance(error, ImportError) or Path(place.filename).is_relative_to(PACKAGE)
     is_raised = str(place.line).startswith("raise ")

@@ -277,7 +277,7 @@ def measured_with(speeds: list[dict[str, Any]], key: dict[str, Any]) -> dict[str
 
 
 def differences(speed: dict[str, Any], key: dict[str, Any]) -> str:
-    """What a measurement has unlike the key, and what an older file does not tell."""
+    """How a measurement differs from the key, and what an older file does not record."""
     unit = {"batch": " tokens" if key["batch"] > 0 else " pairs"}
     found = [
         f"{name} {abs(speed[name]):,}{unit.get(name, '')}"

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Processes(Protocol):
-    """What `accelerate.PartialState` knows of them."""
+    """The attributes of `accelerate.PartialState` that commands use."""
 
     process_index: int
     num_processes: int
@@ -26,10 +26,10 @@ class OneProcess:
     process_index, num_processes, is_main_process = 0, 1, True
 
     def wait_for_everyone(self) -> None:
-        """There is nobody else."""
+        """Do nothing: there is no other process."""
 
     def destroy_process_group(self) -> None:
-        """There is none."""
+        """Do nothing: there is no group."""
 
 
 def join_processes(use_cpu: bool) -> Processes:

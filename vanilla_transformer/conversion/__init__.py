@@ -19,8 +19,8 @@ from . import (
 from .core import Conversion, ConversionOptions
 from .unpickling import load_torch
 
-# In the order in which they are asked whether a checkpoint is theirs: files with a name of their
-# own first, bare state dicts last.
+# In the order in which they examine a checkpoint: formats with file names of their own first, bare
+# state dicts last.
 FORMATS: list[ModuleType] = [
     marian, fsmt, hf_marian, sockeye, tensor2tensor, fairseq, opennmt_py, joeynmt, torch_nn,
 ]  # fmt: skip

@@ -146,7 +146,7 @@ class TransformersModel(Toolkit):
 
 
 def subwords(codes: str | Path | None) -> Callable[[str], list[str]]:
-    """How users split a line before a toolkit that splits at white space gets it.
+    """The function that splits a line for toolkits that read subwords with spaces between them.
 
     Args:
         codes: Codes of subword-nmt, a SentencePiece model, or None for words.
@@ -178,7 +178,7 @@ class Converted(TransformersModel):
         super().__init__(model, size, unk, lambda line: self.tokenizer(line)["input_ids"])
 
     def text(self, ids: list[int]) -> str:
-        """What target ids say."""
+        """The text of target ids."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
@@ -193,7 +193,8 @@ def of_targets(rows: list[Tensor], targets: list[list[int]]) -> list[Tensor]:
 def largest_difference(
     toolkit: Toolkit, ours: Converted, sources: list[list[int]], targets: list[list[int]]
 ) -> float:
-    """Of the log-probabilities of any token that the toolkit reports, at any position."""
+    """The largest difference of log-probabilities, over all positions and all tokens that the
+    toolkit reports."""
     theirs = toolkit.log_probs(sources, targets)
     found = ours.log_probs(sources, targets)
     if theirs[0].shape[1] == 1:

@@ -42,7 +42,7 @@ from .unpickling import load_torch
 
 logger = logging.getLogger(__name__)
 
-# A subfolder of the converted model for what it has no place for itself, and going back needs.
+# A subfolder of the converted model for what only the way back needs.
 ORIGINAL, RECORD_NAME, LEFTOVERS_NAME = "original", "conversion.json", "leftovers.safetensors"
 SHARED, SOURCE, TARGET = (
     f"model.{name}.weight" for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
@@ -215,7 +215,7 @@ class Conversion:
 
 
 class Tensors(Mapping[str, Tensor]):
-    """A checkpoint's tensors, which remembers those that were read.
+    """The tensors of a checkpoint. It keeps track of those that were read.
 
     Args:
         tensors: Torch tensors or NumPy arrays by name; a lazy mapping reads them one by one.
@@ -242,7 +242,7 @@ class Tensors(Mapping[str, Tensor]):
         """A tensor of this shape, in which None stands for any size. Without a shape, any tensor.
 
         Raises:
-            ValueError: There is none of this name, or its shape is another.
+            ValueError: There is no tensor of this name, or it has a different shape.
         """
         if name not in self.tensors:
             of = f" of shape {_show(shape)}" if shape else ""
@@ -333,7 +333,7 @@ def read_weights(path: Path) -> Any:
 
 
 def renamed(name: str, patterns: Mapping[str, str]) -> str:
-    """A name after regular expressions and what replaces them, one after the other."""
+    """The name after all replacements, in order: regular expressions, and what replaces them."""
     for pattern, replacement in patterns.items():
         name = re.sub(pattern, replacement, name)
     return name
@@ -342,7 +342,7 @@ def renamed(name: str, patterns: Mapping[str, str]) -> str:
 def take_layers(
     tensors: Tensors, config: VanillaTransformerConfig, names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Every tensor of the model but embeddings, positions and projection, with its shape checked.
+    """Every tensor except embeddings, positions and projection, with its shape checked.
 
     Args:
         names: What makes the checkpoint's names of ours; see `renamed`.
@@ -410,7 +410,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def interleave_halves(weights: dict[str, Tensor]) -> None:
-    """Let a model whose positions are all sines, then all cosines, have them in turn, as ours has.
+    """Reorder the dimensions of a model whose positions are first all sines, then all cosines, so
+    that they alternate, as ours do.
 
     A permutation of d_model commutes with layer norms, dropout and residual sums, and the matrices
     on either side absorb it. It happens in place: a large model is in memory only once.
@@ -494,7 +495,7 @@ def add_rows(weights: dict[str, Tensor], side: str, number: int, copy_of: int | 
         weights: Under our names. With one matrix for all, `side` makes no difference.
         side: "source" or "target".
         number: How many.
-        copy_of: The token that they look like to the model. None: their embeddings are zero.
+        copy_of: The token whose embedding they get. None: their embeddings are zero.
 
     Returns:
         The id of the first.
@@ -520,7 +521,8 @@ def matrix_of(weights: Mapping[str, Tensor], side: str) -> str:
 
 
 def expect_size(place: str | Path, vocab: Mapping[str, int], size: int) -> None:
-    """Vocabulary and embedding are of equal size, but for rows that fill up a multiple of 8."""
+    """Check that vocabulary and embedding have the same size, except for rows that fill up a
+    multiple of 8."""
     found = len(vocab)
     is_filled_up = size % 8 == 0 and 0 < size - found <= max(8, size // 10)
     if found != size and not is_filled_up:
@@ -594,13 +596,14 @@ def read_record(model_folder: Path) -> dict[str, Any]:
 
 
 def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
-    """The checkpoint's tensors again, in its order, from a converted model, perhaps trained since.
+    """The tensors of the original checkpoint, in its order, from a converted model, which may have
+    been trained since.
 
     Args:
         halves: Undo `interleave_halves`.
 
     Raises:
-        ValueError: The checkpoint's tensors were changed in a way that has no inverse.
+        ValueError: The conversion changed the tensors in a way that can't be undone.
     """
     record = read_record(model_folder)
     if not record["sources"]:

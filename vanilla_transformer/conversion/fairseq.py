@@ -54,7 +54,7 @@ ACTIVATIONS = {
     "tanh": "tanh",
     "linear": "linear",
 }
-# Options that change what a model computes, and that ours has no equal for.
+# Options that change what a model computes, and that our model lacks.
 REFUSED = (
     "adaptive_softmax_cutoff", "adaptive_input", "char_inputs", "cross_self_attention",
     "no_cross_attention", "base_layers", "quant_noise_pq", "quant_noise_scalar", "scale_fc",

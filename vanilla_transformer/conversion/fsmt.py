@@ -25,7 +25,7 @@ READS: tuple[str, ...] = ("source_vocabulary", "target_vocabulary", "source_code
 VOCABULARIES = {"source": "vocab-src.json", "target": "vocab-tgt.json"}
 MERGES = "merges.txt"
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
-# Fields with an equal among fairseq's options.
+# Fields that correspond to an option of fairseq.
 OPTIONS = (
     "encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads",
     "dropout", "attention_dropout", "activation_dropout",

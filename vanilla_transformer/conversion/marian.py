@@ -64,7 +64,7 @@ ACTIVATIONS = {"relu": "relu", "swish": "silu", "gelu": "gelu", "sigmoid": "sigm
 EXACT_GELU = (1, 12, 3)  # x * sigmoid(1.702 x) before
 NORMALIZED_KEYS = (1, 11)  # before, pre-norm did not normalize keys and values
 
-# Options of a model that ours has an equal for with these values only; the first is the default.
+# Options of a model that ours has with these values only; the first is the default.
 HELD: dict[str, tuple[Any, ...]] = {
     "type": ("transformer",),
     "transformer-decoder-autoreg": ("self-attention",),

@@ -66,8 +66,8 @@ MOST_POSITIONS = 5000
 ATTENTION = r".*_attn\.(linear_\w+|final_linear)"
 FEED_FORWARD = r".*\.feed_forward\.w_[12]"
 
-# Options that change what a model computes, and the values that our model has an equal for. The
-# first one is that of versions without the option.
+# Options that change what a model computes, and the values that our model supports. The first is
+# the value of versions without the option.
 EXPECTED: dict[str, tuple[Any, ...]] = {
     "model_task": ("seq2seq",),
     "model_type": ("text",),

@@ -450,7 +450,8 @@ def _fold_target_space(
     hparams: Mapping[str, Any],
     options: ConversionOptions,
 ) -> None:
-    """The same vector on each source position joins each row of the source embedding."""
+    """Add the vector that tensor2tensor adds to each source position to each row of the source
+    embedding."""
     if "target_space" not in tensors:
         return
     spaces = tensors.take("target_space", None, None)

@@ -13,7 +13,7 @@ from zipfile import ZipFile, is_zipfile
 import torch
 from torch.serialization import safe_globals
 
-# A larger pickle, without its tensors, is no checkpoint's.
+# The size of a pickle without its tensors. A larger one is not from a checkpoint.
 MOST_BYTES = 2**28
 # As pickles name types for Python 2, and torch does not.
 OLD_TYPES = {"__builtin__.long": "builtins.int", "__builtin__.unicode": "builtins.str"}

@@ -10,7 +10,8 @@ def is_url(path: str | Path) -> bool:
 
 
 def is_no_file(path: str | Path) -> bool:
-    """Whether there is something on this machine that is no file: a pipe, a device or a folder."""
+    """Whether a path on this machine exists and is not a regular file: a pipe, a device or a
+    folder."""
     return not is_url(path) and Path(path).exists() and not Path(path).is_file()
 
 

@@ -67,7 +67,7 @@ class Specials:
 
     @property
     def names(self) -> list[str]:
-        """What decoding leaves out, as far as there is any."""
+        """The special tokens that decoding leaves out."""
         names = (self.pad, self.bos, self.eos, None if self.prints_unk else self.unk)
         return [name for name in dict.fromkeys(names) if name is not None]
 
@@ -508,8 +508,8 @@ def _filled(vocab: Mapping[str, int], size: int | None) -> dict[str, int]:
 
 
 def unknown_token(tokenizer: Any) -> str | None:
-    """What a fast tokenizer or its backend makes of unknown tokens, also where that is an ordinary
-    token, which decoding prints and transformers does not know as `unk_token`."""
+    """The token that a fast tokenizer or its backend uses for unknown ones, even if it is an
+    ordinary token, which decoding prints and which is not transformers' `unk_token`."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, Tokenizer):
         return None

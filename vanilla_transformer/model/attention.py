@@ -240,8 +240,8 @@ def flash_or_flex_attention(
     rows: "RowEnds | None" = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Flash attention, told where packed rows end, or flex attention. SDPA takes what they don't
-    know: masks of four dimensions and, for flash, that of keys which are not the queries' own."""
+    """Flash attention, told where packed rows end, or flex attention. SDPA computes what they don't
+    support: masks of four dimensions and, for flash, masks of keys from another sequence."""
     if rows is not None:
         ends = rows.source if module.is_cross_attention else rows.own
         attention_mask, options = None, options | ends
@@ -281,7 +281,7 @@ def attend_with_shared_keys(
 ) -> tuple[torch.Tensor, None]:
     """Attention of (batch * beams, heads, length, d_k) queries to (batch, heads, key_length, d_k)
     keys: the beams of a source become further queries of one row. No query is hidden from another,
-    so that a mask (batch * beams, 1, 1, key_length) says all."""
+    so a mask of keys, (batch * beams, 1, 1, key_length), is enough."""
     batch, beams = key.shape[0], query.shape[0] // key.shape[0]
     heads, length = query.shape[1:3]
     folded = query.unflatten(0, (batch, beams)).transpose(1, 2).flatten(2, 3)
@@ -424,8 +424,8 @@ class RowsByLength(Rows):
 
 
 def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., BaseModelOutput]:
-    """A stack's `forward` that sees the tokens of a batch in one row where that saves time, no hook
-    looks on and no module is a user's own, and whose output is 0 where there is padding."""
+    """A stack's `forward` that computes the tokens of a batch in one row, without padding, where
+    that saves time and no hook or module of a user would notice. Its output is 0 at padding."""
     names = list(inspect.signature(forward).parameters)[1:]
     is_decoder = "encoder_hidden_states" in names
 

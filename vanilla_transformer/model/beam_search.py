@@ -99,8 +99,8 @@ def _pieces(matrix: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def best_tokens(
     model: Any, options: dict[str, Any], expand: Callable[[torch.Tensor], torch.Tensor]
 ) -> "BestTokens | None":
-    """What beam search may look at instead of all tokens, where none of their scores is asked for,
-    changed or drawn by chance. `expand` makes all rows of a batch of those that are computed."""
+    """The tokens that a beam search looks at in place of all; None if their scores are returned,
+    changed or sampled. `expand` turns computed rows into all rows of a batch."""
     config = options["generation_config"]
     asked_for = config.output_scores or config.output_logits
     changed = options["logits_processor"] or config.do_sample or options.get("synced_gpus")
@@ -114,10 +114,10 @@ def best_tokens(
 class BestTokens(LogitsProcessor):
     """Beam search over the `count` best tokens of each row.
 
-    They are all that a step needs, as the best continuations of a sentence are among the best of
-    its beams, and far less than the logits of a vocabulary, of which transformers holds four
-    copies. As the only logits processor, it replaces log-probabilities among the few tokens by
-    those among all.
+    A step needs no more: the best continuations of a sentence are among the best of its beams. They
+    take far less memory than the logits of a vocabulary, of which transformers holds four copies.
+    As the only logits processor, this replaces log-probabilities over the few tokens by those over
+    all.
 
     Attributes:
         model: A copy of the model whose `forward` returns logits of the best tokens, best first,
@@ -133,7 +133,7 @@ class BestTokens(LogitsProcessor):
         self.model._get_top_k_continuations = self.continuations
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.Tensor:
-        """Log-probabilities (rows, count), whatever the scores among the few."""
+        """Log-probabilities (rows, count) over the whole vocabulary."""
         return self.log_probs
 
     def continuations(self, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -171,8 +171,8 @@ class BestTokens(LogitsProcessor):
 
 
 def topk(scores: torch.Tensor, count: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scores.topk(count)`, in half the time for a few of many: the best are in those columns of
-    `rows` scores whose best are the best."""
+    """Same as `scores.topk(count)`, in half the time for a few of many. Scores are arranged in
+    columns of `rows`: the `count` columns with the highest maxima contain the best."""
     if scores.shape[1] % rows or scores.shape[1] < rows * count:
         return scores.topk(count)
     columns = scores.unflatten(1, (rows, -1))

@@ -90,9 +90,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"d_model": 128, **_ffn(256), **_heads(4), **_layers(4), "dropout": 0.3},
 }
 
-# What no model has more of, so that a hostile file can't name what takes all memory or time: a
-# thousand layers are the deepest published (https://arxiv.org/abs/2203.00555), and float32, in
-# which positions are encoded, counts no further than 2^24.
+# The largest sizes, so that a hostile file can't claim all memory or time: a thousand layers are
+# the deepest published (https://arxiv.org/abs/2203.00555), and float32, in which positions are
+# encoded, counts no further than 2^24.
 MOST_LAYERS, MOST = 1000, 2**24
 
 

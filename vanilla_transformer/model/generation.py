@@ -38,7 +38,7 @@ from .validation import expect_generation_options, expect_in_range, expect_promp
 
 # What a generation config may hold besides transformers' own fields.
 OWN_OPTIONS = ("length_penalty_type", "extra_output_tokens", "max_length_factor")
-# What limits an output: of options that are set in the same place, the first holds.
+# Options that limit an output. If several are set in the same place, the first one applies.
 LIMITS = ("max_new_tokens", "max_length", "max_length_factor", "extra_output_tokens")
 # By `length_penalty_type`, a and b of (a + length) / b, which takes the length's place. "gnmt", the
 # paper's, is equation 14 of https://arxiv.org/abs/1609.08144; "avg" and "wu" are OpenNMT-py's.

@@ -1,5 +1,5 @@
-"""Who looks at what the modules of a model compute, or has put modules of their own there: both see
-whole batches, padding included."""
+"""Finds hooks on a model's modules, and modules from elsewhere: both get whole batches, padding
+included."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 
-# Whose hooks take any layout of a batch: they shard, move or record.
+# The packages whose hooks accept any layout of a batch: they shard, move or record.
 INDIFFERENT = (
     "torch.",
     "accelerate.",
@@ -16,7 +16,7 @@ INDIFFERENT = (
     "transformers.modeling_utils",
     "transformers.utils.output_capturing",
 )
-# Where the modules are from that treat each position alike, or know rows that are packed.
+# The packages whose modules treat each position alike, or support packed rows.
 POSITION_WISE = (
     f"{__package__}.modeling_vanilla_transformer",
     "torch.nn.modules.activation",
@@ -50,7 +50,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def are_all_watched() -> bool:
-    """Whether all modules that there are, whoever made them, have such hooks."""
+    """Whether such a hook is registered for all modules of the process."""
     return any(
         _depends_on_rows(hook)
         for kind in ("forward_pre", "forward", "backward_pre", "backward")
@@ -63,8 +63,8 @@ def _depends_on_rows(hook: Callable[..., Any]) -> bool:
 
 
 def is_position_wise(module: nn.Module) -> bool:
-    """Whether packed rows are the same to the module as a batch: nothing in it, a method that was
-    replaced included, is from elsewhere, and may treat them as one long row."""
+    """Whether the module gives the same for packed rows as for a batch: it has no part, and no
+    replaced method, from another package, which may treat them as one long row."""
     return all(
         str(getattr(part.forward, "__module__", None)).startswith(POSITION_WISE)
         for part in module.modules()

@@ -25,7 +25,7 @@ Regularizer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def can_fuse(config: PreTrainedConfig, projection: nn.Module) -> bool:
-    """Whether `fused_linear_cross_entropy` may stand in for this projection and the loss."""
+    """Whether `fused_linear_cross_entropy` can replace this projection and the loss."""
     is_eager = config._attn_implementation == "eager"
     return not (is_eager or is_transformed()) and is_plain_matrix(projection)
 
@@ -72,7 +72,7 @@ def fused_linear_cross_entropy(
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
-    """What computes `fused_linear_cross_entropy`.
+    """The autograd function of `fused_linear_cross_entropy`.
 
     With p = softmax(states projection^T), the gradient at the logits is p less (1 - eps) on the
     label less eps / V everywhere. The last part is the same in each column, as is its part in the

@@ -1,6 +1,6 @@
 # Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
-"""What every model is to transformers, and the paper does not speak of: how weights start, what
-runs in parallel, and matrices that grow and shrink."""
+"""The base class of all models, with what the paper leaves open: how weights are initialized,
+saved, run in parallel and resized."""
 
 import re
 from itertools import chain
@@ -39,8 +39,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Start a module's weights. The paper does not say how; this is tensor2tensor's start, but
-        for the last matrix of each sub-layer, which `initializer="depth_scaled"` makes smaller.
+        """Initialize a module. The paper does not say how. This is tensor2tensor's way, except that
+        `initializer="depth_scaled"` makes the last matrix of each sub-layer smaller.
 
         | weights                                          | start                         |
         |--------------------------------------------------|-------------------------------|
@@ -50,8 +50,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         | biases                                           | 0                             |
         | layer normalization                              | gain 1, bias 0                |
 
-        A post-norm stack then starts near the identity, and learns sooner and at higher rates
-        (Zhang et al., 2019, https://arxiv.org/abs/1908.11365; the factor is that of GPT-2).
+        Post-norm stacks then start close to the identity, and learn sooner and at higher rates
+        (Zhang et al., 2019, https://arxiv.org/abs/1908.11365). The factor is GPT-2's.
         """
         if isinstance(module, nn.Embedding) or module is self.get_output_embeddings():
             init.normal_(module.weight, std=self.config.d_model**-0.5)
@@ -65,8 +65,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
-        """As transformers', which takes memory for all that a checkpoint lacks before it says so
-        (5.17 to 5.24)."""
+        """Same as transformers' method, but refuses a checkpoint that lacks most weights.
+        transformers (5.17 to 5.24) allocates them before it reports them."""
         if load_config.pretrained_model_name_or_path is not None:
             expect_weights(model, loading_info.missing_and_mismatched())
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
@@ -78,9 +78,9 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         state_dict: dict[str, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As transformers', but the configuration says whether matrices that were built as one
-        still are. PEFT trains one of them apart from the others, and calls those of two
-        vocabularies untied: the checkpoint would lack matrices, or tie what is not the same."""
+        """Same as transformers' method, but sets `tie_word_embeddings` by comparing the matrices.
+        PEFT trains one of the tied matrices apart from the others, and calls those of two
+        vocabularies untied: the checkpoint would lack matrices, or tie different ones."""
         matrices = self._matrices_built_as_one()
         if len(matrices) > 1:
             is_tied, first = self.config.tie_word_embeddings, matrices[0]
@@ -96,19 +96,26 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     def _matrices_built_as_one(self) -> list[nn.Parameter]:
         """The embeddings and the projection for which the model was built with one matrix; none if
         there was none, or where one is adapted, quantized, sharded or offloaded."""
-        stacks = self._stacks() if hasattr(self.base_model, "shared") else []
         if self.config.decoder_vocab_size is not None:
             stacks = [self.get_decoder()]
-        modules = [*(stack.embed_tokens for stack in stacks), self.get_output_embeddings()]
-        found = [module for module in modules if module is not None] if stacks else []
-        if any(type(module) not in (nn.Embedding, nn.Linear) for module in found):
+        elif hasattr(self.base_model, "shared"):
+            stacks = self._stacks()
+        else:
             return []
-        matrices = [module.weight for module in found]
-        is_plain = all(type(one) is nn.Parameter and not one.is_meta for one in matrices)
-        return matrices if is_plain else []
+        modules = [stack.embed_tokens for stack in stacks]
+        if (projection := self.get_output_embeddings()) is not None:
+            modules.append(projection)
+        is_plain = all(
+            type(module) in (nn.Embedding, nn.Linear)
+            and type(module.weight) is nn.Parameter
+            and not module.weight.is_meta
+            for module in modules
+        )
+        return [module.weight for module in modules] if is_plain else []
 
     def init_parallel_plans(self) -> None:
-        """Keep of the plans, which serve every class and each stack, what names a part of this."""
+        """Drop the entries of the plans that name no part of this model: one plan serves all
+        classes."""
         super().init_parallel_plans()
         parts = chain(self.named_modules(), self.named_parameters())
         names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in parts}
@@ -121,7 +128,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return getattr(*self._embedding_owner())
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Put another matrix in the place of `get_input_embeddings`'s, in every stack."""
+        """Replace the matrix of `get_input_embeddings`, in every stack that uses it."""
         owner, name = self._embedding_owner()
         setattr(owner, name, value)
         if name == "shared":
@@ -141,7 +148,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Embedding:
-        """The source's matrix; the target's and the projection follow if the vocabulary is one."""
+        """Resize the source's matrix, and, with one vocabulary, the target's and the projection."""
         sizes = (new_num_tokens, pad_to_multiple_of, mean_resizing)
         if self.config.is_encoder_decoder and not self.config.shares_embeddings:
             # the base class resizes the source's and the projection, never the target's
@@ -183,7 +190,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return decoder.embed_tokens
 
     def get_position_embeddings(self) -> nn.Embedding | tuple[nn.Embedding, ...]:
-        """The learned positions, those of encoder and decoder where there are both.
+        """The learned positions; a pair if there are an encoder and a decoder.
 
         Raises:
             ValueError: The positions are sinusoids: nothing is learned, and there is no limit.
@@ -197,7 +204,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return positions if self.config.is_encoder_decoder else positions[0]
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
-        """Give every stack so many learned positions, the old ones kept as far as they go.
+        """Change the number of learned positions of every stack. Those that remain keep their
+        vectors.
 
         Raises:
             ValueError: The positions are sinusoids, or the number is not positive.
@@ -218,12 +226,13 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
             stack.embed_positions = new.requires_grad_(old.weight.requires_grad)
 
     def _stacks(self) -> list[nn.Module]:
-        """Encoder and decoder, as far as they are there."""
+        """The encoder, the decoder or both."""
         return [module for module in self.modules() if hasattr(module, "embed_positions")]
 
 
 def _without_shared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a model that was built tied, for one that is not: each stack has its own."""
+    """The weights of a model that was built tied, as those of an untied one: each stack has its
+    own."""
     return {
         name: weight.clone() if name.endswith("embed_tokens.weight") else weight
         for name, weight in weights.items()
@@ -232,14 +241,14 @@ def _without_shared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def own_class(model: nn.Module) -> type[nn.Module]:
-    """The class that a model was made of. FSDP2 replaces it by a subclass, which no other process
-    can find, and which no saved model may name."""
+    """The original class of a model. FSDP2 replaces it with a subclass that only this process has,
+    so a saved model must not name it."""
     kinds = type(model).__mro__
     return next(kind for kind in kinds if not kind.__module__.startswith("torch.distributed"))
 
 
 def scale_sublayers(layers: nn.ModuleList, initializer: str) -> None:
-    """Note on the last matrix of each sub-layer by what its start is multiplied."""
+    """Set `init_gain`, the factor of `_init_weights`, on the last matrix of each sub-layer."""
     if initializer == "tensor2tensor":
         return
     modules = layers.named_modules()
@@ -249,7 +258,7 @@ def scale_sublayers(layers: nn.ModuleList, initializer: str) -> None:
 
 
 def output_recorders(layer: type[nn.Module], attention: type[nn.Module]) -> dict[str, Any]:
-    """What transformers may record of a stack: each layer's output, and the attentions' weights."""
+    """What transformers records of a stack: the outputs of layers, and the weights of attention."""
     states = OutputRecorder(layer)
     recorders = {"hidden_states": states, "attentions": OutputRecorder(attention, 1, "self_attn")}
     states.num_hidden_layers_key = "encoder_layers"  # a field since transformers 5.18

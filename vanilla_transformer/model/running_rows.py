@@ -18,9 +18,8 @@ MASKS = {"attention_mask", "decoder_attention_mask"}
 def running_rows(
     model: Any, input_ids: torch.LongTensor, options: dict[str, Any]
 ) -> "RunningRows | None":
-    """What leaves out rows that have ended in a search with these options; None where somebody may
-    look at them, or at the cache, and where beams are drawn by chance: with fewer steps, the next
-    batch would draw others."""
+    """The rows of a search with these options; None if the caller may see ended rows or the cache,
+    or if beams are sampled: fewer steps would change the samples of the next batch."""
     config = options["generation_config"]
     cache: Any = options.get(CACHE_NAME)
     if not may_replace_forward(model) or not is_generation_cache(cache):
@@ -74,9 +73,9 @@ class RunningRows:
     def has_unfinished(
         self, can_improve: torch.Tensor, is_finished: torch.Tensor, hits: torch.Tensor, early: Any
     ) -> torch.Tensor:
-        """As `GenerationMixin._beam_search_has_unfinished_sequences` (5.17 to 5.24). Nothing
-        changes for a source that can't improve, (sources, 1), nor with `early_stopping=True` for
-        one whose hypotheses, (sources, beams), are all finished."""
+        """As `GenerationMixin._beam_search_has_unfinished_sequences` (5.17 to 5.24). A source has
+        ended if it can't improve, (sources, 1), or, with `early_stopping=True`, if all of its
+        hypotheses, (sources, beams), are finished."""
         self._has_ended = ~can_improve[:, 0]
         if early is True:
             self._has_ended = self._has_ended | is_finished.all(1)

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class ResumableEarlyStoppingCallback(EarlyStoppingCallback):
-    """Counts on from the checkpoint's evaluations without an improvement."""
+    """Early stopping that, after resuming, continues to count the evaluations without an
+    improvement."""
 
     def on_train_begin(
         self,

@@ -30,9 +30,8 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
     After a signal, training saves a checkpoint at the end of the current step and stops; an
     evaluation stops at once. A second, equal signal ends the program immediately. The signal may
     reach one process or several: all of them stop after the same step. When training resumes, it
-    first repeats the evaluation that was interrupted. A run that had made its last step makes no
-    other. A checkpoint that only a signal made takes no part in averages, and is the first to be
-    deleted.
+    first repeats the evaluation that was interrupted. A finished run makes no further step. A
+    checkpoint that only a signal made takes no part in averages, and is the first to be deleted.
 
     This replaces transformers' `enable_jit_checkpoint`, which waits for three seconds, knows only
     SIGTERM, and lets the processes stop at different steps.

@@ -132,11 +132,11 @@ class CTranslate2Engine:
         )
 
     def _follow_seed(self) -> None:
-        """Take a seed from torch's generator, unless nobody has used that since the last time. So
-        the samples after `torch.manual_seed` are the same each time, as those of our models.
+        """Take a seed from torch's generator if that has changed since the last call. So samples
+        after `torch.manual_seed` are reproducible, as with our models.
 
-        The engine seeds the generator of a thread once. So another seed needs other threads, which
-        only another translator has.
+        The engine seeds the generator of a thread once. So a new seed needs new threads, and these
+        need a new translator.
         """
         import ctranslate2
 
