@@ -383,6 +383,11 @@ def test_of_two_processes_one_is_told_and_both_stop_after_the_same_step(checkpoi
         ({}, {"learning_rate": 0.5}, r"learning_rate=0.5: expected 0.001, as in .*checkpoint-2"),
         ({"lowercase": True}, {}, r"lowercase=True: expected False"),
         (
+            {},
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"},
+            "lr_scheduler_type='reduce_lr_on_plateau': expected 'linear'",
+        ),
+        (
             {"tokenizer_name": "elsewhere/other"},
             {},
             r"tokenizer_name=\['other'\]: expected \['mine'",
@@ -401,7 +406,8 @@ def test_a_resumed_training_does_not_ignore_an_option(
     callback = OptionsCallback(all_options({}))
     small_trainer(tmp_path, tokenizer, callback, max_steps=2).train()
     checkpoint = tmp_path / "checkpoint-2"
-    expect_same_options(checkpoint, all_options({"tokenizer_name": "moved/mine"}, max_steps=9))
+    changed = {"max_steps": 9, "lr_scheduler_type": "cosine"}
+    expect_same_options(checkpoint, all_options({"tokenizer_name": "moved/mine"}, **changed))
     with pytest.raises(ValueError, match=message):
         expect_same_options(checkpoint, all_options(model_options, **options))
 

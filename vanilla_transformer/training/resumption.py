@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from .. import model
 from ..data.tokenizer_options import TokenizerArguments
-from .arguments import ModelArguments, TranslationTrainingArguments
+from .arguments import SCHEDULES_BY_METRIC, ModelArguments, TranslationTrainingArguments
 from .checkpoints import checkpoints_by_step, find_defect, last_complete_checkpoint
 from .distributed import (
     FULL_OPTIMIZER,
@@ -33,7 +33,8 @@ from .distributed import (
 logger = logging.getLogger(__name__)
 
 OPTIMIZER = (
-    "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim"
+    "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim",
+    "lr_scheduler_type",
 )  # fmt: skip
 CARD = "README.md"
 CODE = Path(model.__file__).parent  # each model carries a copy
@@ -181,8 +182,11 @@ def fixed_options(
 
 def expect_same_options(checkpoint: str | Path, options: dict[str, Any]) -> None:
     """Raise a ValueError if a checkpoint was trained with others of these options. One that was
-    saved without them is not checked."""
+    saved without them is not checked. The schedule may change, except to or from one that follows a
+    metric: their states differ."""
     for name, before in (_saved(checkpoint, "options") or {}).items():
+        if name == "lr_scheduler_type" and not {before, options[name]} & set(SCHEDULES_BY_METRIC):
+            continue
         if name in options and options[name] != before:
             raise ValueError(
                 f"{name}={options[name]!r}: expected {before!r}, as in {checkpoint}, from which "
