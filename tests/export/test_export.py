@@ -182,15 +182,31 @@ def test_scores_are_compared_for_equal_tokens_alone(saved, tokenizer):
     assert (different["equal"], different["difference"]) == (0, None)
 
 
-def test_translations_without_an_end_are_equal_in_a_class_of_transformers(saved, tmp_path):
-    """Its limit of length is another."""
+@pytest.mark.parametrize(
+    ("limit", "length"), [({"extra_output_tokens": 5}, 1 + 12), ({"max_length_factor": 2}, 1 + 14)]
+)
+def test_translations_without_an_end_are_equal_in_a_class_of_transformers(
+    saved, tmp_path, monkeypatch, limit, length
+):
+    """Its limit of length is another, and both get the model's, of 7 source tokens."""
     model, folder = saved(layer_norm_eps=1e-5)
-    model.generation_config.update(suppress_tokens=[2], extra_output_tokens=5)
+    fields = {"suppress_tokens": [2], **limit}
+    model.generation_config.update(**fields, allow_custom_entries=True)
     model.generation_config.save_pretrained(folder)
     (tmp_path / "lines").write_text("the lake is deep\n\na house\n")
-    table = check(folder, export(folder, tmp_path / "exported", "marian"), tmp_path / "lines")
+    exported = export(folder, tmp_path / "exported", "marian")
+    lengths, generate = [], model.generate
+
+    def spy(self, **inputs):
+        output = generate.__func__(self, **inputs)
+        lengths.append(getattr(output, "sequences", output).shape[1])
+        return output
+
+    monkeypatch.setattr(type(model), "generate", spy)
+    table = check(folder, exported, tmp_path / "lines")
     assert "equal translations                     3 (100.0%)" in table
     assert "no equal translations" not in table
+    assert lengths == [length] * 2
 
 
 @pytest.mark.slow

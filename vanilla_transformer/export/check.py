@@ -4,13 +4,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..conversion.check import as_table, in_batches
 from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
-from ..model.generation import first_given
+from ..model.generation import GenerationOptions
 
 BATCH, BEAMS = 32, 4
 # Files that hold weights, by their ends.
@@ -95,9 +96,10 @@ def _limit(model: tuple[Any, Any], exported: Any, lines: list[str]) -> dict[str,
     has_own = ours.max_length is not None or ours.max_new_tokens is not None
     if has_own or hasattr(exported, "extra_output_tokens"):
         return {}
-    extra = first_given(getattr(ours, "extra_output_tokens", None), model[0].extra_output_tokens)
     longest = max(map(len, model[1](lines)["input_ids"]))
-    return {"max_length": min(longest + extra, theirs.max_length)}
+    options = GenerationOptions(ours, None, {})
+    model[0]._limit_by_source(torch.ones(1, longest), 1, options)
+    return {"max_length": min(1 + options["max_new_tokens"], theirs.max_length)}
 
 
 def size(folder: Path) -> int:
