@@ -329,15 +329,25 @@ def test_what_reached_its_length_limit_is_known(model, tokenizer, options, monke
     assert whole[0][0].token_ids[-1] == 2
 
 
+@pytest.mark.parametrize("pad", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
-def test_what_is_cut_at_its_own_limit_is_the_same_alone(model, tokenizer, options):
+def test_what_is_cut_at_its_own_limit_is_the_same_alone(model, tokenizer, options, pad):
+    """Also where </s> is the padding, too."""
     lines = ["see", "a house by the lake"]
-    options = {"extra_output_tokens": 2, "suppress_tokens": [2], **options}
+    options = {"extra_output_tokens": 2, "suppress_tokens": [2], "pad_token_id": pad, **options}
     batch = [found for (found,) in translate_n_best(lines, model, tokenizer, None, **options)]
     for line, together in zip(lines, batch, strict=True):
         ((alone,),) = translate_n_best([line], model, tokenizer, None, **options)
         assert together.token_ids == alone.token_ids
         assert not together.is_complete
+
+
+def test_the_limit_of_a_given_generation_config_goes_before_the_models(model, tokenizer):
+    lines = ["see", "a house by the lake"]
+    given = copy.deepcopy(model.generation_config)
+    given.update(max_new_tokens=60, suppress_tokens=[2])
+    found = list(translate_n_best(lines, model, tokenizer, None, generation_config=given))
+    assert [len(one.token_ids) for (one,) in found] == [60, 60]
 
 
 def test_samples_need_no_beams(model, tokenizer):

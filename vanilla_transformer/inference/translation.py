@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..model.generation import (
     LIMITS,
     GenerationOptions,
+    SourceLengthCriteria,
     VanillaTransformerGenerationMixin,
     first_given,
 )
@@ -272,7 +273,8 @@ def decoder_start(
 
 
 def _options(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> GenerationOptions:
-    return GenerationOptions(model.generation_config, None, generate_kwargs)
+    kwargs = dict(generate_kwargs)
+    return GenerationOptions(model.generation_config, kwargs.pop("generation_config", None), kwargs)
 
 
 class Batches(NamedTuple):
@@ -371,23 +373,41 @@ class Batches(NamedTuple):
             options["output_scores"] = not samples(model, options)
         with torch.inference_mode():
             output = model.generate(**inputs, **options)
-        sequences = getattr(output, "sequences", output)
-        found = self._hypotheses(sequences, 1 + len(rows[0][1]))
+        sequences, prompt_length = getattr(output, "sequences", output), 1 + len(rows[0][1])
+        ends = self._row_ends(inputs["attention_mask"], prompt_length, sequences.shape[1])
+        found = self._hypotheses(sequences, prompt_length, [end for end in ends for _ in range(n)])
         scores = getattr(output, "sequences_scores", None)
         if scores is not None:
             found = [h._replace(score=s) for h, s in zip(found, scores.tolist(), strict=True)]
         return [found[start : start + n] for start in range(0, len(found), n)]
 
-    def _hypotheses(self, sequences: torch.Tensor, prompt_length: int) -> list[Hypothesis]:
-        """The hypotheses in (rows, length) token ids, of which the first are the prompt."""
+    def _row_ends(self, mask: torch.Tensor, prompt_length: int, length: int) -> list[int]:
+        """The most tokens of each source's targets, of which the first are the prompt: what comes
+        after them is padding, also where that is an end."""
+        if not hasattr(self.model, "extra_output_tokens"):
+            return [length] * len(mask)
+        options = _options(self.model, {**self.generate_kwargs, "attention_mask": mask})
+        limit_by_source: Any = VanillaTransformerGenerationMixin._limit_by_source
+        limit_by_source(self.model, mask, prompt_length, options)
+        for criteria in options.kwargs.get("stopping_criteria") or []:
+            if isinstance(criteria, SourceLengthCriteria):
+                return criteria.max_lengths.tolist()
+        return [length] * len(mask)
+
+    def _hypotheses(
+        self, sequences: torch.Tensor, prompt_length: int, row_ends: list[int]
+    ) -> list[Hypothesis]:
+        """The hypotheses in (rows, length) token ids, of which the first are the prompt, and each
+        row's most tokens."""
         options = _options(self.model, self.generate_kwargs)
         ends, pad = options.ends(), options["pad_token_id"]
         texts = self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
         found = []
-        for text, row in zip(texts, sequences.tolist(), strict=True):
-            new = range(prompt_length, len(row))
+        for text, row, most in zip(texts, sequences.tolist(), row_ends, strict=True):
+            length = min(len(row), most)
+            new = range(prompt_length, length)
             end = next((place + 1 for place in new if row[place] in ends), None)
-            length = len(row) if end is None else end
+            length = length if end is None else end
             while end is None and length > prompt_length and row[length - 1] == pad:
                 length -= 1
             is_complete = end is not None or not ends
