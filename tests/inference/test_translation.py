@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -303,13 +304,36 @@ def test_a_table_that_grows_is_no_limit():
     assert position_limit(model) is None
 
 
-def test_saved_stop_strings_are_refused_before_the_work(model, tokenizer, monkeypatch):
-    monkeypatch.setattr(model.generation_config, "stop_strings", ["See"])
-    message = r"stop_strings=\['See'\] in the generation config: expected null"
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"stop_strings": ["See"]},
+        {"token_healing": True},
+        {"num_beam_groups": 2, "num_beams": 4},
+        {"penalty_alpha": 0.6},
+        {"dola_layers": "low"},
+        {"force_words_ids": [[5]], "num_beams": 2},
+    ],
+    ids=lambda saved: next(iter(saved)),
+)
+def test_a_saved_search_that_cannot_work_is_refused_before_the_work(
+    model, tokenizer, monkeypatch, saved
+):
+    for name, value in saved.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    name, value = next(iter(saved.items()))
+    message = re.escape(f"{name}={value!r} in the generation config: expected null")
     with pytest.raises(ValueError, match=message):
         list(translate([], model, tokenizer))
     with pytest.raises(ValueError, match=message):
         expect_valid_options(model, {})
+
+
+def test_a_saved_option_of_another_search_does_not_matter(model, tokenizer, monkeypatch):
+    expected = list(translate(LINES, model, tokenizer, num_beams=2, max_new_tokens=6))
+    monkeypatch.setattr(model.generation_config, "penalty_alpha", 0.6)
+    monkeypatch.setattr(model.generation_config, "num_beam_groups", 1)
+    assert list(translate(LINES, model, tokenizer, num_beams=2, max_new_tokens=6)) == expected
 
 
 def test_there_is_a_prefix_for_each_line(model, tokenizer):

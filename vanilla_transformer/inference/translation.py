@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerationMode
 
 from ..model.generation import (
     LIMITS,
@@ -26,6 +27,14 @@ DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
 
 # Lines are sorted by length within this many batches, so that little padding is needed.
 BATCHES_PER_WINDOW = 64
+
+# The searches that transformers moved out of the library, each with the option that asks for it.
+MOVED = {
+    GenerationMode.CONSTRAINED_BEAM_SEARCH: "force_words_ids",
+    GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
+    GenerationMode.DOLA_GENERATION: "dola_layers",
+    GenerationMode.GROUP_BEAM_SEARCH: "num_beam_groups",
+}
 
 # The names of tables of positions, as in BART, BERT and GPT-2.
 POSITION_TABLES = ("embed_positions", "position_embeddings", "wpe")
@@ -84,7 +93,7 @@ def translate(
 
     Raises:
         ValueError: `batch_size` or `max_tokens` is not positive, a prefix is as long as the longest
-            translation, or the generation config has `stop_strings`.
+            translation, or the generation config asks for what transformers lacks.
     """
     batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
     for hypotheses in batches.hypotheses(None, show_progress, together):
@@ -130,16 +139,29 @@ def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> Non
             raise ValueError(
                 f"{name}={value}: expected at most {most}, where the table of positions ends"
             )
-    _expect_no_stop_strings(model, options)
+    _expect_known_search(model, options)
     _options(model, options).use_length_penalty_type()
     GenerationConfig(**config)
 
 
-def _expect_no_stop_strings(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    if (found := _options(model, options)["stop_strings"]) is not None:
+def _expect_known_search(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    found, search = _options(model, options), GenerationConfig()
+    for name in ("stop_strings", "token_healing"):
+        if found[name] not in (None, False):
+            raise ValueError(
+                f"{name}={found[name]!r} in the generation config: expected null, as translations "
+                "end with an eos_token, and begin with whole tokens"
+            )
+    if found["custom_generate"] is not None:
+        return
+    for name in ("num_beams", "do_sample", "top_k", *MOVED.values()):
+        setattr(search, name, found[name])
+    search.top_k = first_given(search.top_k, 50)  # transformers' default
+    if (mode := search.get_generation_mode()) in MOVED:
+        name = MOVED[mode]
         raise ValueError(
-            f"stop_strings={found!r} in the generation config: expected null, as translations end "
-            "with an eos_token"
+            f"{name}={found[name]!r} in the generation config: expected null, as transformers has "
+            f"no {mode.value} any more; `translate` takes one as --custom_generate"
         )
 
 
@@ -295,7 +317,7 @@ class Batches(NamedTuple):
         for name, value in (("batch_size", self.batch_size), ("max_tokens", self.max_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a positive integer")
-        _expect_no_stop_strings(self.model, self.generate_kwargs)
+        _expect_known_search(self.model, self.generate_kwargs)
         self.model.eval()
         rank, processes = 0, 1
         if together:
