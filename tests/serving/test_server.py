@@ -15,6 +15,7 @@ pytest.importorskip("uvicorn", reason="needs vanilla-transformer[serve]")
 
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.translation import translate
 from vanilla_transformer.serving.arguments import ServingArguments
 from vanilla_transformer.serving.languages import find_pairs
@@ -64,6 +65,15 @@ def test_a_card_may_name_norwegian_and_a_folder_may_have_an_equals_sign(folders,
 def test_a_bad_model_is_refused_before_one_is_loaded(folders, no_loading, models, kind, message):
     with pytest.raises(kind, match=message):
         serve(models, ServingArguments(port=0), no_loading)
+
+
+def test_a_model_that_cannot_translate_as_it_was_saved_is_refused(checkpoint, tmp_path):
+    """Each request failed with status 500."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**config, "stop_strings": ["x"]}))
+    with pytest.raises(ValueError, match=r"/model: stop_strings=\['x'\] in the generation config"):
+        serve([f"en-de={folder}"], ServingArguments(port=0), LoadingArguments(device="cpu"))
 
 
 def test_a_port_in_use_is_refused_before_a_model_is_loaded(folders, no_loading):

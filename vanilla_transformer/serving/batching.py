@@ -10,6 +10,7 @@ from fastapi import HTTPException
 from prometheus_client import Counter, Histogram
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..inference.loading import LoadingArguments
 from ..inference.translation import position_limit, translate, translate_n_best
 from .arguments import ServingArguments
 
@@ -17,6 +18,23 @@ SENTENCES = Histogram(
     "vanilla_transformer_batch_sentences", "Sentences per batch", buckets=[2**n for n in range(11)]
 )
 TOKENS = Counter("vanilla_transformer_source_tokens", "Source tokens, without padding")
+
+
+def load_translator(
+    name: str, arguments: ServingArguments, loading: LoadingArguments
+) -> "BatchingTranslator":
+    """The translator of a model, which has translated a word: a server whose requests would all
+    fail is not started.
+
+    Raises:
+        ValueError: The model can't generate with its generation config and the options.
+    """
+    model, tokenizer = loading.load(name)
+    try:
+        list(translate(["one"], model, tokenizer, **arguments.generate_kwargs()))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return BatchingTranslator(model, tokenizer, arguments)
 
 
 class Translator(Protocol):

@@ -16,7 +16,7 @@ from transformers import HfArgumentParser
 from ..inference.loading import LoadingArguments
 from .app import make_app
 from .arguments import RayArguments, ServingArguments
-from .batching import BatchingTranslator
+from .batching import load_translator
 from .languages import Pair, find_pairs
 from .server import bind
 
@@ -31,7 +31,7 @@ class ModelReplica:
     """A model with its batches, in a process of its own."""
 
     def __init__(self, name: str, arguments: ServingArguments, loading: LoadingArguments) -> None:
-        self.translator = BatchingTranslator(*loading.load(name), arguments)
+        self.translator = load_translator(name, arguments, loading)
 
     async def translate(self, sentences: list[str], n_best: int) -> list[list[str]]:
         """As in `Translator`."""

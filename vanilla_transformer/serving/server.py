@@ -8,7 +8,7 @@ import uvicorn
 from ..inference.loading import LoadingArguments
 from .app import make_app
 from .arguments import ServingArguments
-from .batching import BatchingTranslator
+from .batching import load_translator
 from .languages import find_pairs
 
 logger = logging.getLogger(__name__)
@@ -27,13 +27,14 @@ def serve(models: list[str], arguments: ServingArguments, loading: LoadingArgume
         loading: How to load the models.
 
     Raises:
-        ValueError: The port is in use, or two models translate the same languages.
+        ValueError: The port is in use, two models translate the same languages, or one can't
+            translate with its generation config and the options.
         FileNotFoundError: There is no such model.
     """
     pairs = find_pairs(models)
     with bind(arguments.host, arguments.port) as listener:
         translators = {
-            pair: BatchingTranslator(*loading.load(name), arguments) for pair, name in pairs.items()
+            pair: load_translator(name, arguments, loading) for pair, name in pairs.items()
         }
         config = uvicorn.Config(
             make_app(translators, arguments),
