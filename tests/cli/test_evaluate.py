@@ -6,6 +6,7 @@ import sys
 from contextlib import redirect_stderr
 
 import pytest
+import torch
 from conftest import run_module
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -47,6 +48,17 @@ def test_metrics_are_chosen_and_references_are_several(run):
     assert two["exact_match"] == pytest.approx(200 / 3)
     assert one["wer"] == pytest.approx(100 * 2 / 6)
     assert "nrefs:2" in two["ter_signature"]
+
+
+def test_a_model_that_samples_has_the_same_scores_each_time(run, checkpoint, tmp_path):
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    model.generation_config.update(do_sample=True, max_new_tokens=9)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "model")
+    flags = ["--model", "model", "--source", "source", "--target", "ref0", "--device", "cpu"]
+    first = run(*flags, "--metrics", "cer")
+    torch.manual_seed(1)
+    assert run(*flags, "--metrics", "cer") == first
 
 
 def test_translations_that_are_cut_are_counted(run, checkpoint, tmp_path):

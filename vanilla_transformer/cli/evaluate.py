@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from sacrebleu.metrics.base import Metric
 from transformers.hf_argparser import HfArg
 
@@ -36,7 +37,7 @@ from ..inference.translation import translate_n_best
 from .parser import CommandParser, expect_needed
 from .processes import Processes, join_processes
 from .table import table
-from .translation_job import report_limit
+from .translation_job import SEED, report_limit
 
 MODEL = "--model in place of --predictions"  # in errors
 
@@ -156,6 +157,7 @@ def translate_all(
     options: dict[str, Any] = {}
     if arguments.num_beams is not None:
         options["num_beams"] = arguments.num_beams
+    torch.manual_seed(SEED)  # for a model that was saved with do_sample
     found = translate_n_best(
         sources,
         model,

@@ -47,6 +47,7 @@ from .generation_options import (
 )
 from .parser import expect_needed
 
+SEED = 42  # of samples
 SAMPLES = 32  # candidates where nothing says how many
 
 
@@ -72,7 +73,7 @@ class TranslateArguments:
         help="Maximum number of source tokens in a batch, with padding. Replaces batch_size.",
     )
     compile: bool = HfArg(default=False, help="Compile the model, and use a static cache.")
-    seed: int = HfArg(default=42, help="Seed of --do_sample.")
+    seed: int = HfArg(default=SEED, help="Seed of --do_sample.")
     target_prefix_file: str | None = HfArg(
         default=None, help="File with the beginning of each translation; blank lines for none."
     )
