@@ -79,6 +79,10 @@ OPTIONS = {
     "min_new_tokens": {**GREEDY, "min_new_tokens": 12},
     "min_length": {**AGAIN, "min_length": 11},
     "two minima": {**GREEDY, "min_length": 11, "min_new_tokens": 2, "eos_token_id": [2, 218]},
+    "a minimum above the limit": {**AGAIN, "max_new_tokens": 4, "min_length": 9},
+    "a minimum above a row's limit": {
+        **AGAIN, "max_new_tokens": None, "extra_output_tokens": 0, "min_new_tokens": 5,
+    },
     "no repetition": {**GREEDY, "no_repeat_ngram_size": 2},
     "no repetition, beams": {**AGAIN, "no_repeat_ngram_size": 2},
     "repetition_penalty": {**GREEDY, "repetition_penalty": 1.3},

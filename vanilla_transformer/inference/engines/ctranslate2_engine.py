@@ -421,13 +421,15 @@ class Search:
         # In the engine, lengths include the prefix, and scores do not. Of a source that is only
         # </s>, it finds nothing, not even an end.
         engine, known = self.engine, self.prefix_length
+        options, longest = self.kwargs, known + limit
+        shortest = min(options["min_decoding_length"], longest)  # it refuses more than it may find
         results = engine.translator.translate_batch(
             [[engine.sources[number] for number in row] for row in rows],
             target_prefix=[[engine.targets[number] for number in row] for row in prefixes],
-            max_decoding_length=known + limit,
-            **self.kwargs,
+            max_decoding_length=longest,
+            **{**options, "min_decoding_length": shortest},
         )
-        undone = self.kwargs["length_penalty"]
+        undone = options["length_penalty"]
         return [
             [
                 Found(
