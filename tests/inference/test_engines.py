@@ -167,6 +167,12 @@ def test_samples_come_from_the_best_tokens(model, engine):
     assert {*found[:, 1].tolist()} == {*logits.topk(2).indices.tolist()}
 
 
+def test_samples_may_be_of_more_tokens_than_there_are(engine):
+    ids, mask = ragged(6)
+    options = {"num_beams": 1, "do_sample": True, "top_k": 10_000, "max_new_tokens": 1}
+    assert engine.generate(input_ids=ids, attention_mask=mask, **options).shape == (1, 2)
+
+
 def test_samples_are_the_same_after_the_same_seed_of_torch(engine):
     ids, mask = ragged(6, 3)
     options = {"num_beams": 1, "do_sample": True, "num_return_sequences": 9, "max_new_tokens": 9}

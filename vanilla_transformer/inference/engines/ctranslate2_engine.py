@@ -465,7 +465,7 @@ class Search:
             "return_scores": True,
             "max_input_length": 0,
             "min_decoding_length": shortest,
-            "sampling_topk": first_given(options["top_k"], 50) if samples else 1,
+            "sampling_topk": min(first_given(options["top_k"], 50), len(targets)) if samples else 1,
             "sampling_topp": first_given(options["top_p"], 1.0) if samples else 1.0,
             "sampling_temperature": first_given(options["temperature"], 1.0) if samples else 1.0,
         }
