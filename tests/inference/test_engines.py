@@ -86,8 +86,9 @@ OPTIONS = {
     "no repetition": {**GREEDY, "no_repeat_ngram_size": 2},
     "no repetition, beams": {**AGAIN, "no_repeat_ngram_size": 2},
     "repetition_penalty": {**GREEDY, "repetition_penalty": 1.3},
-    "bad words": {**GREEDY, "bad_words_ids": [[51], [60, 61]]},
-    "suppressed": {**GREEDY, "suppress_tokens": [51, 17]},
+    "bad words": {**GREEDY, "bad_words_ids": [[218], [213, 213]]},
+    "bad words that end": {**GREEDY, "bad_words_ids": [[218], [213]], "eos_token_id": [2, 218]},
+    "suppressed": {**GREEDY, "suppress_tokens": [218, 213]},
     "forced end": {"num_beams": 1, "extra_output_tokens": 3, "forced_eos_token_id": 2},
     "forced end, beams": {**BEAMS, "max_new_tokens": 5, "forced_eos_token_id": 17},
     "forced end, source + 3": {

@@ -450,7 +450,8 @@ class Search:
         shortest = max(self.prefix_length, (options["min_length"] or 1) - 1)
         if (new_tokens := options["min_new_tokens"]) is not None:
             shortest = self.prefix_length + new_tokens
-        unwanted = [*(options["bad_words_ids"] or [])]
+        ends = [[end] for end in options.ends()]  # which transformers leaves out
+        unwanted = [ids for ids in options["bad_words_ids"] or [] if ids not in ends]
         unwanted += [[id_] for id_ in options["suppress_tokens"] or []]
         return {
             "beam_size": self.num_beams,
