@@ -157,6 +157,7 @@ def test_a_line_has_one_translation_whatever_its_model_returns(model, tokenizer)
     several.generation_config.update(num_beams=3, num_return_sequences=3)
     expected = translate(LINES, model, tokenizer, num_beams=3, max_new_tokens=6)
     assert list(translate(LINES, several, tokenizer, max_new_tokens=6)) == list(expected)
+    expect_valid_options(several, {"num_beams": 2})  # fewer than the sequences
 
 
 def test_n_best_lists_are_ranked_by_the_scores_of_the_beam(model, tokenizer):

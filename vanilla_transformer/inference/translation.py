@@ -132,7 +132,7 @@ def translate_n_best(
 def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     """Raise a ValueError unless the model can generate with these options and its generation
     config."""
-    config = {**model.generation_config.to_dict(), **options}
+    config = {**model.generation_config.to_dict(), "num_return_sequences": 1, **options}
     expect_generation_options(config, getattr(model.config, "target_vocab_size", 2**31))
     for name, most in _most_tokens(model).items():
         if (value := config.get(name)) is not None and value > most:
