@@ -159,3 +159,16 @@ def test_8_bits_leave_room_for_sums_on_every_cpu(saved, tmp_path, monkeypatch):
     found, scale = (torch.tensor(each.numpy()) for each in (linear.weight, linear.weight_scale))
     assert (found.abs().amax(1) == 64).all()
     assert ((found / scale[:, None] - expected).abs() * scale[:, None]).max() <= 0.76
+
+
+def test_16_bits_never_become_8(saved, tmp_path):
+    # Few CPUs multiply 16-bit integers, and CTranslate2 takes 8 bits elsewhere.
+    model, folder = saved()
+    engine = load(export(folder, tmp_path / "out", "ctranslate2", "int16"))
+    assert engine.translator.compute_type in ("int16", "float32")
+    ids, mask = BATCH
+    labels = torch.tensor([[7, 8, 2], [9, 5, 2], [6, 2, -100]])
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    shifted = model.prepare_decoder_input_ids_from_labels(labels)
+    expected = token_scores(model.eval(), {**inputs, "decoder_input_ids": shifted})
+    torch.testing.assert_close(engine.token_scores(**inputs), expected, rtol=0, atol=2e-2)

@@ -50,6 +50,7 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
     model, tokenizer = read_model(model_folder)
     generation_config = _generation_config(model)
     spec = make_spec(model, tokenizer)
+    spec.config.add_attribute("quantization", quantization)
     spec.validate()
     spec.optimize(quantization)
     visit_spec(spec, _use_7_bits)

@@ -127,9 +127,20 @@ class CTranslate2Engine:
             str(self.folder),
             device=device.type,
             device_index=device.index or 0,
-            compute_type=self.compute_type,
+            compute_type=self._compute_type(device),
             intra_threads=torch.get_num_threads(),
         )
+
+    def _compute_type(self, device: torch.device) -> str:
+        """How to compute. Where a device lacks 16-bit integers, as most CPUs but Intel's do, the
+        engine would round them to 8 bits, whose sums may overflow: float32 keeps what they have."""
+        import ctranslate2
+
+        is_int16 = getattr(self.config, "quantization", None) == "int16"
+        if not is_int16 or self.compute_type != DTYPES["auto"]:
+            return self.compute_type
+        known = ctranslate2.get_supported_compute_types(device.type, device.index or 0)
+        return "int16" if "int16" in known else "float32"
 
     def _follow_seed(self) -> None:
         """Take a seed from torch's generator if that has changed since the last call. So samples
