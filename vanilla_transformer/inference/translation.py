@@ -29,7 +29,7 @@ DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
 BATCHES_PER_WINDOW = 64
 
 # The searches that transformers moved out of the library, each with the option that asks for it.
-MOVED = {
+MOVED_SEARCHES = {
     GenerationMode.CONSTRAINED_BEAM_SEARCH: "force_words_ids",
     GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
     GenerationMode.DOLA_GENERATION: "dola_layers",
@@ -154,11 +154,11 @@ def _expect_known_search(model: PreTrainedModel, options: dict[str, Any]) -> Non
             )
     if found["custom_generate"] is not None:
         return
-    for name in ("num_beams", "do_sample", "top_k", *MOVED.values()):
+    for name in ("num_beams", "do_sample", "top_k", *MOVED_SEARCHES.values()):
         setattr(search, name, found[name])
     search.top_k = first_given(search.top_k, 50)  # transformers' default
-    if (mode := search.get_generation_mode()) in MOVED:
-        name = MOVED[mode]
+    if (mode := search.get_generation_mode()) in MOVED_SEARCHES:
+        name = MOVED_SEARCHES[mode]
         raise ValueError(
             f"{name}={found[name]!r} in the generation config: expected null, as transformers has "
             f"no {mode.value} any more; `translate` takes one as --custom_generate"
@@ -404,11 +404,12 @@ class Batches(NamedTuple):
         return [found[start : start + n] for start in range(0, len(found), n)]
 
     def _row_ends(self, mask: torch.Tensor, prompt_length: int, length: int) -> list[int]:
-        """The most tokens of each source's targets, of which the first are the prompt: what comes
-        after them is padding, also where that is an end."""
-        if not hasattr(self.model, "extra_output_tokens"):
-            return [length] * len(mask)
+        """The most tokens of each source's targets, the prompt included. Further ones are padding,
+        which is no end of the target even if both have the same id."""
         options = _options(self.model, {**self.generate_kwargs, "attention_mask": mask})
+        pads_with_end = options["pad_token_id"] in {None, *options.ends()}
+        if not (pads_with_end and hasattr(self.model, "extra_output_tokens")):
+            return [length] * len(mask)
         limit_by_source: Any = VanillaTransformerGenerationMixin._limit_by_source
         limit_by_source(self.model, mask, prompt_length, options)
         for criteria in options.kwargs.get("stopping_criteria") or []:
