@@ -182,6 +182,17 @@ def test_scores_are_compared_for_equal_tokens_alone(saved, tokenizer):
     assert (different["equal"], different["difference"]) == (0, None)
 
 
+def test_a_model_that_samples_is_compared_without_sampling(saved, tmp_path, to):
+    """And without a repetition penalty in beams, which CTranslate2 does not have."""
+    model, folder = saved(layer_norm_eps=1e-5)
+    fields = {"do_sample": True, "repetition_penalty": 1.2, "max_new_tokens": 5}
+    model.generation_config.update(**fields)
+    model.generation_config.save_pretrained(folder)
+    (tmp_path / "lines").write_text("the lake is deep\n\na house\n")
+    table = check(folder, export(folder, tmp_path / "exported", to), tmp_path / "lines")
+    assert "equal translations                     3 (100.0%)" in table
+
+
 @pytest.mark.parametrize(
     ("limit", "length"), [({"extra_output_tokens": 5}, 1 + 12), ({"max_length_factor": 2}, 1 + 14)]
 )

@@ -67,20 +67,21 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
         lines: Source lines.
 
     Returns:
-        `equal`, the number of equal translations with the model's own search; `difference`, the
-        largest difference of scores between best hypotheses of the same tokens, in beam search,
-        or None if there are none; `speeds` of model and export, in lines per second.
+        `equal`, the number of equal translations with the model's own search, without sampling;
+        `difference`, the largest difference of scores between best hypotheses of the same tokens,
+        in beam search without a repetition penalty, which CTranslate2 lacks there, or None if there
+        are none; `speeds` of model and export, in lines per second.
     """
     seconds, equal = [0.0, 0.0], 0
     differences = []
     for batch in in_batches(lines, BATCH):
-        limit, texts = _limit(model, exported[0], batch), []
+        search, texts = {"do_sample": False, **_limit(model, exported[0], batch)}, []
         for number, pair in enumerate((model, exported)):
             start = time.perf_counter()
-            texts.append(list(translate(batch, *pair, batch_size=BATCH, **limit)))
+            texts.append(list(translate(batch, *pair, batch_size=BATCH, **search)))
             seconds[number] += time.perf_counter() - start
         equal += sum(map(str.__eq__, *texts))
-        options: dict[str, Any] = {"num_beams": BEAMS, **limit}
+        options = {"num_beams": BEAMS, "repetition_penalty": 1.0, **search}
         scored = [translate_n_best(batch, *pair, 1, **options) for pair in (model, exported)]
         for (one, *_), (other, *_) in zip(*scored, strict=True):
             if one.token_ids == other.token_ids:
