@@ -277,6 +277,7 @@ def test_marians_limit_is_a_multiple_of_the_longest_source(tmp_path):
     tokens = model.generate(ids, attention_mask=mask, suppress_tokens=[0])
     assert tokens.count_nonzero(1).tolist() == [1 + 3 * 5] * 2
     assert model.generate(ids, attention_mask=mask, max_length_factor=1.5).shape[1] == 1 + 7
+    assert model.generate(ids, attention_mask=mask, max_length_factor=0.1).shape[1] == 1 + 1
     assert model.generate(ids, attention_mask=mask, max_new_tokens=4).shape[1] == 1 + 4
     with pytest.raises(ValueError, match=r"max_length_factor=0: expected a number above 0"):
         model.generate(ids, max_length_factor=0)

@@ -206,7 +206,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         encoded = first_given(kwargs.get("encoder_outputs"), [torch.ones(1, 1)])[0]
         source = first_given(inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"), encoded)
         by_factor = limiting == "max_length_factor"
-        limit = int(factor * source.shape[1]) if by_factor else source.shape[1] + extra
+        limit = max(1, int(factor * source.shape[1])) if by_factor else source.shape[1] + extra
         if self.config.position_encoding == "learned":
             positions = self.config.max_position_embeddings
             if prompt_length >= positions:
