@@ -138,6 +138,17 @@ def test_a_blank_text_has_no_alternatives(checkpoint, tokenizer):
     assert answer["alternatives"][1] == []
 
 
+def test_alternatives_that_a_search_cannot_find_are_refused(checkpoint, tokenizer):
+    """As with CTranslate2, which has a repetition_penalty only without beams."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    model.generation_config.low_memory = True  # which transformers has only without beams
+    server = client(BatchingTranslator(model, tokenizer, ServingArguments()))
+    assert post(server).status_code == 200
+    answer = post(server, alternatives=1)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("alternatives: `low_memory=True` is not supported")
+
+
 def test_html_keeps_its_tags():
     text = '<p title="a">a &lt; <b>b</b></p><!-- c --><script>if (a < b) c()</script>'
     expected = '<p title="a">A &lt; <b>B</b></p><!-- c --><script>if (a < b) c()</script>'

@@ -81,7 +81,8 @@ class BatchingTranslator:
         """As in `Translator`.
 
         Raises:
-            HTTPException: A sentence is longer than the model's table of positions (400).
+            HTTPException: A sentence is longer than the model's table of positions, or the model
+                can't search for other translations with its options (400).
             RuntimeError: What `generate()` raises for one of the sentences, such as a lack of
                 memory.
         """
@@ -149,7 +150,10 @@ class BatchingTranslator:
             found = [[text] for text in translate(sentences, *models, **options)]
         if n_best > 1:
             options["num_beams"] = max(beams, n_best)
-            hypotheses = translate_n_best(sentences, *models, n_best, **options)
+            try:
+                hypotheses = list(translate_n_best(sentences, *models, n_best, **options))
+            except ValueError as error:  # an option that the model has without so many beams
+                raise HTTPException(400, f"alternatives: {error}") from error
             for texts, others in zip(found, hypotheses, strict=True):
                 more = [other.text for other in others]
                 if texts and texts[0] in more:
