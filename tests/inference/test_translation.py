@@ -354,7 +354,7 @@ def test_what_reached_its_length_limit_is_known(model, tokenizer, options, monke
     assert whole[0][0].token_ids[-1] == 2
 
 
-@pytest.mark.parametrize("pad", [0, 2])
+@pytest.mark.parametrize("pad", [0, 2, None])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
 def test_what_is_cut_at_its_own_limit_is_the_same_alone(model, tokenizer, options, pad):
     """Also where </s> is the padding, too."""
