@@ -387,6 +387,7 @@ H200 = {
     "device": "NVIDIA H200",
     "shape": "d_model 16, 1+1 layers, d_ff 16",
     "layer_weights": 4320,
+    "heads": [2, 2],
     "vocabulary": 320,
     "precision": "fp32",
     "batch": 500,
@@ -401,7 +402,7 @@ H200 = {
 
 def test_a_plan_says_what_was_measured_with_another_update():
     """And what a file of an older version does not tell."""
-    new = ("layer_weights", "accumulation", "processes")
+    new = ("layer_weights", "heads", "accumulation", "processes")
     old = {name: value for name, value in H200.items() if name not in new}
     unknown = ", ".join(f"{name} not recorded" for name in new)
     other = {**H200, "vocabulary": 5000, "batch": 8000, "accumulation": 2, "processes": 8}
@@ -486,7 +487,7 @@ def test_a_plan_for_a_device_that_this_machine_lacks(folder):
     process = run_command(
         "plan", *options, "--max_tokens", 500, "--r_drop_alpha", 5, cwd=folder, check=False
     )
-    message = "1+1 layers, d_ff 16, R-Drop in fp32, and 4,320 weights in layers"
+    message = "1+1 layers, d_ff 16, R-Drop in fp32, 4,320 weights in layers and heads [2, 2]"
     assert message in process.stderr.splitlines()[-1]
     process = run_command("plan", *options, "--hardware", "A100", cwd=folder, check=False)
     message = "hardware='A100': expected a device that speeds=elsewhere.json has measured: NVIDIA"

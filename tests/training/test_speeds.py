@@ -13,11 +13,11 @@ from vanilla_transformer.training.speeds import (
 )
 
 KEY = {
-    "device": "NVIDIA H200", "shape": "base", "layer_weights": 9000, "vocabulary": 500,
-    "precision": "bf16", "batch": 4000, "accumulation": 2, "processes": 4, "attention": "sdpa",
-    "options": [],
+    "device": "NVIDIA H200", "shape": "base", "layer_weights": 9000, "heads": [8, 8],
+    "vocabulary": 500, "precision": "bf16", "batch": 4000, "accumulation": 2, "processes": 4,
+    "attention": "sdpa", "options": [],
 }  # fmt: skip
-NEW = ("layer_weights", "accumulation", "processes")  # what older files lack
+NEW = ("layer_weights", "heads", "accumulation", "processes")  # what older files lack
 
 
 def make_model(**options):
@@ -67,7 +67,7 @@ def test_the_speed_follows_the_weights_of_another_vocabulary(model):
     "changes",
     [
         {"device": "A100"}, {"shape": "big"}, {"layer_weights": 9001}, {"precision": "fp32"},
-        {"batch": -64}, {"attention": "eager"}, {"options": ["R-Drop"]},
+        {"batch": -64}, {"attention": "eager"}, {"options": ["R-Drop"]}, {"heads": [8, 1]},
     ],
 )  # fmt: skip
 def test_what_was_measured_with_something_else_does_not_count(model, changes):
@@ -125,6 +125,15 @@ def test_several_processes_are_measured_on_their_own(model, tmp_path, monkeypatc
 def test_models_that_differ_inside_are_measured_on_their_own(model, tmp_path, options, more):
     key, other = (key_of(tmp_path, each) for each in (model, make_model(**options)))
     assert other["layer_weights"] == key["layer_weights"] + more
+    assert find_speed([key], other) is None
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_more_heads_of_the_same_weights_are_measured_on_their_own(model, tmp_path, stack):
+    """Row (A-h32) of the paper's Table 3 trains at two thirds of the speed of (A-h1)."""
+    models = make_model(), make_model(**{f"{stack}_attention_heads": 4})
+    key, other = (key_of(tmp_path, each) for each in models)
+    assert other["layer_weights"] == key["layer_weights"]
     assert find_speed([key], other) is None
 
 

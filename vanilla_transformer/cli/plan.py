@@ -168,8 +168,8 @@ def speed_of(trainer: Seq2SeqTrainer, plan_args: PlanArguments, tokens: float) -
             return nearest
         sys.exit(
             f"vanilla-transformer plan: {plan_args.speeds} has no measurement of {key['device']} "
-            f"with {', '.join([key['shape'], *key['options']])} in {key['precision']}, and "
-            f"{key['layer_weights']:,} weights in layers"
+            f"with {', '.join([key['shape'], *key['options']])} in {key['precision']}, "
+            f"{key['layer_weights']:,} weights in layers and heads {key['heads']}"
         )
     if found := find_speed(rows, key):
         return found

@@ -37,6 +37,10 @@ def measurement_key(model: PreTrainedModel, args: TrainingArguments) -> dict[str
         "device": device_name(args.device),
         "shape": shape,
         "layer_weights": layer_weights(model),
+        "heads": [
+            getattr(config, name, None)
+            for name in ("num_attention_heads", "decoder_attention_heads")
+        ],
         "vocabulary": getattr(config, "target_vocab_size", config.vocab_size),
         "precision": precision(args),
         "batch": batch,
@@ -78,7 +82,7 @@ def device_name(device: torch.device) -> str:
 def read_speeds(path: str | Path | None) -> list[dict[str, Any]]:
     """The measurements of a file: none if it does not exist. Each is its key, with
     `target_tokens_per_second` of a device and `gib`, the peak memory in GiB. Older files lack
-    `layer_weights`, `accumulation` and `processes`, and their `batch` is an update's."""
+    `layer_weights`, `heads`, `accumulation` and `processes`, and their `batch` is an update's."""
     if path is None or not Path(path).exists():
         return []
     return json.loads(Path(path).read_text(encoding="utf-8"))
