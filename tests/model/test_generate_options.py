@@ -548,8 +548,9 @@ def test_what_was_computed_step_by_step_is_one_forward_pass(cls, prompts):
         (lambda encoded: encoded, {}),
         (lambda encoded: encoded.to_tuple(), {}),
         (lambda encoded: encoded, {"num_beams": 3, "num_return_sequences": 2}),
+        (lambda encoded: encoded.to_tuple(), {"num_beams": 3, "num_return_sequences": 2}),
     ],
-    ids=["greedy", "greedy-tuple", "beam"],
+    ids=["greedy", "greedy-tuple", "beam", "beam-tuple"],
 )
 def test_a_source_may_be_encoded_beforehand(seq2seq, form, strategy):
     ids, mask = pad([random_ids(1, n, seed=n)[0] for n in (3, 6)], "right")

@@ -21,6 +21,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from .beam_search import best_tokens, shallow_copy, with_fast_projection
@@ -149,6 +150,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         encoded = kwargs.get("encoder_outputs")
         if isinstance(encoded, ModelOutput):  # whose rows transformers repeats in place
             kwargs["encoder_outputs"] = type(encoded)(**encoded)
+        elif isinstance(encoded, (tuple, list)):  # whose rows it can't repeat
+            kwargs["encoder_outputs"] = BaseModelOutput(*encoded[:3])
         expect_prompt({"inputs": inputs, **kwargs})
         kwargs = read_target_vocabulary(rename_cache(kwargs, CACHE_NAME))
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
