@@ -168,3 +168,9 @@ def test_samples_are_ranked_by_their_probability(model, tokenizer):
         scores = [h.score for h in row]
         assert scores == sorted(scores, reverse=True)
         assert all(h.score == pytest.approx(sum(h.token_scores)) for h in row)
+
+
+def test_what_is_padding_alone_is_not_the_most_probable():
+    padding, token = Hypothesis("", 0.0), Hypothesis("See", token_ids=(5, 2), token_scores=(-2, -1))
+    ((best, last),) = rank_by_log_probability([[padding, token]])
+    assert (best.text, best.score, last.text) == ("See", -3.0, "")

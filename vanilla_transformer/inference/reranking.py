@@ -124,8 +124,9 @@ def rank_by_log_probability(found: Iterable[list[Hypothesis]]) -> Iterator[list[
 
 
 def _ranked(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
+    """The highest score first, without duplicates; last what has no token, and so no new score."""
     best: dict[str, Hypothesis] = {}
-    for hypothesis in sorted(hypotheses, key=lambda h: -h.score):
+    for hypothesis in sorted(hypotheses, key=lambda h: (not h.token_ids, -h.score)):
         best.setdefault(hypothesis.text, hypothesis)
     return list(best.values())
 
