@@ -126,17 +126,20 @@ def test_a_tokenizer_in_python_is_read(saved, tmp_path):
     expect_equal(model, engine, early_stopping=True, **LONGEST)
 
 
-def test_the_end_of_a_given_target_is_scored_where_several_tokens_may_end_one(saved, tmp_path):
-    model, folder = saved()
-    model.generation_config.eos_token_id = [5, 2]
-    model.save_pretrained(folder)
-    engine = load(export(folder, tmp_path / "exported", "ctranslate2"))
+def expect_equal_scores(model, engine, atol):
     ids, mask = BATCH
     labels = torch.tensor([[7, 8, 2], [9, 5, 2], [6, 2, -100]])
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     shifted = model.prepare_decoder_input_ids_from_labels(labels)
     expected = token_scores(model.eval(), {**inputs, "decoder_input_ids": shifted})
-    torch.testing.assert_close(engine.token_scores(**inputs), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(engine.token_scores(**inputs), expected, rtol=0, atol=atol)
+
+
+def test_the_end_of_a_given_target_is_scored_where_several_tokens_may_end_one(saved, tmp_path):
+    model, folder = saved()
+    model.generation_config.eos_token_id = [5, 2]
+    model.save_pretrained(folder)
+    expect_equal_scores(model, load(export(folder, tmp_path / "exported", "ctranslate2")), 1e-4)
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -166,9 +169,4 @@ def test_16_bits_never_become_8(saved, tmp_path):
     model, folder = saved()
     engine = load(export(folder, tmp_path / "out", "ctranslate2", "int16"))
     assert engine.translator.compute_type in ("int16", "float32")
-    ids, mask = BATCH
-    labels = torch.tensor([[7, 8, 2], [9, 5, 2], [6, 2, -100]])
-    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    shifted = model.prepare_decoder_input_ids_from_labels(labels)
-    expected = token_scores(model.eval(), {**inputs, "decoder_input_ids": shifted})
-    torch.testing.assert_close(engine.token_scores(**inputs), expected, rtol=0, atol=2e-2)
+    expect_equal_scores(model, engine, 2e-2)

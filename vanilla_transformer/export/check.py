@@ -11,7 +11,7 @@ from ..conversion.check import as_table, in_batches
 from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
-from ..model.generation import GenerationOptions
+from ..model.generation import GenerationOptions, new_token_limits
 
 BATCH, BEAMS = 32, 4
 # Files that hold weights, by their ends.
@@ -99,8 +99,8 @@ def _limit(model: tuple[Any, Any], exported: Any, lines: list[str]) -> dict[str,
         return {}
     longest = max(map(len, model[1](lines)["input_ids"]))
     options = GenerationOptions(ours, None, {})
-    model[0]._limit_by_source(torch.ones(1, longest), 1, options)
-    return {"max_length": min(1 + options["max_new_tokens"], theirs.max_length)}
+    (most,) = new_token_limits(model[0], torch.ones(1, longest), 1, options)
+    return {"max_length": min(1 + most, theirs.max_length)}
 
 
 def size(folder: Path) -> int:

@@ -15,9 +15,9 @@ from transformers.generation import GenerationMode
 from ..model.generation import (
     LIMITS,
     GenerationOptions,
-    SourceLengthCriteria,
     VanillaTransformerGenerationMixin,
     first_given,
+    new_token_limits,
 )
 from ..model.pipelines import is_blank
 from ..model.validation import expect_generation_options
@@ -410,12 +410,8 @@ class Batches(NamedTuple):
         pads_with_end = options["pad_token_id"] in {None, *options.ends()}
         if not (pads_with_end and hasattr(self.model, "extra_output_tokens")):
             return [length] * len(mask)
-        limit_by_source: Any = VanillaTransformerGenerationMixin._limit_by_source
-        limit_by_source(self.model, mask, prompt_length, options)
-        for criteria in options.kwargs.get("stopping_criteria") or []:
-            if isinstance(criteria, SourceLengthCriteria):
-                return criteria.max_lengths.tolist()
-        return [length] * len(mask)
+        limits = new_token_limits(self.model, mask, prompt_length, options)
+        return [prompt_length + limit for limit in limits]
 
     def _hypotheses(
         self, sequences: torch.Tensor, prompt_length: int, row_ends: list[int]

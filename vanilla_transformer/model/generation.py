@@ -21,7 +21,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from .beam_search import best_tokens, shallow_copy, with_fast_projection
@@ -34,6 +33,7 @@ from .cache import (
     takes_either_name,
 )
 from .hooks import is_watched
+from .pretrained import as_model_output
 from .running_rows import WatchedCriteria, running_rows
 from .validation import expect_generation_options, expect_in_range, expect_prompt
 
@@ -147,11 +147,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             with torch.no_grad():
                 return self.generate(inputs, generation_config, **kwargs)
         self._forget_limit_of_trainer()
-        encoded = kwargs.get("encoder_outputs")
+        encoded = as_model_output(kwargs.get("encoder_outputs"))
         if isinstance(encoded, ModelOutput):  # whose rows transformers repeats in place
             kwargs["encoder_outputs"] = type(encoded)(**encoded)
-        elif isinstance(encoded, (tuple, list)):  # whose rows it can't repeat
-            kwargs["encoder_outputs"] = BaseModelOutput(*encoded[:3])
         expect_prompt({"inputs": inputs, **kwargs})
         kwargs = read_target_vocabulary(rename_cache(kwargs, CACHE_NAME))
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
@@ -463,6 +461,20 @@ class GenerationOptions:
                 "0"
             )
         self["length_penalty"] = LengthPenalty(alpha, *LENGTH_PENALTIES[kind])
+
+
+def new_token_limits(
+    model: Any, source: torch.Tensor, prompt_length: int, options: GenerationOptions
+) -> list[int]:
+    """The most new tokens for each of the (sources, source_length) by the rules of
+    `_limit_by_source`, for code that does not call `generate()` of our models."""
+    VanillaTransformerGenerationMixin._limit_by_source(model, source, prompt_length, options)
+    for criteria in options.kwargs.get("stopping_criteria") or []:
+        if isinstance(criteria, SourceLengthCriteria):
+            limits: list[int] = (criteria.max_lengths - prompt_length).tolist()
+            return limits
+    most = options["max_new_tokens"]
+    return [options["max_length"] - prompt_length if most is None else most] * len(source)
 
 
 def first_given(*values: Any) -> Any:

@@ -45,6 +45,7 @@ from .generation import VanillaTransformerGenerationMixin
 from .loss import at_least_float32, can_fuse, fused_linear_cross_entropy, not_suppressed
 from .pretrained import (
     VanillaTransformerPreTrainedModel,
+    as_model_output,
     count_positions,
     output_recorders,
     scale_sublayers,
@@ -477,8 +478,7 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         if encoder_outputs is None:
             encoded = self.encoder(input_ids, attention_mask, positions, inputs_embeds, **kwargs)
         else:
-            is_plain = isinstance(encoder_outputs, (tuple, list))
-            encoded = BaseModelOutput(*encoder_outputs[:3]) if is_plain else encoder_outputs
+            encoded = as_model_output(encoder_outputs)
         target = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
         source = repeat_sources(target, encoded.last_hidden_state, attention_mask)
         outputs = self.decoder(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_vanilla_transformer import VanillaTransformerConfig
@@ -65,8 +66,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
-        """Same as transformers' method, but refuses a checkpoint that lacks most weights.
-        transformers (5.17 to 5.24) allocates them before it reports them."""
+        """Same as transformers' method, but refuses a checkpoint that lacks far more weights than
+        it holds. transformers (5.17 to 5.24) allocates them before it reports them."""
         if load_config.pretrained_model_name_or_path is not None:
             expect_weights(model, loading_info.missing_and_mismatched())
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
@@ -266,6 +267,12 @@ def output_recorders(layer: type[nn.Module], attention: type[nn.Module]) -> dict
         states.num_hidden_layers_key = "decoder_layers"
         recorders["cross_attentions"] = OutputRecorder(attention, 1, "encoder_attn")
     return recorders
+
+
+def as_model_output(encoder_outputs: Any) -> Any:
+    """Encoder outputs by their names, also if they are a tuple."""
+    is_plain = isinstance(encoder_outputs, (tuple, list))
+    return BaseModelOutput(*encoder_outputs[:3]) if is_plain else encoder_outputs
 
 
 def count_positions(

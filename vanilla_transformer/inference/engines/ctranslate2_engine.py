@@ -10,7 +10,11 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from ...model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ...model.generation import GenerationOptions, VanillaTransformerGenerationMixin, first_given
+from ...model.generation import (
+    GenerationOptions,
+    first_given,
+    new_token_limits,
+)
 from ...model.validation import expect_generation_options, raise_if_outside
 
 NAME = TARGET = "ctranslate2"
@@ -305,13 +309,7 @@ class CTranslate2Engine:
         self, ids: torch.Tensor, options: GenerationOptions, prompt_length: int
     ) -> list[int]:
         """The largest number of new tokens for each row, by the rules of our models."""
-        limit_by_source: Any = VanillaTransformerGenerationMixin._limit_by_source
-        limit_by_source(self, ids, prompt_length, options)
-        most = options["max_new_tokens"]
-        most = options["max_length"] - prompt_length if most is None else most
-        limits = [most] * len(ids)
-        for criteria in options.kwargs.get("stopping_criteria", []):
-            limits = (criteria.max_lengths - prompt_length).tolist()
+        limits = new_token_limits(self, ids, prompt_length, options)
         # The table of positions ends here.
         room = self.config.max_position_embeddings + 1 - prompt_length
         if min(room, *limits) < 1:
