@@ -166,10 +166,11 @@ def speed_of(trainer: Seq2SeqTrainer, plan_args: PlanArguments, tokens: float) -
     if plan_args.hardware is not None:
         if nearest := nearest_speed(rows, key, trainer.model):
             return nearest
+        heads = "{}+{} heads".format(*key["heads"])
         sys.exit(
             f"vanilla-transformer plan: {plan_args.speeds} has no measurement of {key['device']} "
-            f"with {', '.join([key['shape'], *key['options']])} in {key['precision']}, "
-            f"{key['layer_weights']:,} weights in layers and heads {key['heads']}"
+            f"with {', '.join([key['shape'], heads, *key['options']])} in {key['precision']}, "
+            f"{key['layer_weights']:,} weights in the layers"
         )
     if found := find_speed(rows, key):
         return found

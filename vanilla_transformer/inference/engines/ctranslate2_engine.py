@@ -10,21 +10,12 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from ...model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ...model.generation import (
-    GenerationOptions,
-    first_given,
-    new_token_limits,
-)
+from ...model.generation import GenerationOptions, first_given, new_token_limits
 from ...model.validation import expect_generation_options, raise_if_outside
 
 NAME = TARGET = "ctranslate2"
 WEIGHTS = "model.bin"
-DTYPES = {
-    "auto": "default",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-}
+DTYPES = {"auto": "default", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 # Options that mean the same here, or make no difference to the result.
 SUPPORTED = {
     "attention_mask", "bad_words_ids", "bos_token_id", "decoder_start_token_id", "do_sample",
