@@ -5,7 +5,16 @@ import json
 import pytest
 import torch
 from conftest import run_command
-from transformers import FSMTConfig, FSMTForConditionalGeneration, FSMTTokenizer
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    FSMTTokenizer,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
+)
 
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
@@ -31,6 +40,58 @@ def test_a_model_without_its_tokenizer_is_named(model, tmp_path):
         FileNotFoundError, match=f"{tmp_path}: .* there is no tokenizer_config.json"
     ):
         LoadingArguments(device="cpu").load(tmp_path)
+
+
+def lose_weight(path, ending):
+    """Write a file of weights again without the first whose name ends so."""
+    weights = load_file(path)
+    del weights[next(name for name in weights if name.endswith(ending))]
+    save_file(weights, path, {"format": "pt"})
+
+
+def test_a_model_that_lacks_weights_is_refused(model, tokenizer, tmp_path):
+    """transformers warns, and makes random ones."""
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    lose_weight(tmp_path / "model.safetensors", "fc2.weight")
+    with pytest.raises(ValueError, match=r"complete weights, 1 are missing, such as .*weight$"):
+        LoadingArguments(device="cpu").load(tmp_path)
+
+
+def test_a_stock_model_may_lack_what_it_computes(tokenizer, tmp_path):
+    """Pegasus on the Hub has no sinusoids."""
+    config = PegasusConfig(
+        vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=8,
+    )  # fmt: skip
+    model = PegasusForConditionalGeneration(config)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    lose_weight(tmp_path / "model.safetensors", "encoder.embed_positions.weight")
+    loaded, _ = LoadingArguments(device="cpu").load(tmp_path)
+    for name, weight in model.named_parameters():
+        assert_close(loaded.get_parameter(name), weight)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_adapter_is_loaded_whole_or_refused(model, tokenizer, tmp_path, is_whole):
+    """transformers (5.24) does not find the magnitudes of PEFT's DoRA (0.21)."""
+    peft = pytest.importorskip("peft")
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model.save_pretrained(base)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(AutoModelForSeq2SeqLM.from_pretrained(base), config).eval()
+    adapted.save_pretrained(adapter)
+    tokenizer.save_pretrained(adapter)
+    options = LoadingArguments(device="cpu")
+    if not is_whole:
+        lose_weight(adapter / "adapter_model.safetensors", "q_proj.lora_A.weight")
+        with pytest.raises(ValueError, match=r"weights, 1 .*lora_A.*; PEFT's merge_and_unload"):
+            options.load(adapter)
+        return
+    loaded, _ = options.load(adapter)
+    inputs = {name: torch.tensor([[4, 5, 6]]) for name in ("input_ids", "decoder_input_ids")}
+    assert_close(loaded(**inputs).logits, adapted(**inputs).logits)
 
 
 @pytest.mark.parametrize("models", [1, 2])

@@ -1,6 +1,6 @@
 """The options of commands that load a model for inference."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .engines import ENGINES, find_engine, named_engine
 from .ensemble import VanillaTransformerEnsemble, expect_same_vocabulary
 from .translation import set_output_limit
@@ -109,17 +110,20 @@ class LoadingArguments:
         plans each new shape of batch.
 
         Raises:
-            ValueError: The folder was exported for an engine, or an engine is named.
+            ValueError: The folder was exported for an engine, or an engine is named; or weights of
+                an adapter, or of a model of this package, are missing.
         """
         torch.backends.cuda.enable_cudnn_sdp(False)  # our own models never use it
         expect_torch_model(name, self.engine)
         tokenizer = self._load_tokenizer(name)
-        model = AutoModelForSeq2SeqLM.from_pretrained(
+        model, report = AutoModelForSeq2SeqLM.from_pretrained(
             name,
             dtype=self.dtype,
             attn_implementation=self.attn_implementation,
             trust_remote_code=self.trust_remote_code,
+            output_loading_info=True,
         )
+        expect_complete(model, report["missing_keys"], name)
         set_output_limit(model)
         return model.to(self.device), tokenizer
 
@@ -161,6 +165,20 @@ def expect_torch_model(name: str | Path, engine: str | None = None) -> None:
             f"{name} with engine={engine!r}: expected a model that torch runs, such as the one "
             "that was exported"
         )
+
+
+def expect_complete(model: PreTrainedModel, missing: Collection[str], name: str | Path) -> None:
+    """Raise a ValueError if weights are missing, in place of which transformers makes random ones.
+    Stock models may lack what they compute, such as Pegasus's sinusoids."""
+    is_adapted = hasattr(model, "peft_config")
+    is_ours = model.config.model_type == VanillaTransformerConfig.model_type
+    if not missing or not (is_adapted or is_ours):
+        return
+    merge = "; PEFT's merge_and_unload makes a model of it" if is_adapted else ""
+    raise ValueError(
+        f"{name}: expected complete weights, {len(missing)} are missing, such as {min(missing)}"
+        f"{merge}"
+    )
 
 
 def expect_to_read_targets(tokenizer: PreTrainedTokenizerBase) -> None:
