@@ -189,6 +189,17 @@ def test_a_folder_counts_once_however_it_is_spelled(run, tmp_path, monkeypatch):
     assert not (tmp_path / "mean").exists()
 
 
+def test_quantized_models_have_no_mean(run, tmp_path):
+    """Their integers would be the last one's, and their scales the mean's."""
+    for step in (5, 10):
+        path = run / f"checkpoint-{step}/config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "any"}}))
+    with pytest.raises(ValueError, match=r"checkpoint-5 is quantized: expected models before"):
+        average_checkpoints(select_checkpoints(run, steps=[5, 10]), tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

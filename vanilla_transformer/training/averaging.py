@@ -80,8 +80,8 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
 
     Raises:
         FileNotFoundError: A folder holds no safetensors weights.
-        ValueError: There is no folder, one is repeated, the models differ in architecture, or the
-            last one's card can't be read.
+        ValueError: There is no folder, one is repeated, the models differ in architecture or are
+            quantized, or the last one's card can't be read.
     """
     paths = [Path(folder) for folder in folders]
     if not paths:
@@ -181,6 +181,8 @@ def _expect_each_once(folders: Sequence[Path]) -> None:
 
 def _check_same_architecture(paths: Sequence[Path]) -> None:
     first, shapes = _read_config(paths[0]), _shapes(paths[0])
+    if "quantization_config" in first:
+        raise ValueError(f"{paths[0]} is quantized: expected models before they are quantized")
     for path in paths[1:]:
         other = _read_config(path)
         for name in sorted(first.keys() | other.keys()):
