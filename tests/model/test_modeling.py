@@ -443,8 +443,9 @@ def test_another_embedding_is_read_and_saved(cls, tmp_path):
     assert_close(cls.from_pretrained(tmp_path).eval()(**inputs).logits, after)
 
 
+@pytest.mark.parametrize("use_cache", [False, None], ids=["no cache", "default"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_decoder_alone_takes_sequences_packed_into_one_row(attention):
+def test_the_decoder_alone_takes_sequences_packed_into_one_row(attention, use_cache):
     decoder = VanillaTransformerForCausalLM(small_config(is_encoder_decoder=False)).eval()
     decoder.set_attn_implementation(attention)
     rows = [random_ids(1, n, seed=n) for n in (3, 7, 5)]
@@ -452,7 +453,7 @@ def test_the_decoder_alone_takes_sequences_packed_into_one_row(attention):
     packed = decoder(
         input_ids=torch.cat(rows, dim=1),
         position_ids=torch.cat([torch.arange(row.shape[1]) for row in rows])[None],
-        use_cache=False,
+        use_cache=use_cache,
     )
     assert_close(packed.logits, torch.cat(alone, dim=1))
 

@@ -144,6 +144,7 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         """Decode (batch, target_length) token ids into (batch, target_length, d_model) states,
         with a mask (batch, past_length + target_length) of their own, the encoder's output
         (batch, source_length, d_model) and its mask (batch, source_length)."""
+        past = None if is_paged(cache) else cache  # continuous batching brings its own mask
         if use_cache and cache is None:
             cache = new_cache(self.config)
         hidden_states = self.embed(input_ids, inputs_embeds, position_ids, attention_mask, cache)
@@ -151,8 +152,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         if source is not None:
             source = cast_once(source)
             source_mask = padding_mask(self.config, hidden_states, source_mask, source)
-        # Position i sees the positions up to i ("masking out", section 3.2.3), but no padding.
-        past = None if is_paged(cache) else cache  # continuous batching brings its own mask
+        # Position i sees the positions up to i ("masking out", section 3.2.3), but no padding, and
+        # without a past no other sequence of its row: each counts its positions anew.
         mask = create_causal_mask(
             self.config, hidden_states, attention_mask, past, position_ids=position_ids
         )
