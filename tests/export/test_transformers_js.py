@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer, GenerationConfig
 
-from export.onnx_folder import saved_model
+from export.onnx_folder import TEXTS, saved_model
 from vanilla_transformer import VanillaTransformerConfig
+from vanilla_transformer.data import vocabularies
+from vanilla_transformer.data.tokenization import SPECIAL_TOKENS
+from vanilla_transformer.data.vocabularies import Specials
 from vanilla_transformer.export import export, onnx_graphs, transformers_js
 from vanilla_transformer.inference.engines import onnxruntime_engine
 from vanilla_transformer.inference.translation import translate
@@ -45,6 +48,52 @@ def test_a_tokenizer_without_a_file_that_it_reads_is_refused(saved, tmp_path):
     _, folder = saved(ByT5Tokenizer(extra_ids=3))
     with pytest.raises(ValueError, match="ByT5Tokenizer: expected a fast tokenizer"):
         export(folder, tmp_path / "exported", "transformers.js")
+
+
+def converted_tokenizers():
+    """By name, tokenizers in the form of other toolkits."""
+    characters = dict.fromkeys("".join(TEXTS) + "\\_u;0123456789")
+    symbols = dict.fromkeys((*SPECIAL_TOKENS, *characters, "the", "l@@", "a@@", "ke", "is_"))
+    vocab = {symbol: number for number, symbol in enumerate(symbols)}
+    merges = [("l", "a"), ("k", "e</w>"), ("t", "h"), ("th", "e</w>")]
+    return {
+        "words": vocabularies.words(vocab, Specials(), spaces_only=True),
+        "codes": vocabularies.bpe_codes(merges, vocab, Specials()),
+        "subwords": vocabularies.subwords(vocab, Specials(bos=None, unk=None)),
+    }
+
+
+@needs_npm
+def test_node_reads_a_text_as_python_does(tmp_path):
+    lines = ["the lake is deep", "<2de> the lake", "the 😀 é", " der  See", "la_ke"]
+    expected = {}
+    for name, tokenizer in converted_tokenizers().items():
+        expected[name] = [tokenizer(line)["input_ids"] for line in lines]
+        transformers_js.save_tokenizer(tokenizer, tmp_path / name)
+    library = NODE_MODULES / "@huggingface/tokenizers/dist/tokenizers.mjs"
+    script = tmp_path / "read.mjs"
+    script.write_text(
+        f"""import fs from "node:fs";
+        import {{ Tokenizer }} from {json.dumps(str(library))};
+        const results = {{}};
+        for (const name of {json.dumps(list(expected))}) {{
+          const read = (file) => JSON.parse(fs.readFileSync(`{tmp_path}/${{name}}/${{file}}`));
+          const tokenizer = new Tokenizer(read("tokenizer.json"), read("tokenizer_config.json"));
+          results[name] = {json.dumps(lines)}.map((line) => tokenizer.encode(line).ids);
+        }}
+        console.log(JSON.stringify(results));"""
+    )
+    run = subprocess.run(["node", script], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == expected
+
+
+def test_a_vocabulary_of_words_names_its_unknown_token(tmp_path):
+    """Where it didn't, every text with an unknown word was an error in JavaScript."""
+    tokenizer = converted_tokenizers()["words"]
+    assert tokenizer.unk_token is None
+    transformers_js.save_tokenizer(tokenizer, tmp_path)
+    fields = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert fields["unk_token"] == "<unk>"
 
 
 def test_options_that_it_would_ignore_are_left_out_and_named(caplog):

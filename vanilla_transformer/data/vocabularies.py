@@ -102,8 +102,8 @@ def words(
         ValueError: The vocabulary does not fit `size` or lacks a special token.
     """
     backend = Tokenizer(models.WordLevel(_filled(vocab, size), unk_token=_unknown(vocab, specials)))
-    pattern = " " if spaces_only else Regex(_WHITE_SPACE)
-    backend.pre_tokenizer = splits.Split(pattern, behavior="removed")
+    pattern = " " if spaces_only else _WHITE_SPACE
+    backend.pre_tokenizer = splits.Split(Regex(pattern), behavior="removed")
     if empty_words:
         backend.normalizer = normalizers.Replace(Regex(r"(?:\A|(?<= ))(?= |\z)"), PRIVATE)
     return _wrap(backend, vocab, specials)
@@ -165,7 +165,7 @@ def bpe_codes(
     if separator is None:  # FSMT, which splits at all white space
         backend.pre_tokenizer = splits.WhitespaceSplit()
     else:  # subword-nmt takes other white space for characters of a word
-        backend.pre_tokenizer = splits.Split(" ", behavior="removed")
+        backend.pre_tokenizer = splits.Split(Regex(" "), behavior="removed")
     decoding: list[decoders.Decoder] = []
     if separator in vocab:
         decoding.append(decoders.Replace(alone, ""))
@@ -435,7 +435,7 @@ def subwords(
             normalizers.Replace(UNDERSCORE, "\\u"),
         ]
     )
-    backend.pre_tokenizer = splits.Split("_", behavior="merged_with_previous")
+    backend.pre_tokenizer = splits.Split(Regex("[^_]*_"), behavior="isolated")
     backend.decoder = decoders.Sequence(
         [
             decoders.Fuse(),

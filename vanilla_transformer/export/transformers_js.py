@@ -7,7 +7,7 @@ import shutil
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -70,7 +70,7 @@ def write(
     _write_json(output / "config.json", config_of(model.config, model_folder.name, dtype))
     generation = generation_config_of(model.generation_config)
     _write_json(output / "generation_config.json", generation)
-    tokenizer.save_pretrained(output)
+    save_tokenizer(tokenizer, output)
     with as_file(files(__package__) / "page") as page:
         shutil.copytree(page, output, dirs_exist_ok=True)
     copy_scripts(output, node_modules)
@@ -104,6 +104,15 @@ def generation_config_of(config: GenerationConfig) -> dict[str, object]:
         logger.warning("left out, because transformers.js lacks it: %s", ", ".join(ignored))
     kept = {name: value for name, value in fields.items() if name not in beams.union(ignored)}
     return {**kept, "num_beams": 1}
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
+    """Save a fast tokenizer. With a vocabulary of words, transformers.js looks for the unknown
+    token in its configuration, where a converted tokenizer has none."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    if model["type"] == "WordLevel":
+        tokenizer.unk_token = model["unk_token"]
+    tokenizer.save_pretrained(output)
 
 
 def copy_scripts(output: Path, node_modules: Path | None = None) -> None:
