@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, GenerationConfig
 from export.onnx_folder import TEXTS, saved_model
 from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data import vocabularies
-from vanilla_transformer.data.tokenization import SPECIAL_TOKENS
+from vanilla_transformer.data.tokenization import SPECIAL_TOKENS, train_tokenizer
 from vanilla_transformer.data.vocabularies import Specials
 from vanilla_transformer.export import export, onnx_graphs, transformers_js
 from vanilla_transformer.inference.engines import onnxruntime_engine
@@ -51,15 +51,17 @@ def test_a_tokenizer_without_a_file_that_it_reads_is_refused(saved, tmp_path):
 
 
 def converted_tokenizers():
-    """By name, tokenizers in the form of other toolkits."""
+    """By name, tokenizers in the form of other toolkits, and one with a user token."""
     characters = dict.fromkeys("".join(TEXTS) + "\\_u;0123456789")
     symbols = dict.fromkeys((*SPECIAL_TOKENS, *characters, "the", "l@@", "a@@", "ke", "is_"))
     vocab = {symbol: number for number, symbol in enumerate(symbols)}
     merges = [("l", "a"), ("k", "e</w>"), ("t", "h"), ("th", "e</w>")]
+    user_tokens = ["<2de>"]
     return {
         "words": vocabularies.words(vocab, Specials(), spaces_only=True),
         "codes": vocabularies.bpe_codes(merges, vocab, Specials()),
         "subwords": vocabularies.subwords(vocab, Specials(bos=None, unk=None)),
+        "user token": train_tokenizer(TEXTS, 300, user_tokens=user_tokens, show_progress=False),
     }
 
 

@@ -319,10 +319,10 @@ def _make_backend(
     if tokenizer_type == "char":
         tokenizer.decoder = decoders.Sequence(from_bytes)
         return tokenizer
-    first: normalizers.Normalizer = normalizers.Prepend(" ")
+    rules = [*rules, normalizers.Prepend(" ")]
     if user_tokens:  # they are normalized too, and must not get a space
-        first = normalizers.Replace(Regex(f"\\A(?!{user_tokens})"), " ")
-    tokenizer.normalizer = normalizers.Sequence([*rules, first])
+        rules.append(normalizers.Replace(Regex(f"\\A (?={user_tokens})"), ""))
+    tokenizer.normalizer = normalizers.Sequence(rules)
     tokenizer.pre_tokenizer = splits.Split(Regex(_PIECE), behavior="isolated")
     if user_tokens and learns:
         without = splits.Split(Regex(user_tokens), behavior="removed")
