@@ -98,6 +98,14 @@ def test_a_vocabulary_of_words_names_its_unknown_token(tmp_path):
     assert fields["unk_token"] == "<unk>"
 
 
+def test_a_warning_says_that_unigrams_are_not_spelled_in_bytes(tmp_path, caplog):
+    for kind in ("bpe", "unigram"):
+        tokenizer = train_tokenizer(TEXTS, 300, tokenizer_type=kind, show_progress=False)
+        assert not caplog.text
+        transformers_js.save_tokenizer(tokenizer, tmp_path)
+    assert "reads characters outside the vocabulary as <unk>" in caplog.text
+
+
 def test_options_that_it_would_ignore_are_left_out_and_named(caplog):
     config = GenerationConfig(sequence_bias=[[[5], -2.0]], no_repeat_ngram_size=3)
     fields = transformers_js.generation_config_of(config)

@@ -112,6 +112,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     if model["type"] == "WordLevel":
         tokenizer.unk_token = model["unk_token"]
+    if model["type"] == "Unigram" and model["byte_fallback"]:
+        logger.warning(
+            "transformers.js reads characters outside the vocabulary as %s: with a unigram "
+            "tokenizer, it can't spell them in bytes",
+            model["vocab"][model["unk_id"]][0],
+        )
     tokenizer.save_pretrained(output)
 
 
