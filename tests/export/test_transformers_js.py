@@ -98,6 +98,13 @@ def test_a_vocabulary_of_words_names_its_unknown_token(tmp_path):
     assert fields["unk_token"] == "<unk>"
 
 
+def test_no_limit_of_length_is_saved_that_would_cut_a_source(tmp_path):
+    """transformers.js cut it together with its `</s>`, and translated the rest."""
+    tokenizer = train_tokenizer(TEXTS, 300, model_max_length=5, show_progress=False)
+    transformers_js.save_tokenizer(tokenizer, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).model_max_length > 1e6
+
+
 def test_a_warning_says_that_unigrams_are_not_spelled_in_bytes(tmp_path, caplog):
     for kind in ("bpe", "unigram"):
         tokenizer = train_tokenizer(TEXTS, 300, tokenizer_type=kind, show_progress=False)

@@ -8,6 +8,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import logging
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -108,7 +109,9 @@ def generation_config_of(config: GenerationConfig) -> dict[str, object]:
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
     """Save a fast tokenizer. With a vocabulary of words, transformers.js looks for the unknown
-    token in its configuration, where a converted tokenizer has none."""
+    token in its configuration, where a converted tokenizer has none. Its pipelines would cut a
+    source at `model_max_length`, also its `</s>`."""
+    tokenizer.model_max_length = VERY_LARGE_INTEGER
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     if model["type"] == "WordLevel":
         tokenizer.unk_token = model["unk_token"]
