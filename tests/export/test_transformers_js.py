@@ -121,6 +121,15 @@ def test_options_that_it_would_ignore_are_left_out_and_named(caplog):
     assert "left out, because transformers.js lacks it: sequence_bias" in caplog.text
 
 
+def test_sampling_that_it_lacks_and_limits_of_length_are_named(caplog):
+    config = GenerationConfig(do_sample=True, top_k=9, top_p=0.5, max_length_factor=3)
+    fields = transformers_js.generation_config_of(config)
+    assert fields["top_k"] == 9
+    assert not {"top_p", "max_length_factor"} & fields.keys()
+    assert "lacks it: top_p" in caplog.text
+    assert "do not read max_length_factor" in caplog.text
+
+
 def test_the_generation_config_says_that_there_is_no_beam_search():
     config = GenerationConfig(
         num_beams=4, length_penalty=0.6, early_stopping="never", eos_token_id=2

@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import logging
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ..model.generation import OWN_OPTIONS
+from ..model.generation import LIMITS, OWN_OPTIONS
 from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from . import onnx_graphs
 from .source import read_model
@@ -26,8 +26,12 @@ SCRIPTS = (
     "onnxruntime-web/dist/ort-wasm-simd-threaded.mjs",
     "onnxruntime-web/dist/ort-wasm-simd-threaded.wasm",
 )
-# Options without code in version 4.3.
-IGNORED = ("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "sequence_bias")
+# Options without code in version 4.3, those of sampling last.
+IGNORED = (
+    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "exponential_decay_length_penalty", "max_time", "sequence_bias", "stop_strings",
+    "watermarking_config", "epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "top_p", "typical_p",
+)  # fmt: skip
 INSTALL = "npm install --ignore-scripts @huggingface/transformers@4"
 
 logger = logging.get_logger(__name__)
@@ -98,11 +102,15 @@ def config_of(config: VanillaTransformerConfig, name: str, dtype: str) -> dict[s
 
 def generation_config_of(config: GenerationConfig) -> dict[str, object]:
     """The model's, without beam search and `IGNORED`, which transformers.js lacks and ignores in
-    silence."""
+    silence. Its pipelines ignore limits of length too."""
     beams = {"num_return_sequences", "early_stopping", "length_penalty", *OWN_OPTIONS}
     fields = config.to_diff_dict()
     if ignored := [name for name in IGNORED if name in fields]:
         logger.warning("left out, because transformers.js lacks it: %s", ", ".join(ignored))
+    if limits := [name for name in LIMITS if name in fields]:
+        logger.warning(
+            "pipelines of transformers.js do not read %s: pass max_new_tokens", ", ".join(limits)
+        )
     kept = {name: value for name, value in fields.items() if name not in beams.union(ignored)}
     return {**kept, "num_beams": 1}
 
