@@ -28,6 +28,7 @@ FOLDERS = [Path(entry) for entry in os.environ.get("NODE_PATH", "").split(os.pat
 NODE_MODULES = next(
     (each for each in FOLDERS if (each / "@huggingface/transformers").is_dir()), None
 )
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 needs_npm = pytest.mark.skipif(
     NODE_MODULES is None or shutil.which("node") is None,
     reason=f"needs node, and NODE_PATH with what `{transformers_js.INSTALL}` installs",
@@ -41,7 +42,7 @@ def test_the_configuration_is_one_that_transformers_js_reads():
     assert fields["transformers.js_config"] == {"dtype": "q8"}
     assert fields["max_position_embeddings"] == 99
     sinusoids = transformers_js.config_of(VanillaTransformerConfig(), "m30k", "q8")
-    assert "max_position_embeddings" not in sinusoids  # it would end every translation there
+    assert "max_position_embeddings" not in sinusoids  # the page would end translations there
 
 
 def test_a_tokenizer_without_a_file_that_it_reads_is_refused(saved, tmp_path):
@@ -158,6 +159,27 @@ def test_scripts_are_copied_from_npm_packages(tmp_path):
     transformers_js.copy_scripts(tmp_path / "output", tmp_path / "node_modules")
     names = {path.name for path in (tmp_path / "output").iterdir()}
     assert names == {Path(script).name for script in transformers_js.SCRIPTS}
+
+
+@needs_node
+def test_the_page_ends_where_learned_positions_end(tmp_path):
+    shutil.copy(Path(transformers_js.__file__).parent / "page/worker.js", tmp_path / "worker.mjs")
+    (tmp_path / "transformers.min.js").symlink_to(tmp_path / "library.mjs")
+    (tmp_path / "library.mjs").write_text(
+        """export const env = { backends: { onnx: { wasm: {} } } };
+        const translate = async (line, options) => [{ translation_text: options.max_new_tokens }];
+        translate.tokenizer = () => ({ input_ids: { dims: [1, 3] } });
+        translate.model = { config: { max_position_embeddings: 40 } };
+        export const pipeline = async () => translate;"""
+    )
+    (tmp_path / "page.mjs").write_text(
+        """globalThis.onmessage = null;
+        globalThis.postMessage = ({ text }) => text && console.log(text);
+        await import("./worker.mjs");
+        onmessage({ data: ["a b"] });"""
+    )
+    run = subprocess.run(["node", tmp_path / "page.mjs"], capture_output=True, text=True)
+    assert run.stdout.strip() == "39", run.stderr
 
 
 @pytest.fixture(scope="module")

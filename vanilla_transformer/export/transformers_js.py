@@ -90,7 +90,7 @@ def config_of(config: VanillaTransformerConfig, name: str, dtype: str) -> dict[s
     fields += ["d_model", "vocab_size", "is_encoder_decoder"]
     fields += ["pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"]
     if config.position_encoding == "learned":
-        fields.append("max_position_embeddings")  # where generation ends, so not for sinusoids
+        fields.append("max_position_embeddings")  # where the page ends, so not for sinusoids
     return {
         "model_type": "marian",
         "architectures": ["MarianMTModel"],

@@ -18,11 +18,13 @@ function fail(error) {
 
 async function translate(lines) {
   const translator = await loading;
+  const { max_position_embeddings: positions = Infinity } = translator.model.config; // if learned
   for (const line of lines) {
     let text = "";
     if (line.trim()) {
       const length = translator.tokenizer(line).input_ids.dims[1];
-      const [result] = await translator(line, { max_new_tokens: length + extraTokens });
+      const max_new_tokens = Math.min(length + extraTokens, positions - 1);
+      const [result] = await translator(line, { max_new_tokens });
       text = result.translation_text;
     }
     postMessage({ kind: "line", text });
