@@ -100,8 +100,8 @@ def test_it_works_in_a_pipeline_and_searches_as_fairseq(converted):
 
 
 def test_it_trains_on_from_fairseqs_loss(converted):
-    tensors, notes = load_reference("fairseq/post")
     folder = converted("fairseq/post")
+    tensors, notes = load_reference("fairseq/post")
     model = AutoModelForSeq2SeqLM.from_pretrained(folder, dropout=0.0, label_smoothing=0.0).train()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = tokenizer(notes["source_texts"], padding=True, return_tensors="pt")
