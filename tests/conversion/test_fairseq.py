@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import typing
 from argparse import Namespace
 
 import pytest
@@ -16,8 +17,9 @@ from conversion.reference import (
     load_reference,
     log_probabilities,
 )
-from vanilla_transformer.conversion import convert, convert_back, find_format, read
+from vanilla_transformer.conversion import convert, convert_back, fairseq, find_format, read
 from vanilla_transformer.conversion.core import ConversionOptions
+from vanilla_transformer.conversion.unpickling import load_torch
 
 VARIANTS = ("post", "pre")
 
@@ -189,6 +191,12 @@ def test_options_may_be_a_configuration_of_omegaconf(edited, converted, tmp_path
     torch.save(checkpoint, folder / "checkpoint_best.pt")
     output = convert(folder, tmp_path / "converted")
     assert torch.equal(log_probs(output), log_probs(converted("fairseq/post")))
+
+
+def test_types_in_saved_options_are_read_past(tmp_path):
+    """omegaconf 2.4 notes them for each container."""
+    torch.save({"ref_type": typing.Tuple[int, str], "n": 1}, tmp_path / "model.pt")  # noqa: UP006
+    assert load_torch(tmp_path / "model.pt", inert=fairseq.INERT)["n"] == 1
 
 
 def test_label_smoothing_may_be_an_option_of_the_criterion(edited, tmp_path):

@@ -71,7 +71,7 @@ OTHER_TASKS = (
 MBART = "translation_from_pretrained_bart"
 # Classes of saved options and states: nothing in them is executed.
 INERT = (
-    "fairseq.*", "omegaconf.*", "typing.Any", "typing.Union", "collections.defaultdict",
+    "fairseq.*", "omegaconf.*", "typing.*", "_operator.getitem", "collections.defaultdict",
     "builtins.dict", "builtins.list", "builtins.tuple", "builtins.int", "builtins.float",
     "builtins.str", "builtins.bool", "__builtin__.*",
 )  # fmt: skip
