@@ -126,9 +126,10 @@ def test_sampling_that_it_lacks_and_limits_of_length_are_named(caplog):
     config = GenerationConfig(do_sample=True, top_k=9, top_p=0.5, max_length_factor=3)
     fields = transformers_js.generation_config_of(config)
     assert fields["top_k"] == 9
-    assert not {"top_p", "max_length_factor"} & fields.keys()
+    assert "top_p" not in fields
+    assert fields["max_length_factor"] == 3
     assert "lacks it: top_p" in caplog.text
-    assert "do not read max_length_factor" in caplog.text
+    assert "the page reads max_length_factor, but transformers.js does not" in caplog.text
 
 
 def test_the_generation_config_says_that_there_is_no_beam_search():
@@ -162,14 +163,29 @@ def test_scripts_are_copied_from_npm_packages(tmp_path):
 
 
 @needs_node
-def test_the_page_ends_where_learned_positions_end(tmp_path):
+@pytest.mark.parametrize(
+    ("generation_config", "positions", "most"),
+    [
+        ({}, None, 53),
+        ({"extra_output_tokens": 90}, None, 93),
+        ({"extra_output_tokens": 90, "max_length_factor": 2.5}, None, 7),
+        ({"extra_output_tokens": 90, "max_length": 20}, None, 19),
+        ({"max_length": 20, "max_new_tokens": 12}, None, 12),
+        ({"max_new_tokens": 50}, 40, 39),
+    ],
+)
+def test_the_page_has_the_limits_of_generate(generation_config, positions, most, tmp_path):
+    """Of the new tokens for a source of three tokens."""
+    model = {"generation_config": generation_config, "config": {}}
+    if positions is not None:
+        model["config"]["max_position_embeddings"] = positions  # learned
     shutil.copy(Path(transformers_js.__file__).parent / "page/worker.js", tmp_path / "worker.mjs")
     (tmp_path / "transformers.min.js").symlink_to(tmp_path / "library.mjs")
     (tmp_path / "library.mjs").write_text(
-        """export const env = { backends: { onnx: { wasm: {} } } };
-        const translate = async (line, options) => [{ translation_text: options.max_new_tokens }];
-        translate.tokenizer = () => ({ input_ids: { dims: [1, 3] } });
-        translate.model = { config: { max_position_embeddings: 40 } };
+        f"""export const env = {{ backends: {{ onnx: {{ wasm: {{}} }} }} }};
+        const translate = async (line, options) => [{{ translation_text: options.max_new_tokens }}];
+        translate.tokenizer = () => ({{ input_ids: {{ dims: [1, 3] }} }});
+        translate.model = {json.dumps(model)};
         export const pipeline = async () => translate;"""
     )
     (tmp_path / "page.mjs").write_text(
@@ -179,7 +195,7 @@ def test_the_page_ends_where_learned_positions_end(tmp_path):
         onmessage({ data: ["a b"] });"""
     )
     run = subprocess.run(["node", tmp_path / "page.mjs"], capture_output=True, text=True)
-    assert run.stdout.strip() == "39", run.stderr
+    assert run.stdout.strip() == str(most), run.stderr
 
 
 @pytest.fixture(scope="module")

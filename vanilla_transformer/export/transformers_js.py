@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import logging
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ..model.generation import LIMITS, OWN_OPTIONS
+from ..model.generation import LIMITS
 from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from . import onnx_graphs
 from .source import read_model
@@ -102,14 +102,15 @@ def config_of(config: VanillaTransformerConfig, name: str, dtype: str) -> dict[s
 
 def generation_config_of(config: GenerationConfig) -> dict[str, object]:
     """The model's, without beam search and `IGNORED`, which transformers.js lacks and ignores in
-    silence. Its pipelines ignore limits of length too."""
-    beams = {"num_return_sequences", "early_stopping", "length_penalty", *OWN_OPTIONS}
+    silence. Its pipelines ignore limits of length too, which the page reads."""
+    beams = {"num_return_sequences", "early_stopping", "length_penalty", "length_penalty_type"}
     fields = config.to_diff_dict()
     if ignored := [name for name in IGNORED if name in fields]:
         logger.warning("left out, because transformers.js lacks it: %s", ", ".join(ignored))
     if limits := [name for name in LIMITS if name in fields]:
         logger.warning(
-            "pipelines of transformers.js do not read %s: pass max_new_tokens", ", ".join(limits)
+            "the page reads %s, but transformers.js does not: elsewhere, pass max_new_tokens",
+            ", ".join(limits),
         )
     kept = {name: value for name, value in fields.items() if name not in beams.union(ignored)}
     return {**kept, "num_beams": 1}
