@@ -87,6 +87,12 @@ SCORES = {  # each has a panel of its own, where a run has it
 }
 
 
+def has_curves(log: Log) -> bool:
+    """Whether `plot_curves` finds anything to draw: a training shorter than `logging_steps` logs
+    neither loss nor score."""
+    return any(name in entry for entry in log for name in LOSSES | SCORES)
+
+
 def plot_curves(runs: Mapping[str, Log]) -> Figure:
     """Learning curves of several runs over each other: losses, and scores beside them.
 

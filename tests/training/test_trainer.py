@@ -713,6 +713,13 @@ def test_curves_are_drawn_as_often_as_they_may(tokenizer, tmp_path, monkeypatch,
     assert drawn == [tmp_path / "curves.png"] * times
 
 
+@pytest.mark.curves
+def test_a_training_that_logs_no_loss_has_no_curves(tokenizer, tmp_path):
+    """An empty picture stood on its model card."""
+    small_trainer(tmp_path, tokenizer, logging_steps=500).train()
+    assert not (tmp_path / "curves.png").exists()
+
+
 def test_a_blank_source_has_a_blank_translation(tokenizer, splits, tmp_path):
     """As in `translate`. Scores during training counted what the model makes of nothing."""
     rows = splits["validation"].select(range(3)).to_list()

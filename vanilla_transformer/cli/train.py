@@ -85,7 +85,7 @@ def train(model_args: ModelArguments, data_args: DataArguments, training_args: A
     end_training(trainer)
     if trainer.is_world_process_zero():
         trainer.finish_card(model, scores)
-        logger.info("The model, its curves and its card are in %s", training_args.output_dir)
+        logger.info("The model and its card are in %s", training_args.output_dir)
 
 
 def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict[str, Any]:

@@ -124,9 +124,11 @@ class CurvesCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Plot, on the main process only."""
-        if state.is_world_process_zero:
-            from ..plotting import plot_curves, save  # matplotlib is slow to import
+        """Plot, on the main process only, if there is a loss or a score."""
+        if not state.is_world_process_zero:
+            return
+        from ..plotting import has_curves, plot_curves, save  # matplotlib is slow to import
 
+        if has_curves(state.log_history):
             folder = Path(args.output_dir).resolve()
             save(plot_curves({folder.name: state.log_history}), folder / "curves.png")

@@ -7,7 +7,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..plotting import LOSSES, SCORES, Log
+from ..plotting import LOSSES, SCORES, Log, has_curves
 from .checkpoints import checkpoints_by_step
 
 
@@ -26,11 +26,10 @@ def read_log(folder: str | Path) -> Log:
             f"a {PREFIX_CHECKPOINT_DIR}"
         )
     log = max(map(_read_state, paths), key=lambda state: state.global_step).log_history
-    wanted = LOSSES | SCORES
-    if not any(name in entry for entry in log for name in wanted):
+    if not has_curves(log):
         raise ValueError(
-            f"{folder}: its log has none of {', '.join(wanted)}: expected a training of at least "
-            "logging_steps updates"
+            f"{folder}: its log has none of {', '.join(LOSSES | SCORES)}: expected a training of "
+            "at least logging_steps updates"
         )
     return log
 
