@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 from conftest import Payload
-from transformers import AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoTokenizer, pipeline
 
 from conversion.models import (
     embeddings,
@@ -298,6 +298,15 @@ def test_two_vocabularies_keep_their_matrices(tmp_path, tied):
     tokenizer = AutoTokenizer.from_pretrained(ours)
     ids = tokenizer("w32", text_target="w1")
     assert (ids["input_ids"], ids["labels"]) == ([49, 1], [18, 1])
+
+
+def test_tokenizer_and_configuration_name_the_same_tokens(tmp_path, small):
+    """Otherwise training changes the configuration, and the trained model fits no ensemble with the
+    converted one."""
+    folder = convert(save(tmp_path / "t2t", small, variables_of(small)[0]), tmp_path / "ours")
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        assert getattr(config, name) == getattr(tokenizer, name)
 
 
 def test_many_shards_are_joined_by_number(tmp_path, small):

@@ -140,7 +140,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     config = VanillaTransformerConfig(
         vocab_size=sizes[0], decoder_vocab_size=sizes[1] if own else None,
         tie_word_embeddings=tied, lm_head_bias=True, **position_fields, **reader.fields(),
-        pad_token_id=0, bos_token_id=None, eos_token_id=1, decoder_start_token_id=start,
+        pad_token_id=0, bos_token_id=start, eos_token_id=1, decoder_start_token_id=start,
     )  # fmt: skip
     return Conversion(
         config=config,
