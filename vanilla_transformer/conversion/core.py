@@ -50,6 +50,8 @@ SHARED, SOURCE, TARGET = (
 STACKS, SIDES = ("encoder", "decoder"), ("source", "target")
 # The options that name the files of a text's tokens.
 TOKEN_FILES = ("source_vocabulary", "target_vocabulary", "source_codes", "target_codes")
+# What only a search with several beams reads.
+BEAM_OPTIONS = ("length_penalty", "length_penalty_type", "early_stopping")
 PROJECTION, PROJECTION_BIAS = "lm_head.weight", "lm_head.bias"
 
 
@@ -668,6 +670,11 @@ def generation_config(conversion: Conversion) -> GenerationConfig:
     config = conversion.config
     tokens = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
     fields = {name: getattr(config, name) for name in tokens} | conversion.generation
+    if fields.get("num_beams") == 1:  # transformers saves no options of beams with it
+        beams = {name: fields.pop(name) for name in BEAM_OPTIONS if name in fields}
+        options = ", ".join(f"{name}={value!r}" for name, value in beams.items())
+        if options:
+            logger.warning("searches with one beam; to search with more, also set %s", options)
     generation = GenerationConfig(**fields)
     generation._from_model_config = False  # or `length_penalty_type` is lost on loading
     return generation
