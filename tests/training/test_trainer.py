@@ -1149,6 +1149,17 @@ def test_a_model_to_fine_tune_keeps_its_beams_unless_others_are_given(tokenizer,
         assert model.generation_config.num_beams == expected
 
 
+def test_an_error_says_how_one_beam_replaces_a_models_own_beam_search(tokenizer, splits, tmp_path):
+    model = small_model(tokenizer)
+    model.generation_config.early_stopping = True
+    arguments = training_arguments(tmp_path, generation_num_beams=1)
+    with pytest.raises(ValueError, match="In generation_kwargs, null unsets an option"):
+        make_trainer(model, tokenizer, arguments, splits)
+    unset = {"early_stopping": None}
+    arguments = training_arguments(tmp_path, generation_num_beams=1, generation_kwargs=unset)
+    assert make_trainer(model, tokenizer, arguments, splits).model.generation_config.num_beams == 1
+
+
 @pytest.mark.parametrize(
     "options", [{"oversized": "cut"}, {"oversized": "drop", "per_device_train_batch_size": 4}]
 )

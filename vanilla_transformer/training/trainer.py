@@ -130,7 +130,10 @@ def set_generation_options(model: PreTrainedModel, arguments: Seq2SeqTrainingArg
     for name, value in (arguments.generation_kwargs or {}).items():
         setattr(config, name, value)
     expect_valid_options(model, {})
-    config.validate(strict=True)  # as every checkpoint does
+    try:
+        config.validate(strict=True)  # as every checkpoint does
+    except ValueError as error:
+        raise ValueError(f"{error}\nIn generation_kwargs, null unsets an option.") from error
 
 
 class TranslationTrainer(
