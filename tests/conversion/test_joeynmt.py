@@ -200,6 +200,13 @@ def test_a_search_with_one_beam_is_kept(post, caplog):
     assert "also set length_penalty=0.6, length_penalty_type='gnmt'" in caplog.text
 
 
+def test_options_of_the_search_that_are_left_out_are_named(post, caplog):
+    post.cfg["testing"] |= {"repetition_penalty": 1.5, "no_repeat_ngram_size": -1}
+    post.convert()
+    assert "testing.repetition_penalty=1.5 has no equal here" in caplog.text
+    assert "no_repeat_ngram_size" not in caplog.text
+
+
 def test_the_latest_checkpoint_is_taken_where_none_is_the_best(post):
     post.convert()
     shutil.rmtree(post.folder / "converted")

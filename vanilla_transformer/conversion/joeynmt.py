@@ -3,6 +3,7 @@
 Source: joeynmt/joeynmt, tags 1.0 to v2.3.
 """
 
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ from .core import (
 )
 from .unpickling import contents, load_torch
 
+logger = logging.getLogger(__name__)
+
 NAME = "joeynmt"
 READS: tuple[str, ...] = TOKEN_FILES
 
@@ -69,6 +72,8 @@ SIDES = ("src", "trg")
 BUFFERS = [r"(en|de)coder\.pe\.pe"]
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "tanh": "tanh", "swish": "silu"}
 EPSILON = 1e-6
+# Options of the search that transformers computes in another way.
+WITHOUT_EQUAL = ("repetition_penalty", "no_repeat_ngram_size")
 SPECIALS = {"unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>", "sep": None}
 
 
@@ -329,6 +334,12 @@ def _generation(
     testing = cfg["testing"]
     alpha = first_given(testing.get("beam_alpha"), testing.get("alpha"), -1)
     beams = first_given(testing.get("beam_size"), 1)
+    for name in WITHOUT_EQUAL:
+        if (testing.get(name) or -1) > 0:
+            logger.warning(
+                "testing.%s=%s has no equal here, so translations may repeat more than JoeyNMT's",
+                name, testing[name],
+            )  # fmt: skip
     fields: dict[str, Any] = {"num_beams": beams, "length_penalty": 0.0}
     if alpha > 0:
         fields |= {"length_penalty": float(alpha), "length_penalty_type": "gnmt"}
