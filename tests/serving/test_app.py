@@ -61,6 +61,23 @@ def test_it_translates_json_and_both_kinds_of_forms():
         assert answer.json() == {"translatedText": LINE.upper()}
 
 
+def test_a_form_is_utf8_with_or_without_percent_signs():
+    """As browsers and `curl --data-urlencode` write it, and as `curl -d` does."""
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    for text, expected in (
+        (b"M%C3%A4dchen+%26+%2B", "MÄDCHEN & +"),
+        ("Mädchen 😀".encode(), "MÄDCHEN 😀"),
+    ):
+        form = b"source=en&target=de&q=" + text
+        answer = client().post("/translate", content=form, headers=headers)
+        assert answer.json() == {"translatedText": expected}
+    for text in (b"M%E4dchen", b"M\xe4dchen"):
+        form = b"source=en&target=de&q=" + text
+        answer = client().post("/translate", content=form, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"].startswith("not a form: 'utf-8' codec can't decode byte 0xe4")
+
+
 def test_it_takes_what_clients_leave_empty_or_put_into_the_url():
     """deep-translator's, whose body is empty, and forms with empty fields."""
     server, fields = client(), {"q": LINE, **PAIR}

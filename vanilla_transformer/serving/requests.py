@@ -1,13 +1,15 @@
 """Requests and responses of LibreTranslate's interface, and how to read them safely."""
 
+from collections import Counter
 from typing import Any, Literal, Self, TypeVar
+from urllib.parse import parse_qsl
 
 from fastapi import HTTPException, Request
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from python_multipart.exceptions import FormParserError
 from starlette.requests import ClientDisconnect
 
-FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
+URL_ENCODED, MULTIPART = FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 
 
 class DetectRequest(BaseModel):
@@ -87,8 +89,11 @@ async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Bo
     if size > max_bytes:
         raise HTTPException(413, f"request of {size} bytes: expected at most {max_bytes}")
     try:
-        if request.headers.get("content-type", "").lower().startswith(FORMS):
-            return kind.model_validate(await _read_form(request, bytes(content)))
+        content_type = request.headers.get("content-type", "").lower()
+        if content_type.startswith(URL_ENCODED):
+            return kind.model_validate(_fields(_read_url_encoded(bytes(content))))
+        if content_type.startswith(MULTIPART):
+            return kind.model_validate(_fields(await _read_multipart(request, bytes(content))))
         if not content and request.query_params:  # deep-translator's
             return kind.model_validate(dict(request.query_params))
         return kind.model_validate_json(bytes(content))
@@ -104,17 +109,28 @@ def _message(text: str) -> str:
     return text.removeprefix("Value error, ")  # pydantic's, of our own errors
 
 
-async def _read_form(request: Request, content: bytes) -> dict[str, Any]:
+def _read_url_encoded(content: bytes) -> list[tuple[str, Any]]:
+    """As in HTML, UTF-8 with or without percent signs. Starlette reads bytes as Latin-1."""
+    try:
+        return parse_qsl(content.decode(), keep_blank_values=True, errors="strict")
+    except UnicodeDecodeError as error:
+        raise HTTPException(400, f"not a form: {error}") from None
+
+
+async def _read_multipart(request: Request, content: bytes) -> list[tuple[str, Any]]:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": content, "more_body": False}
 
     try:
-        form = await Request(request.scope, receive).form()
+        return (await Request(request.scope, receive).form()).multi_items()
     except FormParserError as error:
         raise HTTPException(400, f"not a form: {error}") from None
-    for name in form:
-        if len(values := form.getlist(name)) > 1:
-            raise HTTPException(400, f"{name}: expected one in a form, not {len(values)}")
+
+
+def _fields(form: list[tuple[str, Any]]) -> dict[str, Any]:
+    for name, number in Counter(name for name, _ in form).items():
+        if number > 1:
+            raise HTTPException(400, f"{name}: expected one in a form, not {number}")
     return dict(form)
 
 
