@@ -147,6 +147,16 @@ def test_it_detects_the_languages_that_it_translates():
     assert answer["detectedLanguage"] == [other]
 
 
+def test_a_language_with_a_region_is_detected():
+    pytest.importorskip("py3langid")
+    pairs = dict.fromkeys([("de", "en"), ("pt-BR", "en")], UpperCase())
+    server = TestClient(make_app(pairs, ServingArguments()))
+    text = "Você não sabe quanto eu gosto de morar no Brasil."
+    best, other = server.post("/detect", data={"q": text}).json()
+    assert (best["language"], other["language"]) == ("pt-BR", "de")
+    assert best["confidence"] > 90
+
+
 def test_a_blank_text_has_no_alternatives(checkpoint, tokenizer):
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     server = client(BatchingTranslator(model, tokenizer, ServingArguments(num_beams=2)))

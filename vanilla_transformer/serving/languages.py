@@ -94,14 +94,14 @@ def language_name(code: str) -> str:
 
 
 def detect(text: str, languages: Iterable[str]) -> list[tuple[str, float]]:
-    """The probability of each language, the most probable first. The probabilities add up to less
-    than 1 if the text may be in other languages.
+    """The probability of each language, whatever its script or region, the most probable first. The
+    probabilities add up to less than 1 if the text may be in other languages.
 
     Raises:
         ModuleNotFoundError: py3langid is not installed.
     """
     known = dict(_identifier().rank(text))
-    found = [(language, known.get(language, 0.0)) for language in languages]
+    found = [(code, known.get(code.partition("-")[0], 0.0)) for code in languages]
     return sorted(found, key=lambda pair: -pair[1])
 
 
