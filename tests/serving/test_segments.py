@@ -37,6 +37,7 @@ def test_a_line_is_a_sentence_until_it_is_long():
     assert sentences(split_text(f" \t{text}", "en", 20)) == sentences(split_text(text, "en", 20))
     german = "Das ist z.B. gut. Er kam am 3. Mai."
     assert sentences(split_text(german, "de", 9)) == ["Das ist z.B. gut.", "Er kam am 3. Mai."]
+    assert split_text(german, "de-AT", 9) == split_text(german, "de", 9)
     assert same(split_text(german, "unknown", 9)) == german
 
 

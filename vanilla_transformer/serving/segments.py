@@ -101,6 +101,7 @@ def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
     if len(line) <= split_over:
         yield line
         return
+    language = language.partition("-")[0]  # pysbd's have no region
     segmenter = pysbd.Segmenter(language if language in LANGUAGE_CODES else "en", clean=False)
     core = line.lstrip()  # pysbd drops white space at the beginning
     yield line.removesuffix(core)
