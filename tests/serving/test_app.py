@@ -147,6 +147,17 @@ def test_it_detects_the_languages_that_it_translates():
     assert answer["detectedLanguage"] == [other]
 
 
+def test_tags_have_no_language():
+    pytest.importorskip("py3langid")
+    tag = '<a href="https://www.example.com/the-news-of-the-day" title="more about this">'
+    text = "Wir gehen heute Abend ins Kino"
+    plain = post(client(), q=text, source="auto", target="en").json()
+    pairs = dict.fromkeys([("en", "fr"), ("de", "fr")], UpperCase())
+    server = TestClient(make_app(pairs, ServingArguments()))
+    answer = post(server, q=f"{tag}{text}</a>", source="auto", target="fr", format="html").json()
+    assert answer["detectedLanguage"] == plain["detectedLanguage"]
+
+
 def test_a_language_with_a_region_is_detected():
     pytest.importorskip("py3langid")
     pairs = dict.fromkeys([("de", "en"), ("pt-BR", "en")], UpperCase())

@@ -71,7 +71,7 @@ class TranslationService:
         detected, source = None, request.source
         sources = [one for one, target in self.translators if target == request.target]
         if source == "auto" and sources:
-            detected = self.detect(" ".join(request.texts), sources)[0]
+            detected = self.detect(_readable(request), sources)[0]
             source = detected.language
         if source not in sources:
             known = ", ".join(sorted(map("-".join, self.translators)))
@@ -133,3 +133,11 @@ class TranslationService:
             by_rank = [[best[rank] for best in ranked] for rank in range(wanted)]
             results.append([join(segments, one, request.format == "html") for one in by_rank])
         return results
+
+
+def _readable(request: TranslateRequest) -> str:
+    """The texts of a request, without the names and addresses in tags."""
+    if request.format == "text":
+        return " ".join(request.texts)
+    segments = (one for text in request.texts for one in split_html(text, "en", len(text)))
+    return " ".join(one.text for one in segments if one.is_sentence)
