@@ -124,6 +124,13 @@ def test_a_section_stays_as_it_is(section):
     assert same(segments, is_html=True) == f"{section}<p>yes</p>"
 
 
+@pytest.mark.parametrize("text", ["<p>yes<script>if (a < b) no()", "<p>yes<style>p > b"])
+def test_a_script_without_an_end_stays(text):
+    segments = split_html(text, "en", 200)
+    assert sentences(segments) == ["yes"]
+    assert same(segments, is_html=True) == text
+
+
 def test_a_translation_cannot_add_a_tag():
     segments = split_html("<p>a</p>", "en", 200)
     assert join(segments, ["<b> & c"], True) == "<p>&lt;b&gt; &amp; c</p>"

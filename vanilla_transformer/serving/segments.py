@@ -135,7 +135,7 @@ class _SegmentingParser(HTMLParser):
 
     def close(self) -> None:
         super().close()
-        self._keep("")
+        self._keep(self.rawdata)  # of a script without an end tag, in older versions of Python
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._keep(self.get_starttag_text() or "")
