@@ -116,6 +116,19 @@ def test_an_engine_without_attention_has_a_page_without_attention(demo):
     assert "highlightedtext" not in components(engine.page())
 
 
+def test_a_model_of_onnx_runtime_has_a_page_and_a_space(onnx_folder, tmp_path):
+    """Its class is a PreTrainedModel, whose graphs compute no attention."""
+    exported = onnx_folder[2]
+    demo = make_demo(exported)
+    best, rows, maps = demo.translate(SOURCE, 4, 1.0, 3)
+    (text,) = translate([SOURCE], demo.model, demo.tokenizer, num_beams=4)
+    assert (best, len(rows), maps) == (text, 3, None)
+    assert "highlightedtext" not in components(demo.page())
+    space = write_space(tmp_path / "space", str(exported), demo)
+    copied = {file.name for file in (space / "model").iterdir()}
+    assert copied == {file.name for file in exported.iterdir()}
+
+
 # ---------------------------------------------------------------- a Space
 
 

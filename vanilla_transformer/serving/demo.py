@@ -37,8 +37,8 @@ class Demo:
     """The page and its model.
 
     Args:
-        model: A sequence-to-sequence model. If it is one of transformers, it is switched to eager
-            attention, and the page shows its attention.
+        model: A sequence-to-sequence model, or an engine's. If torch runs it, it is switched to
+            eager attention, and the page shows its attention.
         tokenizer: Its tokenizer.
         name: The title of the page.
         languages: The source's and the target's, for the labels, or none.
@@ -55,7 +55,8 @@ class Demo:
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.languages, self.examples = languages, examples
-        self.shows_attention = isinstance(model, PreTrainedModel)
+        # ONNX Runtime's class is one of transformers too, but has no parameters.
+        self.shows_attention = isinstance(model, PreTrainedModel) and model.num_parameters() > 0
         if self.shows_attention:
             model.set_attn_implementation("eager")
 
@@ -310,7 +311,7 @@ def _changed(loading: LoadingArguments) -> Iterator[str]:
 
 def _copy_model(model: Path, folder: Path, demo: Demo) -> None:
     """Copy what loading needs, without what training has left beside it."""
-    if not isinstance(demo.model, PreTrainedModel):
+    if not demo.shows_attention:  # an engine's
         shutil.copytree(model, folder)
         return
     demo.model.save_pretrained(folder)
