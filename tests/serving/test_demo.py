@@ -12,7 +12,7 @@ from conftest import run_command, seq2seq
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.inference.loading import LoadingArguments
-from vanilla_transformer.inference.translation import translate, translate_n_best
+from vanilla_transformer.inference.translation import Hypothesis, translate, translate_n_best
 from vanilla_transformer.plotting import AttentionMaps
 
 gradio = pytest.importorskip("gradio", reason="needs the extra [demo]")
@@ -85,6 +85,20 @@ def test_a_blank_source_is_a_blank_translation(demo):
 def test_a_long_source_is_refused_with_its_length(demo):
     with pytest.raises(gradio.Error, match="1001 characters: expected at most 1000"):
         demo.translate("a" * 1001, 4, 1.0, 3)
+
+
+def test_a_text_beyond_the_table_of_positions_is_refused_or_has_no_attention(
+    tokenizer, monkeypatch
+):
+    model = seq2seq(
+        vocab_size=len(tokenizer), position_encoding="learned", max_position_embeddings=12
+    )
+    demo = Demo(model, tokenizer, "learned")
+    with pytest.raises(gradio.Error, match="19 tokens: expected at most 12"):
+        demo.translate(f"{SOURCE} " * 3, 4, 1.0, 3)
+    long = Hypothesis("der See ist tief " * 3, -1.0)
+    monkeypatch.setattr(serving, "translate_n_best", lambda *_, **__: iter([[long]]))
+    assert demo.translate(SOURCE, 4, 1.0, 3) == (long.text, [["-1.000", long.text]], None)
 
 
 # ---------------------------------------------------------------- attention

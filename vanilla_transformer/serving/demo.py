@@ -17,7 +17,7 @@ from ..analysis.attention import attention_maps
 from ..conversion.core import expect_unused
 from ..inference.alignment import layers_and_heads
 from ..inference.loading import LoadingArguments
-from ..inference.translation import translate, translate_n_best
+from ..inference.translation import position_limit, translate, translate_n_best
 from ..plotting import AttentionMaps, plot_attention
 from .languages import languages_of_card
 
@@ -67,7 +67,8 @@ class Demo:
 
         Returns:
             The best translation; for each hypothesis, best first, its score and its text; and the
-            attention from the decoder to the encoder, if the model shows it.
+            attention from the decoder to the encoder, if the model shows it and its table of
+            positions has room for the translation with its end.
 
         Raises:
             gr.Error: The sentence is too long.
@@ -77,6 +78,8 @@ class Demo:
             raise gr.Error(f"{len(source)} characters: expected at most {LONGEST_SOURCE}")
         if not source:
             return "", [], None
+        if beyond := self._beyond_positions(text=source):
+            raise gr.Error(beyond)
         if num_beams > 1:
             hypotheses = translate_n_best(
                 [source],
@@ -91,9 +94,16 @@ class Demo:
             rows = [["", *translate([source], self.model, self.tokenizer, num_beams=1)]]
         best = rows[0][1]
         maps = None
-        if self.shows_attention and best.strip():
+        if self.shows_attention and best.strip() and not self._beyond_positions(text_target=best):
             maps = attention_maps(self.model, self.tokenizer, source, best)
         return best, rows, maps
+
+    def _beyond_positions(self, **side: str) -> str:
+        """What is wrong if a source or target is longer than the model's table of positions."""
+        limit = position_limit(self.model)
+        if limit is None or (tokens := len(self.tokenizer(**side)["input_ids"])) <= limit:
+            return ""
+        return f"{tokens} tokens: expected at most {limit}"
 
     def page(self) -> gr.Blocks:
         """The page; `launch` serves it."""
