@@ -1,6 +1,7 @@
 """The server on a Ray cluster, of which a part dies."""
 
 import json
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from urllib import request
 
@@ -11,7 +12,10 @@ pytest.importorskip("ray.serve", reason="needs vanilla-transformer[ray]")
 import psutil
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.translation import translate
+from vanilla_transformer.serving import ray_serving
+from vanilla_transformer.serving.arguments import RayArguments, ServingArguments
 
 REQUESTS = 120
 
@@ -39,6 +43,37 @@ def test_a_killed_replica_loses_no_request(checkpoint, start_server, ray_environ
             answers = list(threads.map(ask, range(REQUESTS)))
         assert answers == [expected] * REQUESTS
     assert not replicas(process)
+
+
+def test_port_0_is_a_free_port_that_the_log_names(monkeypatch, caplog):
+    started = []
+
+    def stop():
+        raise KeyboardInterrupt
+
+    class Serve:
+        def start(self, http_options):
+            started.append(http_options["port"])
+
+        def run(self, application, **options):
+            pass
+
+        def delete(self, name):
+            pass
+
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(ray_serving.ray, name, lambda *_: None)
+    monkeypatch.setattr(ray_serving, "serve", Serve())
+    monkeypatch.setattr(ray_serving, "find_pairs", lambda models: {("en", "de"): "model"})
+    monkeypatch.setattr(ray_serving, "make_deployments", lambda *_: None)
+    monkeypatch.setattr(ray_serving.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(ray_serving.signal, "pause", stop)
+    caplog.set_level(logging.INFO)
+    options = ServingArguments(port=0), LoadingArguments(), RayArguments(ray=True)
+    ray_serving.serve_with_ray(["model"], *options)
+    (port,) = started
+    assert port > 0
+    assert f"Serving en-de at http://127.0.0.1:{port}" in caplog.text
 
 
 def replicas(process):

@@ -114,19 +114,16 @@ def serve_with_ray(
 ) -> None:
     """The same as `server.serve`, with Ray Serve."""
     pairs = find_pairs(models)
-    bind(arguments.host, arguments.port).close()
+    with bind(arguments.host, arguments.port) as listener:
+        port = listener.getsockname()[1]  # of port 0, a free one
     ray.init(options.ray_address)
-    serve.start(http_options={"host": arguments.host, "port": arguments.port})
+    serve.start(http_options={"host": arguments.host, "port": port})
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         application = make_deployments(pairs, arguments, loading, options)
         serve.run(application, name=APPLICATION, route_prefix="/")
-        logger.info(
-            "Serving %s at http://%s:%d",
-            ", ".join(map("-".join, pairs)),
-            arguments.host,
-            arguments.port,
-        )
+        languages = ", ".join(map("-".join, pairs))
+        logger.info("Serving %s at http://%s:%d", languages, arguments.host, port)
         signal.pause()
     except KeyboardInterrupt:
         logger.info("Stopping")
