@@ -342,7 +342,10 @@ def test_more_requests_than_the_limit_are_told_to_come_back():
             first = await asyncio.gather(*posts)
             return [*first, await requests.post("/translate", json={"q": "a", **PAIR})]
 
+    refusals = 'vanilla_transformer_requests_total{path="/translate",status="429"}'
+    before = float(metrics(client()).get(refusals, 0))
     *first, later = asyncio.run(three())
+    assert float(metrics(client())[refusals]) == before + 1
     assert sorted(answer.status_code for answer in first) == [200, 200, 429]
     refused = next(answer for answer in first if answer.status_code == 429)
     assert refused.headers["retry-after"] == "1"

@@ -13,6 +13,8 @@ from .arguments import ServingArguments
 
 logger = logging.getLogger(__name__)
 
+PATHS = ("/translate", "/detect")
+
 REQUESTS = Counter("vanilla_transformer_requests", "Requests", ["path", "status"])
 SECONDS = Histogram("vanilla_transformer_request_seconds", "Time of a request", ["path"])
 CHARACTERS = Counter("vanilla_transformer_characters", "Characters to translate", ["pair"])
@@ -67,7 +69,9 @@ class RequestMiddleware:
             await app(scope, receive, send_and_look)
         finally:
             seconds = time.perf_counter() - start
-            path = getattr(scope.get("route"), "path", "other")  # or anyone could add a label
+            path = getattr(scope.get("route"), "path", None)  # none if there was no room for it
+            if path is None:  # "other", or anyone could add a label
+                path = scope["path"] if scope["path"] in PATHS else "other"
             REQUESTS.labels(path, status).inc()
             SECONDS.labels(path).observe(seconds)
             logger.info(
