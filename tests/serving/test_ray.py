@@ -76,6 +76,15 @@ def test_port_0_is_a_free_port_that_the_log_names(monkeypatch, caplog):
     assert f"Serving en-de at http://127.0.0.1:{port}" in caplog.text
 
 
+def test_all_processes_wait_for_the_requests_under_way():
+    arguments = ServingArguments(timeout=45.0)
+    options = arguments, LoadingArguments(), RayArguments(ray=True)
+    front = ray_serving.make_deployments({("en", "de"): "model"}, *options)._bound_deployment
+    (model,) = front.init_args
+    for deployment in (front, model._bound_deployment):
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == 45
+
+
 def replicas(process):
     """The processes with the model."""
     try:

@@ -84,6 +84,7 @@ def make_deployments(
     front = serve.deployment(
         name="front",
         max_ongoing_requests=arguments.max_requests + 1,  # so that it answers 429 itself
+        graceful_shutdown_timeout_s=arguments.timeout,
         ray_actor_options={"num_cpus": 0},
     )
     return front(serve.ingress(build)()).bind(*models)
