@@ -203,7 +203,7 @@ def test_a_search_with_one_beam_is_kept(post, caplog):
 def test_options_of_the_search_that_are_left_out_are_named(post, caplog):
     post.cfg["testing"] |= {"repetition_penalty": 1.5, "no_repeat_ngram_size": -1}
     post.convert()
-    assert "testing.repetition_penalty=1.5 has no equal here" in caplog.text
+    assert "testing.repetition_penalty=1.5 has no equivalent here" in caplog.text
     assert "no_repeat_ngram_size" not in caplog.text
 
 

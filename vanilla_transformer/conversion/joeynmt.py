@@ -73,7 +73,7 @@ BUFFERS = [r"(en|de)coder\.pe\.pe"]
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "tanh": "tanh", "swish": "silu"}
 EPSILON = 1e-6
 # Options of the search that transformers computes in another way.
-WITHOUT_EQUAL = ("repetition_penalty", "no_repeat_ngram_size")
+NO_EQUIVALENT = ("repetition_penalty", "no_repeat_ngram_size")
 SPECIALS = {"unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>", "sep": None}
 
 
@@ -334,10 +334,10 @@ def _generation(
     testing = cfg["testing"]
     alpha = first_given(testing.get("beam_alpha"), testing.get("alpha"), -1)
     beams = first_given(testing.get("beam_size"), 1)
-    for name in WITHOUT_EQUAL:
+    for name in NO_EQUIVALENT:
         if (testing.get(name) or -1) > 0:
             logger.warning(
-                "testing.%s=%s has no equal here, so translations may repeat more than JoeyNMT's",
+                "testing.%s=%s has no equivalent here: translations may repeat more than JoeyNMT's",
                 name, testing[name],
             )  # fmt: skip
     fields: dict[str, Any] = {"num_beams": beams, "length_penalty": 0.0}

@@ -509,13 +509,13 @@ def _generation(files: MarianFiles, target: Side) -> dict[str, Any]:
         generation["suppress_tokens"] = suppressed
     if options.get("word-penalty"):
         logger.warning(
-            f"word-penalty={options['word-penalty']} has no equal here, so translations may be "
+            f"word-penalty={options['word-penalty']} has no equivalent here: translations may be "
             "shorter or longer than Marian's: set length_penalty to taste"
         )
     for name in ("shortlist", "output-sampling"):
         if options.get(name):
             logger.warning(
-                f"{name}={options[name]} has no equal here, so translations may differ from "
+                f"{name}={options[name]} has no equivalent here: translations may differ from "
                 "Marian's: compare with those of marian-decoder without it"
             )
     return generation
