@@ -269,8 +269,10 @@ def test_a_key_opens_the_server(tmp_path, monkeypatch, caplog):
             assert answer.status_code == 403
             assert answer.json() == {"error": "api_key: expected a valid API key"}
         assert post(server, api_key=key).status_code == 200
-        header = {"authorization": f"Bearer {key}"}
-        assert server.post("/translate", json={"q": "a", **PAIR}, headers=header).status_code == 200
+        for scheme, status in (("Bearer", 200), ("bearer", 200), ("Basic", 403)):
+            header = {"authorization": f"{scheme} {key}"}
+            answer = server.post("/translate", json={"q": "a", **PAIR}, headers=header)
+            assert answer.status_code == status
         assert server.get("/languages").status_code == 200
         assert server.get("/frontend/settings").json()["keyRequired"] is True
     assert "-key" not in caplog.text

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.security.utils import get_authorization_scheme_param
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as AnyHTTPException
 
@@ -150,7 +151,8 @@ def _add_information(
 
 
 def _bearer(request: Request) -> str:
-    return request.headers.get("authorization", "").removeprefix("Bearer ")
+    scheme, key = get_authorization_scheme_param(request.headers.get("authorization"))
+    return key if scheme.lower() == "bearer" else ""
 
 
 @asynccontextmanager
