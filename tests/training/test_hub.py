@@ -202,7 +202,8 @@ def test_every_push_of_a_training_loads_and_tells_no_secret(hub, train_here, tmp
     monkeypatch.delenv("HF_TOKEN")
     push = ["--push_to_hub", "--hub_token", TOKEN, "--hub_always_push", "--license", "mit"]
     folder = tmp_path / "mine"
-    train_here(*TINY, *push, "--hub_strategy", "checkpoint", "--output_dir", folder)
+    push += ["--hub_strategy", "checkpoint", "--logging_steps", "1"]
+    train_here(*TINY, *push, "--output_dir", folder)
     first = "Training in progress, step 2"
     assert {first, f"{first}, checkpoint", "Model save", "Model card"} <= set(hub.log("me/mine"))
     for message, files in hub.commits["me/mine"].values():
