@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import logging
 
+from ..conversion.core import BEAM_OPTIONS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.generation import LIMITS
 from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
@@ -103,7 +104,7 @@ def config_of(config: VanillaTransformerConfig, name: str, dtype: str) -> dict[s
 def generation_config_of(config: GenerationConfig) -> dict[str, object]:
     """The model's, without beam search and `IGNORED`, which transformers.js lacks and ignores in
     silence. Its pipelines ignore limits of length too, which the page reads."""
-    beams = {"num_return_sequences", "early_stopping", "length_penalty", "length_penalty_type"}
+    beams = {"num_return_sequences", *BEAM_OPTIONS}
     fields = config.to_diff_dict()
     if ignored := [name for name in IGNORED if name in fields]:
         logger.warning("left out, because transformers.js lacks it: %s", ", ".join(ignored))
