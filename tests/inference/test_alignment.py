@@ -265,8 +265,9 @@ def test_a_tokenizer_without_an_unknown_token_has_none_to_replace(model):
         list(add_alignments([], [], model, tokenizer, replace_unknown=True))
 
 
-def test_an_engine_without_layers_is_refused_by_name(tokenizer):
-    class Engine:
+@pytest.mark.parametrize("base", [object, torch.nn.Module])  # as those of CTranslate2 and ONNX
+def test_an_engine_without_layers_is_refused_by_name(base, tokenizer):
+    class Engine(base):
         pass
 
     with pytest.raises(TypeError, match="alignments with a Engine: expected a PyTorch model"):

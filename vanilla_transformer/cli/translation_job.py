@@ -35,6 +35,7 @@ from ..inference.translation import (
     encode_prefixes,
     expect_hypotheses,
     expect_valid_options,
+    runs_in_torch,
     samples,
     translate_n_best,
 )
@@ -194,7 +195,7 @@ class TranslationJob:
         if arguments.force_words is not None:
             options["force_words_ids"] = encode_forced_words(arguments.force_words, self.tokenizer)
         if arguments.compile:
-            if not isinstance(self.model, torch.nn.Module):
+            if not runs_in_torch(self.model):
                 engine = type(self.model).__name__
                 raise ValueError(f"compile=True with a {engine}: expected a PyTorch model")
             options.setdefault("cache_implementation", "static")

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..data.vocabularies import unknown_id
 from .scoring import map_hypotheses, map_pairs, reading_inputs
-from .translation import Hypothesis, decoder_start
+from .translation import Hypothesis, decoder_start, runs_in_torch
 
 UNITS = ("words", "pieces")
 
@@ -76,7 +76,7 @@ def expect_alignable(
     replace_unknown: bool,
 ) -> None:
     """Raise the errors of `add_alignments`."""
-    if not isinstance(model, torch.nn.Module):
+    if not runs_in_torch(model):
         raise TypeError(f"alignments with a {type(model).__name__}: expected a PyTorch model")
     if unit not in UNITS:
         raise ValueError(f"alignments={unit!r}: expected one of {', '.join(UNITS)}")

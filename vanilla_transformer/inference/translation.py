@@ -230,6 +230,12 @@ def _prefix_limit(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> fl
     return min(limit, (position_limit(model) or math.inf) - 1)
 
 
+def runs_in_torch(model: Any) -> bool:
+    """Whether torch computes the model, so that it can be compiled and shows its attention. An
+    engine's has no parameters, also where its class is one of transformers."""
+    return isinstance(model, torch.nn.Module) and next(model.parameters(), None) is not None
+
+
 def position_limit(model: PreTrainedModel) -> int | None:
     """The tokens of the longest text that a model's table of positions allows; None where there is
     no table, or one that grows."""

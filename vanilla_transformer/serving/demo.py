@@ -10,14 +10,14 @@ import gradio as gr
 import yaml
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
 from ..analysis.attention import attention_maps
 from ..conversion.core import expect_unused
 from ..inference.alignment import layers_and_heads
 from ..inference.loading import LoadingArguments
-from ..inference.translation import position_limit, translate, translate_n_best
+from ..inference.translation import position_limit, runs_in_torch, translate, translate_n_best
 from ..plotting import AttentionMaps, plot_attention
 from .languages import languages_of_card
 
@@ -55,8 +55,7 @@ class Demo:
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.languages, self.examples = languages, examples
-        # ONNX Runtime's class is one of transformers too, but has no parameters.
-        self.shows_attention = isinstance(model, PreTrainedModel) and model.num_parameters() > 0
+        self.shows_attention = runs_in_torch(model)
         if self.shows_attention:
             model.set_attn_implementation("eager")
 
