@@ -365,6 +365,12 @@ def test_processes_share_the_chunks(source, processes):
     assert sorted(number for worker in workers for number in worker.seen) == list(range(len(LINES)))
 
 
+def test_a_process_that_sees_another_file_system_is_refused(source):
+    message = r"out\.txt\.parts: expected a file system that all processes share"
+    with pytest.raises(FileNotFoundError, match=message):
+        run(Worker(), source, process_index=1, num_processes=2)
+
+
 def test_more_lines_take_no_more_memory(tmp_path):
     """Lines are read a chunk at a time: the file is never there as a whole."""
     import tracemalloc

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow, small_trainer
+from conftest import run_ranks, slow, small_trainer
 from safetensors.torch import load_file
 from transformers import TrainerState
 
@@ -419,6 +419,39 @@ def test_a_training_that_fails_leaves_no_trace_of_the_lock(tmp_path, error):
         with pytest.raises(error):
             fail(tmp_path / name)
     assert [*tmp_path.rglob("*")] == [tmp_path / "here"]
+
+
+OTHER_HOST = """
+import os
+from pathlib import Path
+from accelerate import PartialState
+from vanilla_transformer.training import folder_lock
+
+folder_lock.SECONDS_TO_APPEAR = 0.5
+state = PartialState(cpu=True)
+disk = Path(os.environ["RANK"])
+disk.mkdir()
+(disk / "out").mkdir()
+(disk / "out/_lock").write_bytes(b"an older training's")
+for folder in (Path("shared"), disk / "out"):
+    try:
+        with folder_lock.locked(folder):
+            print("trains in", folder.name)
+    except FileNotFoundError as error:
+        print(error)
+state.destroy_process_group()
+"""
+
+
+def test_processes_that_see_different_folders_are_refused_before_they_train(tmp_path):
+    """The second host found no model to score when all updates were made."""
+    (tmp_path / "program.py").write_text(OTHER_HOST)
+    failed, output = run_ranks(2, tmp_path / "program.py", cwd=tmp_path)
+    assert not failed, output
+    assert output.count("trains in shared") == 2
+    for disk in "01":
+        message = f"output_dir={disk}/out: process 0 sees this folder, processes [1] do not: expec"
+        assert message in output
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -260,6 +260,8 @@ def _chunks(source: str | Path, column: str | None, size: int) -> Iterator[list[
 
 
 def _check_same_job(parts: Path, job: dict[str, Any]) -> None:
+    if not (parts / JOB_FILE).exists():  # which the first process has written
+        raise FileNotFoundError(f"{parts}: expected a file system that all processes share")
     before = json.loads((parts / JOB_FILE).read_text(encoding="utf-8"))
     for name in {**job, **before}:
         if before.get(name) != job.get(name):

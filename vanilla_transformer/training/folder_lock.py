@@ -1,13 +1,21 @@
-"""Keeps a second training out of a folder in which one is at work."""
+"""Keeps a second training out of a folder in which one is at work, and the processes of one
+training in one folder."""
 
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+from uuid import uuid4
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
 
 from .distributed import run_on_main_process
 
 LOCK = "_lock"  # `Trainer` pushes no file with a leading underscore to the Hub
+SECONDS_TO_APPEAR = 30.0  # how long a network file system may hide a new file from other hosts
 
 
 @contextmanager
@@ -16,12 +24,19 @@ def locked(output_dir: str | Path) -> Iterator[None]:
 
     Raises:
         FileExistsError: Another training is at work there.
+        FileNotFoundError: Some processes see another folder, on the disk of another host.
     """
     folder = Path(output_dir)
     held: list[IO[bytes] | None] = []
     is_new = not folder.exists()
-    run_on_main_process(lambda: held.append(_lock(folder)))
+
+    def hold() -> bytes | None:
+        held.append(_lock(folder))
+        return _mark(held[0])
+
+    mark = run_on_main_process(hold)
     try:
+        _expect_in_all_processes(folder, mark)
         yield
     finally:
         for lock in filter(None, held):
@@ -55,3 +70,41 @@ def _lock(folder: Path) -> IO[bytes] | None:
     except OSError:  # the file system has no locks
         pass
     return lock
+
+
+def _mark(lock: IO[bytes] | None) -> bytes | None:
+    """Write what no other file holds into the locked file, and return it; None where it can't."""
+    mark = uuid4().bytes
+    if lock is not None:
+        with suppress(OSError):
+            lock.truncate(0)
+            lock.write(mark)
+            lock.flush()
+            os.fsync(lock.fileno())
+            return mark
+    return None
+
+
+def _expect_in_all_processes(folder: Path, mark: bytes | None) -> None:
+    state = PartialState()
+    if mark is None or state.num_processes == 1:
+        return
+    # The main process must not open the file again: closing it would end the lock.
+    seen = gather_object([state.is_main_process or _appears(folder / LOCK, mark)])
+    if missing := [process for process, is_seen in enumerate(seen) if not is_seen]:
+        raise FileNotFoundError(
+            f"output_dir={folder}: process 0 sees this folder, processes {missing} do not: "
+            "expected a file system that all processes share"
+        )
+
+
+def _appears(file: Path, mark: bytes) -> bool:
+    limit = time.monotonic() + SECONDS_TO_APPEAR
+    while True:
+        with suppress(OSError):
+            os.listdir(file.parent)  # which makes a network file system look again
+            if file.read_bytes() == mark:
+                return True
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.2)
