@@ -1,6 +1,7 @@
 """LibreTranslate's interface, through the application alone: no socket and no process."""
 
 import asyncio
+import gc
 import io
 import json
 
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs vanilla-transformer[serve]")
 
+from fastapi import HTTPException
 from fastapi.testclient import TestClient
 from transformers import AutoModelForSeq2SeqLM
 
@@ -296,6 +298,41 @@ def test_a_failure_is_answered_without_its_details():
     assert answer.headers["access-control-allow-origin"] == "*"  # or browsers hide the answer
     answer = post(client(Failing()), stream=True)
     assert json.loads(answer.text) == {"error": "The translation failed"}
+
+
+def test_an_error_before_the_first_piece_of_a_stream_has_its_status(caplog):
+    class Choosy(UpperCase):
+        async def translate(self, sentences, n_best=1):
+            if "long" in sentences[0]:
+                raise HTTPException(400, "a sentence of 9 tokens: expected at most 8")
+            return await super().translate(sentences, n_best)
+
+    for translator, fields, status in (
+        (Choosy(), {"q": "short\nlong\nlong"}, 400),
+        (Failing(), {"q": "a\nb"}, 500),
+        (Slow(), {"q": "a\nb"}, 503),
+    ):
+        counter = f'vanilla_transformer_requests_total{{path="/translate",status="{status}"}}'
+        before = float(metrics(client()).get(counter, 0))
+        answer = post(client(translator, timeout=0.1), **fields, stream=True)
+        assert (answer.status_code, list(answer.json())) == (status, ["error"])
+        assert float(metrics(client())[counter]) == before + 1
+    gc.collect()
+    assert "Traceback" not in caplog.text
+
+
+def test_an_error_in_a_stream_is_its_last_line(caplog):
+    class Stopping(UpperCase):
+        async def translate(self, sentences, n_best=1):
+            if sentences == ["b"]:
+                await asyncio.sleep(60)
+            return await super().translate(sentences, n_best)
+
+    answer = post(client(Stopping(), timeout=0.1), q="a\nb", stream=True)
+    assert [json.loads(line) for line in answer.text.splitlines()] == [
+        {"translatedText": "A"}, {"error": "The translation took too long"},
+    ]  # fmt: skip
+    assert "Traceback" not in caplog.text
 
 
 def test_a_request_has_a_limited_time():

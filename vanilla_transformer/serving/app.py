@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -99,7 +99,10 @@ def _add_translation(
         request.state.work = f"{'-'.join(pair)} {characters} characters"
         CHARACTERS.labels("-".join(pair)).inc(characters)
         if body.stream:
-            lines = _json_lines(service.stream(body, pair), request.state.end)
+            pieces = service.stream(body, pair)
+            async with _until(request.state.end, 503):  # an error before the first has a status
+                first = await _while_connected(request, anext(pieces, None))
+            lines = _json_lines(first, pieces, request.state.end)
             return StreamingResponse(lines, media_type="application/x-ndjson")
         async with _until(request.state.end, 503):
             work = service.translate(body, pair, detected)
@@ -165,7 +168,7 @@ async def _until(end: float, status: int) -> AsyncIterator[None]:
         raise HTTPException(status, ERRORS[status]["description"]) from None
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+async def _while_connected(request: Request, work: Awaitable[Any]) -> Any:
     """What the work returns. It is cancelled when the client goes away."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
@@ -178,16 +181,21 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, Any]) -> 
             task.cancel()
 
 
-async def _json_lines(pieces: AsyncIterator[str], end: float) -> AsyncIterator[str]:
-    """The pieces, or an error after those that were translated before it."""
+async def _json_lines(
+    piece: str | None, pieces: AsyncIterator[str], end: float
+) -> AsyncIterator[str]:
+    """The first piece and the others, or an error after those that were translated before it."""
     try:
         async with _until(end, 503):
-            async for piece in pieces:
+            while piece is not None:
                 yield json.dumps({"translatedText": piece}, ensure_ascii=False) + "\n"
-    except Exception as error:
+                piece = await anext(pieces, None)
+    except HTTPException as error:
+        logger.warning("The rest of a stream is missing: %s", error.detail)
+        yield json.dumps({"error": error.detail}) + "\n"
+    except Exception:
         logger.exception("The translation failed")
-        detail = error.detail if isinstance(error, HTTPException) else ERRORS[500]["description"]
-        yield json.dumps({"error": detail}) + "\n"
+        yield json.dumps({"error": ERRORS[500]["description"]}) + "\n"
 
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:

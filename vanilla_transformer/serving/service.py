@@ -97,7 +97,11 @@ class TranslationService:
         return {name: values[0] for name, values in content.items()}
 
     async def stream(self, request: TranslateRequest, pair: Pair) -> AsyncIterator[str]:
-        """The pieces of a translation, each of which ends with a translated sentence."""
+        """The pieces of a translation, each of which ends with a translated sentence.
+
+        Raises:
+            HTTPException: A sentence is refused, before the first piece (400).
+        """
         segments = await self._split(request.texts[0], request, pair)
         translate = self.translators[pair].translate
         tasks = [
@@ -105,6 +109,9 @@ class TranslationService:
         ]
         rest, start = iter(tasks), 0
         try:
+            if tasks:  # a sentence that is refused is done at once
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.gather(*done)
             for end, segment in enumerate(segments, start=1):
                 if segment.is_sentence or end == len(segments):
                     best = [(await next(rest))[0][0]] if segment.is_sentence else []
@@ -113,6 +120,7 @@ class TranslationService:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # their errors are not logged
 
     async def _split(self, text: str, request: TranslateRequest, pair: Pair) -> list[Segment]:
         split = split_html if request.format == "html" else split_text
