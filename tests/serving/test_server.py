@@ -19,7 +19,7 @@ from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.translation import translate
 from vanilla_transformer.serving.arguments import ServingArguments
 from vanilla_transformer.serving.languages import find_pairs
-from vanilla_transformer.serving.server import serve
+from vanilla_transformer.serving.server import make_url, serve
 
 
 @pytest.fixture
@@ -83,6 +83,11 @@ def test_a_port_in_use_is_refused_before_a_model_is_loaded(folders, no_loading):
             serve(["one"], ServingArguments(port=port), no_loading)
     with pytest.raises(ValueError, match="host='no host', port=80"):
         serve(["one"], ServingArguments(host="no host", port=80), no_loading)
+
+
+def test_the_url_of_a_server_has_an_ipv6_address_in_brackets():
+    assert make_url("::1", 8000) == "http://[::1]:8000"
+    assert make_url("127.0.0.1", 8000) == "http://127.0.0.1:8000"
 
 
 def test_a_client_translates_and_a_stopped_server_answers_first(checkpoint, start_server):

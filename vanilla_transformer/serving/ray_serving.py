@@ -18,7 +18,7 @@ from .app import make_app
 from .arguments import RayArguments, ServingArguments
 from .batching import load_translator
 from .languages import Pair, find_pairs
-from .server import bind
+from .server import bind, make_url
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def serve_with_ray(
         application = make_deployments(pairs, arguments, loading, options)
         serve.run(application, name=APPLICATION, route_prefix="/")
         languages = ", ".join(map("-".join, pairs))
-        logger.info("Serving %s at http://%s:%d", languages, arguments.host, port)
+        logger.info("Serving %s at %s", languages, make_url(arguments.host, port))
         signal.pause()
     except KeyboardInterrupt:
         logger.info("Stopping")

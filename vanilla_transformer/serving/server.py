@@ -44,8 +44,8 @@ def serve(models: list[str], arguments: ServingArguments, loading: LoadingArgume
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=int(arguments.timeout) + 1,
         )
-        host, port = listener.getsockname()[:2]
-        logger.info("Serving %s at http://%s:%d", ", ".join(map("-".join, pairs)), host, port)
+        url = make_url(*listener.getsockname()[:2])
+        logger.info("Serving %s at %s", ", ".join(map("-".join, pairs)), url)
         uvicorn.Server(config).run([listener])
 
 
@@ -65,3 +65,8 @@ def bind(host: str, port: int) -> socket.socket:
             f"host={host!r}, port={port}: expected a free address ({error.strerror})"
         ) from error
     return listener
+
+
+def make_url(host: str, port: int) -> str:
+    """The address for a browser: IPv6 is in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
