@@ -78,6 +78,10 @@ def test_a_form_is_utf8_with_or_without_percent_signs():
         answer = client().post("/translate", content=form, headers=headers)
         assert answer.status_code == 400
         assert answer.json()["error"].startswith("not a form: 'utf-8' codec can't decode byte 0xe4")
+    for text, status in (("Mädchen".encode(), 200), (b"M\xe4dchen", 400)):
+        answer = client().post("/translate", files={"q": (None, text)}, data=PAIR)
+        assert answer.status_code == status
+        assert "MÄDCHEN" in answer.text or "can't decode byte 0xe4" in answer.text
 
 
 def test_it_takes_what_clients_leave_empty_or_put_into_the_url():

@@ -122,8 +122,9 @@ async def _read_multipart(request: Request, content: bytes) -> list[tuple[str, A
         return {"type": "http.request", "body": content, "more_body": False}
 
     try:
+        content.decode()  # Starlette reads as Latin-1 what is not UTF-8
         return (await Request(request.scope, receive).form()).multi_items()
-    except FormParserError as error:
+    except (FormParserError, UnicodeDecodeError) as error:
         raise HTTPException(400, f"not a form: {error}") from None
 
 
