@@ -1,9 +1,12 @@
 """An ensemble predicts the mean of its members' probabilities, however it decodes."""
 
+import shutil
+
 import pytest
 import torch
 from conftest import ragged, random_ids, seq2seq, small_config
-from transformers import MarianConfig, MarianMTModel
+from tokenizers.normalizers import Lowercase, Sequence
+from transformers import AutoTokenizer, MarianConfig, MarianMTModel
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.tokenization import train_tokenizer
@@ -183,6 +186,17 @@ def test_folders_with_different_tokens_are_refused(checkpoint, tokenizer, tmp_pa
     model.save_pretrained(tmp_path)
     other.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has a different vocabulary than"):
+        LoadingArguments(device="cpu").load([checkpoint, tmp_path])
+
+
+def test_folders_that_prepare_text_in_different_ways_are_refused(checkpoint, tmp_path):
+    """The others got tokens that they had not learnt from, and lost quality silently."""
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = Sequence([Lowercase(), backend.normalizer])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"prepares text in another way than .* \(normalizer\)"):
         LoadingArguments(device="cpu").load([checkpoint, tmp_path])
 
 

@@ -1,6 +1,7 @@
 """Several models as one: the mean of their probabilities for each next token."""
 
 import copy
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -235,16 +236,36 @@ def expect_members(members: Sequence[Any]) -> None:
 def expect_same_vocabulary(
     tokenizers: Sequence[PreTrainedTokenizerBase], names: Sequence[str | Path]
 ) -> None:
-    """Raise a ValueError unless each token has the same id in all tokenizers, on both sides."""
+    """Raise a ValueError unless each token has the same id in all tokenizers, on both sides, and
+    all make the same tokens of a text."""
 
     def vocabularies(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, int]]:
         target = getattr(tokenizer, "target_tokenizer", None)
         return [tokenizer.get_vocab(), *([] if target is None else [target.get_vocab()])]
 
-    first = vocabularies(tokenizers[0])
+    first, parts = vocabularies(tokenizers[0]), text_preparation(tokenizers[0])
     for name, tokenizer in zip(names, tokenizers, strict=True):
         if vocabularies(tokenizer) != first:
             raise ValueError(
                 f"{name} has a different vocabulary than {names[0]}: expected the same tokens "
                 "with the same ids in all models"
             )
+        for part, value in text_preparation(tokenizer).items():
+            if value != parts.get(part):
+                raise ValueError(
+                    f"{name} prepares text in another way than {names[0]} ({part}): expected "
+                    "the same tokens of a text in all models"
+                )
+
+
+def text_preparation(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The parts of a fast tokenizer that decide into which tokens it splits a text."""
+    found = {"moses": tokenizer.init_kwargs.get("moses")}
+    sides = {"": "backend_tokenizer", "target ": "target_tokenizer"}
+    for side, name in sides.items():
+        if (backend := getattr(tokenizer, name, None)) is not None:
+            saved = json.loads(backend.to_str())
+            saved["model"].pop("dropout", None)  # of training
+            for part in ("normalizer", "pre_tokenizer", "model", "post_processor"):
+                found[side + part] = saved[part]
+    return found
