@@ -189,6 +189,14 @@ def log_probability(model, inputs, row):
     return chosen[labels != model.config.pad_token_id].sum().item()
 
 
+def test_beams_without_a_hypothesis_are_left_out(model, tokenizer):
+    """Those of transformers have the score -1e9."""
+    end = model.generation_config.eos_token_id
+    options = {"num_beams": 4, "forced_eos_token_id": end, "max_new_tokens": 1}
+    ((only,),) = translate_n_best(["a"], model, tokenizer, 4, **options)
+    assert (only.token_ids, only.score) == ((end,), 0.0)
+
+
 @pytest.mark.parametrize(("n_best", "beams"), [(0, 4), (5, 4), (1, 1), (2, None)])
 def test_n_best_lists_need_as_many_beams(model, tokenizer, n_best, beams):
     message = f"n_best={n_best} with num_beams={beams or 1}: expected"

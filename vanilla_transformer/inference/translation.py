@@ -62,6 +62,8 @@ class Hypothesis(NamedTuple):
 
 
 BLANK = Hypothesis("", 0.0)
+# transformers (5.17 to 5.24) gives -1e9, over the length, to beams for which there is no hypothesis.
+IMPOSSIBLE = -1e7
 
 
 def translate(
@@ -114,7 +116,7 @@ def translate_n_best(
     **generate_kwargs: Any,
 ) -> Iterator[list[Hypothesis]]:
     """Same as `translate`, but yields the `n_best` best hypotheses of each line, best first. A
-    blank line has a single, empty one.
+    blank line has a single, empty one, and a line for which there are fewer has those.
 
     Sampling (`do_sample` with one beam) yields independent samples, which have no score. With
     `n_best=None`, each line has one hypothesis, without a score.
@@ -407,7 +409,8 @@ class Batches(NamedTuple):
         scores = getattr(output, "sequences_scores", None)
         if scores is not None:
             found = [h._replace(score=s) for h, s in zip(found, scores.tolist(), strict=True)]
-        return [found[start : start + n] for start in range(0, len(found), n)]
+        groups = (found[start : start + n] for start in range(0, len(found), n))
+        return [group[:1] + [h for h in group[1:] if not h.score < IMPOSSIBLE] for group in groups]
 
     def _row_ends(self, mask: torch.Tensor, prompt_length: int, length: int) -> list[int]:
         """The most tokens of each source's targets, the prompt included. Further ones are padding,
