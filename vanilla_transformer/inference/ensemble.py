@@ -96,8 +96,9 @@ class VanillaTransformerEnsemble(
             encoder_outputs: Of `EnsembleEncoder`, in place of `input_ids`.
 
         Returns:
-            `logits`, the logarithm of the mean probabilities (batch, target_length, vocabulary),
-            and the cache.
+            `logits` (batch, target_length, vocabulary), whose softmax is the mean of the members'
+            probabilities, and their level the mean of the members': a repetition penalty changes
+            them as it does a member's. And the cache.
 
         Raises:
             ValueError: An input or output that an ensemble does not have is given or asked for.
@@ -114,6 +115,7 @@ class VanillaTransformerEnsemble(
             "decoder_attention_mask": decoder_attention_mask,
         }
         total: torch.Tensor | None = None
+        level: torch.Tensor | float = 0.0
         for member, states, own_cache in zip(
             self.members, self.encoder.split(encoder_outputs[0]), caches, strict=True
         ):
@@ -124,11 +126,13 @@ class VanillaTransformerEnsemble(
                 cache=own_cache,
                 use_cache=use_cache,
             )
-            log_probs = outputs.logits.log_softmax(-1, at_least_float32(outputs.logits.dtype))
+            logits = outputs.logits.to(at_least_float32(outputs.logits.dtype))
+            normalizer = logits.logsumexp(-1, keepdim=True)
+            log_probs, level = logits - normalizer, level + normalizer / len(self.members)
             total = log_probs if total is None else torch.logaddexp(total, log_probs)
         assert total is not None
         return Seq2SeqLMOutput(
-            logits=total - math.log(len(self.members)),
+            logits=total + (level - math.log(len(self.members))),
             **{CACHE_NAME: cache},
             encoder_last_hidden_state=encoder_outputs[0],
         )
