@@ -338,6 +338,31 @@ def test_a_saved_search_that_cannot_work_is_refused_before_the_work(
         expect_valid_options(model, {})
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"low_memory": True, "num_beams": 2}, "null with beams"),
+        ({"cache_implementation": "quantized"}, "another one for an encoder-decoder"),
+        ({"cache_implementation": "offloaded"}, "an accelerator"),
+        ({"prompt_lookup_num_tokens": 3}, "batch_size=1 or beams"),
+    ],
+    ids=str,
+)
+def test_what_transformers_cannot_do_is_refused_before_the_work(
+    model, tokenizer, options, expected
+):
+    name, value = next(iter(options.items()))
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: expected {expected}")):
+        list(translate([], model, tokenizer, **options))
+
+
+def test_a_cache_that_transformers_does_not_know_is_refused_here(model):
+    """The command line prints such an error without a traceback."""
+    with pytest.raises(ValueError, match="Invalid `cache_implementation`") as raised:
+        expect_valid_options(model, {"cache_implementation": "none"})
+    assert raised.traceback[-1].name == "expect_valid_options"
+
+
 def test_a_saved_option_of_another_search_does_not_matter(model, tokenizer, monkeypatch):
     expected = list(translate(LINES, model, tokenizer, num_beams=2, max_new_tokens=6))
     monkeypatch.setattr(model.generation_config, "penalty_alpha", 0.6)

@@ -62,7 +62,7 @@ class Hypothesis(NamedTuple):
 
 
 BLANK = Hypothesis("", 0.0)
-# transformers (5.17 to 5.24) gives -1e9, over the length, to beams for which there is no hypothesis.
+# transformers (5.17 to 5.24) gives -1e9, over the length, to a beam without a hypothesis.
 IMPOSSIBLE = -1e7
 
 
@@ -143,10 +143,15 @@ def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> Non
             )
     _expect_known_search(model, options)
     _options(model, options).use_length_penalty_type()
-    GenerationConfig(**config)
+    try:
+        GenerationConfig(**config)
+    except ValueError as error:  # about an option: as one of our own, in one line
+        raise ValueError(str(error)) from error
 
 
-def _expect_known_search(model: PreTrainedModel, options: dict[str, Any]) -> None:
+def _expect_known_search(
+    model: PreTrainedModel, options: dict[str, Any], batch_size: int = 1
+) -> None:
     found, search = _options(model, options), GenerationConfig()
     for name in ("stop_strings", "token_healing"):
         if found[name] not in (None, False):
@@ -165,6 +170,16 @@ def _expect_known_search(model: PreTrainedModel, options: dict[str, Any]) -> Non
             f"{name}={found[name]!r} in the generation config: expected null, as transformers has "
             f"no {mode.value} any more; `translate` takes one as --custom_generate"
         )
+    beams, cache = (found["num_beams"] or 1) > 1, str(found["cache_implementation"] or "")
+    is_on_cpu = model.device.type == "cpu"
+    for name, is_wrong, expected in (
+        ("low_memory", beams, "null with beams"),
+        ("cache_implementation", cache == "quantized", "another one for an encoder-decoder"),
+        ("cache_implementation", cache.startswith("offloaded") and is_on_cpu, "an accelerator"),
+        ("prompt_lookup_num_tokens", not beams and batch_size > 1, "batch_size=1 or beams"),
+    ):
+        if found[name] and is_wrong:
+            raise ValueError(f"{name}={found[name]!r}: expected {expected}")
 
 
 def expect_hypotheses(
@@ -325,7 +340,8 @@ class Batches(NamedTuple):
         for name, value in (("batch_size", self.batch_size), ("max_tokens", self.max_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a positive integer")
-        _expect_known_search(self.model, self.generate_kwargs)
+        size = self.batch_size if self.max_tokens is None else self.max_tokens
+        _expect_known_search(self.model, self.generate_kwargs, size)
         self.model.eval()
         rank, processes = 0, 1
         if together:
