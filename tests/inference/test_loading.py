@@ -40,6 +40,9 @@ def test_a_model_without_its_tokenizer_is_named(model, tmp_path):
         FileNotFoundError, match=f"{tmp_path}: .* there is no tokenizer_config.json"
     ):
         LoadingArguments(device="cpu").load(tmp_path)
+    (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")  # as PEFT names its own
+    with pytest.raises(FileNotFoundError, match=r"there is no tokenizer_config.json"):
+        LoadingArguments(device="cpu").load(tmp_path)
 
 
 def lose_weight(path, ending):

@@ -50,6 +50,11 @@ def test_a_card_may_name_norwegian_and_a_folder_may_have_an_equals_sign(folders,
     assert find_pairs(["two"]) == {("en", "no"): "two"}
 
 
+def test_an_adapter_of_peft_is_a_model(folders, tmp_path):
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    assert find_pairs(["en-de=empty"]) == {("en", "de"): "empty"}
+
+
 @pytest.mark.parametrize(
     ("models", "kind", "message"),
     [

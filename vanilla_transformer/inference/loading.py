@@ -130,7 +130,7 @@ class LoadingArguments:
     def _load_tokenizer(self, name: str | Path) -> PreTrainedTokenizerBase:
         """Raises FileNotFoundError if a folder holds a model and no tokenizer."""
         folder = Path(name)
-        if (folder / "config.json").is_file() and not _has_any(folder, TOKENIZERS):
+        if has_model(folder) and not _has_any(folder, TOKENIZERS):
             raise FileNotFoundError(
                 f"{name}: expected a model with its tokenizer, there is no tokenizer_config.json"
             )
@@ -146,6 +146,11 @@ class LoadingArguments:
         models, tokenizers = zip(*map(self.load_model, names), strict=True)
         expect_same_vocabulary(tokenizers, names)
         return VanillaTransformerEnsemble(models), tokenizers[0]
+
+
+def has_model(folder: Path) -> bool:
+    """Whether a folder holds a model, or an adapter that PEFT saved."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def _has_any(folder: Path, patterns: Sequence[str]) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 from huggingface_hub import ModelCard
 from transformers.utils import cached_file
 
+from ..inference.loading import has_model
+
 Pair = tuple[str, str]
 
 # A language with its script or region, if any: "de", "pt-BR", "zh-Hant-TW".
@@ -51,7 +53,7 @@ def _parse(languages: str, name: str) -> Pair:
 
 def _expect_model(name: str) -> None:
     if Path(name).is_dir():
-        if not Path(name, "config.json").is_file():
+        if not has_model(Path(name)):
             raise FileNotFoundError(f"{name}: expected a model folder, with a config.json")
         return
     try:
