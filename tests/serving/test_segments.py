@@ -28,6 +28,11 @@ def test_the_segments_of_a_text_add_up_to_it(text, split_over):
     assert all(one == one.strip() != "" for one in sentences(segments))
 
 
+def test_a_control_character_before_a_number_does_not_fail():
+    text = "a \x1f1. b \x1e2. c"
+    assert join(split_text(text, "en", 2), [text], is_html=False) == text
+
+
 def test_a_line_is_a_sentence_until_it_is_long():
     text = "Mr. Smith came at 3 p.m. yesterday. He left.\nHe was late."
     assert sentences(split_text(text, "en", 100)) == text.split("\n")

@@ -108,7 +108,10 @@ def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
     line = core
     while line:
         window = line[:WINDOW]
-        sentences = segmenter.segment(window)
+        try:
+            sentences = segmenter.segment(window)
+        except ValueError:  # pysbd takes "\x1f1." for the number of a list
+            sentences = []
         if "".join(sentences) != window:
             sentences = [window]
         if len(line) > WINDOW:  # the last sentence may go on
