@@ -136,6 +136,7 @@ def test_it_lists_its_languages():
     assert settings["charLimit"] == 7
     assert settings["keyRequired"] is False
     assert client().get("/health").json() == {"status": "ok"}
+    assert client().head("/health").status_code == 200  # as some monitors ask
 
 
 def test_it_detects_the_languages_that_it_translates():

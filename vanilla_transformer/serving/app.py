@@ -127,6 +127,7 @@ def _add_information(
     async def languages() -> list[Language]:
         return service.languages()
 
+    @app.head("/health", include_in_schema=False)  # of services that watch a server
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
