@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser
 from functools import partial
 
 import pyarrow
@@ -93,6 +94,16 @@ def test_every_option_of_the_generation_config_is_offered_or_left_out_by_name():
 )  # fmt: skip
 def test_values_are_json_or_words(text, value):
     assert parse_value(text) == value
+
+
+def test_a_whole_number_serves_where_transformers_expects_a_fraction():
+    parser = ArgumentParser()
+    generation_options.add_generation_options(parser)
+    options = vars(parser.parse_args(["--temperature", "2", "--top_k", "2"]))
+    assert {name: type(value) for name, value in options.items()} == {
+        "temperature": float, "top_k": int,
+    }  # fmt: skip
+    assert vars(parser.parse_args(["--temperature", "null"])) == {"temperature": None}
 
 
 def test_all_options_are_in_the_long_help(tmp_path):
@@ -309,9 +320,9 @@ def test_samples_are_distinct_and_scored_by_their_log_probability(checkpoint, be
     [
         (["--no_such_option", 3], "unrecognized arguments: --no_such_option 3"),
         (["--top_p", "much"], "top_p='much': expected a finite number"),
-        (["--top_p", 2], "top_p=2: expected a number from 0 to 1"),
-        (["--repetition_penalty", 0], "repetition_penalty=0: expected a number above 0"),
-        (["--do_sample", "--temperature", 0], "temperature=0: expected a number above 0"),
+        (["--top_p", 2], "top_p=2.0: expected a number from 0 to 1"),
+        (["--repetition_penalty", 0], "repetition_penalty=0.0: expected a number above 0"),
+        (["--do_sample", "--temperature", 0], "temperature=0.0: expected a number above 0"),
         (["--early_stopping", "maybe"], "early_stopping='maybe': expected True, False or 'never'"),
         (["--suppress_tokens", 5], "suppress_tokens=5: expected a list"),
         (["--length_penalty_type", "long"], "length_penalty_type='long': expected one of"),

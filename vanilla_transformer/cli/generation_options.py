@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..data.vocabularies import unknown_id
 from ..model.generation import OWN_OPTIONS
+from ..model.validation import NUMBERS
 
 # The commands decide what `generate()` returns, constraints are objects, two options need a
 # tokenizer, and guidance needs a model without an encoder.
@@ -61,7 +62,8 @@ def add_generation_options(parser: ArgumentParser) -> None:
     namespace has only those that are given: null turns an option of the model off."""
     for name in generation_option_names():
         parser.add_argument(
-            f"--{name}", nargs="?", const=True, type=parse_value, metavar="VALUE", default=SUPPRESS,
+            f"--{name}", nargs="?", const=True, metavar="VALUE", default=SUPPRESS,
+            type=parse_number if name in NUMBERS else parse_value,
             help=HELP.get(name, "As in transformers' GenerationConfig."),
         )  # fmt: skip
 
@@ -72,6 +74,12 @@ def parse_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return {"True": True, "False": False}.get(text, text)
+
+
+def parse_number(text: str) -> Any:
+    """As `parse_value`, of an option whose whole numbers transformers refuses."""
+    value = parse_value(text)
+    return float(value) if type(value) is int else value
 
 
 def find_method(name: str, trust_remote_code: bool) -> str:
