@@ -345,6 +345,8 @@ def test_a_saved_search_that_cannot_work_is_refused_before_the_work(
         ({"cache_implementation": "quantized"}, "another one for an encoder-decoder"),
         ({"cache_implementation": "offloaded"}, "an accelerator"),
         ({"prompt_lookup_num_tokens": 3}, "batch_size=1 or beams"),
+        ({"assistant_early_exit": 1}, "batch_size=1 or beams"),
+        ({"prefill_chunk_size": 8}, "null for an encoder-decoder"),
     ],
     ids=str,
 )

@@ -177,6 +177,8 @@ def _expect_known_search(
         ("cache_implementation", cache == "quantized", "another one for an encoder-decoder"),
         ("cache_implementation", cache.startswith("offloaded") and is_on_cpu, "an accelerator"),
         ("prompt_lookup_num_tokens", not beams and batch_size > 1, "batch_size=1 or beams"),
+        ("assistant_early_exit", not beams and batch_size > 1, "batch_size=1 or beams"),
+        ("prefill_chunk_size", True, "null for an encoder-decoder"),
     ):
         if found[name] and is_wrong:
             raise ValueError(f"{name}={found[name]!r}: expected {expected}")
