@@ -17,6 +17,7 @@ from vanilla_transformer.plotting import AttentionMaps
 
 gradio = pytest.importorskip("gradio", reason="needs the extra [demo]")
 
+from vanilla_transformer.cli.demo import DemoArguments  # noqa: E402
 from vanilla_transformer.serving import demo as serving  # noqa: E402
 from vanilla_transformer.serving.demo import (  # noqa: E402
     MARK,
@@ -198,6 +199,12 @@ def test_a_folder_in_use_is_refused_before_a_model_is_loaded(tmp_path):
     (tmp_path / "file").touch()
     process = run_command("demo", "no/model", "--space", ".", cwd=tmp_path, check=False)
     assert "space='.': expected a new or empty folder" in process.stderr
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_is_as_gradio_takes_it(host):
+    assert DemoArguments(host=host).host == "[::1]"
+    assert DemoArguments().host == "127.0.0.1"
 
 
 # ---------------------------------------------------------------- the browser
