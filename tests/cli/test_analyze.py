@@ -30,6 +30,8 @@ def folder(checkpoint, tmp_path_factory):
     (folder / "short").write_text("der See\n")
     (folder / "bert").mkdir()
     (folder / "bert/config.json").write_text(json.dumps({"model_type": "bert"}))
+    (folder / "adapter").mkdir()
+    (folder / "adapter/adapter_config.json").write_text("{}")
     return folder
 
 
@@ -136,6 +138,7 @@ def test_an_exported_model_is_refused(run, folder, monkeypatch, engine):
         (["heads", *TEXT, "--max_tokens", "0"], "max_tokens=0: expected a positive number"),
         (["heads", *TEXT, "--output", "a.jpg"], "a.jpg: expected a name that ends in .png"),
         (["heads", *TEXT, "--model", "bert"], "is of type bert: expected vanilla_transformer"),
+        (["heads", *TEXT, "--model", "adapter"], "adapter holds an adapter: expected a whole mo"),
         (
             ["alignments", *TEXT, "--links", "far"],
             "far, line 2: link 1-2 between 2 and 2 words: ex",

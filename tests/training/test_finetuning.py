@@ -251,6 +251,15 @@ def test_m2m100_marks_languages_at_the_start_and_forces_the_targets(tmp_path):
     assert ready.model.generation_config.forced_bos_token_id == french
 
 
+def test_an_adapter_is_refused_before_the_text_is_read(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "blank.csv").touch()
+    model = ModelArguments(model_name_or_path=str(tmp_path))
+    data = DataArguments(train_file=str(tmp_path / "blank.csv"))
+    with pytest.raises(ValueError, match="holds an adapter: expected a whole model"):
+        prepare(model, data, TranslationTrainingArguments(output_dir=str(tmp_path)))
+
+
 def test_overrides_are_fields_of_the_model_that_is_tuned(tmp_path):
     folder, tokenizer = t5(tmp_path / "t5"), AutoTokenizer.from_pretrained(tmp_path / "t5")
     options = {"model_name_or_path": str(folder), "config_overrides": "dropout_rate=0.25"}

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from transformers import AutoConfig
 
 from ..analysis.alignments import read_gold_alignments, score_layers
 from ..analysis.attention import (
@@ -44,7 +43,7 @@ from ..analysis.heads import ByHead, analyze_heads, expect_prunable, most_import
 from ..analysis.positions import attention_reach, position_encodings, position_similarities
 from ..data.text_files import expect_parallel, read_file
 from ..inference.alignment import penultimate_layer
-from ..inference.loading import LoadingArguments
+from ..inference.loading import LoadingArguments, read_config
 from ..plotting import (
     KINDS,
     picture_paths,
@@ -134,7 +133,7 @@ def check(arguments: Namespace) -> None:
         expect_parallel(arguments.source, arguments.target)
     if given.get("links") is not None:
         read_gold_alignments(arguments.links, read_pairs(arguments))
-    config = AutoConfig.from_pretrained(arguments.model)
+    config = read_config(arguments.model)
     expect_both_stacks(config)
     if (given.get("prune") is None) != (given.get("prune_output") is None):
         raise ValueError("expected both --prune and --prune_output, or neither")
@@ -153,7 +152,7 @@ def check_page(arguments: Namespace) -> None:
     if Path(arguments.output).suffix != ".html":
         raise ValueError(f"output={arguments.output!r}: expected a name that ends in .html")
     expect_bertviz()
-    expect_both_stacks(AutoConfig.from_pretrained(arguments.model))
+    expect_both_stacks(read_config(arguments.model))
 
 
 def load(arguments: Namespace) -> Any:

@@ -24,13 +24,13 @@ from argparse import (
 from collections.abc import Callable
 
 from matplotlib.figure import Figure
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM
 
 from .. import VanillaTransformerConfig
 from ..analysis.attention import attention_maps, expect_sentences
 from ..analysis.positions import position_encodings
 from ..inference.alignment import layers_and_heads
-from ..inference.loading import LoadingArguments, expect_torch_model
+from ..inference.loading import LoadingArguments, expect_torch_model, read_config
 from ..model.modeling_vanilla_transformer import SinusoidalPositions
 from ..plotting import (
     KINDS,
@@ -134,7 +134,7 @@ def draw_positions(arguments: Namespace) -> Figure:
         positions = SinusoidalPositions(config)
     else:
         expect_torch_model(arguments.model)
-        config = AutoConfig.from_pretrained(arguments.model)
+        config = read_config(arguments.model)
         if config.model_type != VanillaTransformerConfig.model_type:
             raise ValueError(
                 f"{arguments.model} is of type {config.model_type}: expected vanilla_transformer"
@@ -150,7 +150,7 @@ def draw_positions(arguments: Namespace) -> Figure:
 
 def draw_attention(arguments: Namespace) -> Figure:
     expect_sentences(source=arguments.source, target=arguments.target)
-    config = AutoConfig.from_pretrained(arguments.model)
+    config = read_config(arguments.model)
     stack = "encoder" if arguments.kind == "encoder" else "decoder"
     try:
         last, heads = layers_and_heads(config, stack)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     FSMTTokenizer,
@@ -15,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.hf_argparser import HfArg
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .engines import ENGINES, find_engine, named_engine
@@ -170,6 +172,16 @@ def expect_torch_model(name: str | Path, engine: str | None = None) -> None:
             f"{name} with engine={engine!r}: expected a model that torch runs, such as the one "
             "that was exported"
         )
+
+
+def read_config(name: str | Path, **options: Any) -> Any:
+    """Same as `AutoConfig.from_pretrained`, but raises a ValueError for PEFT's adapters, which have
+    no configuration of their own."""
+    if find_adapter_config_file(str(name)) is not None:
+        raise ValueError(
+            f"{name} holds an adapter: expected a whole model; PEFT's merge_and_unload makes one"
+        )
+    return AutoConfig.from_pretrained(name, **options)
 
 
 def expect_complete(model: PreTrainedModel, missing: Collection[str], name: str | Path) -> None:

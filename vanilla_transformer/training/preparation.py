@@ -23,7 +23,7 @@ from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import expect_whole, log_coverage
 from ..data.vocabularies import rows
-from ..inference.loading import expect_to_read_targets
+from ..inference.loading import expect_to_read_targets, read_config
 from ..inference.metrics import OTHER_METRICS, has_4_tokens, make_metrics
 from ..inference.translation import position_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -77,6 +77,8 @@ def prepare(
         ValueError, FileNotFoundError: An option, a file or the text is not what training needs.
     """
     training_args.limit(data_args)
+    if model_args.model_name_or_path is not None:
+        read_config(model_args.model_name_or_path)  # what it can't read is found before the text is
     model_args.warn_of_what_has_no_effect()
     set_label_smoothing(model_args, training_args)
     set_seed(training_args.seed)
@@ -136,7 +138,7 @@ def set_label_smoothing(
     on_command_line = option in training_args.on_command_line
     if not on_command_line and option not in training_args.in_recipe:
         return
-    if name and not isinstance(AutoConfig.from_pretrained(name), VanillaTransformerConfig):
+    if name and not isinstance(read_config(name), VanillaTransformerConfig):
         return
     overrides = model_args.overrides()
     if on_command_line or "label_smoothing" not in overrides:
