@@ -437,6 +437,24 @@ def test_a_fingerprint_shows_what_changed(folder, changed, change):
     assert {name for name in before if before[name] != after[name]} == {changed}
 
 
+def test_a_fingerprint_is_of_an_adapters_configuration(model, folder):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(folder / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def of_adapter(**changes):
+        edit_json(folder / "adapter/adapter_config.json", **changes)
+        adapted = AutoModelForSeq2SeqLM.from_pretrained(folder)
+        adapted.load_adapter(folder / "adapter")
+        return fingerprint(adapted, tokenizer)
+
+    before = of_adapter()
+    assert of_adapter(base_model_name_or_path="elsewhere") == before
+    after = of_adapter(lora_alpha=64)
+    assert {name for name in before if before[name] != after[name]} == {"config"}
+
+
 def test_a_fingerprint_is_of_the_precision_and_of_slow_tokenizers_too(model, tmp_path):
     def with_merges(*merges):
         (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "a": 1, "b": 2, "c": 3}))

@@ -37,6 +37,7 @@ TARGET_COLUMN = "translation"
 ORIGIN_FIELDS = {
     "_name_or_path",
     "auto_map",
+    "base_model_name_or_path",
     "custom_pipelines",
     "is_local",
     "local_files_only",
@@ -74,12 +75,20 @@ def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
         "device": model.device.type,
         "attn_implementation": str(model.config._attn_implementation),
         "weights": weights.hexdigest(),
-        "config": digest(model.config.to_json_string().encode()),
+        "config": digest(*_configurations(model)),
         "generation_config": digest(
             model.generation_config.to_json_string(ignore_metadata=True).encode()
         ),
         "tokenizer": digest(*files),
     }
+
+
+def _configurations(model: Any) -> Iterator[bytes]:
+    """That of a model or an ensemble, and those of PEFT's adapters, as JSON."""
+    yield model.config.to_json_string().encode()
+    for member in getattr(model, "members", [model]):
+        for name, adapter in getattr(member, "peft_config", {}).items():
+            yield json.dumps({name: adapter.to_dict()}, default=sorted).encode()
 
 
 def digest(*files: bytes) -> str:
