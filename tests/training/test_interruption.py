@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import REPOSITORY, run_ranks, small_trainer
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.averaging import select_checkpoints
@@ -387,6 +387,7 @@ def test_of_two_processes_one_is_told_and_both_stop_after_the_same_step(checkpoi
             {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"},
             "lr_scheduler_type='reduce_lr_on_plateau': expected 'linear'",
         ),
+        ({}, {"optim_args": "a=1"}, "optim_args='a=1': expected None"),
         (
             {"tokenizer_name": "elsewhere/other"},
             {},
@@ -410,6 +411,21 @@ def test_a_resumed_training_does_not_ignore_an_option(
     expect_same_options(checkpoint, all_options({"tokenizer_name": "moved/mine"}, **changed))
     with pytest.raises(ValueError, match=message):
         expect_same_options(checkpoint, all_options(model_options, **options))
+
+
+def test_a_schedule_by_metric_is_resumed_with_its_settings(tmp_path):
+    """Its state holds them; `Trainer` would ignore others. The metric decides on the mode."""
+
+    def options(**changed):
+        schedule = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
+        arguments = TranslationTrainingArguments(str(tmp_path), **{**schedule, **changed})
+        return fixed_options(ModelArguments(tokenizer_name="mine"), arguments)
+
+    state = TrainerState(stateful_callbacks={"OptionsCallback": OptionsCallback(options()).state()})
+    state.save_to_json(str(tmp_path / "trainer_state.json"))
+    expect_same_options(tmp_path, options(max_steps=9))
+    with pytest.raises(ValueError, match=r"lr_scheduler_kwargs=\{.factor.: 0.5\}: expected None"):
+        expect_same_options(tmp_path, options(lr_scheduler_kwargs={"factor": 0.5}))
 
 
 def test_a_resumed_training_saves_as_often_as_its_options_say(tokenizer, tmp_path):

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER = (
     "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim",
-    "lr_scheduler_type",
+    "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs",
 )  # fmt: skip
 CARD = "README.md"
 CODE = Path(model.__file__).parent  # each model carries a copy
@@ -182,10 +182,12 @@ def fixed_options(
 
 def expect_same_options(checkpoint: str | Path, options: dict[str, Any]) -> None:
     """Raise a ValueError if a checkpoint was trained with others of these options. One that was
-    saved without them is not checked. The schedule may change, except to or from one that follows a
-    metric: their states differ."""
-    for name, before in (_saved(checkpoint, "options") or {}).items():
-        if name == "lr_scheduler_type" and not {before, options[name]} & set(SCHEDULES_BY_METRIC):
+    saved without them is not checked. The schedule may change, except to, from or of one that
+    follows a metric: its state holds its settings."""
+    saved = _saved(checkpoint, "options") or {}
+    schedules = {each.get("lr_scheduler_type") for each in (saved, options)}
+    for name, before in saved.items():
+        if name.startswith("lr_scheduler_") and not schedules & set(SCHEDULES_BY_METRIC):
             continue
         if name in options and options[name] != before:
             raise ValueError(
