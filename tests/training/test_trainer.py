@@ -136,6 +136,10 @@ def test_a_flag_replaces_a_recipes_option_that_says_the_same_otherwise(
             {"optim": "sgd", "optim_args": "momentum=0.9,amsgrad=true"},
             "optim_args=amsgrad=true has no effect with optim=sgd",
         ),
+        (
+            {"optim_target_modules": "fc1"},
+            "optim_target_modules=fc1 has no effect with optim=adamw_torch_fused",
+        ),
         ({"optim_args": "eps=1"}, "optim_args=eps=1 has no effect with optim=adamw_torch_fused"),
     ],
 )
@@ -1230,6 +1234,11 @@ def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
             {"auto_find_batch_size": True, "max_tokens": 200},
             "auto_find_batch_size=True: expected per_device_train_batch",
         ),
+        (
+            {"include_for_metrics": ["source"]},
+            "include_for_metrics='source': expected inputs or loss",
+        ),
+        ({"label_names": ["target"]}, "label_names='target': expected labels"),
         ({"optim_args": "a"}, "optim_args='a': expected name=value, with commas between several"),
         ({"optim_args": "a=1,"}, "optim_args='a=1,': expected name=value"),
         (

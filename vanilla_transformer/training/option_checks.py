@@ -90,8 +90,11 @@ def _expect_optimizer(args: Any) -> None:
         raise ValueError(
             f"optim_args={args.optim_args!r}: expected name=value, with commas between several"
         )
-    if args.optim_target_modules or "lomo" in args.optim:
+    modules, name = args.optim_target_modules, args.optim.value
+    if "lomo" in name or (modules and name.startswith(("galore", "apollo"))):
         return  # it needs the model
+    if modules:
+        logger.warning("optim_target_modules=%s has no effect with optim=%s", modules, name)
     try:
         kind, options = Seq2SeqTrainer.get_optimizer_cls_and_kwargs(args)
         if isinstance(kind, type):
@@ -154,6 +157,10 @@ def _expect_evaluations(args: Any) -> None:
                 f"{name}={not value}: expected {str(value).lower()}, as scores are computed over "
                 "all pairs"
             )
+    for name, known in (("include_for_metrics", ["inputs", "loss"]), ("label_names", ["labels"])):
+        for one in getattr(args, name) or ():
+            if one not in known:
+                raise ValueError(f"{name}={one!r}: expected {' or '.join(known)}")
     if args.early_stopping_patience is not None and not args.load_best_model_at_end:
         raise ValueError(
             f"early_stopping_patience={args.early_stopping_patience}: expected "
