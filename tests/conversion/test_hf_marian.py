@@ -228,6 +228,15 @@ def edit_json(file, **values):
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
+@pytest.mark.parametrize("samples", [False, True])
+def test_options_of_sampling_are_those_of_sampling_alone(tmp_path, samples):
+    theirs = save_marian(tmp_path / "theirs")
+    edit_json(theirs / "generation_config.json", do_sample=samples, top_p=0.9, min_p=0.1)
+    ours = conversion.convert(theirs, tmp_path / "ours")
+    settings = AutoModelForSeq2SeqLM.from_pretrained(ours).generation_config
+    assert (settings.top_p, settings.min_p) == ((0.9, 0.1) if samples else (None, None))
+
+
 def test_a_pickle_with_each_name_of_the_shared_matrix(tmp_path):
     theirs = save_marian(tmp_path / "theirs")
     model = MarianMTModel.from_pretrained(theirs)

@@ -71,6 +71,9 @@ NAMES = {
 }
 # Options of models before transformers 4: today's MarianMTModel ignores them.
 OFF = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "add_bias_logits")
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+)  # fmt: skip
 # What goes back as it is.
 FILES = (
     "config.json", "generation_config.json", "source.spm", "target.spm", "vocab.json",
@@ -169,12 +172,15 @@ def _positions(tensors: Tensors, d_model: int) -> dict[str, Any]:
 
 
 def _generation(folder: Path) -> dict[str, Any]:
-    """The generation config. Before transformers 4.27, its fields were the configuration's."""
+    """The generation config. Before transformers 4.27, its fields were the configuration's. Those
+    of sampling are left out of a search, with which transformers saves none."""
     file = folder / "generation_config.json"
     known = GenerationConfig().to_dict().keys() - {"transformers_version"}
     settings = json.loads(
         (file if file.is_file() else folder / "config.json").read_text(encoding="utf-8")
     )
+    if not settings.get("do_sample"):
+        known -= set(SAMPLING)
     return {name: value for name, value in settings.items() if name in known}
 
 
