@@ -192,9 +192,10 @@ def test_generation_is_what_the_configuration_says(post):
     assert generation.suppress_tokens == [0, 1, 2, 4, 5]
 
 
-def test_a_search_with_one_beam_is_kept(post, caplog):
-    """JoeyNMT's default. transformers saves no length penalty with it."""
-    post.cfg["testing"] = {"beam_alpha": 0.6}
+@pytest.mark.parametrize("given", [{}, {"beam_size": 0}])
+def test_a_search_with_one_beam_is_kept(post, caplog, given):
+    """JoeyNMT's default, or in version 1 also 0. transformers saves no length penalty with it."""
+    post.cfg["testing"] = {"beam_alpha": 0.6, **given}
     generation = GenerationConfig.from_pretrained(post.convert())
     assert (generation.num_beams, generation.length_penalty) == (1, None)
     assert "also set length_penalty=0.6, length_penalty_type='gnmt'" in caplog.text

@@ -333,7 +333,7 @@ def _generation(
     """The search that `testing` describes."""
     testing = cfg["testing"]
     alpha = first_given(testing.get("beam_alpha"), testing.get("alpha"), -1)
-    beams = first_given(testing.get("beam_size"), 1)
+    beams = max(1, first_given(testing.get("beam_size"), 1))  # 0 is greedy
     for name in NO_EQUIVALENT:
         if (testing.get(name) or -1) > 0:
             logger.warning(
