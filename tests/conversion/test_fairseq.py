@@ -424,6 +424,26 @@ def test_generation_follows_the_saved_options(edited):
     assert generation["sequence_bias"] == [[[3], -2.0]]
 
 
+@pytest.mark.parametrize(
+    ("factor", "more", "limit"),
+    [
+        (0, 50, {"max_new_tokens": 50}),
+        (1, 10, {"extra_output_tokens": 10}),
+        (1.5, 0, {"max_length_factor": 1.5}),
+        (1.2, 10, {"max_new_tokens": 1023}),
+    ],
+)
+def test_the_longest_output_may_depend_on_the_source(edited, caplog, factor, more, limit):
+    folder = edited()
+    checkpoint = load(folder)
+    checkpoint["cfg"]["generation"] |= {"max_len_a": factor, "max_len_b": more}
+    torch.save(checkpoint, folder / "checkpoint_best.pt")
+    generation = read(folder).generation
+    limits = {"max_new_tokens", "extra_output_tokens", "max_length_factor"}
+    assert {name: generation[name] for name in limits & generation.keys()} == limit
+    assert ("max_len_a=1.2 with max_len_b=10 has no" in caplog.text) == (factor == 1.2)
+
+
 # ---------------------------------------------------------------- what is refused
 
 

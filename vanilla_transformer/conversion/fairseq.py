@@ -4,6 +4,7 @@ Versions 0.1 to 0.12 (facebookresearch/fairseq at 3d262bb2): post- and pre-norm,
 sinusoidal positions, shared or separate embeddings.
 """
 
+import logging
 import re
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,12 +18,15 @@ from transformers import PreTrainedTokenizerFast
 
 from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.generation import first_given
 from . import core
 from .check import Toolkit, subwords
 from .core import STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors
 from .positions import sinusoids
 from .text import side_tokenizer
 from .unpickling import Inert, contents, load_torch
+
+logger = logging.getLogger(__name__)
 
 NAME = "fairseq"
 READS: tuple[str, ...] = TOKEN_FILES
@@ -540,13 +544,11 @@ def _generation(
     """What `fairseq-generate` does with its own defaults, or with the options that were saved."""
     cfg = plain(checkpoint.get("cfg"))
     saved = {**args, **((cfg or {}).get("generation") or {})}
-    positions = args.get("max_target_positions") or args.get("max_positions") or 1024
-    most = int((saved.get("max_len_a") or 0) * positions) + (saved.get("max_len_b") or 200)
     fields = {
         "num_beams": saved.get("beam") or 5,
         "length_penalty": 0.0 if saved.get("unnormalized") else float(saved.get("lenpen", 1)),
         "early_stopping": not saved.get("no_early_stop"),
-        "max_new_tokens": min(most, positions - 1),
+        **_limit(saved, args.get("max_target_positions") or args.get("max_positions") or 1024),
         "min_new_tokens": saved.get("min_len", 1),
         "suppress_tokens": [config.pad_token_id],  # fairseq's search never selects it
     }
@@ -555,6 +557,21 @@ def _generation(
     if saved.get("unkpen"):
         fields["sequence_bias"] = [[[UNK], -float(saved["unkpen"])]]
     return fields
+
+
+def _limit(saved: dict[str, Any], positions: int) -> dict[str, Any]:
+    """The longest output: max_len_a * source length + max_len_b."""
+    factor, more = saved.get("max_len_a") or 0, first_given(saved.get("max_len_b"), 200)
+    if factor == 1:
+        return {"extra_output_tokens": more}
+    if factor and not more:
+        return {"max_length_factor": factor}
+    if factor:
+        logger.warning(
+            "max_len_a=%s with max_len_b=%s has no equivalent here: translations may be longer "
+            "than fairseq's", factor, more,
+        )  # fmt: skip
+    return {"max_new_tokens": min(int(factor * positions) + more, positions - 1)}
 
 
 def _notes(args: dict[str, Any]) -> str:
