@@ -10,6 +10,8 @@ from conftest import small_config
 from conversion.models import embeddings, random_model, split_state
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.conversion import ConversionOptions, core, fairseq
+from vanilla_transformer.conversion.text import side_tokenizer
+from vanilla_transformer.data.vocabularies import Specials
 
 
 def test_interleaving_and_separating_undo_each_other():
@@ -142,3 +144,17 @@ def test_what_has_a_place_is_not_named_on_the_way_back(tmp_path, caplog):
     assert torch.equal(restored["final_logits_bias"], torch.full((48,), 3.0))
     (message,) = caplog.messages
     assert "has no place for model.decoder.embed_positions.weight: if training has" in message
+
+
+@pytest.mark.parametrize("splits_again", [True, False])
+def test_a_tag_of_the_vocabulary_is_one_token(tmp_path, splits_again):
+    """Toolkits read it before text that was split; the codes would make unknown letters of it."""
+    (tmp_path / "codes").write_text("#version: 0.2\na b</w>\n< 2\n")
+    names = ["<s>", "<pad>", "</s>", "<unk>", "<2de>", "__en__", "ab", "a@@", "c"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    size = len(names)
+    tokenizer = side_tokenizer(vocabulary, Specials(), tmp_path / "codes", size, splits_again)
+    for text, ids in (("<2de> ab ac", [4, 6, 7, 8, 2]), ("ab __en__", [6, 5, 2])):
+        assert tokenizer(text)["input_ids"] == ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert 4 not in tokenizer("a<2de>c")["input_ids"]

@@ -1,7 +1,9 @@
 """The tokenizer of toolkits that split text at white space, or whose users split it before with
 byte-pair codes or a SentencePiece model."""
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -19,6 +21,9 @@ from ..data.vocabulary_files import read_bpe_codes, read_sentencepiece
 from .core import SIDES, ConversionOptions
 
 Vocabulary = Mapping[str, int]
+
+TAG = re.compile(r"<[^<>\s]+>|>>\S+<<|__\S+__|｟\S+｠")  # of a language, as in <2de>
+SYMBOLS = {"<s>", "</s>", "<pad>", "<unk>", "<blank>"}  # which a text can't spell
 
 
 def tokenizer_for(
@@ -79,8 +84,16 @@ def side_tokenizer(
         return words(vocabulary, specials, size=size)
     if codes is None:
         return strip(words(vocabulary, specials, size=size, spaces_only=True, empty_words=True))
+    tags = {token for token in vocabulary if TAG.fullmatch(token)} - {*SYMBOLS, specials.unk}
+    whole = sorted(tags.difference(specials.names))
     if Path(codes).suffix in (".model", ".spm"):
-        return sentencepiece(read_sentencepiece(codes), specials, vocab=vocabulary, size=size)
-    merges = read_bpe_codes(codes)
-    tokenizer = bpe_codes(merges, vocabulary, specials, size=size, splits_again=splits_again)
+        model = read_sentencepiece(codes)
+        whole = [tag for tag in whole if tag not in model.vocab()]
+        return sentencepiece(model, specials, vocab=vocabulary, size=size, whole=whole)
+    build = partial(
+        bpe_codes, read_bpe_codes(codes), vocabulary, specials, size=size, splits_again=splits_again
+    )
+    plain = build()
+    whole = [tag for tag in whole if len(plain.tokenize(tag)) > 1]
+    tokenizer = build(whole=whole) if whole else plain
     return tokenizer if splits_again else strip(tokenizer)

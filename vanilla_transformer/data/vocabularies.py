@@ -127,6 +127,7 @@ def bpe_codes(
     separator: str | None = "@@",
     restrict: bool = False,
     splits_again: bool = True,
+    whole: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
     """Words split by subword-nmt or fastBPE, each piece looked up.
 
@@ -141,12 +142,13 @@ def bpe_codes(
             pieces again instead, which gives the same but in rare cases.
         splits_again: The toolkit splits the pieces' text at white space, and so makes a separator
             alone of other white space inside a word. Without, that stays a piece.
+        whole: Words of the vocabulary that are never split, as tags of languages.
 
     Raises:
         ValueError: The vocabulary does not fit `size` or lacks a special token.
     """
     alone = NO_BREAK_SPACE if splits_again else f"{PRIVATE}{separator}"
-    plain = {*specials.names, specials.unk}
+    plain = {*specials.names, specials.unk, *whole}
     named = _with_word_ends(_filled(vocab, size), plain, separator, alone)
     if restrict:
         merges = _leading_to(merges, named)
@@ -171,9 +173,11 @@ def bpe_codes(
         decoding.append(decoders.Replace(alone, ""))
         if splits_again:
             backend.normalizer = normalizers.Replace(Regex(_INSIDE_WORDS), NO_BREAK_SPACE)
-    if specials.unk is not None:  # a word ends with an unknown unit, as after `s/@@ //g`
-        decoding.append(decoders.Replace(specials.unk, f"{specials.unk}</w>"))
+    # A word ends with an unknown unit, as after `s/@@ //g`.
+    ends = whole if specials.unk is None else [specials.unk, *whole]
+    decoding += [decoders.Replace(token, f"{token}</w>") for token in ends]
     backend.decoder = decoders.Sequence([*decoding, decoders.BPEDecoder(suffix="</w>")])
+    backend.add_tokens([AddedToken(word, normalized=False, single_word=True) for word in whole])
     return _wrap(backend, vocab, specials)
 
 
