@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from conftest import REPOSITORY, run_command, run_module
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig
 from transformers.utils.versions import require_version
 
@@ -156,6 +157,10 @@ def missing_model():
     AutoConfig.from_pretrained("./none")
 
 
+def impossible_name():
+    validate_repo_id("my model")
+
+
 def missing_package():
     require_version("no-such-package>=1")
 
@@ -167,6 +172,7 @@ def missing_package():
         (error_elsewhere, True),
         (message_from_here, False),
         (missing_model, False),
+        (impossible_name, False),
         (missing_package, False),
     ],
 )

@@ -7,7 +7,12 @@ import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    StrictDataclassError,
+    StrictDataclassFieldValidationError,
+)
 
 COMMANDS = {
     "train": "Train a model from scratch, or fine-tune one.",
@@ -30,6 +35,9 @@ COMMANDS = {
 
 # The extras that bring what a command needs; the others need "train".
 EXTRAS = {"serve": "serve", "demo": "demo"}
+
+# About a name on the Hub, a connection to it, or a file.
+OUTSIDE = (HFValidationError, *HfHubHTTPError.__bases__)
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -89,12 +97,12 @@ def full_message(error: Exception) -> str:
 
 
 def needs_traceback(error: Exception) -> bool:
-    """Whether to print the traceback too: the error is not about a file, a connection or a missing
+    """Whether to print the traceback too: the error is not one of `OUTSIDE` or about a missing
     package, and was not raised by this package."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     is_explained = isinstance(error, ImportError) or Path(place.filename).is_relative_to(PACKAGE)
     is_raised = str(place.line).startswith("raise ")
-    return not (isinstance(error, OSError) or (is_explained and is_raised))
+    return not (isinstance(error, OUTSIDE) or (is_explained and is_raised))
 
 
 def make_parser() -> ArgumentParser:
