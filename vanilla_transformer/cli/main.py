@@ -36,8 +36,9 @@ COMMANDS = {
 # The extras that bring what a command needs; the others need "train".
 EXTRAS = {"serve": "serve", "demo": "demo"}
 
-# About a name on the Hub, a connection to it, or a file.
-OUTSIDE = (HFValidationError, *HfHubHTTPError.__bases__)
+# About a file, a name on the Hub, or a connection to it: the bases are those of its HTTP client,
+# which depends on the version.
+OUTSIDE = (OSError, HFValidationError, *HfHubHTTPError.__bases__)
 
 PACKAGE = Path(__file__).parents[1]
 

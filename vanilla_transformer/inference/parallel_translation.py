@@ -88,7 +88,11 @@ def _configurations(model: Any) -> Iterator[bytes]:
     yield model.config.to_json_string().encode()
     for member in getattr(model, "members", [model]):
         for name, adapter in getattr(member, "peft_config", {}).items():
-            yield json.dumps({name: adapter.to_dict()}, default=sorted).encode()
+            yield json.dumps({name: adapter.to_dict()}, default=_as_json).encode()
+
+
+def _as_json(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
 
 
 def digest(*files: bytes) -> str:

@@ -62,8 +62,9 @@ class Hypothesis(NamedTuple):
 
 
 BLANK = Hypothesis("", 0.0)
-# transformers (5.17 to 5.24) gives -1e9, over the length, to a beam without a hypothesis.
-IMPOSSIBLE = -1e7
+# transformers (5.17 to 5.24) gives -1e9 to a beam without a hypothesis, which the length penalty
+# makes smaller.
+IMPOSSIBLE = -1e5
 
 
 def translate(
