@@ -268,7 +268,7 @@ def _enum_member(kind: Any, name: str) -> Enum:
 
 
 def check_index(checkpoint: str | Path) -> None:
-    """Check the indexes of a checkpoint's shards, if there are any: torch (2.11 to 2.13) unpickles
+    """Check the indexes of a checkpoint's shards, if there are any: torch (2.11 to 2.15) unpickles
     them without a check.
 
     Raises:
