@@ -199,12 +199,14 @@ def test_a_tuple_holds_what_the_names_hold(cls, labels):
     model = build(cls, attn_implementation="eager")
     inputs = inputs_for(model, labels=labels)
     named = model(**inputs, **ASKED)
-    as_tuple = model(**inputs, **ASKED, return_dict=False)
-    assert isinstance(as_tuple, tuple)
     expected = tensors(named)
     assert len(expected) > 5
-    for actual, value in zip(tensors(as_tuple), expected, strict=True):
-        assert torch.equal(actual, value)
+    as_tuple = model(**inputs, **ASKED, return_dict=False)
+    model.config.return_dict = False
+    for outputs in (as_tuple, model(**inputs, **ASKED)):
+        assert isinstance(outputs, tuple)
+        for actual, value in zip(tensors(outputs), expected, strict=True):
+            assert torch.equal(actual, value)
 
 
 @every_class

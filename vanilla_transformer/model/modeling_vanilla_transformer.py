@@ -476,6 +476,7 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         """Encode the source, unless `encoder_outputs` are given, and decode the target; for the
         arguments see `VanillaTransformerForConditionalGeneration`."""
         positions = kwargs.pop("position_ids", None)
+        kwargs["return_dict"] = True  # whatever the configuration says of the whole
         if encoder_outputs is None:
             encoded = self.encoder(input_ids, attention_mask, positions, inputs_embeds, **kwargs)
         else:
@@ -541,7 +542,7 @@ class VanillaTransformerForConditionalGeneration(
         outputs = self.model(
             input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs,
             cache, inputs_embeds, decoder_inputs_embeds, decoder_position_ids, use_cache,
-            **kwargs,
+            return_dict=True, **kwargs,
         )  # fmt: skip
         scored = (labels, logits_to_keep, num_items_in_batch, skip_logits)
         logits, loss = self.logits_and_loss(outputs.last_hidden_state, *scored)
@@ -624,7 +625,7 @@ class VanillaTransformerForCausalLM(
         outputs = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids,
             cache=cache, inputs_embeds=inputs_embeds,
-            use_cache=use_cache if shift_labels is None else False, **kwargs,
+            use_cache=use_cache if shift_labels is None else False, return_dict=True, **kwargs,
         )  # fmt: skip
         scored = (shift_labels, logits_to_keep, num_items_in_batch, skip_logits)
         logits, loss = self.logits_and_loss(outputs.last_hidden_state, *scored)
