@@ -598,8 +598,12 @@ def test_input_that_cannot_be_is_named(model, inputs, error, message):
 
 
 def test_a_target_is_needed(model):
-    with pytest.raises(ValueError, match="exactly one of decoder_input_ids and decoder_"):
+    expected = "exactly one of decoder_input_ids and decoder_.*; AutoModelForTextEncoding loads the"
+    with pytest.raises(ValueError, match=expected):
         model(input_ids=random_ids(1, 5))
+    model.model.config = model.config.for_one_stack("encoder")
+    with pytest.raises(ValueError, match=expected):  # as EncoderDecoderModel loads an encoder
+        model.model(input_ids=random_ids(1, 5))
 
 
 def test_shifting_labels_needs_a_start_token():

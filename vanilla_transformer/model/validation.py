@@ -46,7 +46,8 @@ def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     config, dtype, cache = model.config, model.dtype, inputs.get("cache")
     if cache is not None and (isinstance(cache, dict) or not hasattr(cache, "update")):
         raise TypeError(f"{CACHE_NAME} of type {type(cache).__name__}: expected a Cache")
-    if not config.is_encoder_decoder:
+    # not the configuration's word: `EncoderDecoderModel` replaces it with that of an encoder alone
+    if not (hasattr(model, "encoder") and hasattr(model, "decoder")):
         if inputs.get("encoder_hidden_states") is not None:
             raise ValueError("encoder_hidden_states for one stack alone: expected none")
         expect_stack_inputs(config, "encoder", inputs, "", dtype, cache)
@@ -88,7 +89,11 @@ def expect_stack_inputs(
     ids: Any = inputs.get(f"{prefix}input_ids")
     embeds: Any = inputs.get(f"{prefix}inputs_embeds")
     if (ids is None) == (embeds is None):
-        raise ValueError(f"expected exactly one of {prefix}input_ids and {prefix}inputs_embeds")
+        lacks_target = prefix and ids is None
+        hint = "; AutoModelForTextEncoding loads the encoder alone" if lacks_target else ""
+        raise ValueError(
+            f"expected exactly one of {prefix}input_ids and {prefix}inputs_embeds{hint}"
+        )
     if embeds is None:
         expect_integers(ids, f"{prefix}input_ids")
         shape = ids.shape
