@@ -257,6 +257,17 @@ def test_a_long_body_is_refused():
     assert answer.json() == {"error": "request of 1200 bytes: expected at most 1000"}
 
 
+def test_a_form_may_be_as_long_as_the_body():
+    server = client(max_body=3_000_000, max_characters=2_000_000)
+    text = LINE + " " * 1_500_000
+    form = {key: (None, value) for key, value in {"q": text, **PAIR}.items()}
+    answers = (
+        server.post("/translate", files=form),
+        server.post("/translate", data={"q": text, **PAIR}),
+    )
+    assert [answer.status_code for answer in answers] == [200, 200]
+
+
 @pytest.mark.parametrize("path", ["/nothing", "/translate/../etc/passwd", "/%2e%2e/x", "//"])
 def test_other_paths_are_not_found(path):
     answer = client().get(path)
