@@ -189,6 +189,13 @@ def test_without_a_connection_an_error_names_the_model(tmp_path):
     assert "error: outputs/none is not a folder here. " in process.stderr
 
 
+def test_a_path_that_is_no_name_on_the_hub_is_called_a_missing_folder(tmp_path):
+    name = str(tmp_path / "none")
+    with pytest.raises(OSError, match="Repo id must") as caught:
+        AutoConfig.from_pretrained(name)
+    assert main.full_message(caught.value).startswith(f"{name} is not a folder here. ")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_commands_help_begins_with_its_purpose_and_examples(tmp_path, command):
     text = run_command(command, "--help", cwd=tmp_path).stdout

@@ -88,11 +88,12 @@ def explanation(error: Exception) -> Exception:
 
 
 def full_message(error: Exception) -> str:
-    """The error's message, with the name of the model that could not be loaded: transformers leaves
-    it out if there is no connection."""
+    """The error's message, and which folder is missing: transformers leaves the name of a model out
+    if there is no connection, and speaks only of the Hub if a path can't be a name there."""
+    is_impossible = isinstance(error.__cause__ or error, HFValidationError)
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_locals.get("path_or_repo_id", ""))
-        if name and name not in str(error) and not Path(name).is_dir():
+        if name and (is_impossible or name not in str(error)) and not Path(name).is_dir():
             return f"{name} is not a folder here. {error}"
     return str(error)
 
