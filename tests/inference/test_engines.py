@@ -348,6 +348,12 @@ def test_folders_of_another_engine_are_refused(folders, number, options, message
         LoadingArguments(device="cpu", **options).load(folders[number])
 
 
+def test_a_dtype_that_the_device_lacks_is_refused_by_name(folders, monkeypatch):
+    monkeypatch.setattr("ctranslate2.get_supported_compute_types", lambda *_: {"int8", "float32"})
+    with pytest.raises(ValueError, match="dtype='bfloat16' with ctranslate2 on cpu: expected one"):
+        load(folders[1], dtype="bfloat16")
+
+
 def test_unknown_engines_are_refused():
     with pytest.raises(ValueError, match="engine='abacus': expected one of torch, ctranslate2"):
         LoadingArguments(engine="abacus")

@@ -128,14 +128,21 @@ class CTranslate2Engine:
 
     def _compute_type(self, device: torch.device) -> str:
         """How to compute. Where a device lacks 16-bit integers, as most CPUs but Intel's do, the
-        engine would round them to 8 bits, whose sums may overflow: float32 keeps what they have."""
+        engine would round them to 8 bits, whose sums may overflow: float32 keeps what they have.
+
+        Raises a ValueError if the device does not compute in the dtype that was asked for."""
         import ctranslate2
 
-        is_int16 = getattr(self.config, "quantization", None) == "int16"
-        if not is_int16 or self.compute_type != DTYPES["auto"]:
-            return self.compute_type
         known = ctranslate2.get_supported_compute_types(device.type, device.index or 0)
-        return "int16" if "int16" in known else "float32"
+        if self.compute_type == DTYPES["auto"]:
+            is_int16 = getattr(self.config, "quantization", None) == "int16"
+            return "float32" if is_int16 and "int16" not in known else self.compute_type
+        if self.compute_type not in known:
+            raise ValueError(
+                f"dtype={self.compute_type!r} with {NAME} on {device}: expected one that this "
+                "device computes in, such as float32"
+            )
+        return self.compute_type
 
     def _follow_seed(self) -> None:
         """Take a seed from torch's generator if that has changed since the last call. So samples
