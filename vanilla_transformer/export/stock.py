@@ -133,7 +133,7 @@ def _generation_config(ours: GenerationConfig, limit: int) -> GenerationConfig:
     lost = {name: fields.pop(name) for name in OWN_OPTIONS if name in fields}
     if fields.get("max_length") is None and fields.get("max_new_tokens") is None:
         fields["max_length"] = limit
-        logger.warning("translations end after %d tokens, not after source + 50", limit)
+        logger.warning("translations end after %d tokens, whatever the length of the source", limit)
     if lost:
         said = ", ".join(f"{name}={value!r}" for name, value in lost.items())
         logger.warning("%s: left out, because transformers' own generate() lacks it", said)
