@@ -2,6 +2,7 @@
 random: what an encoder and a decoder read, and what is saved for translation."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -266,6 +267,23 @@ def test_overrides_are_fields_of_the_model_that_is_tuned(tmp_path):
     assert make_model(ModelArguments(**options), tokenizer, None).config.dropout_rate == 0.25
     options["config_overrides"] = "dropout=0.25"
     with pytest.raises(ValueError, match="config_overrides has 'dropout': no field of T5Config"):
+        make_model(ModelArguments(**options), tokenizer, None)
+
+
+@pytest.mark.parametrize(
+    ("make", "override", "lacking"),
+    [
+        (t5, "d_ff=24", "decoder.block.0.layer.2.DenseReluDense.wi.weight of shape (24, "),
+        (t5, "num_layers=9", "encoder.block."),
+        (marian, "encoder_layers=9", "model.encoder.layers."),
+    ],
+)
+def test_overrides_that_need_other_weights_are_refused(tmp_path, make, override, lacking):
+    """New layers would start at random, and transformers only reports other shapes."""
+    folder = make(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    options = {"model_name_or_path": str(folder), "config_overrides": override}
+    with pytest.raises(ValueError, match=re.escape(f"has no {lacking}")):
         make_model(ModelArguments(**options), tokenizer, None)
 
 

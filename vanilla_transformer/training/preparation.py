@@ -218,6 +218,7 @@ def make_model(
         if unknown:
             first, kind = next(iter(unknown)), type(config).__name__
             raise ValueError(f"config_overrides has {first!r}: no field of {kind}")
+        _expect_same_shapes(arguments, config)
         if saved is not None:  # its special tokens became those of the tokenizer and the language
             _expect_same_model(config, saved, checkpoint, with_tokens=False)
         # In float16 training destroys a model. Mixed precision is for --bf16 and --fp16.
@@ -240,6 +241,25 @@ def make_model(
     if saved is not None:
         _expect_same_model(config, saved, checkpoint)
     return VanillaTransformerForConditionalGeneration(config)
+
+
+def _expect_same_shapes(arguments: ModelArguments, config: PreTrainedConfig) -> None:
+    """Raise a ValueError if `config_overrides` give the model to fine-tune weights, or shapes of
+    weights, that it does not have. They would start at random, or fail to load."""
+    if not arguments.overrides():
+        return
+    found = []
+    for each in (AutoConfig.from_pretrained(str(arguments.model_name_or_path)), config):
+        with torch.device("meta"):
+            model = AutoModelForSeq2SeqLM.from_config(each)
+        unsaved = model._keys_to_ignore_on_save or ()  # Marian's sinusoids
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        found.append({(name, shape) for name, shape in shapes.items() if name not in unsaved})
+    for name, shape in sorted(found[1] - found[0]):
+        raise ValueError(
+            f"config_overrides={arguments.overrides()}: {arguments.model_name_or_path} has no "
+            f"{name} of shape {shape}, expected fields that leave its weights as they are"
+        )
 
 
 def _freeze_what_is_not_saved(model: PreTrainedModel) -> None:
