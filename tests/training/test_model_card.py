@@ -128,6 +128,12 @@ def test_local_files_do_not_inherit_the_languages_of_a_recipes_data_set(
     assert header["language"] == ["it", "de"]
 
 
+def test_the_languages_of_phrases_are_known(model, tmp_path):
+    for flags, target in (([], "de"), (["--target_lang", "fr"], "fr")):
+        _, header, _ = card_of(model, tmp_path, "--dataset_name", "phrases", *flags)
+        assert header["language"] == ["en", target]
+
+
 def test_languages_that_a_recipe_gives_its_own_files_stay(model, text, tmp_path):
     files = {"train_source": str(text), "train_target": str(text)}
     recipe = recipe_file(tmp_path, **files, source_lang="it", target_lang="de")

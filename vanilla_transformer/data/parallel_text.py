@@ -205,6 +205,8 @@ class DataArguments(CorpusArguments):
             raise ValueError(f"dataset_config_name={name!r}: expected dataset_name as well")
         if self.dataset_name == "phrases" and self.source_lang not in (None, "en"):
             raise ValueError(f"source_lang={self.source_lang!r}: expected 'en', as in phrases")
+        if self.dataset_name == "phrases":
+            self.source_lang, self.target_lang = "en", self.target_lang or "de"
 
     def _check_files(self) -> None:
         for split in SPLITS:
