@@ -115,6 +115,15 @@ def test_arguments_come_from_the_command_line_and_explain_themselves(tmp_path):
             {"train_file": "{csv}", "dataset_config_name": "de-en"},
             "dataset_config_name='de-en': expected dataset_name as well",
         ),
+        (
+            {
+                "train_source": "{text}",
+                "train_target": "{text}",
+                "source_column": "en",
+                "target_column": "de",
+            },
+            "source_column='en': expected a table, such as train_file",
+        ),
         ({"train_file": "{folder}/no.csv"}, "train data '.*no.csv': expected a file"),
         ({"test_file": "{folder}"}, "test data '.*': expected a file"),
         (

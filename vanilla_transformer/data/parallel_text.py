@@ -200,6 +200,12 @@ class DataArguments(CorpusArguments):
             if getattr(self, f"{split}_file") and getattr(self, f"{split}_source"):
                 file = getattr(self, f"{split}_file")
                 raise ValueError(f"{split}_file={file}: expected no {split}_source as well")
+        tables = [split for split in local if getattr(self, f"{split}_file")]
+        if local and not tables and self.source_column is not None:
+            raise ValueError(
+                f"source_column={self.source_column!r}: expected a table, such as train_file, as "
+                "text has no columns"
+            )
         if self.dataset_config_name is not None and self.dataset_name is None:
             name = self.dataset_config_name
             raise ValueError(f"dataset_config_name={name!r}: expected dataset_name as well")
