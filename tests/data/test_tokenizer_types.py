@@ -258,6 +258,14 @@ def test_user_tokens_that_a_sentencepiece_model_never_reads_are_whole(tmp_path, 
             "expected no sentencepiece_model",
         ),
         ({"bpe_codes": ["codes"], "lowercase": True}, "lowercase=True: expected neither"),
+        (
+            {
+                "bpe_codes": ["codes"],
+                "separate_vocabularies": True,
+                "target_tokenizer_type": "word",
+            },
+            "target_tokenizer_type='word': expected neither",
+        ),
     ],
 )
 def test_bad_imports_are_named(options, message, codes, monkeypatch):

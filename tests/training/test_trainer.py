@@ -359,6 +359,13 @@ def test_options_of_what_is_not_made_are_named(caplog):
     assert not any(message.startswith("preset") for message in caplog.messages)
 
 
+def test_the_size_of_a_vocabulary_from_a_file_is_named_as_without_effect(tmp_path, caplog):
+    codes = tmp_path / "codes"
+    codes.write_text("a b</w>\n")
+    ModelArguments(vocab_size=1000, bpe_codes=[str(codes)]).warn_of_what_has_no_effect()
+    assert caplog.messages == [f"vocab_size=1000 has no effect: bpe_codes={[str(codes)]} decides"]
+
+
 def test_a_tokenizer_that_does_not_belong_to_the_model_is_named(tokenizer, tmp_path, caplog):
     small_model(tokenizer).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

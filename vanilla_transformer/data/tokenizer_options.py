@@ -123,6 +123,7 @@ class TokenizerArguments:
             "unicode_normalization": self.unicode_normalization != "nfc",
             "target_unicode_normalization": self.target_unicode_normalization is not None,
             "tokenizer_type": self.tokenizer_type != "bpe",
+            "target_tokenizer_type": self.target_tokenizer_type is not None,
         }
         for name, given in own_rules.items():
             if given and (self.sentencepiece_model or self.bpe_codes):

@@ -110,6 +110,9 @@ class ModelArguments(TokenizerArguments):
             }
             existing = "model_name_or_path" if self.tokenizer_name is None else "tokenizer_name"
             decides = dict.fromkeys(sorted(of_new), existing)
+        elif self.sentencepiece_model or self.bpe_codes:
+            file = "sentencepiece_model" if self.sentencepiece_model else "bpe_codes"
+            decides = dict.fromkeys(("vocab_size", "target_vocab_size"), file)
         if self.model_name_or_path is not None:
             decides["preset"] = "model_name_or_path"
         for name, other in decides.items():
