@@ -69,8 +69,9 @@ class ModelArguments(TokenizerArguments):
     preset: str = HfArg(default="base", help=f"Shape of a new model: {', '.join(PRESETS)}.")
     config_overrides: str | None = HfArg(
         default=None,
-        help="Configuration fields that override the preset or the checkpoint to fine-tune, such "
-        "as dropout=0.2,norm_position=pre. They add to those of a recipe.",
+        help="Configuration fields that override the preset, such as "
+        "dropout=0.2,norm_position=pre, or those of the checkpoint to fine-tune that leave its "
+        "weights as they are. They add to those of a recipe.",
         metadata={"action": AddFields},
     )
     attn_implementation: str | None = HfArg(
@@ -197,8 +198,8 @@ class TranslationTrainingArguments(
     )
     num_train_epochs: float | None = HfArg(
         default=None,
-        help="Number of epochs. Default: 30, but at least 3,000 and at most 100,000 updates; 3 "
-        "for fine-tuning.",
+        help="Number of epochs. Default: about 30, but at least 3,000 and at most 100,000 updates; "
+        "3 for fine-tuning.",
     )
     max_steps: int = HfArg(
         default=-1,
