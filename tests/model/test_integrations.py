@@ -566,17 +566,6 @@ def test_a_checkpoint_keeps_its_precision(cls, dtype, tmp_path):
     assert wide(**inputs)[0].dtype == torch.float32
 
 
-@half
-def test_parameters_of_an_activation_have_the_models_precision(dtype, tmp_path):
-    """xIELU's were bfloat16 in each model: optimizers lost small steps, and float16 did not run."""
-    model = seq2seq(activation_function="xielu")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
-    assert {p.dtype for p in loaded.parameters()} == {dtype}
-    assert loaded(**inputs_for(model))[0].dtype == dtype
-
-
 def padded_rows(model, length):
     """A row without padding, one with some, and one of nothing else."""
     inputs = inputs_for(model, rows=3, length=length, labels=True)

@@ -335,8 +335,7 @@ class VanillaTransformerFeedForward(nn.Module):
     def __init__(self, config: VanillaTransformerConfig, ffn_dim: int):
         super().__init__()
         self.fc1 = nn.Linear(config.d_model, ffn_dim)
-        # "xielu" has parameters, and would have them in bfloat16
-        self.activation = ACT2FN[config.activation_function].to(self.fc1.weight.dtype)
+        self.activation = ACT2FN[config.activation_function]
         self.dropout = config.activation_dropout
         self.fc2 = nn.Linear(ffn_dim, config.d_model)
 
