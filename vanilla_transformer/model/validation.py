@@ -46,8 +46,9 @@ def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     config, dtype, cache = model.config, model.dtype, inputs.get("cache")
     if cache is not None and (isinstance(cache, dict) or not hasattr(cache, "update")):
         raise TypeError(f"{CACHE_NAME} of type {type(cache).__name__}: expected a Cache")
-    # not the configuration's word: `EncoderDecoderModel` replaces it with that of an encoder alone
-    if not (hasattr(model, "encoder") and hasattr(model, "decoder")):
+    # `EncoderDecoderModel` gives a whole model the configuration of an encoder alone.
+    has_both = hasattr(model, "encoder") and hasattr(model, "decoder")
+    if not (config.is_encoder_decoder or has_both):
         if inputs.get("encoder_hidden_states") is not None:
             raise ValueError("encoder_hidden_states for one stack alone: expected none")
         expect_stack_inputs(config, "encoder", inputs, "", dtype, cache)
