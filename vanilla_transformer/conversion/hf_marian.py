@@ -24,6 +24,7 @@ from ..data import vocabularies, vocabulary_files
 from ..data.vocabularies import Specials
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.tokenization_vanilla_transformer import SOURCE_FILE, TARGET_FILE
+from ..model.validation import SHARES
 from . import core
 from .check import TransformersModel
 from .core import (
@@ -71,9 +72,7 @@ NAMES = {
 }
 # Options of models before transformers 4: today's MarianMTModel ignores them.
 OFF = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "add_bias_logits")
-SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
-)  # fmt: skip
+SAMPLING = ("temperature", "top_k", "top_h", *SHARES)
 # What goes back as it is.
 FILES = (
     "config.json", "generation_config.json", "source.spm", "target.spm", "vocab.json",
