@@ -269,7 +269,7 @@ class TranslationTrainingArguments(
     batches_per_update: int | None = HfArg(
         default=None,
         help="Batches per update over all devices. Sets gradient_accumulation_steps, so that "
-        "training is the same on any number of devices, but for dropout.",
+        "training is the same on any number of devices, except for dropout.",
     )
     generation_kwargs: dict | str | None = HfArg(
         default=None,
