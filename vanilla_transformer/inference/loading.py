@@ -174,14 +174,14 @@ def expect_torch_model(name: str | Path, engine: str | None = None) -> None:
         )
 
 
-def read_config(name: str | Path, **options: Any) -> Any:
+def read_config(name: str | Path) -> Any:
     """Same as `AutoConfig.from_pretrained`, but raises a ValueError for PEFT's adapters, which have
     no configuration of their own."""
     if find_adapter_config_file(str(name)) is not None:
         raise ValueError(
             f"{name} holds an adapter: expected a whole model; PEFT's merge_and_unload makes one"
         )
-    return AutoConfig.from_pretrained(name, **options)
+    return AutoConfig.from_pretrained(name)
 
 
 def expect_complete(model: PreTrainedModel, missing: Collection[str], name: str | Path) -> None:
