@@ -20,7 +20,7 @@ from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import translate
 from vanilla_transformer.training.arguments import ModelArguments
-from vanilla_transformer.training.preparation import make_tokenizer
+from vanilla_transformer.training.preparation import make_model, make_tokenizer
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float64"])
@@ -57,8 +57,11 @@ def test_a_model_that_lacks_weights_is_refused(model, tokenizer, tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     lose_weight(tmp_path / "model.safetensors", "fc2.weight")
-    with pytest.raises(ValueError, match=r"complete weights, 1 are missing, such as .*weight$"):
+    lacking = r"complete weights, 1 are missing, such as .*weight$"
+    with pytest.raises(ValueError, match=lacking):
         LoadingArguments(device="cpu").load(tmp_path)
+    with pytest.raises(ValueError, match=lacking):
+        make_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, None)
 
 
 def test_a_stock_model_may_lack_what_it_computes(tokenizer, tmp_path):

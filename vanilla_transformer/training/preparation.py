@@ -23,7 +23,7 @@ from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import expect_whole, log_coverage
 from ..data.vocabularies import rows
-from ..inference.loading import expect_to_read_targets, read_config
+from ..inference.loading import expect_complete, expect_to_read_targets, read_config
 from ..inference.metrics import OTHER_METRICS, has_4_tokens, make_metrics
 from ..inference.translation import position_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -203,7 +203,8 @@ def make_model(
     Marian. Without a dropout in the options, the size of the text decides.
 
     Raises:
-        ValueError: The checkpoint to resume from holds a model with a different configuration.
+        ValueError: The checkpoint to resume from holds a model with a different configuration, or
+            the model to fine-tune lacks weights.
     """
     if arguments.float32_matmul_precision is not None:
         torch.set_float32_matmul_precision(arguments.float32_matmul_precision)
@@ -222,9 +223,10 @@ def make_model(
         if saved is not None:  # its special tokens became those of the tokenizer and the language
             _expect_same_model(config, saved, checkpoint, with_tokens=False)
         # In float16 training destroys a model. Mixed precision is for --bf16 and --fp16.
-        model = AutoModelForSeq2SeqLM.from_pretrained(
-            name, config=config, dtype=torch.float32, **attention
+        model, report = AutoModelForSeq2SeqLM.from_pretrained(
+            name, config=config, dtype=torch.float32, output_loading_info=True, **attention
         )
+        expect_complete(model, report["missing_keys"], name)
         _freeze_what_is_not_saved(model)
         return model
     overrides = {**_special_tokens(tokenizer), **arguments.overrides()}
