@@ -424,8 +424,9 @@ def test_a_training_that_fails_leaves_no_trace_of_the_lock(tmp_path, error):
 OTHER_HOST = """
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from accelerate import PartialState
-from vanilla_transformer.training import folder_lock
+from vanilla_transformer.training import folder_lock, resumption
 
 folder_lock.SECONDS_TO_APPEAR = 0.5
 state = PartialState(cpu=True)
@@ -439,6 +440,13 @@ for folder in (Path("shared"), disk / "out"):
             print("trains in", folder.name)
     except FileNotFoundError as error:
         print(error)
+resumption._find_checkpoint = lambda *arguments: "0/out"  # what the main process has found
+os.chdir("/" if state.process_index else ".")
+try:
+    resumption.find_checkpoint(SimpleNamespace(
+        output_dir="out", resume_from_checkpoint="0/out", deepspeed_plugin=None))
+except FileNotFoundError as error:
+    print(error)
 state.destroy_process_group()
 """
 
@@ -452,6 +460,7 @@ def test_processes_that_see_different_folders_are_refused_before_they_train(tmp_
     for disk in "01":
         message = f"output_dir={disk}/out: process 0 sees this folder, processes [1] do not: expec"
         assert message in output
+    assert output.count("\n0/out: process 0 sees this folder, processes [1] do not: expect") == 2
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -3,6 +3,7 @@
 ShardedTrainer           a `Trainer` for FSDP2 and DeepSpeed that runs no code from checkpoints
 load_saved_model         load the model that several processes have trained and saved
 run_on_main_process      let the others have its result or its error
+expect_in_all_processes  refuse a folder that only some of them see
 end_training             leave the other processes when all is done
 init_cpu_process_group   let processes on CPUs give up on each other after `ddp_timeout`
 enable_fsdp_on_cpu       let accelerate use FSDP without a GPU
@@ -21,7 +22,13 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType, broadcast_object_list, reduce, str_to_bool
+from accelerate.utils import (
+    DistributedType,
+    broadcast_object_list,
+    gather_object,
+    reduce,
+    str_to_bool,
+)
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from safetensors.torch import load_file
 from torch import distributed
@@ -335,3 +342,13 @@ def run_on_main_process(make: Callable[[], Any]) -> Any:
     if isinstance(results[0], Exception):
         raise results[0]
     return results[0]
+
+
+def expect_in_all_processes(folder: str | Path, is_seen: bool) -> None:
+    """Raise a FileNotFoundError in all processes unless all of them see what is in the folder."""
+    seen = gather_object([is_seen])
+    if missing := [process for process, sees in enumerate(seen) if not sees]:
+        raise FileNotFoundError(
+            f"{folder}: process 0 sees this folder, processes {missing} do not: expected a file "
+            "system that all processes share"
+        )

@@ -10,9 +10,8 @@ from typing import IO
 from uuid import uuid4
 
 from accelerate import PartialState
-from accelerate.utils import gather_object
 
-from .distributed import run_on_main_process
+from .distributed import expect_in_all_processes, run_on_main_process
 
 LOCK = "_lock"  # `Trainer` pushes no file with a leading underscore to the Hub
 SECONDS_TO_APPEAR = 30.0  # how long a network file system may hide a new file from other hosts
@@ -36,7 +35,7 @@ def locked(output_dir: str | Path) -> Iterator[None]:
 
     mark = run_on_main_process(hold)
     try:
-        _expect_in_all_processes(folder, mark)
+        _expect_mark(folder, mark)
         yield
     finally:
         for lock in filter(None, held):
@@ -85,17 +84,12 @@ def _mark(lock: IO[bytes] | None) -> bytes | None:
     return None
 
 
-def _expect_in_all_processes(folder: Path, mark: bytes | None) -> None:
-    state = PartialState()
-    if mark is None or state.num_processes == 1:
+def _expect_mark(folder: Path, mark: bytes | None) -> None:
+    if mark is None:
         return
     # The main process must not open the file again: closing it would end the lock.
-    seen = gather_object([state.is_main_process or _appears(folder / LOCK, mark)])
-    if missing := [process for process, is_seen in enumerate(seen) if not is_seen]:
-        raise FileNotFoundError(
-            f"output_dir={folder}: process 0 sees this folder, processes {missing} do not: "
-            "expected a file system that all processes share"
-        )
+    is_seen = PartialState().is_main_process or _appears(folder / LOCK, mark)
+    expect_in_all_processes(f"output_dir={folder}", is_seen)
 
 
 def _appears(file: Path, mark: bytes) -> bool:

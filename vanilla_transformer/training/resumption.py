@@ -25,6 +25,7 @@ from .checkpoints import checkpoints_by_step, find_defect, last_complete_checkpo
 from .distributed import (
     FULL_OPTIMIZER,
     SHARDED_OPTIMIZER,
+    expect_in_all_processes,
     run_on_main_process,
     saves_shards,
     uses_fsdp,
@@ -56,11 +57,8 @@ def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
     output_dir, wanted = Path(arguments.output_dir), arguments.resume_from_checkpoint
     layout = _optimizer_layout(arguments)
     found = run_on_main_process(lambda: _find_checkpoint(output_dir, wanted, layout))
-    if found is not None and not Path(found).is_dir():
-        raise FileNotFoundError(
-            f"{found}: process 0 sees this folder, process {arguments.process_index} does not: "
-            "expected a file system that all processes share"
-        )
+    if found is not None:
+        expect_in_all_processes(found, Path(found).is_dir())
     return found
 
 
