@@ -3,8 +3,10 @@
 import os
 import re
 from dataclasses import fields
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
+from operator import attrgetter
 
 import pytest
 from conftest import REPOSITORY
@@ -129,6 +131,18 @@ def test_commands_and_their_options_exist(name):
         for option in options:
             defined = re.compile(rf'^    {option}: |"--{option}"', re.MULTILINE)
             assert option in known or any(map(defined.search, texts)), f"{target} --{option}"
+
+
+def test_each_section_of_the_paper_is_where_the_page_on_fidelity_says():
+    text, _, _ = DOCUMENTS["docs/fidelity.md"].partition("Where the paper leaves a choice")
+    rows = re.findall(r"^\| \d\.\d.*\| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) == 12
+    for cell in rows:
+        file = re.search(r"\((\.\./[\w/]+)\.py\)", cell)
+        path = file[1] if file else "../vanilla_transformer/model/modeling_vanilla_transformer"
+        module = import_module(path.removeprefix("../").replace("/", "."))
+        for name in re.findall(r"`([\w.]+)`", cell):
+            assert attrgetter(name)(module)
 
 
 @every_document
