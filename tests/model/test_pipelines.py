@@ -570,34 +570,36 @@ print(json.dumps(outcome))
 """
 
 
+@pytest.fixture(scope="module")
+def saved(folders):
+    """Our checkpoint, as the pipeline itself saves it."""
+    pipeline("translation", model=str(folders / "ours")).save_pretrained(folders / "saved")
+    return folders / "saved"
+
+
+@pytest.fixture(scope="module")
+def outcome(folders, saved, tmp_path_factory):
+    """What a process without this package makes of the folders."""
+    folder = tmp_path_factory.mktemp("without")
+    paths = [folders / "marian", saved, folder / "copy"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PACKAGE, *map(str, paths), TEXTS[0]],
+        env={
+            **os.environ,
+            "HF_MODULES_CACHE": str(folder),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]) | {"copy folder": str(folder / "copy")}
+
+
 class TestCheckpoints:
-    @pytest.fixture(scope="class")
-    def saved(self, folders):
-        """Our checkpoint, as the pipeline itself saves it."""
-        pipeline("translation", model=str(folders / "ours")).save_pretrained(folders / "saved")
-        return folders / "saved"
-
-    @pytest.fixture(scope="class")
-    def outcome(self, folders, saved, tmp_path_factory):
-        """What a process without this package makes of the folders."""
-        folder = tmp_path_factory.mktemp("without")
-        paths = [folders / "marian", saved, folder / "copy"]
-        done = subprocess.run(
-            [sys.executable, "-c", WITHOUT_PACKAGE, *map(str, paths), TEXTS[0]],
-            env={
-                **os.environ,
-                "HF_MODULES_CACHE": str(folder),
-                "HF_HUB_OFFLINE": "1",
-                "OMP_NUM_THREADS": "1",
-            },
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]) | {"copy folder": str(folder / "copy")}
-
     def test_config_names_pipelines_that_the_folder_carries(self, saved):
         tasks = json.loads((saved / "config.json").read_text())["custom_pipelines"]
         assert set(tasks) == {"translation", "text2text-generation"}
