@@ -7,6 +7,8 @@ import torch
 from conftest import SMALL, random_ids, small_config, watch
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import logging as transformers_logging
+from transformers.testing_utils import CaptureLogger
 
 from vanilla_transformer import (
     VanillaTransformerConfig,
@@ -72,6 +74,23 @@ def test_padding_and_batching_change_nothing(any_model, side):
     ).logits
     for row, expected in enumerate(alone):
         assert_close(batch[row], expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "cls", [VanillaTransformerForConditionalGeneration, VanillaTransformerEncoderModel]
+)
+def test_padding_without_a_mask_gives_a_warning(cls, side):
+    """A loop that trains without masks learns from other states than `generate()` decodes."""
+    model = cls(small_config())
+    ids, mask = pad([random_ids(1, 3)[0], random_ids(1, 5)[0]], side)
+    target = {"labels": ids} if cls is VanillaTransformerForConditionalGeneration else {}
+    transformers_logging.set_verbosity_warning()
+    for inputs, is_told in (({"attention_mask": mask}, False), ({}, True)):
+        transformers_logging.warning_once.cache_clear()
+        with CaptureLogger(transformers_logging.get_logger()) as captured:
+            model(input_ids=ids, **target, **inputs)
+        assert ("attention_mask" in captured.out) == is_told
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

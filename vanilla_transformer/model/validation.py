@@ -31,6 +31,8 @@ def validate_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
         expect_inputs(self, inputs)
+        if hasattr(self, "encoder"):  # padding on the right of a decoder harms no token
+            warn_of_padding(self, inputs.get("input_ids"), inputs.get("attention_mask"))
         try:
             return forward(self, **inputs)
         except IndexError:
@@ -74,6 +76,16 @@ def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     expect_as_many(target[0], source[0])
     heads = config.decoder_attention_heads
     expect_mask(inputs.get("attention_mask"), target, source, heads, dtype)
+
+
+def warn_of_padding(
+    model: PreTrainedModel, ids: torch.Tensor | None, mask: torch.Tensor | None
+) -> None:
+    """Warns once of a source that begins or ends in padding and has no mask: a loop that trains
+    without masks, unlike `generate()`, which makes them, learns from other states than it decodes.
+    """
+    if ids is not None and mask is None and not is_transformed():
+        model.warn_if_padding_and_no_attention_mask(ids, mask)
 
 
 def expect_stack_inputs(
