@@ -399,6 +399,17 @@ def test_labels_are_shifted_right_for_the_decoder(model):
     assert torch.equal(model(input_ids=source, labels=labels).loss, expected.loss)
 
 
+def test_labels_as_the_decoders_own_input_give_a_warning(model, caplog):
+    """It would learn to copy them, with a loss near 0, and generate nothing of use."""
+    labels = torch.tensor([[7, 8, 2], [9, 2, -100]])
+    copied = labels.masked_fill(labels == -100, 0)
+    right = model.prepare_decoder_input_ids_from_labels(labels)
+    for given, is_told in ((right, False), (None, False), (copied, True)):
+        transformers_logging.warning_once.cache_clear()
+        model(input_ids=random_ids(2, 3), decoder_input_ids=given, labels=labels)
+        assert ("decoder_input_ids are the labels" in caplog.text) == is_told
+
+
 def test_half_precision_losses_are_summed_in_float32():
     logits, labels = torch.randn(4, 8, 100), torch.randint(0, 100, (4, 8))
     half = label_smoothed_cross_entropy(logits.bfloat16(), labels)

@@ -50,7 +50,13 @@ from .pretrained import (
     output_recorders,
     scale_sublayers,
 )
-from .validation import expect_labels, expect_shiftable, select_positions, validate_inputs
+from .validation import (
+    expect_labels,
+    expect_shiftable,
+    select_positions,
+    validate_inputs,
+    warn_of_unshifted,
+)
 
 Ids: TypeAlias = LongTensor | None
 Mask: TypeAlias = Tensor | None
@@ -536,6 +542,8 @@ class VanillaTransformerForConditionalGeneration(
             use_cache = False
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            else:
+                warn_of_unshifted(labels, decoder_input_ids)
             if decoder_attention_mask is None and self.training:
                 target = (labels, decoder_input_ids)
                 decoder_attention_mask = mask_from_labels(self.config, *target, kwargs)

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from .cache import CACHE_NAME
 from .dropout import is_transformed
+
+logger = logging.get_logger(__name__)
 
 # Parameters that a checkpoint may lack: a gigabyte's, or this many times as many as it has.
 LACKING_ANYWAY, LACKING_TIMES = 2**28, 8
@@ -355,6 +358,22 @@ def expect_labels(labels: Any, predictions: torch.Tensor, vocab_size: int) -> No
         )
     if labels.device.type == "cpu" and not is_transformed():
         raise_if_outside(labels[labels != -100], vocab_size, "label")
+
+
+def warn_of_unshifted(labels: Any, decoder_input_ids: Any) -> None:
+    """Warns once (on the CPU) if the decoder reads the very tokens that it is to predict: it learns
+    to copy them, with a low loss, and `generate()` has nothing to copy."""
+    given = (labels, decoder_input_ids)
+    if not all(isinstance(ids, torch.Tensor) and ids.device.type == "cpu" for ids in given):
+        return
+    if labels.shape != decoder_input_ids.shape or is_transformed():
+        return
+    counts = labels != -100
+    if counts.any() and torch.equal(labels[counts], decoder_input_ids[counts].to(labels.dtype)):
+        logger.warning_once(
+            "decoder_input_ids are the labels: expected the labels shifted right by one, or none, "
+            "as the model makes them from the labels"
+        )
 
 
 def select_positions(states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
