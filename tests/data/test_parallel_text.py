@@ -249,6 +249,22 @@ def test_an_upgrade_reads_a_corpus_again(tmp_path, monkeypatch):
     assert load(**files)["train"].cache_files != before
 
 
+def test_an_upgrade_cleans_the_columns_of_parquet_again(tmp_path, monkeypatch):
+    file = write_parquet(tmp_path / "train.parquet", {"source": ["a"], "target": ["b"]})
+    before = load(train_file=file)["train"].cache_files
+    assert load(train_file=file)["train"].cache_files == before
+    monkeypatch.setattr(parallel_text, "_code_version", lambda: "the next version")
+    assert load(train_file=file)["train"].cache_files != before
+
+
+def test_a_changed_parquet_file_of_the_same_time_gives_new_data(tmp_path):
+    file = tmp_path / "train.parquet"
+    for text in ("one", "six"):
+        write_parquet(file, {"source": [text], "target": ["x"]})
+        os.utime(file, (1, 1))
+        assert pairs_of(load(train_file=str(file))["train"]) == [(text, "x")]
+
+
 def test_a_changed_file_gives_new_data(tmp_path):
     files = write_sides(tmp_path, [("a", "b")])
     assert pairs_of(load(**files)["train"]) == [("a", "b")]

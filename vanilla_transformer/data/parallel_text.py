@@ -404,7 +404,11 @@ def _load_files(arguments: DataArguments) -> Corpora:
         # `datasets` takes names, and the folder in which it looks for them, for patterns.
         file = glob.escape(str(Path(paths[0]).absolute()))
         table = load_dataset(
-            "parquet", data_files={split: file}, split=split, streaming=arguments.streaming
+            "parquet",
+            "-".join(map(str, _stamp(paths[0]))),  # a part of the name of the cached file
+            data_files={split: file},
+            split=split,
+            streaming=arguments.streaming,
         )
         return _table_to_pairs(table, split, paths[0], choose)
 
@@ -427,7 +431,12 @@ def _table_to_pairs(
         batched=True,
         remove_columns=sorted(used),
         features=PAIR_FEATURES,
-        fn_kwargs={"columns": (source, target), "drop_blank": split == "train", "name": name},
+        fn_kwargs={
+            "columns": (source, target),
+            "drop_blank": split == "train",
+            "name": name,
+            "stamp": _code_version(),
+        },
     )
     if isinstance(pairs, Dataset):
         _report_blank(table.num_rows - pairs.num_rows, pairs.num_rows, split, name)
@@ -435,7 +444,7 @@ def _table_to_pairs(
 
 
 def _clean_batch(
-    batch: dict[str, list[Any]], columns: tuple[str, str], drop_blank: bool, name: str
+    batch: dict[str, list[Any]], columns: tuple[str, str], drop_blank: bool, name: str, stamp: str
 ) -> dict[str, list[str]]:
     names = list(batch)
     rows = (
@@ -468,20 +477,22 @@ def _check_rows(paths: tuple[str, ...], split: str, choose: ColumnChoice) -> tup
 def _rows_to_pairs(
     paths: tuple[str, ...], columns: tuple[str, str], split: str, streaming: bool
 ) -> Dataset | IterableDataset:
-    stats = [Path(path).stat() for path in paths]
     arguments = {
         "paths": tuple(str(Path(path).resolve()) for path in paths),
         "columns": columns,
         "drop_blank": split == "train",
         # Part of the cache key: changed files are read again, and all files by changed code.
-        # Tools that copy or unpack files may keep the size and the time of the last change.
-        "stamp": (
-            _code_version(),
-            *((stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for stat in stats),
-        ),
+        "stamp": (_code_version(), *map(_stamp, paths)),
     }
     make = IterableDataset.from_generator if streaming else Dataset.from_generator
     return make(_read_pairs, PAIR_FEATURES, gen_kwargs=arguments, split=NamedSplit(split))
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """What differs for a changed file. Tools that copy or unpack files may keep the size and the
+    time of the last change."""
+    stat = Path(path).stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _code_version() -> str:
