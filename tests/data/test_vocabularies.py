@@ -11,6 +11,7 @@ import re
 import struct
 import unicodedata
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from vanilla_transformer.data.vocabulary_files import (
     CONTROL,
     NORMAL,
     UNKNOWN,
+    USER_DEFINED,
     SentencePieceModel,
 )
 
@@ -367,6 +369,19 @@ def test_a_model_of_words_is_refused(tmp_path):
         vocabulary_files.read_sentencepiece(tmp_path / "spm.model")
 
 
+@pytest.mark.parametrize(
+    ("symbol", "squeezes_spaces", "is_refused"),
+    [("▁▁", False, True), ("▁▁", True, False), ("a▁b", True, True), ("▁", False, False)],
+)
+def test_symbols_with_spaces_are_refused(tmp_path, symbol, squeezes_spaces, is_refused):
+    pieces = [*TOY, (symbol, 0.0, USER_DEFINED)]
+    model = SentencePieceModel(pieces, squeezes_spaces=squeezes_spaces)
+    (tmp_path / "spm.model").write_bytes(serialized(model))
+    message = f"user_defined_symbols has '{symbol}': expected symbols without a space"
+    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
+        vocabulary_files.read_sentencepiece(tmp_path / "spm.model")
+
+
 @pytest.mark.parametrize(("spec", "number"), [(3, 7), (3, 8), (5, 2)])
 def test_case_as_tokens_and_denormalization_are_refused(tmp_path, spec, number):
     content = serialized(SentencePieceModel(TOY))
@@ -489,6 +504,17 @@ def test_sentencepiece_gives_the_same_ids_and_texts(tmp_path, kind, options, cou
     assert wrong == tied
     texts = tokenizer.batch_decode(expected, skip_special_tokens=True)
     assert texts == [witness.decode(ids[:-1]) for ids in expected]
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe", "char"])
+def test_a_space_may_be_a_symbol(tmp_path, kind):
+    lines = ["a dog barks at two dogs", "  the dog  ", "two backs"]
+    witness, file = trained(
+        tmp_path, lines * 20, model_type=kind, vocab_size=30, hard_vocab_limit=False,
+        user_defined_symbols=["▁"],
+    )  # fmt: skip
+    tokenizer = vocabularies.sentencepiece(vocabulary_files.read_sentencepiece(file), NO_PAD)
+    assert tokenizer(lines)["input_ids"] == [[*ids, 2] for ids in witness.encode(lines)]
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])

@@ -28,6 +28,7 @@ from .vocabulary_files import (
     CONTROL,
     NORMAL,
     PRIVATE,
+    SPACE,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
@@ -38,7 +39,6 @@ from .vocabulary_files import (
 # characters that sentencepiece does not know.
 BACKSLASH, UNDERSCORE, UNSEEN = "\ue001", "\ue002", "\ue003"
 _FIRST_STAND_IN = 0xE010
-SPACE = "▁"  # sentencepiece's
 # What Python's str.split() splits at.
 _WHITE_SPACE = "[\x09-\x0d\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
 # subword-nmt writes other white space inside a word as this and the separator.
@@ -294,7 +294,8 @@ def _with_stand_ins(
 ) -> tuple[SentencePieceModel, dict[str, str]]:
     """The model with a private character for each symbol that its user defined and that text is
     never split inside, and these by symbol, the longest first."""
-    symbols = [p for p, _, kind in model.pieces if kind == USER_DEFINED and p not in specials.names]
+    own = {*specials.names, SPACE}
+    symbols = [p for p, _, kind in model.pieces if kind == USER_DEFINED and p not in own]
     symbols.sort(key=len, reverse=True)
     stand_ins = {symbol: chr(_FIRST_STAND_IN + n) for n, symbol in enumerate(symbols)}
     pieces = [(stand_ins.get(piece, piece), score, kind) for piece, score, kind in model.pieces]

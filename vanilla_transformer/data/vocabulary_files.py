@@ -19,6 +19,7 @@ from .protobuf import read_fields
 # A character of Unicode's private use area, which text does not have: what must not match a text
 # starts with it.
 PRIVATE = "\ue000"
+SPACE = "▁"  # sentencepiece's
 
 # ---------------------------------------------------------------- token -> id
 
@@ -229,7 +230,8 @@ def read_sentencepiece(path: str | Path) -> SentencePieceModel:
 
     Raises:
         ValueError: The file is no such model or cut off, or does what no fast tokenizer can: spaces
-            at the ends of words, whole words, case as tokens, or denormalization.
+            at the ends of words, whole words, symbols with spaces, case as tokens, or
+            denormalization.
     """
     try:
         model = _message(Path(path).read_bytes())
@@ -261,6 +263,12 @@ def read_sentencepiece(path: str | Path) -> SentencePieceModel:
             f"{path}: encode_unicode_case (of Marian's sentencepiece) or a denormalization rule: "
             "expected a model without, which no fast tokenizer can have"
         )
+    for symbol in (piece for piece, _, kind in pieces if kind == USER_DEFINED and piece != SPACE):
+        if SPACE in symbol and not (flag(normalizer, 4, True) and SPACE * 2 in symbol):
+            raise ValueError(
+                f"{path}: user_defined_symbols has {symbol!r}: expected symbols without a space, "
+                "across which no fast tokenizer keeps a symbol whole"
+            )
     charsmap, surface = normalizer.get(2, [b""])[-1], trainer.get(44, [" ⁇ ".encode()])[-1]
     return SentencePieceModel(
         pieces=pieces,
