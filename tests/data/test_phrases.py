@@ -456,6 +456,7 @@ def test_values_follow_the_locale(
         ("ordinal", 40, "es", "cuadragésimo"),
         ("cardinal", 3, "it", "tre"),
         ("cardinal", 343, "it", "trecentoquarantatré"),
+        ("year", 1918, "it", "millenovecentodiciotto"),
         ("year", 2021, "nl", "tweeduizend eenentwintig"),
         ("year", 2001, "en", "two thousand and one"),
     ],

@@ -257,8 +257,9 @@ def _spell(value: int, form: str, language: str) -> str:
             return {11: "undécimo", 12: "duodécimo"}.get(value, text)
     elif language == "nl":
         return text.replace("duizend", "duizend ").strip()
-    elif language == "it" and value > 3:
-        return re.sub("tre$", "tré", text)
+    elif language == "it":
+        text = text.replace("dicotto", "diciotto")  # as in 118
+        return re.sub("tre$", "tré", text) if value > 3 else text
     return text
 
 
