@@ -640,6 +640,15 @@ def test_a_named_dataset_has_its_translations_split_into_two_columns(repository,
     assert pairs_of(loaded["test"]) == [*swapped, ("x", "")]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_names_of_nothing_are_text_in_a_named_dataset_too(tmp_path, streaming):
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    (folder / "train.csv").write_text("source,target,score\nNA,null,1\nNone,,2\nnan,NaN,\n")
+    loaded = load(dataset_name=str(folder), streaming=streaming)
+    assert pairs_of(loaded["train"]) == [("NA", "null"), ("nan", "NaN")]
+
+
 def test_a_configuration_of_a_named_dataset_is_chosen(tmp_path):
     for name in ("de-en", "fr-en"):
         Dataset.from_dict({"a": [name], "b": ["x"]}).to_parquet(tmp_path / f"{name}.parquet")

@@ -27,6 +27,7 @@ from datasets import (
     NamedSplit,
     Value,
     load_dataset,
+    load_dataset_builder,
 )
 from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
@@ -378,7 +379,11 @@ def _load_from_hub(name: str, arguments: DataArguments) -> Corpora:
     if folder.is_dir() and glob.has_magic(str(folder)):
         # `datasets` takes the path for a pattern, and reads other folders that match it.
         raise ValueError(f"dataset_name={name!r}: expected a folder without *, ? or [ in {folder}")
-    tables = load_dataset(name, arguments.dataset_config_name, streaming=arguments.streaming)
+    names = (name, arguments.dataset_config_name)
+    options: dict[str, Any] = {"streaming": arguments.streaming}
+    if hasattr(load_dataset_builder(*names).config, "na_values"):  # csv: "None" is a text too
+        options |= {"keep_default_na": False, "na_values": [""]}
+    tables = load_dataset(*names, **options)
     present = [split for split in SPLITS if split in tables]
     if not present:
         raise ValueError(
