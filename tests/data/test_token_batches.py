@@ -5,13 +5,14 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from conftest import REPOSITORY, random_ids, run_ranks, small_config
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -30,6 +31,7 @@ from vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
 )
 from vanilla_transformer.data.token_batches import (
+    RepeatedStream,
     TokenBudgetSampler,
     TokenBudgetStream,
     count_tokens,
@@ -282,6 +284,16 @@ def test_workers_of_a_stream_share_its_batches_in_order():
         [[example["labels"] for example in batch] for batch in loader] for loader in loaders
     )
     assert str(alone) == str(shared)
+
+
+def test_workers_see_each_row_of_uneven_shards_once_an_epoch():
+    def rows(sizes):
+        yield from ({"input_ids": [size, row]} for size in sizes for row in range(size))
+
+    stream = IterableDataset.from_generator(rows, gen_kwargs={"sizes": [9, 1]})
+    loader = DataLoader(RepeatedStream(stream), batch_size=None, num_workers=2)
+    seen = [str(row) for row in islice(loader, 20)]
+    assert seen == 2 * [str(row) for row in stream]
 
 
 def test_a_stream_is_repeated_in_another_order():

@@ -253,11 +253,9 @@ class TokenBudgetStream(IterableDataset):
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         """The batches of this process in the current epoch, or in all epochs from there on."""
-        worker = get_worker_info()
-        every, first = (1, 0) if worker is None else (worker.num_workers, worker.id)
         epochs = count(self.epoch) if self.repeat else (self.epoch,)
         batches = chain.from_iterable(map(self._batches_of, epochs))
-        yield from islice(batches, first, None, every)
+        yield from islice(batches, *_share_of_worker())
 
     def _batches_of(self, epoch: int) -> Iterator[list[dict[str, Any]]]:
         if hasattr(self.examples, "set_epoch"):
@@ -277,21 +275,33 @@ class TokenBudgetStream(IterableDataset):
 class RepeatedStream(IterableDataset):
     """A stream of examples, epoch after epoch without an end. `Trainer` (5.17 to 5.24) resumes
     within the first epoch of a stream only, and at the end of an epoch it adds the gradients of
-    what is left to those of the next update."""
+    what is left to those of the next update.
+
+    Each loading process reads the whole stream and takes its share of the examples. With shards of
+    its own, the one with fewer examples would repeat them more often."""
 
     def __init__(self, examples: Iterable[dict[str, Any]]):
         self.examples = examples
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from islice(self._all_epochs(), *_share_of_worker())
+
+    def _all_epochs(self) -> Iterator[dict[str, Any]]:
         for epoch in count():
             if hasattr(self.examples, "set_epoch"):
                 self.examples.set_epoch(epoch)
-            is_empty = True  # as the part of a loading process may be
-            for example in self.examples:
+            is_empty = True
+            for example in iter_all_shards(self.examples):
                 is_empty = False
                 yield example
             if is_empty:
                 return
+
+
+def _share_of_worker() -> tuple[int, None, int]:
+    """What a loading process takes of all: the arguments of `islice`."""
+    worker = get_worker_info()
+    return (0, None, 1) if worker is None else (worker.id, None, worker.num_workers)
 
 
 def iter_all_shards(stream: Any) -> Iterator[dict[str, Any]]:
