@@ -134,6 +134,12 @@ def test_pairs_are_dropped_for_a_reason_that_is_logged(options, dropped, tmp_pat
     assert f"kept {len(kept)} of {len(PAIRS)} pairs, dropped {counts}" in caplog.text
 
 
+def test_a_pair_of_just_the_ratio_is_kept(tmp_path):
+    """63 / 45 is 1.4, but 1.4 * 45 is less than 63 in floating point."""
+    text = corpus(tmp_path, "text", [("a" * 63, "b" * 45)])
+    assert len(sources(load([text], max_pair_ratio=1.4, length_unit="char"))) == 1
+
+
 def test_a_pair_of_one_corpus_is_a_duplicate_in_another(tmp_path):
     twice = [corpus(tmp_path, name, [("a dog", "ein Hund"), (name, "x")]) for name in ("c", "d")]
     assert Counter(sources(load(twice, drop_pairs=["duplicates"]))) == Counter(["a dog", "c", "d"])

@@ -190,7 +190,7 @@ class CorpusArguments:
         lengths = [max(1, len(UNITS[self.length_unit](text))) for text in (source, target)]
         if self.max_pair_length is not None and max(lengths) > self.max_pair_length:
             return "too long"
-        if self.max_pair_ratio is not None and max(lengths) > self.max_pair_ratio * min(lengths):
+        if self.max_pair_ratio is not None and max(lengths) / min(lengths) > self.max_pair_ratio:
             return "of too different lengths"
         if "copies" in self.drop_pairs and source == target:
             return "copies"
