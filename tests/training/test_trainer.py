@@ -396,13 +396,15 @@ def test_noise_that_transformers_would_not_add_is_named(tokenizer, splits, tmp_p
     make_trainer(small_model(tokenizer, tie_word_embeddings=False), tokenizer, arguments, splits)
 
 
+@pytest.mark.parametrize("rows", [None, 4])
 @pytest.mark.parametrize("name", ["eval_strategy", "save_strategy", "logging_strategy"])
-def test_batches_of_tokens_from_a_stream_have_no_epochs(tmp_path, name):
+def test_batches_from_a_stream_have_no_epochs(tmp_path, name, rows):
+    options = {"per_device_train_batch_size": rows, name: "epoch"}
     arguments = TranslationTrainingArguments(
-        str(tmp_path), use_cpu=True, max_steps=5, report_to="none", **{name: "epoch"}
+        str(tmp_path), use_cpu=True, max_steps=5, report_to="none", **options
     )
     arguments.expect_data(["train", "validation"])
-    with pytest.raises(ValueError, match=f"{name}=epoch: expected steps or no, as batches of"):
+    with pytest.raises(ValueError, match=f"{name}=epoch: expected steps or no, as batches from"):
         arguments.expect_data(["train", "validation"], streaming=True)
 
 

@@ -409,10 +409,9 @@ class TranslationTrainingArguments(
                     f"{', '.join(splits)} data"
                 )
         for name in ("eval_strategy", "save_strategy", "logging_strategy"):
-            if streaming and self.has_token_batches and getattr(self, name) == "epoch":
+            if streaming and getattr(self, name) == "epoch":
                 raise ValueError(
-                    f"{name}=epoch: expected steps or no, as batches of tokens from a stream have "
-                    "no epochs"
+                    f"{name}=epoch: expected steps or no, as batches from a stream have no epochs"
                 )
         if streaming and not self.has_token_batches and launched_world_size() > 1:
             raise ValueError(
