@@ -393,6 +393,7 @@ H200 = {
     "batch": 500,
     "accumulation": 1,
     "processes": 1,
+    "source_ratio": 0.9,
     "attention": "sdpa",
     "options": [],
     "target_tokens_per_second": 1e-3,
@@ -402,7 +403,7 @@ H200 = {
 
 def test_a_plan_says_what_was_measured_with_another_update():
     """And what a file of an older version does not tell."""
-    new = ("layer_weights", "heads", "accumulation", "processes")
+    new = ("layer_weights", "heads", "accumulation", "processes", "source_ratio")
     old = {name: value for name, value in H200.items() if name not in new}
     unknown = ", ".join(f"{name} not recorded" for name in new)
     other = {**H200, "vocabulary": 5000, "batch": 8000, "accumulation": 2, "processes": 8}
@@ -411,6 +412,8 @@ def test_a_plan_says_what_was_measured_with_another_update():
     assert measured_with([other, other], H200) == {"measured with": differing}
     assert measured_with([H200, old], H200) == {"measured with": unknown}
     assert measured_with([other, old], H200) == {"measured with": f"{differing}; {unknown}"}
+    longer = {**H200, "source_ratio": 2.5}
+    assert measured_with([longer], H200) == {"measured with": "source_ratio 2.5"}
     pairs = [{**H200, "batch": -64}], {**H200, "batch": -32}
     assert measured_with(*pairs) == {"measured with": "batch 64 pairs"}
 

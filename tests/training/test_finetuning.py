@@ -203,7 +203,7 @@ def test_a_plan_knows_the_size_of_a_stock_model(make, tmp_path):
     languages = {"source_lang": "en_XX", "target_lang": "fr_XX"}
     ready = prepared(tmp_path, make(tmp_path / "stock"), **languages)
     arguments = TranslationTrainingArguments(str(tmp_path / "out"), use_cpu=True)
-    key = measurement_key(ready.model, arguments)
+    key = measurement_key(ready.model, arguments, ready.splits["train"])
     expected = f"{ready.model.config.model_type}, {ready.model.num_parameters():,} parameters"
     assert (key["shape"], key["vocabulary"]) == (expected, len(ready.tokenizer))
 

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from datasets import Dataset
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.bpe_dropout import BPEDropout, BPEDropoutDataset
+from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
 from vanilla_transformer.training.speeds import (
     find_speed,
@@ -15,9 +18,10 @@ from vanilla_transformer.training.speeds import (
 KEY = {
     "device": "NVIDIA H200", "shape": "base", "layer_weights": 9000, "heads": [8, 8],
     "vocabulary": 500, "precision": "bf16", "batch": 4000, "accumulation": 2, "processes": 4,
-    "attention": "sdpa", "options": [],
+    "source_ratio": 1.0, "attention": "sdpa", "options": [],
 }  # fmt: skip
-NEW = ("layer_weights", "heads", "accumulation", "processes")  # what older files lack
+NEW = ("layer_weights", "heads", "accumulation", "processes", "source_ratio")  # in newer files
+TEXT = [{"input_ids": [5, 6, 3], "labels": [7, 3]}]
 
 
 def make_model(**options):
@@ -74,7 +78,7 @@ def test_what_was_measured_with_something_else_does_not_count(model, changes):
     assert nearest_speed([row(**changes)], KEY, model) is None
 
 
-@pytest.mark.parametrize("name", ["accumulation", "processes"])
+@pytest.mark.parametrize("name", ["accumulation", "processes", "source_ratio"])
 def test_the_nearest_update_counts_by_its_ratio(model, name):
     rows = [row(**{name: KEY[name] * ratio}) for ratio in (16, 8, 32)]
     assert nearest_speed(rows, KEY, model) == rows[1]
@@ -91,9 +95,9 @@ def test_a_measurement_of_an_older_file_is_the_nearest_where_no_other_is_as_near
     assert nearest_speed([old_row(shape="big")], key, model) is None
 
 
-def key_of(folder, model, **options):
+def key_of(folder, model, text=TEXT, **options):
     arguments = TranslationTrainingArguments(str(folder), use_cpu=True, **options)
-    return measurement_key(model, arguments)
+    return measurement_key(model, arguments, text)
 
 
 def test_small_batches_are_not_a_large_one(model, tmp_path):
@@ -110,6 +114,25 @@ def test_several_processes_are_measured_on_their_own(model, tmp_path, monkeypatc
     monkeypatch.setattr(TranslationTrainingArguments, "world_size", 2)
     assert key_of(tmp_path, model) == {**one, "processes": 2}
     assert find_speed([one], key_of(tmp_path, model)) is None
+
+
+def test_a_text_with_longer_sources_is_measured_on_its_own(model, tmp_path):
+    """The speed is counted in target tokens, but its sources take time too."""
+    longer = [{**TEXT[0], "input_ids": [5] * 9 + [3]}]
+    key, other = (key_of(tmp_path, model, text) for text in (TEXT, longer))
+    assert (key["source_ratio"], other["source_ratio"]) == (1.5, 5.0)
+    assert find_speed([key], key_of(tmp_path, model, TEXT * 2)) == key
+    assert find_speed([key], other) is None
+
+
+def test_bpe_dropout_is_measured_on_its_own(model, tmp_path):
+    """It segments the text in each epoch anew, which takes time."""
+    tokenizer = train_tokenizer(["a lake"] * 9, 265, show_progress=False)
+    pairs = Dataset.from_list([{"source": "a lake", "target": "a lake"}])
+    text = BPEDropoutDataset(pairs, Dataset.from_list(TEXT), BPEDropout(tokenizer, 0.1))
+    key = key_of(tmp_path, model)
+    assert key_of(tmp_path, model, text)["options"] == ["BPE-dropout"]
+    assert find_speed([key], {**key, "options": ["BPE-dropout"]}) is None
 
 
 @pytest.mark.parametrize(
@@ -163,7 +186,7 @@ def test_products_that_torch_may_round_have_a_speed_of_their_own(model, tmp_path
             torch.set_float32_matmul_precision(precision)
             for options in ({}, {"bf16": True}):
                 arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **options)
-                found.append(measurement_key(model, arguments)["precision"])
+                found.append(measurement_key(model, arguments, TEXT)["precision"])
     finally:
         torch.set_float32_matmul_precision(before)
     assert found == ["fp32", "bf16", "fp32 (medium)", "bf16"]
@@ -182,6 +205,6 @@ def test_products_that_torch_may_round_have_a_speed_of_their_own(model, tmp_path
 )
 def test_what_changes_the_speed_is_part_of_the_key(given, expected, model, tmp_path):
     arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **given)
-    key = measurement_key(model, arguments)
+    key = measurement_key(model, arguments, TEXT)
     assert (key["options"], key["attention"]) == (expected, "sdpa")
     assert torch.backends.cpu.get_cpu_capability() in key["device"]

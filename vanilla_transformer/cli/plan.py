@@ -7,9 +7,10 @@ r"""Estimate the time and memory of a training on this machine, and print the op
 
 Takes the options of `train`, and its own. The command trains for a few updates, discards them, and
 extrapolates. Evaluation and checkpoints are not included. With --speeds, it keeps the measurement
-in a file, and measures each model, batch, device and number of processes only once. --hardware
-plans for a device that this machine lacks, from the nearest measurement of the same layers,
-precision and options in such a file; `python -m scripts.benchmarks.gpu` writes one.
+in a file, and measures each model, batch, device, number of processes and ratio of source to target
+tokens only once. --hardware plans for a device that this machine lacks, from the nearest
+measurement of the same layers, precision and options in such a file;
+`python -m scripts.benchmarks.gpu` writes one.
 """
 
 import copy
@@ -129,7 +130,7 @@ def main() -> None:
             speeds.append((speed_of(trainer, plan_args, tokens), share))
     end_training(trainer)
     if training_args.process_index == 0:
-        key = device_key(prepared.model, training_args, plan_args)
+        key = device_key(prepared.model, training_args, prepared.splits["train"], plan_args)
         print(report(prepared, training_args, key, speeds, updates))
 
 
@@ -151,10 +152,10 @@ def total_updates(args: TranslationTrainingArguments, updates_per_epoch: int) ->
 
 
 def device_key(
-    model: PreTrainedModel, args: TranslationTrainingArguments, plan_args: PlanArguments
+    model: PreTrainedModel, args: TranslationTrainingArguments, text: Any, plan_args: PlanArguments
 ) -> dict[str, Any]:
     """What the speed depends on, with the device to plan for."""
-    key = measurement_key(model, args)
+    key = measurement_key(model, args, text)
     return key if plan_args.hardware is None else {**key, "device": plan_args.hardware}
 
 
@@ -162,7 +163,7 @@ def speed_of(trainer: Seq2SeqTrainer, plan_args: PlanArguments, tokens: float) -
     """The measurement in --speeds, or a new one, which is added there. An update has this many
     target tokens on one device."""
     rows = read_speeds(plan_args.speeds)
-    key = device_key(trainer.model, trainer.args, plan_args)
+    key = device_key(trainer.model, trainer.args, trainer.train_dataset, plan_args)
     if plan_args.hardware is not None:
         if nearest := nearest_speed(rows, key, trainer.model):
             return nearest

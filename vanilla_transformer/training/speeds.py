@@ -10,16 +10,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
+from ..data.bpe_dropout import BPEDropoutDataset
+from ..data.token_batches import count_tokens
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 
 # Where no measurement has the same of these, the nearest one serves for another device's plan.
-BRIDGED = ("vocabulary", "batch", "accumulation", "processes")
+BRIDGED = ("vocabulary", "batch", "accumulation", "processes", "source_ratio")
 
 
-def measurement_key(model: PreTrainedModel, args: TrainingArguments) -> dict[str, Any]:
-    """What the speed depends on: device, model, precision, batches and options. `batch` is what a
-    device holds at once; an update has `accumulation` of them on each of `processes`."""
+def measurement_key(model: PreTrainedModel, args: TrainingArguments, text: Any) -> dict[str, Any]:
+    """What the speed depends on: device, model, precision, batches, options and text. `batch` is
+    what a device holds at once; an update has `accumulation` of them on each of `processes`.
+    `source_ratio` is the number of source tokens per target token in `text`, the tokenized training
+    data: the speed is counted in target tokens, but sources take time too."""
     config = model.config
+    source, target = (int(lengths.sum()) for lengths in count_tokens(text))
     shape = f"{config.model_type}, {model.num_parameters():,} parameters"
     if isinstance(config, VanillaTransformerConfig):
         layers = f"{config.encoder_layers}+{config.decoder_layers}"
@@ -32,6 +37,7 @@ def measurement_key(model: PreTrainedModel, args: TrainingArguments) -> dict[str
         "R-Drop": getattr(args, "r_drop_alpha", 0.0),
         "gradient checkpointing": args.gradient_checkpointing,
         "torch.compile": args.torch_compile,
+        "BPE-dropout": isinstance(text, BPEDropoutDataset),
     }
     return {
         "device": device_name(args.device),
@@ -46,6 +52,7 @@ def measurement_key(model: PreTrainedModel, args: TrainingArguments) -> dict[str
         "batch": batch,
         "accumulation": args.gradient_accumulation_steps,
         "processes": args.world_size,
+        "source_ratio": max(0.1, round(source / target, 1)),
         "attention": config._attn_implementation,
         "options": [name for name, used in options.items() if used],
     }
@@ -82,7 +89,8 @@ def device_name(device: torch.device) -> str:
 def read_speeds(path: str | Path | None) -> list[dict[str, Any]]:
     """The measurements of a file: none if it does not exist. Each is its key, with
     `target_tokens_per_second` of a device and `gib`, the peak memory in GiB. Older files lack
-    `layer_weights`, `heads`, `accumulation` and `processes`, and their `batch` is an update's."""
+    `layer_weights`, `heads`, `accumulation`, `processes` and `source_ratio`; where `accumulation`
+    lacks, their `batch` is an update's."""
     if path is None or not Path(path).exists():
         return []
     return json.loads(Path(path).read_text(encoding="utf-8"))

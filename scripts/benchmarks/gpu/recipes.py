@@ -195,7 +195,7 @@ def train(
     rate = (updates - clock.warm_up) / (end - clock.begin)
     batches = len(trainer.get_train_dataloader())
     source, target = (rate / batches * sum(len(pair[side]) for pair in pairs) for side in pairs[0])
-    key = measurement_key(model, arguments)
+    key = measurement_key(model, arguments, pairs)
     row = {**key, "target_tokens_per_second": target, "gib": figures["peak_gib"]}
     figures |= {"updates_per_second": rate, "tokens_per_second": source + target}
     return {**figures, "speed": row}
