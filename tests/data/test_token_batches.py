@@ -388,6 +388,21 @@ def test_samples_are_counted_as_they_are_trained_on(make_trainer, data):
     assert samples == pytest.approx(3 * len(data), rel=0.02)
 
 
+@pytest.mark.parametrize("options", [{"max_steps": 4}, {"max_steps": -1, "num_train_epochs": 1}])
+def test_dropped_pairs_are_no_samples(make_trainer, data, options):
+    trainer = make_trainer(data, max_tokens=12, oversized="drop", **options)
+    found = trainer.train().metrics
+    samples = found["train_samples_per_second"] * found["train_runtime"]
+    assert samples == pytest.approx(sum(map(len, trainer.seen)), rel=0.3)
+
+
+def test_a_stream_has_no_rate_of_samples_that_nobody_counted(make_trainer, data):
+    trainer = make_trainer(data.to_iterable_dataset())
+    found = trainer.train().metrics
+    assert "train_samples_per_second" not in {**found, **trainer.state.log_history[-1]}
+    assert found["train_steps_per_second"] > 0
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
 def test_a_run_taken_up_in_mid_epoch_goes_on_with_the_very_batch(

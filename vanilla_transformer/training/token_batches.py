@@ -91,13 +91,23 @@ class TokenBudgetTrainer(Trainer):
         self, args: TrainingArguments, dataloader: DataLoader
     ) -> tuple[Any, ...]:
         """As `Trainer.set_initial_training_values`, which (5.17 to 5.24) counts samples by
-        `per_device_train_batch_size` where `max_steps` is set."""
+        `per_device_train_batch_size` where `max_steps` is set, and those that are dropped too."""
         epochs, updates, examples, samples, *others = super().set_initial_training_values(
             args, dataloader
         )
-        if isinstance(dataloader.batch_sampler, TokenBudgetSampler) and args.max_steps > 0:
-            samples = round(args.max_steps / updates * examples)
+        sampler = dataloader.batch_sampler
+        if isinstance(sampler, TokenBudgetSampler):
+            examples -= sampler.num_dropped
+            done = args.max_steps / updates if args.max_steps > 0 else args.num_train_epochs
+            samples = round(done * examples)
         return epochs, updates, examples, samples, *others
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As `Trainer.log`, without the samples per second of a stream's batches of tokens, which
+        transformers (5.17 to 5.24) counts by `per_device_train_batch_size`."""
+        if getattr(self.args, "max_tokens", None) and not has_length(self.train_dataset):
+            logs.pop("train_samples_per_second", None)
+        super().log(logs, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Same as in `Trainer` (5.17 to 5.24), except that with `group_by_length` and
