@@ -87,6 +87,12 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Same as `Trainer.log`, but without the summary of a run that makes no step because it had
+        finished before: its `train_loss` would be 0."""
+        if "train_loss" not in logs or self.state.global_step > self.interruption.first_step:
+            super().log(logs, *args, **kwargs)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Same as `Trainer.evaluate`, but it leaves the random number generators as they were:
         training continues as it would have without this evaluation."""
