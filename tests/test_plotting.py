@@ -1,6 +1,7 @@
 """Pictures show the numbers that they are of, each is labelled, and the same ones give the same
 files."""
 
+import copy
 import json
 import math
 import shutil
@@ -311,6 +312,18 @@ def test_the_target_is_the_models_own_translation_by_default(translator):
     assert maps.kind == "cross"
     assert len(maps.queries) == generated.shape[1] - 1
     assert torch.equal(maps.weights, torch.cat(outputs.cross_attentions))
+
+
+def test_a_model_that_was_saved_to_return_several_translations_has_one_here(translator):
+    """The best one would have as much padding as the others are longer."""
+    model, tokenizer = translator
+    model, found = copy.deepcopy(model), []
+    model.generation_config.num_beams = 4
+    for number in (1, 4):
+        model.generation_config.num_return_sequences = number
+        model.generation_config.return_dict_in_generate = number > 1
+        found.append(attention_maps(model, tokenizer, SOURCE).queries)
+    assert found[0] == found[1]
 
 
 def test_layers_and_heads_are_chosen_by_numbers_from_1_on(translator):

@@ -114,7 +114,8 @@ def attention_maps(
     inputs = tokenizer(source, return_tensors="pt").to(model.device)
     with torch.inference_mode():
         if target is None:
-            generated = model.generate(**inputs)[:1]
+            one = {"num_return_sequences": 1, "return_dict_in_generate": False}
+            generated = model.generate(**inputs, **one)  # whatever the model was saved with
             read, predicted = generated[:, :-1], generated[:, 1:]
         else:
             predicted = tokenizer(text_target=target, return_tensors="pt")["input_ids"]
