@@ -111,6 +111,14 @@ def test_a_batch_without_labels_has_no_loss_and_no_gradient():
     assert not states.grad.any()
 
 
+@LOSSES
+def test_a_single_label_is_the_whole_mean(loss):
+    projection, labels = nn.Linear(8, 50, bias=False), torch.tensor([[-100, 7, -100]])
+    states = torch.randn(1, 3, 8)
+    expected = F.cross_entropy(projection(states[:, 1]), labels[:, 1])
+    torch.testing.assert_close(loss(states, projection, labels), expected)
+
+
 def test_a_batch_of_no_rows_has_no_loss():
     projection, labels = nn.Linear(8, 50, bias=False), torch.zeros(0, 3, dtype=torch.long)
     assert projected_cross_entropy(torch.randn(0, 3, 8), projection, labels) == 0
@@ -168,6 +176,7 @@ def test_the_projected_loss_in_half_precision_is_near(dtype):
         loss.backward()
         results.append((loss.detach(), inputs.grad, projection.weight.grad.clone()))
     (loss, *gradients), (narrow_loss, *narrow_gradients) = results
+    assert not torch.equal(narrow_loss, loss)
     torch.testing.assert_close(narrow_loss, loss, rtol=1e-3, atol=0)
     for gradient, narrow in zip(gradients, narrow_gradients, strict=True):
         assert narrow.dtype == torch.float32

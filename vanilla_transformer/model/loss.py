@@ -170,7 +170,7 @@ def _add_product(
 
 
 def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:
-    """How many rows of logits to have at a time, and how many of them in the cache of a CPU.
+    """How many rows of logits to have at a time, and of them in a CPU's cache, if any fit.
 
     Products in half precision are so fast that adding them up in float32, once for each part,
     takes its time: hence fewer and larger parts there. On a GPU each kernel wants much to do, in
@@ -179,8 +179,8 @@ def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:
     if states.device.type != "cpu":
         rows = max(128, 2**27 // vocab_size // 128 * 128)
         return rows, rows
-    rows = min(ROWS if states.dtype.itemsize > 2 else 2 * ROWS, max(1, 2**24 // vocab_size))
-    return rows, max(1, 2**17 // vocab_size)
+    rows = min(ROWS if states.dtype.itemsize > 2 else 2 * ROWS, 2**24 // vocab_size)
+    return rows, 2**17 // vocab_size
 
 
 def _softmax_less_label(
