@@ -43,6 +43,7 @@ def in_pieces(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(beam_search, "LARGE", 0)
         monkeypatch.setattr(beam_search, "PIECE", 7 * SMALL["d_model"] * 4)
+    return request.param
 
 
 @pytest.fixture
@@ -176,9 +177,10 @@ def test_log_probabilities_are_among_all_tokens(dtype, in_pieces):
 def test_pieces_make_the_whole(shape, in_pieces):
     torch.manual_seed(0)
     projection, states = nn.Linear(24, 50, bias=False), torch.randn(shape)
-    expected = projection(states)
+    expected, rows = projection(states), states.flatten(0, 1)
     with torch.no_grad():
         torch.testing.assert_close(project(states, projection), expected)
+        assert beam_search._pays_in_pieces(projection, rows) == (in_pieces and len(rows) > 1)
     assert project(states, projection).requires_grad
 
 

@@ -88,7 +88,7 @@ def _pays_in_pieces(projection: nn.Module, rows: torch.Tensor | None = None) -> 
 
 def _pieces(matrix: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """The first token of each piece of the vocabulary, and the piece of its matrix."""
-    width = max(1, PIECE // matrix[0].nbytes)
+    width = PIECE // matrix[0].nbytes
     for first in range(0, len(matrix), width):
         yield first, matrix[first : first + width]
 

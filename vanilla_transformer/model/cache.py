@@ -228,9 +228,8 @@ def repeat_for_each_beam(cache: object) -> None:
         return
     assert isinstance(cache, EncoderDecoderCache)
     for layer in cache.cross_attention_cache.layers:
-        if layer.is_initialized and layer.rows_per_source > 1:
-            layer.batch_repeat_interleave(layer.rows_per_source)
-            layer.rows_per_source = 1
+        layer.batch_repeat_interleave(layer.rows_per_source)
+        layer.rows_per_source = 1
 
 
 def _longer(states: torch.Tensor, length: int) -> torch.Tensor:
