@@ -107,6 +107,7 @@ def with_another_forward(model):
         {"do_sample": True},
         {"min_new_tokens": 3},
         {"bad_words_ids": [[5]]},
+        {"output_logits": True, "return_dict_in_generate": True},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -122,7 +123,7 @@ def test_whoever_changes_logits_sees_them_all(model, change, uses):
     assert not uses
 
 
-def test_a_subclass_that_changes_logits_sees_them_all(uses):
+def test_a_subclass_that_changes_logits_sees_them_all(uses, monkeypatch):
     torch.manual_seed(0)
     contrary, ids = Contrary(small_config()).eval(), random_ids(3, 6)
     found = search(contrary, ids, num_beams=3, eos_token_id=None)
@@ -130,6 +131,9 @@ def test_a_subclass_that_changes_logits_sees_them_all(uses):
     scored = {"return_dict_in_generate": True, "output_scores": True}
     again = search(contrary, ids, num_beams=3, eos_token_id=None, **scored)
     assert found.tolist() == again.sequences.tolist()
+    whole = search(contrary, ids)
+    monkeypatch.setattr(beam_search, "LARGE", 0)
+    assert torch.equal(search(contrary, ids), whole)
 
 
 def test_hooks_of_the_projection_see_all_logits_and_may_keep_them(model):

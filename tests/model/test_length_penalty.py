@@ -131,6 +131,8 @@ def test_the_kind_is_saved_with_the_model_and_a_call_goes_before_it(tmp_path):
     assert search(loaded, source, length_penalty_type="power", **options)[1] == expected["power"]
     given = GenerationConfig(length_penalty_type="power", **options)
     assert search(loaded, source, generation_config=given)[1] == expected["power"]
+    given = GenerationConfig(length_penalty_type="gnmt", **options)
+    assert search(model, source, generation_config=given)[1] == expected["gnmt"]
     loaded.save_pretrained(tmp_path / "again")  # what a call was given is not kept
     assert loaded.generation_config.length_penalty_type == "gnmt"
 

@@ -185,9 +185,9 @@ def _batch_edges(lengths: Lengths, max_tokens: int, group_size: int) -> list[int
     while edges[-1] * group_size < len(source):
         start = edges[-1] * group_size
         # no more rows than fit with the shortest source, which is the first
-        end = start + group_size * max(1, max_tokens // int(source[start]))
+        end = start + group_size * (max_tokens // int(source[start]))
         if group_size > 1:
-            end = min(end, max(len(source) - group_size, start + group_size))
+            end = min(end, len(source) - group_size)
         longest = np.maximum(
             np.maximum.accumulate(source[start:end]), np.maximum.accumulate(target[start:end])
         )
