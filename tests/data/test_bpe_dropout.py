@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data import bpe_dropout
 from vanilla_transformer.data.bpe_dropout import BPEDropout, with_bpe_dropout
 from vanilla_transformer.data.parallel_text import DataArguments, tokenize_dataset
 from vanilla_transformer.data.token_batches import count_tokens
@@ -311,14 +312,18 @@ def test_a_data_set_differs_from_epoch_to_epoch_and_says_the_same(tokenizer, pai
         assert len(example["labels"]) <= 6
 
 
-def test_its_lengths_are_those_without_dropout_times_their_mean_growth(encoded):
+@pytest.mark.parametrize(("sample", "step"), [(1000, 1), (5, 4)])
+def test_its_lengths_are_those_without_dropout_times_their_mean_growth(
+    encoded, monkeypatch, sample, step
+):
     """So that batches hold `max_tokens`, and not as many times more as texts become longer."""
-    rows = encoded.__getitems__(list(range(len(encoded))))
+    monkeypatch.setattr(bpe_dropout, "SAMPLE", sample)
+    rows = encoded.__getitems__(list(range(0, len(encoded), step)))
     for side, growth, counted in zip(
         ("input_ids", "labels"), encoded.growth, count_tokens(encoded), strict=True
     ):
         plain = [len(ids) for ids in encoded.tokenized[side]]
-        longer = sum(len(row[side]) for row in rows) / sum(plain)
+        longer = sum(len(row[side]) for row in rows) / sum(plain[::step])
         assert growth == pytest.approx(longer)
         assert growth > 1.05 or side == "labels"  # which are cut at 6
         assert counted.tolist() == [math.ceil(length * growth) for length in plain]

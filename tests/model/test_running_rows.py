@@ -198,3 +198,12 @@ def test_states_of_ended_rows_are_0():
         }
     )
     assert rows.expand(torch.ones(4, 3)).sum(1).tolist() == [0, 0, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_early_stopping_ends_a_source_whose_hypotheses_are_finished(early_stopping):
+    rows = RunningRows(4, rows_per_source=2)
+    can_improve, hits = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 4, dtype=torch.bool)
+    finished = torch.tensor([[True, True], [True, False]])
+    assert rows.has_unfinished(can_improve, finished, hits, early_stopping)
+    assert rows._has_ended.tolist() == [early_stopping is True, False]
