@@ -349,6 +349,7 @@ def test_a_stream_gives_the_same_tokens(pairs, encoded):
     for epoch in (0, 4):
         encoded.set_epoch(epoch)
         stream.set_epoch(epoch)
+        assert stream.pairs.epoch == epoch  # which decides how it shuffles
         assert list(stream) == [encoded[row] for row in range(len(encoded))]
 
 

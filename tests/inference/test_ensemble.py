@@ -14,6 +14,7 @@ from vanilla_transformer.inference.ensemble import VanillaTransformerEnsemble
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import translate, translate_n_best
+from vanilla_transformer.model.cache import CACHE_NAME
 
 SOURCE = dict(zip(("input_ids", "attention_mask"), ragged(5, 9, 3), strict=True))
 SEARCHES = (
@@ -78,7 +79,14 @@ def test_the_softmax_of_the_logits_is_the_mean_probability(members):
     inputs = {**SOURCE, "decoder_input_ids": random_ids(3, 6)}
     mean = sum(member(**inputs).logits.softmax(-1) for member in members) / 3
     ensemble = VanillaTransformerEnsemble(members)
-    torch.testing.assert_close(ensemble(**inputs).logits.softmax(-1), mean)
+    logits = ensemble(**inputs).logits
+    torch.testing.assert_close(logits.softmax(-1), mean)
+    cache, parts = None, []
+    for ids in inputs["decoder_input_ids"].split(4, 1):
+        outputs = ensemble(**SOURCE, decoder_input_ids=ids, cache=cache, use_cache=True)
+        cache = outputs[CACHE_NAME]
+        parts.append(outputs.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), logits)
 
 
 @pytest.mark.parametrize("search", SEARCHES, ids=str)

@@ -166,9 +166,12 @@ def test_comet_reads_sources_translations_and_references(monkeypatch):
     comet.download_model = lambda name: f"cache/{name}.ckpt"
     comet.load_from_checkpoint = lambda path: loaded.append(path) or Model()
     monkeypatch.setitem(sys.modules, "comet", comet)
-    metrics = make_metrics(["comet"], sources=["x", "c"])
-    scores = score_translations(["ab", "cd"], ["a", ""], ["ab", "d"], metrics=metrics)
-    assert scores["comet"] == pytest.approx(10 * np.mean([(1 + 2) / 2, (1 + 2) / 2]))
+    sources, said, references = ["x", "cc"], ["ab", "ce"], (["a", ""], ["ab", "d"])
+    metrics = make_metrics(["comet"], sources=sources)
+    scores = score_translations(said, *references, metrics=metrics)
+    assert scores["comet"] == pytest.approx(10 * np.mean([(1 + 2) / 2, (1 + 1) / 2]))
+    _, found = scores_by_length({"one": said}, *references, metrics=metrics, sources=sources)
+    assert found["comet"]["one"] == pytest.approx([15, 10])
     make_metrics(["comet"], sources=[], comet_model="own.ckpt")
     assert loaded == ["cache/Unbabel/wmt22-comet-da.ckpt", "own.ckpt"]
 

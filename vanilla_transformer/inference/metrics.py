@@ -377,18 +377,15 @@ def make_compute_metrics(
         """The text with its unknown tokens, which no prediction matches."""
         parts = np.split(token_ids, np.flatnonzero(token_ids == unknown))
         mark = tokenizer.unk_token or "\N{REPLACEMENT CHARACTER}"
-        return f" {mark} ".join(decode(part[part != unknown] for part in parts)).strip()
+        return f" {mark} ".join(decode(part[part != unknown] for part in parts))
 
     def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
         outputs, labels = (
             [row[row != -100] for row in ids]
             for ids in (evaluation.predictions, evaluation.label_ids)
         )
-        predictions, references = decode(outputs), decode(labels)
-        for number, row in enumerate(labels):
-            if (row == unknown).any():
-                references[number] = decode_reference(row)
-        scores = score_translations(predictions, references, metrics=scorers)
+        references = list(map(decode_reference, labels))
+        scores = score_translations(decode(outputs), references, metrics=scorers)
         return {name: scores[name] for name in scorers}
 
     return compute_metrics

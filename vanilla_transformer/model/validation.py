@@ -341,7 +341,7 @@ def expect_weights(model: PreTrainedModel, lacking: Collection[str]) -> None:
 
 def expect_as_many(targets: int, sources: int) -> None:
     """Raises ValueError unless there are as many targets, or as many for each source."""
-    if sources == 0 or targets == 0 or targets % sources != 0:
+    if targets % sources != 0:
         raise ValueError(
             f"{targets} targets for {sources} sources: expected as many, or as many for each source"
         )
