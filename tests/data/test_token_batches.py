@@ -103,6 +103,7 @@ def test_gathered_rows_are_even_and_in_the_samplers_order(processes, pairs):
         for batch in batches:
             assert len(batch) * max(source[batch].max(), target[batch].max()) <= 60
             gathered += batch
+    assert processes == 1 or len(batch) == 1  # copies are counted in rows of a process
     assert gathered == parts[0].order.tolist()
     assert sorted(gathered[:pairs]) == list(range(pairs))
     assert 0 <= len(gathered) - pairs < processes
@@ -302,6 +303,26 @@ def test_a_stream_is_repeated_in_another_order():
     epoch = list(TokenBudgetStream(examples(), 200))
     assert len(epoch) < len(batches)
     assert batches[: len(epoch)] != batches[len(epoch) : 2 * len(epoch)]
+
+
+def test_a_stream_hears_of_the_epoch_and_is_read_as_it_is_batched():
+    class Shuffled(list):
+        read, epochs = 0, ()
+
+        def set_epoch(self, epoch):
+            self.epochs += (epoch,)
+
+        def __iter__(self):
+            for self.read, pair in enumerate(super().__iter__(), 1):
+                yield pair
+
+    pairs = Shuffled(examples())
+    batches = iter(TokenBudgetStream(pairs, 200, buffer_size=10, repeat=True))
+    next(batches)
+    assert (pairs.read, pairs.epochs) == (20, (0,))
+    while pairs.epochs == (0,):
+        next(batches)
+    assert pairs.epochs == (0, 1)
 
 
 def test_a_pair_without_tokens_is_counted_from_1_in_the_whole_stream():

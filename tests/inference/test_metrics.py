@@ -204,6 +204,7 @@ def test_a_difference_between_systems_has_a_probability(monkeypatch, test):
         assert (f"{name}_ci" in scores["wrong"]) == (test == "bootstrap")
     samples = {"bootstrap": "bs:1000", "ar": "ar:500"}[test]
     assert f"{samples}|seed:" in scores["wrong"]["bleu_signature"]
+    assert "wer_signature" not in scores["wrong"]
 
 
 def without(*numbers):
@@ -229,6 +230,9 @@ def test_one_line_is_no_evidence_of_a_difference(test):
     found = compare_systems(systems, RIGHT, metrics=metrics, test=test)["wrong"]
     for name in metrics:
         assert found[f"{name}_p"] == 1 if test == "ar" else found[f"{name}_p"] > 0.05
+    equal = {"one": without(0), "other": without(1)}
+    found = compare_systems(equal, RIGHT, metrics=make_metrics(["exact_match"]), test=test)
+    assert found["other"]["exact_match_p"] == 1
 
 
 def test_systems_of_other_lengths_are_refused():
@@ -265,7 +269,7 @@ def test_the_amount_of_white_space_is_no_error():
 
 
 def test_bleu_of_references_that_are_too_short_for_it_is_explained_once(caplog):
-    short, enough = ["1 2 3"] * 71, ["1 2 3"] * 70 + ["1 2 3 4"]
+    short, enough = ["1 2 3"] * 71, ["1 2 3"] * 71 + ["1 2 3 4"]
     for _ in range(2):
         assert score_translations(short, short)["bleu"] == 0
         assert score_translations([f"{line} 4 5" for line in short], short)["bleu"] > 0

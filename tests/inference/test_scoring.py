@@ -54,7 +54,11 @@ def test_scores_start_with_the_token_that_translations_start_with(translator):
     model, tokenizer = translator
     model.generation_config.decoder_start_token_id = 5
     _, (source, target), *_ = PAIRS
-    (score,) = score_pairs([(source, target)], model, tokenizer)
+    (score,) = score_pairs([(source, target)], model.train(), tokenizer)
+    model.config.decoder_start_token_id = 5  # of labels
+    labels = tokenizer(text_target=target, return_tensors="pt")["input_ids"]
+    loss = model(**tokenizer(source, return_tensors="pt"), labels=labels).loss
+    assert score.log_probability == pytest.approx(-loss.item() * score.tokens, abs=1e-4)
     hypothesis = Hypothesis(target, token_ids=tuple(tokenizer(text_target=target)["input_ids"]))
     ((scored,),) = add_token_scores([source], [[hypothesis]], model, tokenizer)
     assert score.log_probability == pytest.approx(sum(scored.token_scores), abs=1e-4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import random_ids, run_command, small_config
 from huggingface_hub import metadata_load
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -223,6 +223,15 @@ def test_models_may_have_been_trained_with_different_dropout(run, tmp_path):
     weights = [load_file(folder / "model.safetensors") for folder in (*folders, output)]
     one, other, mean = (weight["model.shared.weight"] for weight in weights)
     torch.testing.assert_close(mean, (one + other) / 2)
+    assert json.loads((output / "config.json").read_text())["dropout"] == 0.3  # the last one's
+
+
+def test_integers_are_those_of_the_last_folder(tmp_path):
+    folders = [tmp_path / "1", tmp_path / "4"]
+    for folder in folders:
+        folder.mkdir()
+        save_file({"count": torch.tensor(int(folder.name))}, folder / "model.safetensors")
+    assert averaging._mean(folders) == {"count": torch.tensor(4)}
 
 
 def test_tensors_of_another_name_are_refused(run, tmp_path):
