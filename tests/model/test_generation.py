@@ -173,7 +173,8 @@ def test_a_watermark_is_of_the_targets_vocabulary(num_beams):
 
 @pytest.mark.parametrize("source_length", [1, 30])
 def test_the_output_is_at_most_50_tokens_longer_than_the_source(source_length):
-    model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None))
+    config = small_config(eos_token_id=None, max_position_embeddings=7)  # of learned ones alone
+    model = VanillaTransformerForConditionalGeneration(config)
     source = random_ids(1, source_length)
     assert model.generate(source).shape[1] == 1 + source_length + 50
     assert model.generate(source, max_new_tokens=3).shape[1] == 4
@@ -232,15 +233,16 @@ def test_beams_that_are_cut_at_their_own_limit_have_scores_of_their_tokens_alone
     torch.testing.assert_close(scores.sum(1), found.sequences_scores)
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_each_sample_ends_at_its_own_limit_with_a_mask_or_without(given):
+@pytest.mark.parametrize(("given", "length"), [("padding", 2), (None, 2), ("no padding", 9)])
+def test_each_sample_ends_at_its_own_limit_with_a_mask_or_without(given, length):
     model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None)).eval()
     ids, mask = pad([random_ids(1, 2)[0], random_ids(1, 9)[0]], "right")
+    masks = {"padding": mask, "no padding": torch.ones_like(mask), None: None}
     samples = model.generate(
-        ids, attention_mask=mask if given else None, do_sample=True, num_return_sequences=2,
+        ids, attention_mask=masks[given], do_sample=True, num_return_sequences=2,
         suppress_tokens=[0],
     )  # fmt: skip
-    assert samples.count_nonzero(1).tolist() == [1 + 2 + 50] * 2 + [1 + 9 + 50] * 2
+    assert samples.count_nonzero(1).tolist() == [1 + length + 50] * 2 + [1 + 9 + 50] * 2
 
 
 def test_another_limit_is_saved_with_the_model_and_a_call_goes_before_it(tmp_path):
