@@ -129,9 +129,10 @@ class _Answer(BaseHTTPRequestHandler):
     def validate(self):
         header = re.match(r"---\n(.*?)\n---\n", self.json()["content"], re.DOTALL)
         warnings = [] if header else [{"message": "empty or missing yaml metadata"}]
-        self.reply({"errors": [], "warnings": warnings})
-        if header:
-            yaml.safe_load(header[1])
+        codes = (yaml.safe_load(header[1]).get("language") if header else None) or []
+        wrong = [code for code in codes if not re.fullmatch("[a-z]{2,3}", str(code))]
+        errors = [{"message": f'"language" with value "{code}" is not valid.'} for code in wrong]
+        self.reply({"errors": errors, "warnings": warnings}, status=400 if errors else 200)
 
     def create_branch(self, repository, branch):
         if not self.may_write():

@@ -14,6 +14,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from vanilla_transformer.cli import train
 from vanilla_transformer.data.parallel_text import DataArguments
+from vanilla_transformer.serving.languages import languages_of_card
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.model_card import write_model_card
 from vanilla_transformer.training.parsing import parse_arguments
@@ -132,6 +133,27 @@ def test_the_languages_of_phrases_are_known(model, tmp_path):
     for flags, target in (([], "de"), (["--target_lang", "fr"], "fr")):
         _, header, _ = card_of(model, tmp_path, "--dataset_name", "phrases", *flags)
         assert header["language"] == ["en", target]
+
+
+@pytest.mark.parametrize(
+    ("languages", "codes", "in_full"),
+    [
+        (("en", "de"), ["en", "de"], None),
+        (("eng_Latn", "deu_Latn"), ["eng", "deu"], ["eng-Latn", "deu-Latn"]),
+        (("en", "pt-BR"), ["en", "pt"], ["en", "pt-BR"]),
+        (("pt-BR", "pt-PT"), ["pt"], ["pt-BR", "pt-PT"]),
+        (("words", "sounds"), None, ["words", "sounds"]),
+    ],
+)
+def test_the_hub_takes_the_languages(model, text, tmp_path, languages, codes, in_full):
+    """It refuses a whole upload for a `language` that is no ISO 639 code."""
+    files = ["--train_source", text, "--train_target", text]
+    named = ["--source_lang", languages[0], "--target_lang", languages[1]]
+    card, header, _ = card_of(model, tmp_path, *files, *named)
+    assert (header.get("language"), header.get("language_bcp47")) == (codes, in_full)
+    assert f"for {' to '.join(languages)}, trained" in card
+    expected = tuple(in_full or codes)
+    assert languages_of_card(tmp_path / "README.md") == expected
 
 
 def test_languages_that_a_recipe_gives_its_own_files_stay(model, text, tmp_path):

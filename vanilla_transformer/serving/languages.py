@@ -76,13 +76,14 @@ def _pair_of_card(name: str) -> Pair:
 
 
 def languages_of_card(card: str | Path) -> Pair | None:
-    """The languages of a model card that names two, the source first. YAML reads `no`, Norwegian,
-    as false."""
-    languages: Any = ModelCard.load(card).data.to_dict().get("language")
-    if not isinstance(languages, list) or len(languages) != 2:
-        return None
-    source, target = ("no" if code is False else str(code) for code in languages)
-    return source, target
+    """The languages of a model card that names two, the source first, with region and script if it
+    has them. YAML reads `no`, Norwegian, as false."""
+    header: dict[str, Any] = ModelCard.load(card).data.to_dict()
+    for languages in (header.get("language_bcp47"), header.get("language")):
+        if isinstance(languages, list) and len(languages) == 2:
+            source, target = ("no" if code is False else str(code) for code in languages)
+            return source, target
+    return None
 
 
 def language_name(code: str) -> str:

@@ -1,6 +1,7 @@
 """The model card that training writes: data, recipe, command and scores."""
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -187,11 +188,11 @@ def write_model_card(
     """
     output_dir = Path(training_arguments.output_dir).resolve()  # "." has no name
     name = Path(repository or output_dir).name
-    languages = [data_arguments.source_lang, data_arguments.target_lang]
+    languages = list(filter(None, [data_arguments.source_lang, data_arguments.target_lang]))
     arguments = (model_arguments, data_arguments, training_arguments)
     card = ModelCard.from_template(
         ModelCardData(
-            language=list(dict.fromkeys(filter(None, languages))) or None,
+            **_language_codes(languages),
             license=model_arguments.license,
             library_name="transformers",
             pipeline_tag="translation",
@@ -207,7 +208,7 @@ def write_model_card(
         usage=USAGE.format(place=repository or training_arguments.output_dir),
         model_type=model.config.model_type,
         parameters=f"{get_model_param_count(model):,}",
-        direction=" to ".join(filter(None, languages)) or "sequence-to-sequence tasks",
+        direction=" to ".join(languages) or "sequence-to-sequence tasks",
         data=", ".join(f"`{name}`" for name in _data_names(data_arguments)),
         scores=_score_table(scores),
         curves=(output_dir / "curves.png").exists(),
@@ -221,6 +222,15 @@ def write_model_card(
     path = output_dir / "README.md"
     card.save(path)
     return path
+
+
+def _language_codes(languages: Sequence[str]) -> dict[str, Any]:
+    """The languages as ISO 639 codes, without which the Hub refuses a card, and in full, with
+    region and script, if that is more."""
+    tags = list(dict.fromkeys(code.replace("_", "-") for code in languages))
+    codes = list(dict.fromkeys(tag.partition("-")[0].lower() for tag in tags))
+    codes = [code for code in codes if re.fullmatch("[a-z]{2,3}", code)]
+    return {"language": codes or None, "language_bcp47": tags if tags != codes else None}
 
 
 def _on_the_hub(name: str | None, *built_in: str) -> str | None:
