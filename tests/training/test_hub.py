@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 import transformers
 import yaml
-from conftest import REPOSITORY, run_command
+from conftest import REPOSITORY, run_command, small_trainer
 from huggingface_hub.errors import HfHubHTTPError
 from local_hub import TOKEN, serving
 
@@ -227,6 +227,13 @@ def test_every_push_of_a_training_loads_and_tells_no_secret(hub, train_here, tmp
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     assert find_defect(tmp_path / "downloaded" / "last-checkpoint") is None
+
+
+def test_a_training_makes_the_branch_that_it_pushes_to(hub, tokenizer, tmp_path):
+    push = {"push_to_hub": True, "hub_token": TOKEN}
+    for revision in ("v2", "v2", "refs/pr/1"):
+        small_trainer(tmp_path / "mine", tokenizer, hub_revision=revision, **push)
+    assert hub.branches["me/mine"].keys() == {"main", "v2"}
 
 
 def test_an_upload_that_fails_gives_a_warning(hub, train_here, tmp_path, monkeypatch, caplog):

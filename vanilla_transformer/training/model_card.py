@@ -94,6 +94,14 @@ class ModelCardTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.add_callback(_CompletePush(self))
 
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Same as `Trainer.init_hf_repo`; creates the branch `hub_revision` too if need be, unless
+        it is that of a pull request."""
+        super().init_hf_repo(*args, **kwargs)
+        branch, token = self.args.hub_revision, self.args.hub_token
+        if branch and not branch.startswith("refs/") and self.is_world_process_zero():
+            HfApi().create_branch(self.hub_model_id, branch=branch, token=token, exist_ok=True)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Same as `Trainer.create_model_card`; our card ignores the arguments."""
         if not self.card_arguments:
