@@ -185,6 +185,8 @@ class _Answer(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif operation["key"] == "lfsFile":
                 files[value["path"]] = self.server.objects[value["oid"]]
+            elif operation["key"] == "deletedFile":
+                del files[value["path"]]
             else:
                 raise NotImplementedError(operation["key"])
         commit = self.server.add(repository, message, files)
@@ -205,6 +207,15 @@ class _Answer(BaseHTTPRequestHandler):
                 "siblings": [{"rfilename": path} for path in files],
                 "tags": [],
             }
+        )
+
+    def tree(self, repository, revision):
+        files = self.server.files(repository, revision)
+        self.reply(
+            [
+                {"type": "file", "path": path, "size": len(content), "oid": "1"}
+                for path, content in files.items()
+            ]
         )
 
     def resolve(self, repository, revision, path):
@@ -234,6 +245,7 @@ ROUTES = {
     rf"POST /{REPOSITORY}\.git/info/lfs/objects/batch": _Answer.lfs_batch,
     r"PUT /lfs/(\w+)": _Answer.lfs_upload,
     rf"POST /api/models/{REPOSITORY}/commit/(.+)": _Answer.commit,
+    rf"GET /api/models/{REPOSITORY}/tree/(.+)": _Answer.tree,
     rf"GET /api/models/{REPOSITORY}": _Answer.describe,
     rf"GET /api/models/{REPOSITORY}/revision/(.+)": _Answer.describe,
     rf"(?:GET|HEAD) /{REPOSITORY}/resolve/([^/]+)/(.+)": _Answer.resolve,

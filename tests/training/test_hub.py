@@ -128,6 +128,22 @@ def test_a_revision_is_a_branch_that_is_made_if_need_be(hub, finished):
     assert "config.json" in hub.files("me/mine", "v2")
 
 
+def test_weights_of_an_earlier_upload_do_not_stay_where_loading_would_prefer_them(hub, finished):
+    (finished / "model.bin").write_bytes(b"of an engine")
+    (finished / "onnx").mkdir()
+    (finished / "onnx" / "encoder.onnx").write_bytes(b"in a folder of its own")
+    push_folder(finished, "mine")
+    (finished / "model.bin").unlink()
+    shutil.rmtree(finished / "onnx")
+    (finished / "model.safetensors").rename(finished / "model-1-of-1.safetensors")
+    (finished / "model.safetensors.index.json").write_text(SHARDED)
+    push_folder(finished, "mine")
+    files = hub.files("me/mine")
+    assert not {"model.bin", "model.safetensors"} & files.keys()
+    assert {"model-1-of-1.safetensors", "onnx/encoder.onnx", "config.json"} <= files.keys()
+    assert len(hub.log("me/mine")) == 3
+
+
 def remove(name):
     return lambda folder: (folder / name).unlink()
 

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, ModelCardData
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    ModelCardData,
+)
 
 from ..inference.derived_cards import SHOW_PAGE, TRANSLATE
 from ..model.tokenization_vanilla_transformer import (
@@ -25,6 +32,7 @@ REQUIRED_FILES = {
     "tokenizer": ("tokenizer.json", SOURCE_FILE, "*.spm", "*.model", "vocab*"),
 }
 BELOW = {"weights"}  # which an export may put into a subfolder
+WEIGHTS = (*REQUIRED_FILES["weights"], "*.safetensors.index.json")
 
 # What training needs to resume, and what belongs to this machine alone.
 PRIVATE_FILES = (
@@ -60,6 +68,8 @@ def push_folder(
 
     The card is the folder's `README.md` with the repository's name in its title and its example, or
     a short one. What only training needs stays here: checkpoints, the optimizer, the options.
+    Weights that an earlier upload left beside the configuration are deleted: loading could prefer
+    them.
 
     Args:
         folder: A model as training, averaging, conversion or export leaves it.
@@ -84,10 +94,16 @@ def push_folder(
     if revision is not None:
         api.create_branch(name, branch=revision, exist_ok=True)
     card = str(_named(old_card, name, folder)).encode()
-    operations = [CommitOperationAdd(path, file) for path, file in files.items()]
+    added = [CommitOperationAdd(path, file) for path, file in files.items()]
+    there = set(api.list_repo_files(name, revision=revision)) - files.keys()
+    deleted = [
+        CommitOperationDelete(path)
+        for path in sorted(there)
+        if "/" not in path and any(fnmatch(path, pattern) for pattern in WEIGHTS)
+    ]
     return api.create_commit(
         name,
-        [*operations, CommitOperationAdd("README.md", card)],
+        [*added, CommitOperationAdd("README.md", card), *deleted],
         commit_message=commit_message,
         revision=revision,
     )
