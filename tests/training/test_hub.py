@@ -40,7 +40,8 @@ def finished(checkpoint, tmp_path):
     """A folder as training leaves it, with files that must stay in it."""
     folder = tmp_path / "finished"
     shutil.copytree(checkpoint, folder)
-    for name in ("training_args.bin", "optimizer.pt", "checkpoint-4/model.safetensors", ".env"):
+    private = ("training_args.bin", "optimizer.pt", "scaler.pt", ".env")
+    for name in (*private, "checkpoint-4/model.safetensors"):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(TOKEN)
