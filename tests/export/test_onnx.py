@@ -103,12 +103,13 @@ def test_names_are_those_of_transformers_js(onnx_folder):
 
 
 def test_a_file_holds_the_shared_matrix_once_and_nothing_of_this_machine(onnx_folder):
-    model, _, folder = onnx_folder
+    model, place, folder = onnx_folder
     content = (folder / DECODER).read_bytes()
     shape = [model.config.d_model, model.config.vocab_size]
     weights = onnx.load_from_string(content).graph.initializer
     assert [list(each.dims) for each in weights if set(each.dims) == set(shape)] == [shape]
     assert b".py" not in content
+    assert str(place) not in (folder / "config.json").read_text()
 
 
 def test_matrices_that_a_configuration_only_calls_one_are_two():

@@ -70,9 +70,10 @@ def read_model(
 
 
 def fields_without_code(config: VanillaTransformerConfig) -> dict[str, Any]:
-    """The configuration, except where it names code that an exported folder does not carry."""
-    code = ("auto_map", "custom_pipelines")
-    return {name: value for name, value in config.to_dict().items() if name not in code}
+    """The configuration, except where it names code that an exported folder does not carry, or the
+    place of the model on this machine."""
+    left_out = ("auto_map", "custom_pipelines", "_name_or_path")
+    return {name: value for name, value in config.to_dict().items() if name not in left_out}
 
 
 def number_of_positions(config: VanillaTransformerConfig) -> int:
