@@ -30,11 +30,14 @@ def test_it_converts_there_and_back(checkpoint, tmp_path):
 
 def test_it_shards_and_names_the_licence(checkpoint, tmp_path):
     file = checkpoint / "checkpoint_best.pt"
-    flags = ("--max_shard_size", "100KB", "--license", "mit", "--output_dir", "out")
+    flags = ("--max_shard_size", "100KB", "--license", "mit", "--output_dir", "an/out")
     run_command("convert", file, *flags, cwd=tmp_path)
-    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
-    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").config.d_model == 32
-    assert "license: mit" in (tmp_path / "out" / "README.md").read_text()
+    folder = tmp_path / "an" / "out"
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    assert AutoModelForSeq2SeqLM.from_pretrained(folder).config.d_model == 32
+    card = (folder / "README.md").read_text()
+    assert "license: mit" in card
+    assert 'pipeline("translation", model="an/out", trust_remote_code=True)' in card
 
 
 @pytest.mark.parametrize(

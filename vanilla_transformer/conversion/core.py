@@ -692,7 +692,7 @@ A {{ toolkit }} model, converted with vanilla_transformer. The weights are the o
 ```python
 from transformers import pipeline
 
-translate = pipeline("translation", model="{{ name }}", trust_remote_code=True)
+translate = pipeline("translation", model="{{ place }}", trust_remote_code=True)
 ```
 
 After `import vanilla_transformer`, `trust_remote_code` is not needed.
@@ -715,6 +715,7 @@ def model_card(conversion: Conversion, output: Path) -> ModelCard:
         ),
         template_str=CARD,
         name=output.resolve().name,
+        place=output,
         toolkit=" ".join(filter(None, (origin.get("toolkit"), origin.get("version")))),
         licence=f"their licence is {license}"
         if license
