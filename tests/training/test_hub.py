@@ -280,6 +280,21 @@ def test_a_model_that_is_fine_tuned_names_its_base_and_its_data(model, tmp_path)
     assert (dataset["type"], dataset["config"], dataset["split"]) == ("wmt14", "de-en", "test")
 
 
+def test_the_example_of_a_stock_model_asks_for_no_code_but_for_the_pipeline(tmp_path):
+    shape = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "pad_token_id": 0}
+    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
+    config = transformers.MarianConfig(vocab_size=8, max_position_embeddings=8, **shape, **heads)
+    arguments = (
+        ModelArguments(model_name_or_path="team/base"),
+        DataArguments(dataset_name="wmt14"),
+        TranslationTrainingArguments(str(tmp_path), use_cpu=True, report_to="none"),
+    )
+    write_model_card(transformers.MarianMTModel(config), None, {"steps": 4}, *arguments)
+    card = (tmp_path / "README.md").read_text()
+    assert "trust_remote_code" not in card
+    assert 'import vanilla_transformer  # adds the pipeline\n\ntranslate = pipeline("tr' in card
+
+
 # ---------------------------------------------------------------- a stranger
 
 LOAD = """

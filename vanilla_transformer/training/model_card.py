@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from ..data.parallel_text import DataArguments
 from ..inference.metrics import LABELS
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .arguments import ModelArguments
 from .checkpoints import step_of
 
@@ -40,6 +41,14 @@ translate = pipeline("translation", model="{place}", trust_remote_code=True)
 `trust_remote_code=True` runs the Python files of this repository. Read them, and pass the hash of
 the commit that you have read as `revision="..."`, so that a later change does not run unread. After
 `import vanilla_transformer`, `trust_remote_code` is not needed."""
+
+USAGE_OF_STOCK_MODEL = """```python
+from transformers import pipeline
+
+import vanilla_transformer  # adds the pipeline
+
+translate = pipeline("translation", model="{place}")
+```"""
 
 TEMPLATE = """---
 {{ card_data }}
@@ -198,6 +207,8 @@ def write_model_card(
     name = Path(repository or output_dir).name
     languages = list(filter(None, [data_arguments.source_lang, data_arguments.target_lang]))
     arguments = (model_arguments, data_arguments, training_arguments)
+    has_code = isinstance(model.config, VanillaTransformerConfig)
+    usage = USAGE if has_code else USAGE_OF_STOCK_MODEL
     card = ModelCard.from_template(
         ModelCardData(
             **_language_codes(languages),
@@ -213,7 +224,7 @@ def write_model_card(
         ),
         template_str=TEMPLATE,
         name=name,
-        usage=USAGE.format(place=repository or training_arguments.output_dir),
+        usage=usage.format(place=repository or training_arguments.output_dir),
         model_type=model.config.model_type,
         parameters=f"{get_model_param_count(model):,}",
         direction=" to ".join(languages) or "sequence-to-sequence tasks",
