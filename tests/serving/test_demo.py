@@ -162,6 +162,7 @@ def test_a_space_runs_by_itself(space, checkpoint, monkeypatch):
     monkeypatch.setattr(serving, "launch", served.append)
     runpy.run_path("app.py", run_name="__main__")
     assert served[0].examples == [SOURCE, "a house"]
+    assert served[0].name == checkpoint.name
     header = yaml.safe_load((space / "README.md").read_text().split("---")[1])
     assert (header["sdk"], header["sdk_version"]) == ("gradio", gradio.__version__)
     assert Path(header["app_file"]).is_file()
@@ -172,10 +173,22 @@ def test_a_space_runs_by_itself(space, checkpoint, monkeypatch):
     AutoTokenizer.from_pretrained("model")
 
 
+@pytest.mark.parametrize(
+    ("engine", "moses", "extras"),
+    [(False, None, "demo"), (True, None, "demo,export"), (False, {"source": "en"}, "demo,moses")],
+)
+def test_a_space_requires_what_its_model_needs(demo, monkeypatch, tmp_path, engine, moses, extras):
+    monkeypatch.setitem(demo.tokenizer.init_kwargs, "moses", moses)
+    model = Engine(demo.model) if engine else demo.model
+    write_space(tmp_path, "me/mine", Demo(model, demo.tokenizer, "mine"))
+    required = (tmp_path / "requirements.txt").read_text()
+    assert required.startswith(f"vanilla-transformer[{extras}]==")
+
+
 def test_a_space_of_a_model_on_the_hub_loads_it_from_there(demo, tmp_path):
     write_space(tmp_path, "me/mine", demo)
     assert sorted(os.listdir(tmp_path)) == ["README.md", "app.py", "requirements.txt"]
-    assert "make_demo('me/mine', None, LoadingArguments())" in (tmp_path / "app.py").read_text()
+    assert "make_demo('me/mine', None, LoadingArguments(), " in (tmp_path / "app.py").read_text()
     assert "models:\n- me/mine\n" in (tmp_path / "README.md").read_text()
 
 

@@ -227,7 +227,10 @@ def _one_head(maps: AttentionMaps, layer: int, head: str) -> AttentionMaps:
 
 
 def make_demo(
-    model: str | Path, examples: str | Path | None = None, loading: LoadingArguments | None = None
+    model: str | Path,
+    examples: str | Path | None = None,
+    loading: LoadingArguments | None = None,
+    name: str | None = None,
 ) -> Demo:
     """Load a model and make its demo.
 
@@ -235,14 +238,14 @@ def make_demo(
         model: A folder or a name on the Hub. The languages come from the folder's card.
         examples: A text file with one source per line.
         loading: How to load it.
+        name: The title of the page. Default: the model's.
     """
     lines = Path(examples).read_text(encoding="utf-8-sig").splitlines() if examples else []
     card = Path(model, "README.md")
     pair = languages_of_card(card) if card.is_file() else None
     loaded = (loading or LoadingArguments()).load(model)
-    return Demo(
-        *loaded, Path(model).resolve().name, pair or [], [line for line in lines if line.strip()]
-    )
+    name = name or Path(model).resolve().name
+    return Demo(*loaded, name, pair or [], [line for line in lines if line.strip()])
 
 
 def launch(demo: Demo, **options: Any) -> Any:
@@ -255,7 +258,7 @@ def launch(demo: Demo, **options: Any) -> Any:
 APP = """from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.serving.demo import launch, make_demo
 
-launch(make_demo({model!r}, {examples!r}, LoadingArguments({loading})))
+launch(make_demo({model!r}, {examples!r}, LoadingArguments({loading}), {name!r}))
 """
 
 
@@ -289,9 +292,10 @@ def write_space(
         model="model" if is_local else model,
         examples=examples and "examples.txt",
         loading=", ".join(_changed(loading or LoadingArguments())),
+        name=demo.name,
     )
     (folder / "app.py").write_text(app, encoding="utf-8")
-    requirement = f"vanilla-transformer[demo]=={__version__}\n"
+    requirement = f"vanilla-transformer[{','.join(_extras(demo))}]=={__version__}\n"
     (folder / "requirements.txt").write_text(requirement, encoding="utf-8")
     header = {
         "title": demo.name,
@@ -308,6 +312,16 @@ def write_space(
     card = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
     (folder / "README.md").write_text(f"---\n{card}---\n\n# {demo.name}\n", encoding="utf-8")
     return folder
+
+
+def _extras(demo: Demo) -> list[str]:
+    """The extras of this package that the page needs."""
+    extras = ["demo"]
+    if not demo.shows_attention:  # an engine's
+        extras.append("export")
+    if demo.tokenizer.init_kwargs.get("moses"):
+        extras.append("moses")
+    return extras
 
 
 def _changed(loading: LoadingArguments) -> Iterator[str]:
