@@ -153,6 +153,12 @@ def write(name, text):
     return lambda folder: (folder / name).write_text(text)
 
 
+def leave_leftovers(folder):
+    """A conversion keeps tensors that the model does not need."""
+    (folder / "original").mkdir()
+    (folder / "model.safetensors").rename(folder / "original" / "leftovers.safetensors")
+
+
 SHARDED = json.dumps({"weight_map": {"a": "model-1-of-1.safetensors"}})
 
 
@@ -162,6 +168,7 @@ SHARDED = json.dumps({"weight_map": {"a": "model-1-of-1.safetensors"}})
         (shutil.rmtree, "expected a model's folder"),
         (remove("config.json"), "holds no configuration.*its checkpoints are models"),
         (remove("model.safetensors"), "holds no weights: expected"),
+        (leave_leftovers, "holds no weights: expected"),
         (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "no tokenizer"),
         (remove("tokenizer.json"), "holds no tokenizer: expected tokenizer.json or"),
         (

@@ -31,7 +31,7 @@ REQUIRED_FILES = {
     "weights": ("*.safetensors", "*.onnx", "model.bin"),
     "tokenizer": ("tokenizer.json", SOURCE_FILE, "*.spm", "*.model", "vocab*"),
 }
-BELOW = {"weights"}  # which an export may put into a subfolder
+BELOW = ".onnx"  # which an export may put into a subfolder
 WEIGHTS = (*REQUIRED_FILES["weights"], "*.safetensors.index.json")
 
 # What training needs to resume, and what belongs to this machine alone.
@@ -115,7 +115,7 @@ def expect_finished_model(folder: Path) -> None:
         raise ValueError(f"{folder}: expected a model's folder")
     files = _public_files(folder)
     for part, patterns in REQUIRED_FILES.items():
-        names = [path.name for path in files if path.parent == folder or part in BELOW]
+        names = [path.name for path in files if path.parent == folder or path.suffix == BELOW]
         if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
             hint = "; its checkpoints are models" if checkpoints_by_step(folder) else ""
             raise ValueError(f"{folder} holds no {part}: expected {' or '.join(patterns)}{hint}")
