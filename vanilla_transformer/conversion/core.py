@@ -686,7 +686,7 @@ CARD = """---
 
 # {{ name }}
 
-A {{ toolkit }} model, converted with vanilla_transformer. The weights are the original ones;
+Converted from {{ toolkit }} with vanilla_transformer. The weights are the original ones;
 {{ licence }}.
 
 ```python
