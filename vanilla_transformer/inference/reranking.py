@@ -180,7 +180,7 @@ def bleu_utility(
     for i, j in np.ndindex(scores.shape):
         lengths = len(sides[0][i]), len(sides[1][j])
         counts = [int(found[i, j]) for found in matches]
-        totals = [lengths[0] - n + 1 for n in orders]  # BLEU ends at 0
+        totals = [max(lengths[0] - n + 1, 0) for n in orders]
         options = {"smooth_method": metric.smooth_method, "effective_order": True}
         scores[i, j] = BLEU.compute_bleu(counts, totals, *lengths, **options).score
     return scores

@@ -170,7 +170,7 @@ def _add_product(
 
 
 def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:
-    """How many rows of logits to have at a time, and of them in a CPU's cache, if any fit.
+    """How many rows of logits to have at a time, and how many of these a CPU's cache holds.
 
     Products in half precision are so fast that adding them up in float32, once for each part,
     takes its time: hence fewer and larger parts there. On a GPU each kernel wants much to do, in
