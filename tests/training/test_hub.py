@@ -101,6 +101,23 @@ My own words about outputs/finished.
     assert (finished / "README.md").read_text() == card
 
 
+def test_a_checkpoint_has_the_languages_and_the_licence_of_its_training(hub, finished):
+    header = "license: mit\nlanguage: [en, de]\nmodel-index: []"
+    (finished.parent / "README.md").write_text(f"---\n{header}\n---\n# run\n\nScores: 12.5\n")
+    checkpoint = finished.rename(finished.parent / "checkpoint-500")
+    (checkpoint / "README.md").unlink(missing_ok=True)
+    push_folder(checkpoint, "mine")
+    files = hub.files("me/mine")
+    assert metadata(files) == {
+        "library_name": "transformers", "pipeline_tag": "translation",
+        "license": "mit", "language": ["en", "de"],
+    }  # fmt: skip
+    card = files["README.md"].decode()
+    assert "\n# mine\n" in card
+    assert 'pipeline("translation", model="me/mine", trust_remote_code=True)' in card
+    assert "12.5" not in card
+
+
 def test_a_folder_without_code_and_card_is_downloaded_to_be_used(hub, finished):
     (finished / "README.md").unlink(missing_ok=True)
     for code in finished.glob("*.py"):

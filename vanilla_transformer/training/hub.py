@@ -16,7 +16,7 @@ from huggingface_hub import (
     ModelCardData,
 )
 
-from ..inference.derived_cards import SHOW_PAGE, TRANSLATE
+from ..inference.derived_cards import SHOW_PAGE, TRANSLATE, card_metadata
 from ..model.tokenization_vanilla_transformer import (
     SOURCE_FILE,
     TARGET_FILE,
@@ -41,10 +41,7 @@ PRIVATE_FILES = (
 )  # fmt: skip
 
 DOWNLOAD = "hf download"
-USAGE_WITHOUT_CODE = f"""```bash
-{DOWNLOAD} {{place}} --local-dir FOLDER
-{TRANSLATE}
-```"""
+USAGE_WITHOUT_CODE = f"```bash\n{TRANSLATE}\n```"
 
 CARD = """---
 {{ card_data }}
@@ -151,22 +148,26 @@ def _public_files(folder: Path) -> list[Path]:
     ]
 
 
-def _read_card(folder: Path) -> ModelCard | None:
+def _read_card(folder: Path) -> Any:
+    """The folder's card, or a short one: a checkpoint's has the metadata of its training's."""
     path = folder / "README.md"
     try:
-        return ModelCard.load(path) if path.is_file() else None
+        if path.is_file():
+            return ModelCard.load(path)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: expected YAML between two lines of ---, but {error}") from None
+    fields = {"library_name": "transformers", "pipeline_tag": "translation"}
+    return ModelCard.from_template(
+        ModelCardData(**{**fields, **card_metadata(folder)}),
+        template_str=CARD,
+        name=folder.resolve().name,
+        usage=USAGE.format(place="") if any(folder.glob("*.py")) else USAGE_WITHOUT_CODE,
+    )
 
 
 def _named(card: Any, repository: str, folder: Path) -> Any:
     """The card with the repository's name in its title, its example and its metadata."""
     name = repository.split("/")[-1]
-    if card is None:
-        data = ModelCardData(library_name="transformers", pipeline_tag="translation")
-        has_code = any(folder.glob("*.py"))
-        usage = (USAGE if has_code else USAGE_WITHOUT_CODE).format(place=repository)
-        return ModelCard.from_template(data, template_str=CARD, name=name, usage=usage)
     title = re.escape(card.data.model_name or folder.resolve().name)
     card.text = re.sub(rf"\A(\s*)# {title}\n", rf"\g<1># {name}\n", card.text)
     if card.data.model_name:
