@@ -401,12 +401,16 @@ def test_labels_are_shifted_right_for_the_decoder(model):
 
 def test_labels_as_the_decoders_own_input_give_a_warning(model, caplog):
     """It would learn to copy them, with a loss near 0, and generate nothing of use."""
-    labels = torch.tensor([[7, 8, 2], [9, 2, -100]])
+    labels, blank = torch.tensor([[7, 8, 2], [9, 2, -100]]), torch.tensor([[2], [2]])
     copied = labels.masked_fill(labels == -100, 0)
     right = model.prepare_decoder_input_ids_from_labels(labels)
-    for given, is_told in ((right, False), (None, False), (copied, True)):
+    for gold, given, is_told in (
+        (labels, right, False), (labels, None, False),
+        (blank, blank, False),  # shifted, where </s> also begins a target
+        (labels, copied, True),
+    ):  # fmt: skip
         transformers_logging.warning_once.cache_clear()
-        model(input_ids=random_ids(2, 3), decoder_input_ids=given, labels=labels)
+        model(input_ids=random_ids(2, 3), decoder_input_ids=given, labels=gold)
         assert ("decoder_input_ids are the labels" in caplog.text) == is_told
 
 

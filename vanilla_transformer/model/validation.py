@@ -369,7 +369,8 @@ def warn_of_unshifted(labels: Any, decoder_input_ids: Any) -> None:
     if labels.shape != decoder_input_ids.shape or is_transformed():
         return
     counts = labels != -100
-    if counts.any() and torch.equal(labels[counts], decoder_input_ids[counts].to(labels.dtype)):
+    gold, read = labels[counts], decoder_input_ids[counts]
+    if torch.equal(gold, read.to(gold.dtype)) and len(gold.unique()) > 1:  # blank targets may be
         logger.warning_once(
             "decoder_input_ids are the labels: expected the labels shifted right by one, or none, "
             "as the model makes them from the labels"
