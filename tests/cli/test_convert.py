@@ -23,7 +23,7 @@ def test_it_converts_there_and_back(checkpoint, tmp_path):
     assert printed == "The converted model is in one\n"
     assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "one").config.d_model == 32
     card = (tmp_path / "one" / "README.md").read_text()
-    assert "A fairseq model" in card
+    assert "Converted from fairseq" in card
     run_command("convert", "one", "--to", "fairseq", "--output_dir", "two", cwd=tmp_path)
     assert (tmp_path / "two" / "checkpoint_best.pt").is_file()
 

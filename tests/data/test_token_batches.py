@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
 )
+from vanilla_transformer.data import token_batches
+from vanilla_transformer.data.bpe_dropout import BPEDropoutStream
 from vanilla_transformer.data.token_batches import (
     RepeatedStream,
     TokenBudgetSampler,
@@ -453,6 +456,17 @@ def test_loading_processes_share_a_stream_and_lose_nothing(make_trainer, data, s
         trainer.train()
         seen.append(trainer.seen)
     assert seen[0] == seen[1]
+
+
+def test_a_loading_process_changes_its_own_epoch_alone(data, monkeypatch):
+    """Two that change a shared one at the same time would read the pairs in different orders."""
+    stream = data.to_iterable_dataset()
+    shared = stream._epoch
+    monkeypatch.setattr(token_batches, "get_worker_info", lambda: SimpleNamespace(id=0))
+    pairs = BPEDropoutStream(stream, encoder=None)
+    for epoch in (3, 1):
+        token_batches.set_epoch(pairs, epoch)
+        assert (stream.epoch, int(pairs._epoch), int(shared)) == (epoch, epoch, 0)
 
 
 @pytest.mark.parametrize("budget", [None, 200])

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
-from .token_batches import iter_all_shards
+from .token_batches import iter_all_shards, set_epoch
 
 SAMPLE = 1000  # pairs that show how much longer texts become
 
@@ -207,8 +207,7 @@ class _BPEDropoutPairs:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
         self._epoch.fill_(epoch)
-        if hasattr(self.pairs, "set_epoch"):
-            self.pairs.set_epoch(epoch)
+        set_epoch(self.pairs, epoch)
 
     def _encode(self, pairs: Iterable[tuple[str, str]]) -> Iterator[dict[str, list[int]]]:
         epoch = int(self._epoch)

@@ -13,6 +13,7 @@ from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 OVERSIZED = ("alone", "drop")
@@ -258,8 +259,7 @@ class TokenBudgetStream(IterableDataset):
         yield from islice(batches, *_share_of_worker())
 
     def _batches_of(self, epoch: int) -> Iterator[list[dict[str, Any]]]:
-        if hasattr(self.examples, "set_epoch"):
-            self.examples.set_epoch(epoch)
+        set_epoch(self.examples, epoch)
         part = None
         for part, buffer in enumerate(_buffers(iter_all_shards(self.examples), self.buffer_size)):
             source, target = count_tokens(buffer)
@@ -288,8 +288,7 @@ class RepeatedStream(IterableDataset):
 
     def _all_epochs(self) -> Iterator[dict[str, Any]]:
         for epoch in count():
-            if hasattr(self.examples, "set_epoch"):
-                self.examples.set_epoch(epoch)
+            set_epoch(self.examples, epoch)
             is_empty = True
             for example in iter_all_shards(self.examples):
                 is_empty = False
@@ -302,6 +301,16 @@ def _share_of_worker() -> tuple[int, None, int]:
     """What a loading process takes of all: the arguments of `islice`."""
     worker = get_worker_info()
     return (0, None, 1) if worker is None else (worker.id, None, worker.num_workers)
+
+
+def set_epoch(examples: Any, epoch: int) -> None:
+    """Set the epoch of a stream that has one. In a loading process it is that process's alone:
+    `datasets` (4.0 to 5.2) has one in shared memory, to which two that change it at the same time
+    both add, so that they would read the pairs in different orders."""
+    if get_worker_info() is not None and isinstance(getattr(examples, "_epoch", None), Tensor):
+        examples._epoch = examples._epoch.clone()
+    if hasattr(examples, "set_epoch"):
+        examples.set_epoch(epoch)
 
 
 def iter_all_shards(stream: Any) -> Iterator[dict[str, Any]]:
