@@ -3,8 +3,8 @@
     vanilla-transformer score --model outputs/phrases --source test.en --target test.de
 
 Prints a line for each pair, with a tab between the two. The logarithm is natural. The end of the
-sentence counts as a token, and so does the mark of the target's language in NLLB or mBART. Label
-smoothing has no effect.
+sentence counts as a token, and so does the target language token of NLLB or mBART. Label smoothing
+has no effect.
 """
 
 import sys

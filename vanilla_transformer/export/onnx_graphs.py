@@ -30,7 +30,7 @@ from ..inference.engines.onnxruntime_engine import DECODER, ENCODER
 from ..model.cache import new_cache
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from ..model.pretrained import count_positions
-from .source import fields_without_code, read_model
+from .source import portable_fields, read_model
 
 QUANTIZATIONS = ("int8", "float16")
 # Of the examples that are traced: all different, and above 1, for which torch would make a special
@@ -47,7 +47,7 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
     """
     model, tokenizer = read_model(model_folder)
     write_graphs(model, output / ENCODER, output / DECODER, quantization)
-    fields = json.dumps(fields_without_code(model.config), indent=2)
+    fields = json.dumps(portable_fields(model.config), indent=2)
     (output / "config.json").write_text(fields + "\n", encoding="utf-8")
     model.generation_config.save_pretrained(output)
     tokenizer.save_pretrained(output)

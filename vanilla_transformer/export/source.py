@@ -69,7 +69,7 @@ def read_model(
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def fields_without_code(config: VanillaTransformerConfig) -> dict[str, Any]:
+def portable_fields(config: VanillaTransformerConfig) -> dict[str, Any]:
     """The configuration, except where it names code that an exported folder does not carry, or the
     place of the model on this machine."""
     left_out = ("auto_map", "custom_pipelines", "_name_or_path")

@@ -24,9 +24,9 @@ from ..model.modeling_vanilla_transformer import (
     VanillaTransformerStack,
 )
 from .source import (
-    fields_without_code,
     number_of_positions,
     padded_heads,
+    portable_fields,
     position_table,
     read_model,
 )
@@ -108,7 +108,7 @@ def make_spec(
     start, end = (targets[special[name]] for name in names)
     unknown = tokenizer.unk_token if {tokenizer.unk_token} <= {*sources} & {*targets} else end
     tokens = {"decoder_start_token": start, "bos_token": start, "eos_token": end}
-    for name, value in {**fields_without_code(config), **tokens, "unk_token": unknown}.items():
+    for name, value in {**portable_fields(config), **tokens, "unk_token": unknown}.items():
         spec.config.add_attribute(name, value)
     spec.config.add_attribute("layer_norm_epsilon", config.layer_norm_eps)
     spec.config.add_attribute("max_position_embeddings", number_of_positions(config))

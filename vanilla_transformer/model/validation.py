@@ -87,7 +87,7 @@ def warn_of_padding(
     """Warns once of a source that begins or ends in padding and has no mask: a loop that trains
     without masks, unlike `generate()`, which makes them, learns from other states than it decodes.
     """
-    if ids is not None and mask is None and not is_transformed():
+    if ids is not None and not is_transformed():
         model.warn_if_padding_and_no_attention_mask(ids, mask)
 
 
@@ -370,7 +370,8 @@ def warn_of_unshifted(labels: Any, decoder_input_ids: Any) -> None:
         return
     counts = labels != -100
     gold, read = labels[counts], decoder_input_ids[counts]
-    if torch.equal(gold, read.to(gold.dtype)) and len(gold.unique()) > 1:  # blank targets may be
+    # A blank target equals its shift where </s> also begins a target.
+    if torch.equal(gold, read.to(gold.dtype)) and len(gold.unique()) > 1:
         logger.warning_once(
             "decoder_input_ids are the labels: expected the labels shifted right by one, or none, "
             "as the model makes them from the labels"

@@ -89,8 +89,8 @@ def device_name(device: torch.device) -> str:
 def read_speeds(path: str | Path | None) -> list[dict[str, Any]]:
     """The measurements of a file: none if it does not exist. Each is its key, with
     `target_tokens_per_second` of a device and `gib`, the peak memory in GiB. Older files lack
-    `layer_weights`, `heads`, `accumulation`, `processes` and `source_ratio`; where `accumulation`
-    lacks, their `batch` is an update's."""
+    `layer_weights`, `heads`, `accumulation`, `processes` and `source_ratio`. Where
+    `accumulation` is missing, `batch` is an update's."""
     if path is None or not Path(path).exists():
         return []
     return json.loads(Path(path).read_text(encoding="utf-8"))
