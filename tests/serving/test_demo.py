@@ -150,7 +150,7 @@ def test_a_model_of_onnx_runtime_has_a_page_and_a_space(onnx_folder, tmp_path):
 @pytest.fixture
 def space(checkpoint, tmp_path):
     examples = tmp_path / "examples.en"
-    examples.write_text(f"{SOURCE}\n\na house\n")
+    examples.write_text(f"{SOURCE}\n\na house\u2028by the lake\n")
     flags = ["--examples", examples, "--device", "cpu", "--space", "space"]
     run_command("demo", checkpoint, *flags, cwd=tmp_path)
     return tmp_path / "space"
@@ -161,7 +161,7 @@ def test_a_space_runs_by_itself(space, checkpoint, monkeypatch):
     monkeypatch.chdir(space)
     monkeypatch.setattr(serving, "launch", served.append)
     runpy.run_path("app.py", run_name="__main__")
-    assert served[0].examples == [SOURCE, "a house"]
+    assert served[0].examples == [SOURCE, "a house\u2028by the lake"]
     assert served[0].name == checkpoint.name
     header = yaml.safe_load((space / "README.md").read_text().split("---")[1])
     assert (header["sdk"], header["sdk_version"]) == ("gradio", gradio.__version__)

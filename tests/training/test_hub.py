@@ -41,7 +41,8 @@ def finished(checkpoint, tmp_path):
     folder = tmp_path / "finished"
     shutil.copytree(checkpoint, folder)
     private = ("training_args.bin", "optimizer.pt", "scaler.pt", ".env")
-    for name in (*private, "checkpoint-4/model.safetensors"):
+    below = ("checkpoint-4/model.safetensors", "pytorch_model_fsdp_0/__0_0.distcp")
+    for name in (*private, *below):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(TOKEN)

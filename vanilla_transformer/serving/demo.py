@@ -240,7 +240,7 @@ def make_demo(
         loading: How to load it.
         name: The title of the page. Default: the model's.
     """
-    lines = Path(examples).read_text(encoding="utf-8-sig").splitlines() if examples else []
+    lines = Path(examples).read_text(encoding="utf-8-sig").split("\n") if examples else []
     card = Path(model, "README.md")
     pair = languages_of_card(card) if card.is_file() else None
     loaded = (loading or LoadingArguments()).load(model)

@@ -37,7 +37,8 @@ WEIGHTS = (*REQUIRED_FILES["weights"], "*.safetensors.index.json")
 # What training needs to resume, and what belongs to this machine alone.
 PRIVATE_FILES = (
     "_*", ".*", "checkpoint-*", "runs", "training_args.bin", "trainer_state.json", "optimizer*",
-    "scheduler.pt", "scaler.pt", "rng_state*", "global_step*", "*.log", CHECKSUMS_NAME,
+    "pytorch_model_fsdp*", "scheduler.pt", "scaler.pt", "rng_state*", "global_step*", "*.log",
+    CHECKSUMS_NAME,
 )  # fmt: skip
 
 DOWNLOAD = "hf download"
