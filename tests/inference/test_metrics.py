@@ -11,6 +11,7 @@ import sacrebleu
 from datasets import Dataset
 from sacrebleu.significance import PairedTest
 from transformers import EvalPrediction
+from transformers import logging as transformers_logging
 
 from vanilla_transformer.data import vocabularies
 from vanilla_transformer.data.tokenization import train_tokenizer
@@ -278,6 +279,41 @@ def test_bleu_of_references_that_are_too_short_for_it_is_explained_once(caplog):
     assert score_translations(["ab cde"], ["ab cde"], tokenize="char")["bleu"] > 99
     (message,) = caplog.messages
     assert message.startswith("None of 71 references has 4 tokens: BLEU is 0 for perfect")
+
+
+UNSPACED = {
+    "Chinese": "2019年，GDP增长 6.1%，美国 总统 Joe Biden周三表示，他将在10月5日访问北京。",
+    "Japanese": "OpenAI は 新しいモデルを 発表した。彼は昨日、東京 の大学で三冊の本を買いました。",
+    "Thai": "นักวิจัย กล่าวว่า แบบจำลองนี้ ทำงานได้ดีกว่าเดิมมากเมื่อเทียบกับปีก่อน",
+}
+
+
+@pytest.mark.parametrize("text", UNSPACED.values(), ids=UNSPACED)
+def test_words_without_spaces_are_no_words_of_bleus_default_tokenizer(text, caplog):
+    transformers_logging.warning_once.cache_clear()
+    for _ in range(2):
+        score_translations([text], [text])
+    compare_systems({"a": [text], "b": [text]}, [text], metrics=make_metrics(["bleu"]), test="ar")
+    (message,) = caplog.messages
+    assert message.startswith(
+        "The references have no spaces between words, where BLEU's tokenizer 13a"
+    )
+    assert "Use zh for Chinese, ja-mecab for Japanese, char or flores200" in message
+
+
+def test_words_with_spaces_are_words_of_bleu_in_any_script(caplog):
+    transformers_logging.warning_once.cache_clear()
+    split = "美国 总统 周三 表示 ， 他 将 在 10月 5日 访问 北京 。"
+    score_translations([split], [split])
+    score_translations([split], [split], tokenize="none")
+    score_translations([UNSPACED["Chinese"]], [UNSPACED["Chinese"]], tokenize="zh")
+    score_translations([UNSPACED["Thai"]], [UNSPACED["Thai"]], tokenize="char")
+    for text in (
+        "대학교 도서관에서 책을 빌렸습니다 어제",
+        "Donaudampfschifffahrtsgesellschaften fahren oft hier",
+    ):
+        score_translations([text], [text])
+    assert not caplog.messages
 
 
 def test_a_tokenizer_of_bleu_that_cannot_be_downloaded_is_named_at_once(monkeypatch):

@@ -1,6 +1,7 @@
 """Scores of translations, with signatures that make them comparable (Post, 2018, "A Call for
 Clarity in Reporting BLEU Scores"), and tests of the difference between systems."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -38,6 +39,8 @@ SIGNED = frozenset({"bleu", "chrf", "ter"})  # by sacreBLEU
 NEEDS_MORE = ("ja-mecab", "ko-mecab", "spm", "flores101", "flores200", "spBLEU-1K")
 # Where BLEU is 0 because targets are short.
 OTHER_METRICS = "Use chrf, exact_match or BLEU's tokenizer char, which splits text into characters"
+# Letters of Thai, Lao, Burmese, Khmer, Japanese and Chinese, which have no spaces between words.
+UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 TESTS = {"bootstrap": "bs", "ar": "ar"}  # paired tests, and sacreBLEU's names of them
 
 # ---------------------------------------------------------------- Metrics
@@ -226,17 +229,41 @@ def score_translations(
     scores = {
         name: metric.corpus_score(predictions, references).score for name, metric in metrics.items()
     }
-    if "bleu" in metrics and not any(has_4_tokens(one, metrics["bleu"]) for one in references):
-        logger.warning_once(
-            f"None of {len(references[0])} references has 4 tokens: BLEU is 0 for perfect "
-            f"translations, and higher for longer ones. {OTHER_METRICS}"
-        )
+    _warn_of_tokens(references, metrics)
     signatures = {
         f"{name}_signature": str(metric.get_signature())
         for name, metric in metrics.items()
         if name in SIGNED
     }
     return scores | signatures
+
+
+def _warn_of_tokens(references: Sequence[Sequence[str]], metrics: Mapping[str, Metric]) -> None:
+    """Warn if BLEU says little because its tokenizer finds few tokens in the references."""
+    bleu = metrics.get("bleu")
+    if bleu is None:
+        return
+    if not any(has_4_tokens(one, bleu) for one in references):
+        logger.warning_once(
+            f"None of {len(references[0])} references has 4 tokens: BLEU is 0 for perfect "
+            f"translations, and higher for longer ones. {OTHER_METRICS}"
+        )
+    elif any(lacks_spaces(one, bleu) for one in references):
+        logger.warning_once(
+            "The references have no spaces between words, where BLEU's tokenizer "
+            f"{bleu.tokenizer.signature()} splits text: BLEU counts phrases instead of words. Use "
+            "zh for Chinese, ja-mecab for Japanese, char or flores200 for any language, or chrf"
+        )
+
+
+def lacks_spaces(references: Iterable[str], bleu: Metric) -> bool:
+    """Whether a third of the letters belongs to scripts without spaces between words, and BLEU's
+    tokens are longer than words of these languages: 6 letters or more on average."""
+    assert isinstance(bleu, BLEU)
+    tokens = [token for reference in references for token in bleu.tokenizer(reference).split()]
+    length = sum(map(len, tokens))
+    unspaced = sum(len(UNSPACED.findall(token)) for token in tokens)
+    return unspaced > length / 3 and length >= 6 * len(tokens)
 
 
 def has_4_tokens(references: Iterable[str], bleu: Metric) -> bool:
@@ -283,6 +310,7 @@ def compare_systems(
     """
     for predictions in systems.values():
         expect_references(predictions, references)
+    _warn_of_tokens(references, metrics)
     # It keeps the order of the metrics, but renames them.
     paired = significance.PairedTest(list(systems.items()), dict(metrics), references, TESTS[test])
     with patch.object(significance, "_compute_p_value", _p_value):
