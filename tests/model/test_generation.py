@@ -65,14 +65,18 @@ def test_an_encoders_output_can_be_used_again():
     assert len(encoded.last_hidden_state) == 3
 
 
-@pytest.mark.parametrize("length", [6, 10])
-def test_a_mask_of_another_length_than_the_source_is_refused(length):
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("length", [1, 6, 10])
+def test_a_mask_of_another_length_than_the_source_is_refused(length, rows):
     # Its few tokens were looked up in the wrong rows.
-    model, source = seq2seq().eval(), random_ids(4, 8)
-    mask = (torch.arange(length) < 3).long().expand(4, length)
-    message = rf"attention_mask of shape \(4, {length}\): expected \(4, 8\), as the source"
+    model, source = seq2seq().eval(), random_ids(rows, 8)
+    mask = (torch.arange(length) < 3).long().expand(rows, length)
+    message = rf"attention mask of shape \({rows}, {length}\) for {rows} rows of 8 tokens"
     with pytest.raises(ValueError, match=message):
         model.generate(source, attention_mask=mask, max_new_tokens=5)
+    message = rf"attention_mask of shape .*: expected \({rows}, 8\), as the source"
+    with pytest.raises(ValueError, match=message):
+        model.get_encoder()(source, attention_mask=mask)
 
 
 def test_the_cache_changes_nothing(any_model, strategy):

@@ -487,11 +487,7 @@ def group_by_length(
         ValueError: The mask has another shape than the source.
     """
     mask = attention_mask
-    if mask is None or mask.ndim != 2 or mask.shape[0] == 1 or mask.device.type != "cpu":
-        return None
-    if config._attn_implementation != "sdpa" or torch.is_grad_enabled():
-        return None
-    if int(mask.count_nonzero()) >= 0.75 * mask.numel():
+    if mask is None or mask.ndim != 2:
         return None
     source = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if source is not None and source.shape[:2] != mask.shape:
@@ -499,6 +495,12 @@ def group_by_length(
             f"attention_mask of shape {tuple(mask.shape)}: expected {tuple(source.shape[:2])}, as "
             "the source"
         )
+    if mask.shape[0] == 1 or mask.device.type != "cpu":
+        return None
+    if config._attn_implementation != "sdpa" or torch.is_grad_enabled():
+        return None
+    if int(mask.count_nonzero()) >= 0.75 * mask.numel():
+        return None
     rows = RowsByLength(mask)
     return rows, {**_packed_inputs(rows, mask, **inputs), "attention_mask": None, "rows": rows}
 

@@ -150,7 +150,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         encoded = as_model_output(kwargs.get("encoder_outputs"))
         if isinstance(encoded, ModelOutput):  # whose rows transformers repeats in place
             kwargs["encoder_outputs"] = type(encoded)(**encoded)
-        expect_prompt({"inputs": inputs, **kwargs})
+        expect_prompt(self, {"inputs": inputs, **kwargs})
         kwargs = read_target_vocabulary(rename_cache(kwargs, CACHE_NAME))
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
         is_encoder_decoder = self.config.is_encoder_decoder

@@ -232,7 +232,7 @@ def expect_mask(
         )
 
 
-def expect_prompt(options: dict[str, Any]) -> None:
+def expect_prompt(model: PreTrainedModel, options: dict[str, Any]) -> None:
     """Raises an error unless what `generate()` is given to read is what a model reads."""
     for name in ("inputs", "input_ids", "decoder_input_ids"):
         if options.get(name) is not None:
@@ -245,6 +245,10 @@ def expect_prompt(options: dict[str, Any]) -> None:
                 f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: "
                 "expected (batch, length)"
             )
+    source = options.get("inputs" if options.get("inputs") is not None else "input_ids")
+    if model.config.is_encoder_decoder and source is not None and "encoder_outputs" not in options:
+        shape, heads = source.shape, model.config.encoder_attention_heads
+        expect_mask(mask, shape, shape, heads, model.dtype)
 
 
 COUNTS = {
