@@ -15,6 +15,7 @@ import textwrap
 import time
 import traceback
 from contextlib import ExitStack
+from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +24,6 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALL
 
 import pytest
 import torch
-import transformers
 from accelerate.state import AcceleratorState
 from packaging.version import Version
 from torch import distributed
@@ -84,10 +84,10 @@ def verbosity():
     transformers_logging.set_verbosity(before)
 
 
-def needs_transformers(version, feature):
-    """Skips a test of what transformers is too old for."""
-    too_old = Version(transformers.__version__) < Version(version)
-    return pytest.mark.skipif(too_old, reason=f"needs transformers {version}: {feature}")
+def needs(package, version, feature):
+    """Skips a test of what an installed package is too old for."""
+    too_old = Version(installed_version(package)) < Version(version)
+    return pytest.mark.skipif(too_old, reason=f"needs {package} {version}: {feature}")
 
 
 def small_config(**overrides):

@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import pytest
+from conftest import needs
 from datasets import Dataset, DatasetDict, IterableDataset
 from transformers import DataCollatorForSeq2Seq, HfArgumentParser, PreTrainedTokenizerFast
 
@@ -760,6 +761,7 @@ def test_a_stream_gives_the_same_ids(parallel, tokenizer):
     assert list(stream) == list(tokenize_dataset(parallel[0], tokenizer, arguments)["train"])
 
 
+@needs("datasets", "4.7", "hashes of tokenizers without their padding and truncation")
 def test_the_cache_knows_the_tokenizer_but_not_what_it_was_used_for(parallel, tokenizer):
     """Padding and truncation leave their traces in a fast tokenizer; only its vocabulary counts."""
     dataset, arguments = parallel

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
-from conftest import REPOSITORY, random_ids, run_ranks, small_config
+from conftest import REPOSITORY, needs, random_ids, run_ranks, small_config
 from datasets import Dataset, IterableDataset
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -63,7 +63,10 @@ def samplers(processes, *, max_tokens=200, lengths=None, **options):
 # ---------------------------------------------------------------- the sampler
 
 
-@pytest.mark.parametrize("even_batches", [True, False])
+even = needs("accelerate", "1.14", "even batches of a sampler without a batch size")
+
+
+@pytest.mark.parametrize("even_batches", [pytest.param(True, marks=even), False])
 def test_a_loader_that_accelerate_prepares_loses_no_pair(even_batches):
     (sampler,) = samplers(1, multiple_of=2)
     loader = DataLoader(range(500), batch_sampler=sampler, collate_fn=list)

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import SMALL, needs_transformers, random_ids, seq2seq, slow, small_config
+from conftest import SMALL, needs, random_ids, seq2seq, slow, small_config
 from safetensors.torch import load_file
 from test_modeling import assert_close
 from torch import nn
@@ -221,7 +221,7 @@ def test_outputs_may_be_asked_for_in_the_configuration(cls):
         assert torch.equal(value, other)
 
 
-@needs_transformers("5.23", "an index of a hidden state, counted from the embeddings on")
+@needs("transformers", "5.23", "an index of a hidden state, counted from the embeddings on")
 @every_class
 @pytest.mark.parametrize("selection", [[0, -1], [1], -1, [-2]], ids=str)
 def test_some_hidden_states_may_be_selected(cls, selection):
@@ -443,8 +443,15 @@ PLACES = {
 }
 
 
+ON_DISK = "all on disk"
+places = [
+    pytest.param(place, id=name, marks=[needs("accelerate", "1.15", name)] * (name == ON_DISK))
+    for name, place in PLACES.items()
+]
+
+
 @every_class
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("place", places)
 @pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
 def test_a_sharded_model_may_lie_anywhere(cls, place, fields, tmp_path):
     model = build(cls, **fields)
@@ -744,7 +751,7 @@ def test_an_exported_program_takes_any_batch_and_length(cls, attention):
 # ---------------------------------------------------------------- ONNX
 
 
-runs_graphs = needs_transformers("5.23", "a runner of exported graphs and their cache")
+runs_graphs = needs("transformers", "5.23", "a runner of exported graphs and their cache")
 
 
 @pytest.fixture
@@ -792,9 +799,9 @@ def test_an_onnx_model_translates_the_same(export):
                 attention_mask=mask,
                 encoder_outputs=encoded,
                 decoder_input_ids=tokens[:, -1:],
-                past_key_values=past,
+                **{CACHE_NAME: past},
             )
-            past = outputs.past_key_values
+            past = outputs[CACHE_NAME]
             tokens = torch.cat([tokens, outputs.logits[:, -1:].argmax(-1)], 1)
         expected = model.generate(ids, attention_mask=mask, max_new_tokens=8)
         assert tokens.tolist() == expected.tolist()
@@ -817,9 +824,9 @@ def test_an_onnx_language_model_continues_the_same(export):
                 input_ids=new,
                 attention_mask=mask,
                 position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :],
-                past_key_values=past,
+                **{CACHE_NAME: past},
             )
-            past, new = outputs.past_key_values, outputs.logits[:, -1:].argmax(-1)
+            past, new = outputs[CACHE_NAME], outputs.logits[:, -1:].argmax(-1)
             ids, mask = torch.cat([ids, new], 1), nn.functional.pad(mask, (0, 1), value=1)
         assert ids.tolist() == expected.tolist()
         said.update(ids[:, -8:].flatten().tolist())
