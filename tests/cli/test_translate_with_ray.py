@@ -9,6 +9,7 @@ import psutil
 import pytest
 from conftest import REPOSITORY, run_command
 
+from vanilla_transformer.cli.ray_translation import absolute
 from vanilla_transformer.inference import ray_workers
 from vanilla_transformer.inference.parallel_translation import LINES_PER_CHUNK
 
@@ -44,6 +45,13 @@ def wait_until(condition, process):
         assert process.poll() is None, "it ended before"
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_workers_read_a_link_as_its_own_name_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "4766446201d1").touch()
+    (tmp_path / "in.txt.gz").symlink_to("4766446201d1")
+    assert absolute("in.txt.gz") == str(tmp_path / "in.txt.gz")
 
 
 @pytest.mark.slow

@@ -288,6 +288,21 @@ def test_a_changed_file_of_the_same_size_and_time_gives_new_data(tmp_path, repla
     assert pairs_of(load(**files)["train"]) == [("six", "eins")]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("valid.tsv", "source\ttarget\none\teins\n"),
+        ("valid.jsonl.gz", '{"source": "one", "target": "eins"}\n'),
+    ],
+)
+def test_a_link_is_read_as_its_own_name_says(tmp_path, name, content):
+    """What it leads to in the Hub's cache, or in that of DVC, has a name without an ending."""
+    file = Path(write(tmp_path / name, content)).rename(tmp_path / "4766446201d1")
+    (tmp_path / name).symlink_to(file)
+    loaded = load(validation_file=str(tmp_path / name))
+    assert pairs_of(loaded["validation"]) == [("one", "eins")]
+
+
 # One file with columns
 
 

@@ -74,7 +74,7 @@ def translate_with_ray(
 def absolute(name: str) -> str:
     """The path of a file or folder that exists here, for a process with another working directory;
     otherwise the name, of a model on the Hub or on other machines."""
-    return str(Path(name).resolve()) if not is_url(name) and Path(name).exists() else name
+    return str(Path(name).absolute()) if not is_url(name) and Path(name).exists() else name
 
 
 @cache

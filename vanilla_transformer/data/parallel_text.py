@@ -483,7 +483,8 @@ def _rows_to_pairs(
     paths: tuple[str, ...], columns: tuple[str, str], split: str, streaming: bool
 ) -> Dataset | IterableDataset:
     arguments = {
-        "paths": tuple(str(Path(path).resolve()) for path in paths),
+        # Links are not followed: their names say what is in them.
+        "paths": tuple(str(Path(path).absolute()) for path in paths),
         "columns": columns,
         "drop_blank": split == "train",
         # Part of the cache key: changed files are read again, and all files by changed code.
