@@ -266,6 +266,17 @@ def test_a_changed_parquet_file_of_the_same_time_gives_new_data(tmp_path):
         assert pairs_of(load(train_file=str(file))["train"]) == [(text, "x")]
 
 
+def test_a_changed_file_of_the_same_time_in_a_named_folder_gives_new_data(tmp_path):
+    file = tmp_path / "data" / "train.jsonl"
+    file.parent.mkdir()
+    for text in ("one", "six"):
+        write(file, json.dumps({"source": text, "target": "x"}))
+        os.utime(file, (1, 1))
+        loaded = load(dataset_name=str(file.parent))["train"]
+        assert pairs_of(loaded) == [(text, "x")]
+    assert load(dataset_name=str(file.parent))["train"].cache_files == loaded.cache_files
+
+
 def test_a_changed_file_gives_new_data(tmp_path):
     files = write_sides(tmp_path, [("a", "b")])
     assert pairs_of(load(**files)["train"]) == [("a", "b")]
