@@ -802,6 +802,17 @@ def test_the_cache_knows_the_tokenizer_but_not_what_it_was_used_for(parallel, to
     assert different[0]["input_ids"] != first[0]["input_ids"]
 
 
+@pytest.mark.parametrize("name", ["parallel_text.py", "tokenization_vanilla_transformer.py"])
+def test_an_upgrade_tokenizes_again(parallel, tokenizer, monkeypatch, name):
+    """Also what was not read again, such as `phrases`."""
+    before, same = (tokenize_dataset(parallel[0], tokenizer, parallel[1]) for _ in range(2))
+    assert before["train"].cache_files == same["train"].cache_files
+    content = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: content(path) + b"#" * (path.name == name))
+    after = tokenize_dataset(parallel[0], tokenizer, parallel[1])
+    assert after["train"].cache_files != before["train"].cache_files
+
+
 def test_the_stock_collator_makes_the_batches(parallel, tokenizer):
     tokens = tokenize_dataset(parallel[0], tokenizer, parallel[1])["train"]
     collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)

@@ -42,6 +42,7 @@ from .text_files import expect_unicode, read_file
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
+READERS = ("moses.py", "pipelines.py", "tokenization_vanilla_transformer.py")  # of `model`
 # What options such as `max_eval_samples` call the splits, as in transformers' examples.
 SAMPLES = {"train": "train", "validation": "eval", "test": "predict"}
 
@@ -314,7 +315,7 @@ def tokenize_dataset(
     }
     options: dict[str, Any] = {
         "batched": True,
-        "fn_kwargs": {"tokenizer": tokenizer, **limits},
+        "fn_kwargs": {"tokenizer": tokenizer, **limits, "stamp": _code_version()},
         "remove_columns": list(PAIR_FEATURES),
     }
     if isinstance(dataset, DatasetDict):
@@ -330,6 +331,7 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     max_source_length: int | None,
     max_target_length: int | None,
+    stamp: str,
 ) -> dict[str, list[Any]]:
     def limit(length: int | None) -> dict[str, Any]:
         return {"truncation": length is not None, "max_length": length}
@@ -513,7 +515,8 @@ def _stamp_of_folder(folder: Path) -> str:
 
 def _code_version() -> str:
     """A digest of the modules that read, choose and tokenize text."""
-    modules = sorted(Path(__file__).parent.glob("*.py"))
+    package = Path(__file__).parents[1]
+    modules = [*sorted(package.glob("data/*.py")), *(package / "model" / name for name in READERS)]
     return blake2b(b"".join(map(Path.read_bytes, modules)), digest_size=8).hexdigest()
 
 
