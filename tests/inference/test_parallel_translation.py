@@ -270,6 +270,23 @@ def test_another_job_is_refused(source, change):
         run(Worker(), source, **options)
 
 
+@pytest.mark.parametrize("content", ["\n".join(LINES), "\n".join(LINES).upper()])
+def test_a_source_is_known_by_its_content(source, content):
+    """`cp --preserve` and archives may keep size and time of what changed, and copies change the
+    time of what did not."""
+    before = source.stat()
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(Worker(fails_at=9), source)
+    is_same = content == source.read_text()
+    source.write_text(content)
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + is_same))
+    if is_same:
+        assert run(Worker(), source).read_text() == EXPECTED
+    else:
+        with pytest.raises(ValueError, match=r"source_content=.*: expected .*, as in the unfin"):
+            run(Worker(), source)
+
+
 def test_a_kill_while_cleaning_up_leaves_no_part_to_another_job(source, monkeypatch):
     """Whichever file is the last to be removed: the next job is refused, or all lines are its."""
     output, parts = source.with_name("out.txt"), source.with_name("out.txt.parts")

@@ -12,7 +12,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from hashlib import blake2b
+from functools import partial
+from hashlib import blake2b, file_digest
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -254,8 +255,13 @@ def expect_files(
 
 
 def _origin(source: Path) -> dict[str, Any]:
-    stat = source.stat()
-    return {"source": str(source.resolve()), "bytes": stat.st_size, "modified": stat.st_mtime_ns}
+    """What the source is known by: its content, as another file may have its size and time."""
+    path = str(source.resolve())
+    if is_no_file(source):  # a pipe, which can only be read once
+        return {"source": path, "modified": source.stat().st_mtime_ns}
+    with source.open("rb") as file:
+        content = file_digest(file, partial(blake2b, digest_size=8)).hexdigest()
+    return {"source": path, "source_content": content}
 
 
 def _clear(parts: Path) -> None:
