@@ -394,6 +394,7 @@ H200 = {
     "accumulation": 1,
     "processes": 1,
     "source_ratio": 0.9,
+    "target_length": 32,
     "attention": "sdpa",
     "options": [],
     "target_tokens_per_second": 1e-3,
@@ -403,7 +404,9 @@ H200 = {
 
 def test_a_plan_says_what_was_measured_with_another_update():
     """And what a file of an older version does not tell."""
-    new = ("layer_weights", "heads", "accumulation", "processes", "source_ratio")
+    new = (
+        "layer_weights", "heads", "accumulation", "processes", "source_ratio", "target_length",
+    )  # fmt: skip
     old = {name: value for name, value in H200.items() if name not in new}
     unknown = ", ".join(f"{name} not recorded" for name in new)
     other = {**H200, "vocabulary": 5000, "batch": 8000, "accumulation": 2, "processes": 8}

@@ -18,9 +18,10 @@ from vanilla_transformer.training.speeds import (
 KEY = {
     "device": "NVIDIA H200", "shape": "base", "layer_weights": 9000, "heads": [8, 8],
     "vocabulary": 500, "precision": "bf16", "batch": 4000, "accumulation": 2, "processes": 4,
-    "source_ratio": 1.0, "attention": "sdpa", "options": [],
+    "source_ratio": 1.0, "target_length": 32, "attention": "sdpa", "options": [],
 }  # fmt: skip
-NEW = ("layer_weights", "heads", "accumulation", "processes", "source_ratio")  # in newer files
+# In newer files.
+NEW = ("layer_weights", "heads", "accumulation", "processes", "source_ratio", "target_length")
 TEXT = [{"input_ids": [5, 6, 3], "labels": [7, 3]}]
 
 
@@ -125,6 +126,19 @@ def test_a_text_with_longer_sources_is_measured_on_its_own(model, tmp_path):
     assert find_speed([key], other) is None
 
 
+def test_a_text_of_longer_pairs_is_measured_on_its_own(model, tmp_path):
+    """A batch of 32 of them holds more tokens, which takes less time per token."""
+    longer = [{side: [5] * 20 for side in TEXT[0]}]
+    nearly_as_long = [{side: [5] * 19 for side in TEXT[0]}]
+    keys = [
+        key_of(tmp_path, model, text, per_device_train_batch_size=32)
+        for text in (TEXT, longer, nearly_as_long)
+    ]
+    assert [key["target_length"] for key in keys] == [2, 16, 16]
+    assert find_speed(keys[:1], {**keys[1], "source_ratio": keys[0]["source_ratio"]}) is None
+    assert find_speed(keys[1:2], keys[2]) == keys[1]
+
+
 def test_bpe_dropout_is_measured_on_its_own(model, tmp_path):
     """It segments the text in each epoch anew, which takes time."""
     tokenizer = train_tokenizer(["a lake"] * 9, 265, show_progress=False)
@@ -197,6 +211,7 @@ def test_products_that_torch_may_round_have_a_speed_of_their_own(model, tmp_path
     [
         ({}, []),
         ({"r_drop_alpha": 5.0}, ["R-Drop"]),
+        ({"optim": "adafactor"}, ["adafactor"]),
         (
             {"gradient_checkpointing": True, "torch_compile": True},
             ["gradient checkpointing", "torch.compile"],

@@ -7,9 +7,9 @@ r"""Estimate the time and memory of a training on this machine, and print the op
 
 Takes the options of `train`, and its own. The command trains for a few updates, discards them, and
 extrapolates. Evaluation and checkpoints are not included. With --speeds, it keeps the measurement
-in a file, and measures each model, batch, device, number of processes and ratio of source to target
-tokens only once. --hardware plans for a device that this machine lacks, from the nearest
-measurement of the same layers, precision and options in such a file;
+in a file, and measures each model, batch, device, number of processes and kind of text (tokens of a
+target, and of its source) only once. --hardware plans for a device that this machine lacks, from
+the nearest measurement of the same layers, precision and options in such a file;
 `python -m scripts.benchmarks.gpu` writes one.
 """
 

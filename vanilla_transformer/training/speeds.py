@@ -15,14 +15,16 @@ from ..data.token_batches import count_tokens
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 
 # Where no measurement has the same of these, the nearest one serves for another device's plan.
-BRIDGED = ("vocabulary", "batch", "accumulation", "processes", "source_ratio")
+BRIDGED = ("vocabulary", "batch", "accumulation", "processes", "source_ratio", "target_length")
 
 
 def measurement_key(model: PreTrainedModel, args: TrainingArguments, text: Any) -> dict[str, Any]:
     """What the speed depends on: device, model, precision, batches, options and text. `batch` is
     what a device holds at once; an update has `accumulation` of them on each of `processes`.
     `source_ratio` is the number of source tokens per target token in `text`, the tokenized training
-    data: the speed is counted in target tokens, but sources take time too."""
+    data: the speed is counted in target tokens, but sources take time too. `target_length` is the
+    mean number of target tokens in a pair, as a power of two: a batch of short pairs has few
+    tokens."""
     config = model.config
     source, target = (int(lengths.sum()) for lengths in count_tokens(text))
     shape = f"{config.model_type}, {model.num_parameters():,} parameters"
@@ -38,6 +40,7 @@ def measurement_key(model: PreTrainedModel, args: TrainingArguments, text: Any) 
         "gradient checkpointing": args.gradient_checkpointing,
         "torch.compile": args.torch_compile,
         "BPE-dropout": isinstance(text, BPEDropoutDataset),
+        args.optim.value: args.optim != TrainingArguments.optim,
     }
     return {
         "device": device_name(args.device),
@@ -53,6 +56,7 @@ def measurement_key(model: PreTrainedModel, args: TrainingArguments, text: Any) 
         "accumulation": args.gradient_accumulation_steps,
         "processes": args.world_size,
         "source_ratio": max(0.1, round(source / target, 1)),
+        "target_length": 2 ** round(math.log2(target / len(text))),
         "attention": config._attn_implementation,
         "options": [name for name, used in options.items() if used],
     }
@@ -89,8 +93,8 @@ def device_name(device: torch.device) -> str:
 def read_speeds(path: str | Path | None) -> list[dict[str, Any]]:
     """The measurements of a file: none if it does not exist. Each is its key, with
     `target_tokens_per_second` of a device and `gib`, the peak memory in GiB. Older files lack
-    `layer_weights`, `heads`, `accumulation`, `processes` and `source_ratio`. Where
-    `accumulation` is missing, `batch` is an update's."""
+    `layer_weights`, `heads`, `accumulation`, `processes`, `source_ratio` and `target_length`.
+    Where `accumulation` is missing, `batch` is an update's."""
     if path is None or not Path(path).exists():
         return []
     return json.loads(Path(path).read_text(encoding="utf-8"))
