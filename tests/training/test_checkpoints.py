@@ -261,6 +261,20 @@ def test_the_best_is_found_again_where_the_folder_is_now(tokenizer, tmp_path, mo
     assert_loaded(trainer, tmp_path / "now/checkpoint-2")
 
 
+def test_another_metric_chooses_the_best_anew(tokenizer, tmp_path):
+    """No loss is below the score of the first: the seconds of an evaluation."""
+    by_loss = {**BEST, "greater_is_better": False}
+    trainer = small_trainer(tmp_path, tokenizer, max_steps=4, **by_loss)
+    trainer.args.metric_for_best_model = "runtime"
+    trainer.train()
+    for steps in (4, 8):
+        trainer = small_trainer(tmp_path, tokenizer, max_steps=steps, **by_loss)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+        assert (trainer.state.best_global_step, trainer.state.best_metric) == (steps, losses[-1])
+        assert_loaded(trainer, tmp_path / f"checkpoint-{steps}")
+
+
 def test_a_step_that_is_saved_again_replaces_its_checkpoint(run, tokenizer):
     trainer = small_trainer(run, tokenizer)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))

@@ -11,6 +11,7 @@ find_defect               what is wrong with a checkpoint
 
 import json
 import logging
+import math
 import os
 import shutil
 import stat
@@ -198,6 +199,9 @@ class _CheckpointCallback(TrainerCallback):
         resumed, recorded = self.trainer.resumed_checkpoint, self.trainer.resumed_state()
         if resumed is None or recorded is None:
             return
+        if _is_of_another_metric(args, state):
+            _choose_best_anew(args, state, Path(resumed).parent)
+            return
         best = Path(resumed).parent / Path(recorded.best_model_checkpoint or "").name
         if recorded.best_model_checkpoint and best.is_dir():
             state.best_model_checkpoint = str(best)
@@ -208,6 +212,25 @@ class _CheckpointCallback(TrainerCallback):
     ) -> None:
         """Wait as `Trainer` does, which lets the callbacks write first."""
         self.trainer._finish_current_push()
+
+
+def _is_of_another_metric(args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether the best score so far is one of another metric, with which no score of this run can
+    be compared."""
+    best = state.best_metric
+    if args.metric_for_best_model is None or best is None or not math.isfinite(best):
+        return False
+    return best not in _scores(args, state).values()
+
+
+def _choose_best_anew(args: TrainingArguments, state: TrainerState, folder: Path) -> None:
+    """Choose among the checkpoints in a folder by this run's metric, if it has scored any."""
+    scores, checkpoints = _scores(args, state), checkpoints_by_step(folder)
+    known = [step for step in checkpoints if math.isfinite(scores.get(step, math.nan))]
+    best = from_worst_to_best(args, state, known)[-1] if known else None
+    state.best_global_step = best
+    state.best_metric = None if best is None else scores[best]
+    state.best_model_checkpoint = None if best is None else str(checkpoints[best])
 
 
 def _report_failure(upload: Future[Any]) -> None:
@@ -298,11 +321,16 @@ def is_off_schedule(checkpoint: Path) -> bool:
     return OFF_SCHEDULE in state.get("stateful_callbacks", {})
 
 
+def _scores(args: Any, state: TrainerState) -> dict[int, float]:
+    """The values of `metric_for_best_model` by the steps of the evaluations."""
+    metric = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
+    return {log["step"]: log[metric] for log in state.log_history if metric in log}
+
+
 def from_worst_to_best(args: Any, state: TrainerState, steps: Iterable[int]) -> list[int]:
     """Those of these steps at which the model was evaluated, by `metric_for_best_model`; of equal
     ones the later is the better."""
-    metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-    scores = {log["step"]: log[metric] for log in state.log_history if metric in log}
+    scores = _scores(args, state)
     sign = 1 if args.greater_is_better else -1
     return sorted(scores.keys() & set(steps), key=lambda step: (sign * scores[step], step))
 
