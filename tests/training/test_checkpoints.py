@@ -282,6 +282,17 @@ def test_a_step_that_is_saved_again_replaces_its_checkpoint(run, tokenizer):
     assert all(find_defect(path) is None for path in checkpoints_by_step(run).values())
 
 
+def test_later_checkpoints_than_the_resumed_one_are_named(run, caplog):
+    """The next "auto" goes on from them, wherever this training will be."""
+    for step, warnings in ((8, []), (4, ["6, 8"])):
+        caplog.clear()
+        wanted = str(run / f"checkpoint-{step}")
+        arguments = {"use_cpu": True, "resume_from_checkpoint": wanted}
+        assert find_checkpoint(TranslationTrainingArguments(str(run), **arguments)) == wanted
+        assert [record.args[2] for record in caplog.records] == warnings
+    assert last_complete_checkpoint(run) == run / "checkpoint-8"
+
+
 # ---------------------------------------------------------------- damage
 
 

@@ -81,9 +81,21 @@ def _find_checkpoint(output_dir: Path, wanted: str | None, layout: str) -> str |
         _expect_optimizer_state(Path(wanted), layout)
         if Path(wanted).resolve().parent != output_dir.resolve():
             _expect_free(output_dir)
+        else:
+            _warn_of_later_checkpoints(output_dir, wanted)
         return str(wanted)
     _expect_free(output_dir)
     return None
+
+
+def _warn_of_later_checkpoints(output_dir: Path, wanted: str) -> None:
+    resumed = TrainerState.load_from_json(str(Path(wanted, TRAINER_STATE_NAME))).global_step
+    if later := [step for step in checkpoints_by_step(output_dir) if step > resumed]:
+        logger.warning(
+            "Training resumes at step %d, and %s holds later checkpoints, of steps %s: move them, "
+            'or --resume_from_checkpoint "auto" goes on from the last of them',
+            resumed, output_dir, ", ".join(map(str, later)),
+        )  # fmt: skip
 
 
 def _expect_free(output_dir: Path) -> None:
