@@ -66,10 +66,10 @@ class Results:
         self.folder = Path(arguments.output_dir).resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "results.json"
-        values = {name: getattr(arguments, name) for name in settings}
-        self.content = {**values, "runs": []}
+        self.settings = {name: getattr(arguments, name) for name in settings}
+        self.content = {**self.settings, "runs": []}
         self._read()
-        for name, value in values.items():
+        for name, value in self.settings.items():
             if self.content[name] != value:
                 raise ValueError(
                     f"{self.path} is of --{name} {self.content[name]}, not {value}: "
@@ -93,9 +93,9 @@ class Results:
                 complete.replace(self.path)
 
     def _read(self) -> None:
-        """What the file has by now, other processes' runs included."""
+        """What the file has by now, other processes' runs included. Older files lack settings."""
         if self.path.exists():
-            self.content = json.loads(self.path.read_text())
+            self.content = {**self.settings, **json.loads(self.path.read_text())}
 
     def write(self, name: str, table: str) -> str:
         """Write the table to NAME.md in the folder. Returns it."""

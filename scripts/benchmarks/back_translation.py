@@ -46,7 +46,7 @@ class BackTranslationArguments:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(BackTranslationArguments).parse_args_into_dataclasses()
-    names = ("pairs", "updates", "every", "method", "tokenize", "options")
+    names = ("data", "pairs", "updates", "every", "method", "tokenize", "options")
     results = Results(arguments, *names)
     folder = results.folder
     split_text(folder, arguments)

@@ -61,7 +61,7 @@ class G2PArguments(SharedTaskArguments):
 
 def main() -> None:
     (arguments,) = HfArgumentParser(G2PArguments).parse_args_into_dataclasses()
-    results = Results(arguments, "config", "options")
+    results = Results(arguments, "data", "config", "options")
     for seed, language in product(arguments.seeds, arguments.languages):
         results.run(language, seed, partial(run, language, seed, results.folder, arguments))
         write_table(results, arguments)

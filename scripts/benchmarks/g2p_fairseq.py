@@ -46,7 +46,8 @@ class FairseqArguments(SharedTaskArguments):
 
 def main() -> None:
     (arguments,) = HfArgumentParser(FairseqArguments).parse_args_into_dataclasses()
-    results = Results(arguments, "d_model", "dropout", "batch_size", "max_steps", "save_epochs")
+    settings = ("data", "d_model", "dropout", "batch_size", "max_steps", "save_epochs")
+    results = Results(arguments, *settings)
     for seed, language in product(arguments.seeds, arguments.languages):
         model = results.folder / f"{language}-{seed}"
         results.run(language, seed, partial(train_and_score, language, seed, model, arguments))

@@ -71,7 +71,7 @@ def expect_data(folder: str) -> None:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(Multi30kArguments).parse_args_into_dataclasses()
-    results = Results(arguments, "config", "options", "tokenize", "processes")
+    results = Results(arguments, "data", "config", "options", "tokenize", "processes")
     for seed, updates in product(arguments.seeds, arguments.updates):
         job = partial(run, results.folder / str(seed), seed, updates, arguments)
         results.run(str(updates), seed, job)

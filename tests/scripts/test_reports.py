@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from scripts.benchmarks import back_translation, multi30k
 from scripts.reports import Results
 
 
@@ -46,3 +47,22 @@ def test_a_folder_with_different_settings_is_refused(arguments):
     arguments.options = "--seed 2"
     with pytest.raises(ValueError, match=r"is of --options , not --seed 2: choose another"):
         Results(arguments, "options")
+
+
+def test_a_file_from_before_a_setting_takes_this_one(arguments):
+    Results(arguments, "options").run("base", 1, lambda: {"bleu": 39.0})
+    arguments.data = "raw"
+    Results(arguments, "data", "options").run("base", 2, lambda: {"bleu": 38.0})
+    arguments.data = "tokenized"
+    with pytest.raises(ValueError, match="is of --data raw, not tokenized: choose another"):
+        Results(arguments, "data", "options")
+
+
+@pytest.mark.parametrize("benchmark", [back_translation, multi30k])
+def test_scores_of_other_data_are_not_taken(benchmark, multi30k_folder, tmp_path, monkeypatch):
+    """As with the tokenized text of Multi30k after the raw one."""
+    (tmp_path / "results.json").write_text('{"data": "elsewhere", "runs": []}')
+    flags = ["--data", str(multi30k_folder), "--output_dir", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["benchmark", *flags])
+    with pytest.raises(ValueError, match="is of --data elsewhere, not "):
+        benchmark.main()
