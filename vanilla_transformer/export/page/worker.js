@@ -3,6 +3,9 @@ import { env, pipeline } from "./transformers.min.js";
 
 env.allowRemoteModels = false;
 env.allowLocalModels = true;
+// transformers.js would keep a model under its address for ever, also where another one is there now.
+env.useBrowserCache = false;
+env.fetch = (url, options) => fetch(url, { ...options, cache: "no-cache" });
 env.backends.onnx.wasm.wasmPaths = {
   mjs: new URL("ort-wasm-simd-threaded.mjs", import.meta.url).href,
   wasm: new URL("ort-wasm-simd-threaded.wasm", import.meta.url).href,
