@@ -7,7 +7,6 @@ training: the checkpoint, the vocabularies, and the codes or SentencePiece model
 import contextlib
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -455,10 +454,10 @@ TRAININGS: dict[str, Callable[[Path, Path, int], None]] = {
 
 
 def train(toolkit: str, data: Path, folder: Path, steps: int) -> None:
-    """Train a model, unless the folder holds a finished one."""
+    """Train a model, unless the folder holds one of as many updates."""
     done = folder / ".trained"
-    if not done.is_file():
+    if not done.is_file() or done.read_text() != str(steps):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         TRAININGS[toolkit](data, folder, steps)
-        done.write_text(os.linesep)
+        done.write_text(str(steps))

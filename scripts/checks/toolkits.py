@@ -9,6 +9,7 @@ TOOLKIT.json, and the table of all toolkits so far, to the output folder.
 """
 
 import json
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -231,8 +232,8 @@ def compare(name: str, checkpoint: Path, folder: Path, data: Path, number: int) 
         source_codes=str(codes) if codes.is_file() else None,
         heads=HEADS if name in STATE_DICTS else None,
     )
-    if not folder.is_dir():
-        conversion.convert(checkpoint, folder, options=options)
+    shutil.rmtree(folder, ignore_errors=True)  # what converted it before may have changed
+    conversion.convert(checkpoint, folder, options=options)
     module = conversion.find_format(checkpoint)
     toolkit, ours = module.load_toolkit(checkpoint, options), Converted(folder)
     lines = (data / f"test_2016_flickr.{SOURCE}").read_text().splitlines()[:number]
