@@ -95,6 +95,13 @@ def test_a_folder_is_recognized_and_a_fingerprint_knows_its_weights(onnx_folder,
     assert before != after
 
 
+def test_a_fingerprint_knows_the_version_of_onnx_runtime(engine, tokenizer, monkeypatch):
+    before = fingerprint(engine, tokenizer)
+    monkeypatch.setattr("onnxruntime.__version__", "0.0")
+    after = fingerprint(engine, tokenizer)
+    assert [name for name in before if before[name] != after[name]] == ["versions"]
+
+
 def test_what_the_graphs_lack_is_refused_by_name(onnx_folder, engine):
     folder, (ids, mask) = onnx_folder[2], ragged(4, 2)
     for name in ("output_attentions", "output_hidden_states"):

@@ -59,13 +59,13 @@ def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
         `versions` of the libraries, `device` and `attn_implementation`, and digests of `weights`,
         `config`, `generation_config` and `tokenizer`.
     """
-    weights, version = blake2b(digest_size=8), f"torch {torch.__version__}"
+    weights = blake2b(digest_size=8)
+    version = getattr(model, "version", f"torch {torch.__version__}")
     if isinstance(model, torch.nn.Module):
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             weights.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     else:  # an engine
-        version = model.version
         for path in model.weight_files:
             weights.update(path.read_bytes())
     with TemporaryDirectory() as folder:

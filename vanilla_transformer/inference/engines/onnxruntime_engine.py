@@ -160,6 +160,13 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         is_half = self._decoder.types["encoder_hidden_states"] == "tensor(float16)"
         return torch.float16 if is_half else torch.float32
 
+    @property
+    def version(self) -> str:
+        """The libraries that compute, and their versions: torch searches."""
+        import onnxruntime
+
+        return f"torch {torch.__version__}, {NAME} {onnxruntime.__version__}"
+
     def to(self, device: Any) -> "OnnxRuntimeModel":
         """This model: it stays on the device that it was loaded for.
 
