@@ -209,6 +209,14 @@ def test_a_stream_adds_up_to_the_translation():
     assert "".join(pieces) == text.upper()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_sentences_of_chinese_get_a_space_between_them(stream):
+    app = make_app({("zh", "en"): UpperCase()}, ServingArguments(split_over=5))
+    fields = {"q": "我在a。他在b。", "source": "zh", "target": "en", "stream": stream}
+    answers = TestClient(app).post("/translate", json=fields).text.splitlines()
+    assert "".join(json.loads(one)["translatedText"] for one in answers) == "我在A。 他在B。"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -9,7 +9,13 @@ pytest.importorskip("pysbd", reason="needs vanilla-transformer[serve]")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vanilla_transformer.serving.segments import WINDOW, join, split_html, split_text
+from vanilla_transformer.serving.segments import (
+    WINDOW,
+    join,
+    split_html,
+    split_text,
+    with_spaces,
+)
 
 
 def sentences(segments):
@@ -46,6 +52,16 @@ def test_a_line_is_a_sentence_until_it_is_long():
     assert sentences(split_text(german, "de", 9)) == ["Das ist z.B. gut.", "Er kam am 3. Mai."]
     assert split_text(german, "de-AT", 9) == split_text(german, "de", 9)
     assert same(split_text(german, "unknown", 9)) == german
+
+
+@pytest.mark.parametrize(
+    ("target", "joined"), [("en", "It rains. Why? / a?b"), ("zh-Hant", "It rains.Why? / a?b")]
+)
+def test_sentences_that_touch_get_a_space_where_the_target_has_one(target, joined):
+    segments = split_text("下雨了。为什么？ / a?b", "zh", 5)
+    assert sentences(segments) == ["下雨了。", "为什么？", "/ a?", "b"]
+    spaced = with_spaces(segments, target)
+    assert join(spaced, ["It rains.", "Why?", "/ a?", "b"], is_html=False) == joined
 
 
 @pytest.mark.parametrize("split", [split_text, split_html])

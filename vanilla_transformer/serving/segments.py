@@ -20,6 +20,8 @@ TAGS = re.compile(
     r"\s*((?:(?:<2[^<>\s]{1,20}>|>>[^<>\s]{1,20}<<|translate \w{1,20} to \w{1,20}:)\s(?=\S)){1,2})"
 )
 
+UNSPACED = {"zh", "yue", "ja"}  # Chinese and Japanese have no space between sentences
+
 LINE_END = re.compile("([\n\r\u2028\u2029])")  # the last two are Unicode's, of lines and paragraphs
 HTML_SPACE = " \t\r\n\f"
 KEPT_TAGS = {"code", "pre", "script", "style", "textarea"}
@@ -86,6 +88,18 @@ def join(segments: Iterable[Segment], translations: Iterable[str], is_html: bool
         return html.escape(next(rest), quote=False) if is_html else next(rest)
 
     return "".join(translated() if one.is_sentence else one.text for one in segments)
+
+
+def with_spaces(segments: Iterable[Segment], language: str) -> list[Segment]:
+    """The segments with a space between sentences that touch, as after "。", for a translation into
+    a language that has one there. "?" in an address is no end: after ASCII, nothing changes."""
+    spaced: list[Segment] = []
+    for segment in segments:
+        touches = segment.is_sentence and spaced and spaced[-1].is_sentence
+        if touches and not spaced[-1].text[-1].isascii():
+            spaced += [Segment(" ", False)] * (language.partition("-")[0] not in UNSPACED)
+        spaced.append(segment)
+    return spaced
 
 
 def _without_space(text: str, space: str | None = None) -> Iterator[Segment]:

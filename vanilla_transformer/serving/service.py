@@ -10,7 +10,7 @@ from .arguments import ServingArguments
 from .batching import Translator
 from .languages import Pair, detect, language_name
 from .requests import DetectedLanguage, Language, TranslateRequest
-from .segments import Segment, join, split_html, split_text
+from .segments import Segment, join, split_html, split_text, with_spaces
 
 
 class TranslationService:
@@ -125,7 +125,8 @@ class TranslationService:
     async def _split(self, text: str, request: TranslateRequest, pair: Pair) -> list[Segment]:
         split = split_html if request.format == "html" else split_text
         # In a thread, because it takes up to a second for a long text.
-        return await asyncio.to_thread(split, text, pair[0], self.arguments.split_over)
+        segments = await asyncio.to_thread(split, text, pair[0], self.arguments.split_over)
+        return with_spaces(segments, pair[1])
 
     async def _translate_documents(
         self, documents: list[list[Segment]], request: TranslateRequest, pair: Pair
