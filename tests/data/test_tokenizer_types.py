@@ -97,6 +97,14 @@ def test_case_and_unicode_form_are_saved(kind, tmp_path):
     assert tokenizer.decode(tokenizer("Der HUND")["input_ids"][:-1]) == "der hund"
 
 
+@pytest.mark.parametrize("form", ["nfc", "nfd"])
+def test_lower_case_knows_the_last_letter_of_greek_words(form):
+    tokenizer = trained(tokenizer_type="char", lowercase=True, unicode_normalization=form)
+    text = "Ὁ ΣΟΦῸΣ ΠΑΎΛΟΣ, ΣΑΣ! Σ ΣΑ İI ẞ"
+    expected = unicodedata.normalize(form.upper(), text).lower()
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == expected
+
+
 def test_without_a_unicode_form_text_stays_as_it_is():
     tokenizer = trained(unicode_normalization="none")
     ids = tokenizer("u\u0308 Ａ")["input_ids"]

@@ -22,6 +22,7 @@ from ..data.vocabularies import (
     SPACE,
     Specials,
     bpe_codes,
+    lower_case,
     pair,
     rows,
     sentencepiece,
@@ -433,7 +434,7 @@ def _prepare(backend: Tokenizer, text: Mapping[str, Any]) -> None:
         last = [decoders.Replace(*pair) for pair in tidy]
         backend.decoder = decoders.Sequence([joined, decoders.Fuse(), *last])
     if text.get("lowercase"):
-        first.append(normalizers.Lowercase())
+        first.append(lower_case())
     if first:
         own = [backend.normalizer] if backend.normalizer else []
         backend.normalizer = normalizers.Sequence([*first, *own])

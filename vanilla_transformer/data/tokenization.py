@@ -28,7 +28,7 @@ from tokenizers import pre_tokenizers as splits
 from transformers import PreTrainedTokenizerFast
 
 from .text_files import expect_unicode
-from .vocabularies import any_of
+from .vocabularies import any_of, lower_case
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def train_tokenizer(
     byte_tokens = () if tokenizer_type == "word" else BYTE_TOKENS
     first_tokens = [*SPECIAL_TOKENS, *byte_tokens]
     form = UNICODE_FORMS[unicode_normalization]
-    rules = [*([form()] if form else []), *([normalizers.Lowercase()] if lowercase else [])]
+    rules = [*([form()] if form else []), *([lower_case()] if lowercase else [])]
     check_user_tokens(user_tokens)
     normalized = map(normalizers.Sequence(rules).normalize_str, user_tokens)
     backend_of = partial(_make_backend, tokenizer_type, rules, "|".join(map(re.escape, normalized)))

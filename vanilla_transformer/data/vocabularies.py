@@ -496,6 +496,14 @@ def _characters(first: int, last: int) -> str:
 # ---------------------------------------------------------------- shared
 
 
+def lower_case() -> normalizers.Normalizer:
+    """Lower case as in `str.lower`. `Lowercase` takes each character by itself, but a Greek sigma
+    has another form at the end of a word."""
+    letter = r"[\p{L}\p{M}]"
+    final = normalizers.Replace(Regex(f"(?<={letter})Σ(?!{letter})"), "ς")
+    return normalizers.Sequence([final, normalizers.Lowercase()])
+
+
 def _filled(vocab: Mapping[str, int], size: int | None) -> dict[str, int]:
     """The vocabulary in the order of its ids, with a name that no text has for each unused row."""
     names: dict[int, str] = {}
