@@ -284,6 +284,7 @@ def test_bleu_of_references_that_are_too_short_for_it_is_explained_once(caplog):
 UNSPACED = {
     "Chinese": "2019年，GDP增长 6.1%，美国 总统 Joe Biden周三表示，他将在10月5日访问北京。",
     "Japanese": "OpenAI は 新しいモデルを 発表した。彼は昨日、東京 の大学で三冊の本を買いました。",
+    "Tibetan": "ང་ཚོས་དེ་རིང་སློབ་གྲྭར་འགྲོ་གི་ཡིན། ཁོང་ཁ་ས་སླེབས་སོང་། ང་རང་དགེ་རྒན་ཡིན། ཁོ་ཡང་སློབ་མ་ཡིན།",
     "Thai": "นักวิจัย กล่าวว่า แบบจำลองนี้ ทำงานได้ดีกว่าเดิมมากเมื่อเทียบกับปีก่อน",
 }
 
@@ -301,10 +302,21 @@ def test_words_without_spaces_are_no_words_of_bleus_default_tokenizer(text, capl
     assert "Use zh for Chinese, ja-mecab for Japanese, char or flores200" in message
 
 
+@pytest.mark.parametrize("text", UNSPACED.values(), ids=UNSPACED)
+def test_error_rates_of_words_need_spaces_between_them(text, caplog):
+    transformers_logging.warning_once.cache_clear()
+    score_translations([text], [text], metrics=["cer", "chrf", "exact_match"])
+    assert not caplog.messages
+    score_translations([text], [text], metrics=["wer"])
+    score_translations([text], [text], metrics=["ter", "wer"])
+    for message, names in zip(caplog.messages, ["wer", "ter and wer"], strict=True):
+        assert f"no spaces between words, where {names} split text" in message
+
+
 def test_words_with_spaces_are_words_of_bleu_in_any_script(caplog):
     transformers_logging.warning_once.cache_clear()
     split = "美国 总统 周三 表示 ， 他 将 在 10月 5日 访问 北京 。"
-    score_translations([split], [split])
+    score_translations([split], [split], metrics=["bleu", "ter", "wer"])
     score_translations([split], [split], tokenize="none")
     score_translations([UNSPACED["Chinese"]], [UNSPACED["Chinese"]], tokenize="zh")
     score_translations([UNSPACED["Thai"]], [UNSPACED["Thai"]], tokenize="char")

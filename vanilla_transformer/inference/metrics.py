@@ -39,8 +39,9 @@ SIGNED = frozenset({"bleu", "chrf", "ter"})  # by sacreBLEU
 NEEDS_MORE = ("ja-mecab", "ko-mecab", "spm", "flores101", "flores200", "spBLEU-1K")
 # Where BLEU is 0 because targets are short.
 OTHER_METRICS = "Use chrf, exact_match or BLEU's tokenizer char, which splits text into characters"
-# Letters of Thai, Lao, Burmese, Khmer, Japanese and Chinese, which have no spaces between words.
-UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+# Letters of Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese, which have no spaces between
+# words.
+UNSPACED = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 TESTS = {"bootstrap": "bs", "ar": "ar"}  # paired tests, and sacreBLEU's names of them
 
 # ---------------------------------------------------------------- Metrics
@@ -239,28 +240,36 @@ def score_translations(
 
 
 def _warn_of_tokens(references: Sequence[Sequence[str]], metrics: Mapping[str, Metric]) -> None:
-    """Warn if BLEU says little because its tokenizer finds few tokens in the references."""
+    """Warn if a metric says little because it finds few tokens in the references."""
+    unsplit = [name for name in ("ter", "wer") if name in metrics]
+    if unsplit and any(lacks_spaces(one, str.split) for one in references):
+        logger.warning_once(
+            f"The references have no spaces between words, where {' and '.join(unsplit)} split "
+            "text: edits of phrases are counted, or of whole lines. Use cer or chrf"
+        )
     bleu = metrics.get("bleu")
     if bleu is None:
         return
+    assert isinstance(bleu, BLEU)
+    tokenizer = bleu.tokenizer
     if not any(has_4_tokens(one, bleu) for one in references):
         logger.warning_once(
             f"None of {len(references[0])} references has 4 tokens: BLEU is 0 for perfect "
             f"translations, and higher for longer ones. {OTHER_METRICS}"
         )
-    elif any(lacks_spaces(one, bleu) for one in references):
+    elif any(lacks_spaces(one, lambda text: tokenizer(text).split()) for one in references):
         logger.warning_once(
             "The references have no spaces between words, where BLEU's tokenizer "
-            f"{bleu.tokenizer.signature()} splits text: BLEU counts phrases instead of words. Use "
+            f"{tokenizer.signature()} splits text: BLEU counts phrases instead of words. Use "
             "zh for Chinese, ja-mecab for Japanese, char or flores200 for any language, or chrf"
         )
 
 
-def lacks_spaces(references: Iterable[str], bleu: Metric) -> bool:
-    """Whether a third of the letters belongs to scripts without spaces between words, and BLEU's
-    tokens are longer than words of these languages: 6 letters or more on average."""
-    assert isinstance(bleu, BLEU)
-    tokens = [token for reference in references for token in bleu.tokenizer(reference).split()]
+def lacks_spaces(references: Iterable[str], split: Callable[[str], Iterable[str]]) -> bool:
+    """Whether a third of the letters belongs to scripts without spaces between words, and the
+    tokens that texts are split into are longer than words of these languages: 6 letters or more on
+    average."""
+    tokens = [token for reference in references for token in split(reference)]
     length = sum(map(len, tokens))
     unspaced = sum(len(UNSPACED.findall(token)) for token in tokens)
     return unspaced > length / 3 and length >= 6 * len(tokens)
