@@ -263,6 +263,13 @@ def test_the_length_of_words_is_in_characters():
     assert ranges == [(1, 2, 2), (3, 4, 2)]
 
 
+def test_the_length_of_sentences_without_spaces_is_in_characters():
+    sources = ["我们昨天去了", "我们昨天去了北京的公园", "我们 昨天去了北京的公园散步"]
+    options = {"metrics": make_metrics(["ser"]), "sources": sources}
+    ranges, _ = scores_by_length({"a": ["b"] * 3}, ["b"] * 3, **options)
+    assert ranges == [(6, 6, 1), (11, 11, 1), (14, 14, 1)]
+
+
 def test_the_amount_of_white_space_is_no_error():
     predictions, references = ["a b", "a b c"], ["a  b ", "a bc"]
     scores = score_translations(predictions, references, metrics=["exact_match", "ser"])

@@ -358,7 +358,7 @@ def scores_by_length(
 ) -> tuple[list[tuple[int, int, int]], dict[str, dict[str, list[float]]]]:
     """Score groups of lines with sources of similar length. The groups have similar sizes.
 
-    A length is a number of words, or of characters if no source has white space within it.
+    A length is a number of words, or of characters if white space does not separate them.
 
     Args:
         systems, references, metrics: As for `compare_systems`.
@@ -369,7 +369,8 @@ def scores_by_length(
         The shortest length, the longest length and the number of lines of each group; and the
         scores of the groups, by metric and system.
     """
-    in_words = any(len(source.split()) > 1 for source in sources)
+    has_words = any(len(source.split()) > 1 for source in sources)
+    in_words = has_words and not lacks_spaces(sources, str.split)
     lengths = np.array([len(source.split() if in_words else source.strip()) for source in sources])
     shares = np.linspace(0, 1, groups + 1)[1:]
     limits = np.unique(np.quantile(lengths, shares, method="inverted_cdf"))
