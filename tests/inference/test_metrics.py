@@ -335,6 +335,23 @@ def test_words_with_spaces_are_words_of_bleu_in_any_script(caplog):
     assert not caplog.messages
 
 
+def test_references_in_another_unicode_form_than_the_translations_are_named(caplog):
+    transformers_logging.warning_once.cache_clear()
+    plain, hindi = "Ein Haus", "लड\u093cका बड\u093cा है"
+    whole = hindi.replace("ड\u093c", "\u095c")  # which NFC takes apart
+    metrics = make_metrics(["ser"])
+    for one, other in ((hindi, hindi), (whole, whole), (whole, hindi)):
+        score_translations([plain, one], [plain, other], metrics=metrics)
+    assert not caplog.messages
+    assert score_translations([plain, hindi], [plain, whole], metrics=metrics)["ser"] == 50
+    systems = {"a": [plain, hindi], "b": [hindi, hindi]}
+    compare_systems(systems, [plain, whole], metrics=metrics, test="ar")
+    score_translations([plain, whole], [plain, hindi], metrics=metrics)
+    score_translations([whole, whole], [hindi, hindi], metrics=metrics)
+    for message, count in zip(caplog.messages, (1, 2), strict=True):
+        assert message.startswith(f"{count} of 2 lines have a translation in Unicode's form NFC")
+
+
 def test_a_tokenizer_of_bleu_that_cannot_be_downloaded_is_named_at_once(monkeypatch):
     class Offline:
         TOKENIZERS = ("flores200",)

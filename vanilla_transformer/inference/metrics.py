@@ -3,8 +3,11 @@ Clarity in Reporting BLEU Scores"), and tests of the difference between systems.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
+from operator import ne
 from typing import Any
+from unicodedata import is_normalized
 from unittest.mock import patch
 
 import numpy as np
@@ -231,6 +234,7 @@ def score_translations(
         name: metric.corpus_score(predictions, references).score for name, metric in metrics.items()
     }
     _warn_of_tokens(references, metrics)
+    _warn_of_form(predictions, references)
     signatures = {
         f"{name}_signature": str(metric.get_signature())
         for name, metric in metrics.items()
@@ -262,6 +266,22 @@ def _warn_of_tokens(references: Sequence[Sequence[str]], metrics: Mapping[str, M
             "The references have no spaces between words, where BLEU's tokenizer "
             f"{tokenizer.signature()} splits text: BLEU counts phrases instead of words. Use "
             "zh for Chinese, ja-mecab for Japanese, char or flores200 for any language, or chrf"
+        )
+
+
+def _warn_of_form(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    """Warn if translations are in Unicode's form NFC, as those of a new tokenizer, and references
+    are not, or most are the reverse: then the same letters differ, in all Vietnamese or a few of
+    Hindi. A model may make some text in another form by mistake."""
+    is_nfc = partial(is_normalized, "NFC")
+    of_lines = [all(map(is_nfc, line)) for line in zip(*references, strict=True)]
+    of_predictions = list(map(is_nfc, predictions))
+    differ = sum(map(ne, of_predictions, of_lines))
+    if differ and (all(of_predictions) or 2 * differ > len(predictions)):
+        logger.warning_once(
+            f"{differ} of {len(predictions)} lines have a translation in Unicode's form NFC and a "
+            "reference in another, or the reverse: letters that look the same are errors. "
+            "Normalize both, for example with uconv -x nfc"
         )
 
 
@@ -319,6 +339,7 @@ def compare_systems(
     """
     for predictions in systems.values():
         expect_references(predictions, references)
+        _warn_of_form(predictions, references)
     _warn_of_tokens(references, metrics)
     # It keeps the order of the metrics, but renames them.
     paired = significance.PairedTest(list(systems.items()), dict(metrics), references, TESTS[test])
