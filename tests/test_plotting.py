@@ -18,6 +18,7 @@ from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.analysis.attention import attention_maps
 from vanilla_transformer.analysis.positions import position_encodings
 from vanilla_transformer.cli import plot as script
+from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.data.tokenizer_options import TokenizerArguments
 from vanilla_transformer.inference.engines import ctranslate2_engine
 from vanilla_transformer.model.modeling_vanilla_transformer import SinusoidalPositions
@@ -352,6 +353,14 @@ def test_tokens_look_as_in_a_text_and_white_space_and_parts_of_characters_can_be
     ]  # fmt: skip
     axes = plot_attention(maps, layers=[1], heads=[1]).axes[0]
     assert not any(label.get_parse_math() for label in axes.get_xticklabels())
+
+
+def test_joiners_and_ideographic_spaces_can_be_seen():
+    tokenizer = train_tokenizer(["می\u200cرود", "我\u3000你"], 300, tokenizer_type="char")
+    config = small_config(vocab_size=len(tokenizer), attn_implementation="eager")
+    model = VanillaTransformerForConditionalGeneration(config)
+    maps = attention_maps(model, tokenizer, "ی\u200cر我\u3000", "م", "encoder")
+    assert maps.keys == ["ی", r"\u200c", "ر", "我", r"\u3000", "</s>"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from ..inference.scoring import pair_batches
 from ..inference.translation import decoder_start
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerAttention
+from ..model.pipelines import is_blank
 from ..plotting import DESCRIPTIONS, KINDS, AttentionMaps, Kind
 
 VIEWS = ("head", "model")  # of bertviz
@@ -147,8 +148,8 @@ def expect_sentences(**sentences: str | None) -> None:
 def _readable(
     token_ids: list[int], tokenizer: PreTrainedTokenizerBase, of_source: bool
 ) -> list[str]:
-    """Tokens as they look in a text, white space made visible; as in the vocabulary where they are
-    part of a character."""
+    """Tokens as they look in a text, but the invisible made visible; as in the vocabulary where
+    they are part of a character."""
     to_token, side = tokenizer.convert_ids_to_tokens, {}
     if hasattr(tokenizer, "target_tokenizer"):  # it has two vocabularies
         side = {"use_source_tokenizer": of_source}
@@ -157,9 +158,9 @@ def _readable(
     readable = []
     for token_id in token_ids:
         token, text = to_token(token_id), tokenizer.decode([token_id], **side).strip()
-        whole = text and "\N{REPLACEMENT CHARACTER}" not in text
+        whole = not is_blank(text) and "\N{REPLACEMENT CHARACTER}" not in text
         blank = repr(token)[1:-1].replace(" ", "\N{OPEN BOX}")
-        readable.append(text if whole else token if token.strip() else blank)
+        readable.append(text if whole else blank if is_blank(token) else token)
     return readable
 
 
