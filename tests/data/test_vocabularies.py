@@ -530,6 +530,22 @@ def test_sentencepiece_composes_what_is_decomposed(tmp_path, rules, form):
     assert not differing(tokenizer, texts, [[*ids, 2] for ids in witness.encode(texts)])
 
 
+@pytest.mark.parametrize("rules", ["nmt_nfkc", "nmt_nfkc_cf", "nfkc"])
+def test_sentencepiece_keeps_marks_and_their_order(tmp_path, rules):
+    """Half-width kana, marks after characters that are replaced, marks that NFC sorts."""
+    lines = [
+        "ﾃﾞｰﾀ ﾊﾟ ｳﾞ", "Ａ\u0301 А\u0301 \u00bd\u20dd", "\ufefb\u064e \ufdf2\u0651",
+        "\u0645\u064f\u062d\u064e\u0645\u0651\u064e\u062f", "\u064e\u0627\u0653 \u0dd9\u0dca\u0dcf",
+        "\u1014\u103a\u1037 \u0e01\u0e49\u0e38", "\u05e9\u05c1\u05bc\u05b8", "क\u093c \u095c",
+    ]  # fmt: skip
+    witness, file = trained(
+        tmp_path, lines * 50, model_type="char", vocab_size=80, hard_vocab_limit=False,
+        character_coverage=1.0, normalization_rule_name=rules,
+    )  # fmt: skip
+    tokenizer = vocabularies.sentencepiece(vocabulary_files.read_sentencepiece(file), NO_PAD)
+    assert not differing(tokenizer, lines, [[*ids, 2] for ids in witness.encode(lines)])
+
+
 @pytest.mark.parametrize("count", LINES)
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_pieces_of_sentencepiece_are_looked_up_as_marian_does(tmp_path, kind, count):

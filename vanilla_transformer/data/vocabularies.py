@@ -39,6 +39,11 @@ from .vocabulary_files import (
 # characters that sentencepiece does not know.
 BACKSLASH, UNDERSCORE, UNSEEN = "\ue001", "\ue002", "\ue003"
 _FIRST_STAND_IN = 0xE010
+WALLS = ("\ufdd0", "\ufdd1")  # noncharacters, which are for internal use
+_COMPOSING_MARKS = (
+    "\u0300-\u0345\u0653-\u0655\u093c\u09be\u09d7\u0b3e\u0b56\u0b57\u0bbe\u0bd7\u0c56\u0cc2\u0cd5"
+    "\u0cd6\u0d3e\u0d57\u0dca\u0dcf\u0ddf\u102e\u1b35\u3099\u309a"
+)
 # What Python's str.split() splits at.
 _WHITE_SPACE = "[\x09-\x0d\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
 # subword-nmt writes other white space inside a word as this and the separator.
@@ -277,9 +282,9 @@ def _sentencepiece_rules(
     rules: list[normalizers.Normalizer] = [
         normalizers.Replace(symbol, stand_in) for symbol, stand_in in symbols.items()
     ]
-    if model.composes:  # `Precompiled` composes one accent at a time, sentencepiece all
-        rules.append(normalizers.NFC())
-    if model.charsmap:
+    if model.composes:
+        rules += _composing(model.charsmap)
+    elif model.charsmap:
         rules.append(normalizers.Precompiled(model.charsmap))
     if model.squeezes_spaces:
         rules.append(normalizers.Replace(Regex("^ +| +$"), ""))
@@ -287,6 +292,23 @@ def _sentencepiece_rules(
     elif model.dummy_prefix:  # Metaspace puts no space before a space
         rules.append(normalizers.Prepend(" "))
     return rules
+
+
+def _composing(charsmap: bytes) -> list[normalizers.Normalizer]:
+    """NFKC as sentencepiece applies it. `Precompiled` drops a mark after a character that it
+    replaces, and composes one mark at a time or none: so it sees each mark alone, and `NFC`
+    composes. `NFC` also sorts marks, as those of Arabic: so it sees those alone that compose with
+    nothing."""
+    marks = r"(?<=.)(?=\p{M})"  # not at the start: `Replace` there breaks the rules after it
+    return [
+        normalizers.Replace(Regex(f"{marks}(?![{_COMPOSING_MARKS}])"), WALLS[0]),
+        normalizers.NFC(),
+        normalizers.Replace(Regex(marks), WALLS[1]),
+        normalizers.Precompiled(charsmap),
+        normalizers.Replace(WALLS[1], ""),
+        normalizers.NFC(),
+        normalizers.Replace(WALLS[0], ""),
+    ]
 
 
 def _with_stand_ins(
