@@ -134,6 +134,16 @@ def test_neighbours_are_those_of_one_token(translator):
         nearest_tokens(torch.eye(300), vocabulary_of(translator[1], "encoder"), ["lakehouse"])
 
 
+def test_a_token_inside_a_text_without_spaces_has_neighbours():
+    texts = ["我吃苹果", "他买苹果", "你要苹果"] * 3
+    vocabulary = train_tokenizer(texts, 280, show_progress=False).backend_tokenizer
+    assert vocabulary.encode("苹果", add_special_tokens=False).tokens == [" ", "苹果"]
+    row = vocabulary.token_to_id("苹果")
+    matrix = torch.eye(vocabulary.get_vocab_size())
+    matrix[5] = matrix[row] + 0.1 * matrix[5]
+    assert nearest_tokens(matrix, vocabulary, ["苹果"], 1)["苹果"][0][0] == "<0x01>"
+
+
 @pytest.mark.parametrize("word", ["boat", "See"])
 def test_a_word_that_the_model_lacks_has_no_neighbours(word):
     """Neither one that the vocabulary lacks, nor one beyond the rows of the matrix."""

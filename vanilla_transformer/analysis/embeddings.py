@@ -78,7 +78,8 @@ def nearest_tokens(
     Args:
         matrix: (vocabulary, d_model).
         vocabulary: The tokenizer of these rows. Further rows are ignored.
-        words: Each is one token. A word that is read as the unknown token must be that token.
+        words: Each is one token, at the start of a text or, as in Chinese, inside one. A word that
+            is read as the unknown token must be that token.
         count: The number of neighbours.
 
     Returns:
@@ -91,15 +92,17 @@ def nearest_tokens(
     directions = F.normalize(rows.detach().float().cpu(), dim=-1)
     unknown, nearest = unknown_token(vocabulary), {}
     for word in words:
-        encoded = vocabulary.encode(word, add_special_tokens=False)
-        pieces = [vocabulary.id_to_token(i) if i < len(rows) else unknown for i in encoded.ids]
+        ids = vocabulary.encode(word, add_special_tokens=False).ids
+        if len(ids) > 1 and (inside := vocabulary.token_to_id(word)) is not None:
+            ids = [inside]
+        pieces = [vocabulary.id_to_token(i) if i < len(rows) else unknown for i in ids]
         if len(pieces) != 1 or pieces[0] == unknown != word:
             raise ValueError(
                 f"tokens={word!r}: expected one token of the vocabulary, but it consists of "
                 f"{', '.join(map(repr, pieces))}"
             )
-        similarities = directions @ directions[encoded.ids[0]]
-        similarities[encoded.ids[0]] = -2.0  # it is no neighbour of itself
+        similarities = directions @ directions[ids[0]]
+        similarities[ids[0]] = -2.0  # it is no neighbour of itself
         best = similarities.topk(min(count, len(similarities) - 1))
         tokens = [str(vocabulary.id_to_token(row)) for row in best.indices.tolist()]
         nearest[word] = list(zip(tokens, best.values.tolist(), strict=True))
