@@ -55,6 +55,22 @@ def test_a_line_is_a_sentence_until_it_is_long():
 
 
 @pytest.mark.parametrize(
+    ("language", "expected"),
+    [
+        ("ar", ["بالطبع، أنا سعيد.", "قال: نعم!", "لا؟"]),
+        ("zh", ["他说：“走吧！”她笑了。", "然后走了。"]),
+        ("ja", ["「はい。」と彼は言った。", "そうか。"]),
+        ("sv", ["Han kom hem. ", "”Hej!” sa han."]),
+        ("de", ["Er kam. ", "»Hallo!« rief er."]),
+    ],
+)
+def test_a_comma_and_a_closing_quotation_mark_end_no_sentence(language, expected):
+    space = " " * (language == "ar")
+    found = sentences(split_text(space.join(expected), language, 5))
+    assert found == list(map(str.strip, expected))
+
+
+@pytest.mark.parametrize(
     ("target", "joined"), [("en", "It rains. Why? / a?b"), ("zh-Hant", "It rains.Why? / a?b")]
 )
 def test_sentences_that_touch_get_a_space_where_the_target_has_one(target, joined):

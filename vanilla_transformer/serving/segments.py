@@ -22,6 +22,9 @@ TAGS = re.compile(
 
 UNSPACED = {"zh", "yue", "ja"}  # Chinese and Japanese have no space between sentences
 
+# pysbd splits at Arabic's comma and at its colon, and before closing quotation marks.
+INNER_SPLIT = re.compile(r"[،:]\s*\0|\S\0[«»”’」』）》〉】]")
+
 LINE_END = re.compile("([\n\r\u2028\u2029])")  # the last two are Unicode's, of lines and paragraphs
 HTML_SPACE = " \t\r\n\f"
 KEPT_TAGS = {"code", "pre", "script", "style", "textarea"}
@@ -128,11 +131,23 @@ def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
             sentences = []
         if "".join(sentences) != window:
             sentences = [window]
+        sentences = _whole(sentences)
         if len(line) > WINDOW:  # the last sentence may go on
             complete = sentences[:-1]
             sentences = complete or [window[: window.rfind(" ") + 1] or window]
         yield from sentences
         line = line[sum(map(len, sentences)) :]
+
+
+def _whole(sentences: Iterable[str]) -> list[str]:
+    """The sentences without splits inside them."""
+    whole: list[str] = []
+    for sentence in sentences:
+        if whole and INNER_SPLIT.search(f"{whole[-1]}\0{sentence[:1]}"):
+            whole[-1] += sentence
+        else:
+            whole.append(sentence)
+    return whole
 
 
 class _Element(NamedTuple):
