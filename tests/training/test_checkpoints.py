@@ -283,7 +283,7 @@ def test_a_step_that_is_saved_again_replaces_its_checkpoint(run, tokenizer):
 
 
 def test_later_checkpoints_than_the_resumed_one_are_named(run, caplog):
-    """The next "auto" goes on from them, wherever this training will be."""
+    """The next "auto" continues from them, wherever this training will be."""
     for step, warnings in ((8, []), (4, ["6, 8"])):
         caplog.clear()
         wanted = str(run / f"checkpoint-{step}")

@@ -1,4 +1,4 @@
-"""A signal ends training with a checkpoint; what goes on from it ends as if none had come."""
+"""A signal ends training with a checkpoint; what continues from it ends as if none had come."""
 
 import os
 import signal

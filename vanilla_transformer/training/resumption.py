@@ -93,7 +93,7 @@ def _warn_of_later_checkpoints(output_dir: Path, wanted: str) -> None:
     if later := [step for step in checkpoints_by_step(output_dir) if step > resumed]:
         logger.warning(
             "Training resumes at step %d, and %s holds later checkpoints, of steps %s: move them, "
-            'or --resume_from_checkpoint "auto" goes on from the last of them',
+            'or --resume_from_checkpoint "auto" continues from the last of them',
             resumed, output_dir, ", ".join(map(str, later)),
         )  # fmt: skip
 
