@@ -211,7 +211,7 @@ class _Answer(BaseHTTPRequestHandler):
 
     def tree(self, repository, revision, folder):
         files = self.server.files(repository, revision)
-        inside = [path for path in files if path.startswith(folder or "")]
+        inside = [path for path in files if path.startswith(f"{folder}/" if folder else "")]
         if folder and not inside:
             self.reply({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound")
             return

@@ -96,11 +96,13 @@ def join(segments: Iterable[Segment], translations: Iterable[str], is_html: bool
 def with_spaces(segments: Iterable[Segment], language: str) -> list[Segment]:
     """The segments with a space between sentences that touch, as after "。", for a translation into
     a language that has one there. "?" in an address is no end: after ASCII, nothing changes."""
+    if language.partition("-")[0] in UNSPACED:
+        return list(segments)
     spaced: list[Segment] = []
     for segment in segments:
         touches = segment.is_sentence and spaced and spaced[-1].is_sentence
         if touches and not spaced[-1].text[-1].isascii():
-            spaced += [Segment(" ", False)] * (language.partition("-")[0] not in UNSPACED)
+            spaced.append(Segment(" ", False))
         spaced.append(segment)
     return spaced
 
