@@ -311,11 +311,11 @@ def check_call(call: Call) -> None:
 
 
 def read(model: Any, arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Hidden states or logits. The loss, if there is one, must be a scalar."""
+    """Hidden states or logits. The loss, if there is one, must be one number."""
     with torch.no_grad():
         outputs = model(**{**arguments, "return_dict": True})
     loss = outputs.get("loss")
-    assert loss is None or loss.ndim == 0
+    assert loss is None or loss.numel() == 1
     return (outputs["last_hidden_state" if "last_hidden_state" in outputs else "logits"],)
 
 
@@ -576,6 +576,8 @@ def _argument_names(call: Call) -> Iterator[str]:
     yield from (name.replace("_", " ") for name in call.arguments)  # "attention mask of shape"
     if "repetition_penalty" in call.arguments or "encoder_repetition_penalty" in call.arguments:
         yield "`penalty`"  # their name in the errors of transformers
+    if "forced_eos_token_id" in call.arguments:
+        yield "`eos_token_id`"  # the same
     yield CACHE_NAME  # what transformers 5.24 calls past_key_values
     yield from ("token id", "position", "label", "targets", "input_ids", "inputs_embeds", "mask")
 

@@ -346,6 +346,14 @@ def test_the_decoder_alone_continues_prompts_of_any_length(strategy, side):
 # ---------------------------------------------------------------- options
 
 
+@pytest.mark.parametrize("option", ["num_beams", "num_return_sequences"])
+def test_none_of_a_count_is_one(option):
+    model = seq2seq(initializer="tensor2tensor").eval()
+    model.generation_config.num_beams = 2
+    expected = model.generate(random_ids(2, 5), max_new_tokens=6, **{option: 1})
+    assert model.generate(random_ids(2, 5), max_new_tokens=6, **{option: None}).equal(expected)
+
+
 def test_none_turns_off_an_option_of_the_model():
     """As for transformers, which writes keywords into a copy of the generation config."""
     default = GenerationConfig(max_new_tokens=200, suppress_tokens=[3], num_beams=4)

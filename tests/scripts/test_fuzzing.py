@@ -128,6 +128,16 @@ IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
             ValueError,
             r"encoder_outputs of shape \(2, 3, 7\) .* expected \(batch, length, 24\)",
         ),
+        (
+            {"labels": IDS, "num_items_in_batch": [[1, 2]]},
+            TypeError,
+            r"num_items_in_batch=\[\[1, 2\]\]: expected a number",
+        ),
+        (
+            {"labels": IDS, "num_items_in_batch": IDS[0]},
+            TypeError,
+            r"num_items_in_batch of shape \(3,\) and torch.int64: expected a number",
+        ),
         ({"past_key_values": IDS}, TypeError, f"{CACHE_NAME} of type Tensor: expected a Cache"),
         (
             {"past_key_values": DynamicCache()},
@@ -196,6 +206,8 @@ def test_a_mask_of_four_dimensions_is_as_long_as_a_static_cache():
         ("num_beams", 2.5, "a whole number from 1"),
         ("max_new_tokens", 0, "a whole number from 1"),
         ("top_k", "5", "a whole number from 0"),
+        ("num_beams", 10**9, "a whole number from 1 to 1048576"),
+        ("encoder_no_repeat_ngram_size", 10**9, "a whole number from 0 to 1000"),
         ("temperature", float("nan"), "a finite number"),
         ("length_penalty", float("inf"), "a finite number"),
         ("forced_eos_token_id", 50, "0 <= id < 50"),

@@ -372,6 +372,9 @@ class GenerationOptions:
         self.default = default
         self.given = copy.deepcopy(given)
         self.kwargs = dict(kwargs)
+        for name in ("num_beams", "num_return_sequences"):  # transformers (5.17 to 5.24) needs one
+            if name in kwargs and kwargs[name] is None:
+                self.kwargs[name] = 1
 
     def all(self) -> dict[str, Any]:
         """All options."""

@@ -51,6 +51,7 @@ from .pretrained import (
     scale_sublayers,
 )
 from .validation import (
+    expect_count,
     expect_labels,
     expect_shiftable,
     select_positions,
@@ -391,6 +392,7 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
         if labels is None:
             return self.lm_head(hidden_states), None
         expect_labels(labels, hidden_states, self.config.target_vocab_size)
+        expect_count(num_items, "num_items_in_batch")
         eps = self.config.label_smoothing if self.training else 0.0
         skip_logits = self.training if skip_logits is None else skip_logits
         if skip_logits and can_fuse(self.config, self.lm_head):

@@ -251,10 +251,13 @@ def expect_prompt(model: PreTrainedModel, options: dict[str, Any]) -> None:
         expect_mask(mask, shape, shape, heads, model.dtype)
 
 
+LONGEST, MOST_ROWS = 2**31 - 1, 2**20
 COUNTS = {
-    "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1, "max_length": 1,
-    "min_length": 0, "min_new_tokens": 0, "top_k": 0, "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
+    "num_beams": (1, MOST_ROWS), "num_return_sequences": (1, MOST_ROWS),
+    "max_new_tokens": (1, LONGEST), "max_length": (1, LONGEST),
+    "min_length": (0, LONGEST), "min_new_tokens": (0, LONGEST), "top_k": (0, LONGEST),
+    "no_repeat_ngram_size": (0, LONGEST),
+    "encoder_no_repeat_ngram_size": (0, 1000),  # transformers copies the source as often
 }  # fmt: skip
 NUMBERS = (
     "length_penalty", "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
@@ -272,14 +275,14 @@ LISTS = TOKENS[-3:]
 def expect_generation_options(
     options: dict[str, Any], vocab_size: int, is_encoder_decoder: bool = True
 ) -> None:
-    """Raises ValueError unless counts are whole and not too small, numbers finite, tokens in the
+    """Raises ValueError unless counts are whole and in their range, numbers finite, tokens in the
     vocabulary, and guidance is asked of a decoder alone. None is none of them, and what else is
     wrong transformers says."""
     given = {name: value for name, value in options.items() if value is not None}
     for name in given.keys() & COUNTS.keys():
-        value, least = given[name], COUNTS[name]
-        if not _is_a(Integral, value) or not least <= value < 2**31:
-            raise ValueError(f"{name}={value!r}: expected a whole number from {least}")
+        value, (least, most) = given[name], COUNTS[name]
+        if not _is_a(Integral, value) or not least <= value <= most:
+            raise ValueError(f"{name}={value!r}: expected a whole number from {least} to {most}")
     for name in given.keys() & set(NUMBERS):
         value = given[name]
         if not _is_a(Real, value) or not abs(value) < 1e30:
@@ -362,6 +365,18 @@ def expect_labels(labels: Any, predictions: torch.Tensor, vocab_size: int) -> No
         )
     if labels.device.type == "cpu" and not is_transformed():
         raise_if_outside(labels[labels != -100], vocab_size, "label")
+
+
+def expect_count(count: Any, name: str) -> None:
+    """Raises TypeError unless this is a number, or a tensor of one: `DataParallel` makes tensors of
+    shape (1, 1)."""
+    if isinstance(count, torch.Tensor):
+        if count.numel() == 1 and not count.is_complex():
+            return
+        shape = tuple(count.shape)
+        raise TypeError(f"{name} of shape {shape} and {count.dtype}: expected a number")
+    if not (count is None or _is_a(Real, count)):
+        raise TypeError(f"{name}={count!r}: expected a number, or None for the number of labels")
 
 
 def warn_of_unshifted(labels: Any, decoder_input_ids: Any) -> None:
