@@ -293,11 +293,12 @@ def test_workers_of_a_stream_share_its_batches_in_order():
     assert str(alone) == str(shared)
 
 
-def test_workers_see_each_row_of_uneven_shards_once_an_epoch():
-    def rows(sizes):
-        yield from ({"input_ids": [size, row]} for size in sizes for row in range(size))
+def rows_of_shards(sizes):
+    yield from ({"input_ids": [size, row]} for size in sizes for row in range(size))
 
-    stream = IterableDataset.from_generator(rows, gen_kwargs={"sizes": [9, 1]})
+
+def test_workers_see_each_row_of_uneven_shards_once_an_epoch():
+    stream = IterableDataset.from_generator(rows_of_shards, gen_kwargs={"sizes": [9, 1]})
     loader = DataLoader(RepeatedStream(stream), batch_size=None, num_workers=2)
     seen = [str(row) for row in islice(loader, 20)]
     assert seen == 2 * [str(row) for row in stream]

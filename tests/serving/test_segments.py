@@ -165,7 +165,12 @@ def test_html_has_its_texts_translated_and_its_tags_kept(text, found):
 
 @pytest.mark.parametrize(
     "section",
-    ["<svg><![CDATA[x < y]]></svg>", "<![if !mso]><b></b><![endif]>", "<![CDATA[a]] b]]>"],
+    [
+        "<svg><![CDATA[x < y]]></svg>",
+        "<![if !mso]><b></b><![endif]>",
+        "<![CDATA[a]] b]]>",
+        "<!x><b></b></1>",
+    ],
 )
 def test_a_section_stays_as_it_is(section):
     segments = split_html(f"{section}<p>yes</p>", "en", 200)

@@ -208,6 +208,13 @@ class _SegmentingParser(HTMLParser):
         except AssertionError:
             return self.parse_bogus_comment(i)
 
+    def parse_bogus_comment(self, i: int, report: bool = True) -> int:
+        """What newer versions of Python, as browsers, read as a comment stays as it is."""
+        end = super().parse_bogus_comment(i, report=False)
+        if end > 0:
+            self._keep(self.rawdata[i:end])
+        return end
+
     def handle_pi(self, data: str) -> None:
         self._keep(f"<?{data}>")
 
