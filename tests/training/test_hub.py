@@ -20,7 +20,6 @@ from vanilla_transformer.training.arguments import ModelArguments, TranslationTr
 from vanilla_transformer.training.checkpoints import CHECKSUMS_NAME, find_defect
 from vanilla_transformer.training.hub import push_folder
 from vanilla_transformer.training.model_card import ModelCardTrainer, write_model_card
-from vanilla_transformer.training.trainer import TranslationTrainer
 
 
 @pytest.fixture
@@ -278,15 +277,35 @@ def test_a_training_makes_the_branch_that_it_pushes_to(hub, tokenizer, tmp_path)
     assert hub.branches["me/mine"].keys() == {"main", "v2"}
 
 
-def test_an_upload_that_fails_gives_a_warning(hub, train_here, tmp_path, monkeypatch, caplog):
+def test_uploads_that_fail_end_a_training_after_its_scores(hub, train_here, tmp_path, caplog):
     hub.refusals.append("/api/models/me/mine/commit")
-    monkeypatch.setattr(ModelCardTrainer, "finish_card", lambda *_: None)
-    monkeypatch.setattr(TranslationTrainer, "push_to_hub", lambda *_, **__: None)
-    train_here(*TINY, "--push_to_hub", "--hub_token", TOKEN, "--output_dir", tmp_path / "mine")
+    folder = tmp_path / "mine"
+    with pytest.raises(ConnectionError, match=r"mine, but their upload failed: .*500") as raised:
+        train_here(*TINY, "--push_to_hub", "--hub_token", TOKEN, "--output_dir", folder)
+    assert f"`vanilla-transformer push {folder} me/mine`" in str(raised.value)
     assert hub.log("me/mine") == ["initial commit"]
-    message = next(text for text in caplog.messages if "upload" in text)
-    assert message.startswith("An upload to the Hub failed, and training continues: ")
-    assert "500" in message
+    told = [text for text in caplog.messages if "upload to the Hub failed" in text]
+    assert told[0].startswith("An upload to the Hub failed, and training continues: ")
+    assert told[-1].startswith("The upload to the Hub failed, and is repeated in the end: ")
+    assert all("500" in message for message in told)
+    assert "| test | " in (folder / "README.md").read_text()
+    assert (folder / "trainer_state.json").is_file()
+
+
+def test_the_last_upload_repeats_one_that_failed(hub, train_here, tmp_path, monkeypatch):
+    def answer_again(trainer, *arguments):
+        hub.refusals.clear()
+        finish_card(trainer, *arguments)
+
+    finish_card = ModelCardTrainer.finish_card
+    monkeypatch.setattr(ModelCardTrainer, "finish_card", answer_again)
+    hub.refusals.append("/api/models/me/mine/commit")
+    train_here(*TINY, "--push_to_hub", "--hub_token", TOKEN, "--output_dir", tmp_path / "mine")
+    assert hub.log("me/mine") == ["initial commit", "Model card"]
+    files = hub.files("me/mine")
+    assert files["model.safetensors"] == (tmp_path / "mine" / "model.safetensors").read_bytes()
+    assert {"config.json", "tokenizer.json", "modeling_vanilla_transformer.py"} <= files.keys()
+    assert not any(name.startswith(("checkpoint-", "_incomplete")) for name in files)
 
 
 def test_a_model_that_is_fine_tuned_names_its_base_and_its_data(model, tmp_path):

@@ -227,12 +227,7 @@ def uploads(monkeypatch):
         assert options["repo_id"].startswith("me/")
         return upload(commit_message, Path(folder_path, "README.md"), run_as_future)
 
-    def upload_file(self, *, path_or_fileobj, path_in_repo, commit_message, **options):
-        assert options["repo_id"].startswith("me/")
-        assert path_in_repo == "README.md"
-        return upload(commit_message, Path(path_or_fileobj))
-
-    for method in (create_repo, upload_folder, upload_file):
+    for method in (create_repo, upload_folder):
         monkeypatch.setattr(HfApi, method.__name__, method)
     return made
 

@@ -1,6 +1,7 @@
 """The model card that training writes: data, recipe, command and scores."""
 
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -31,6 +32,8 @@ from ..inference.metrics import LABELS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .arguments import ModelArguments
 from .checkpoints import step_of
+
+logger = logging.getLogger(__name__)
 
 USAGE = """```python
 from transformers import pipeline
@@ -118,24 +121,47 @@ class ModelCardTrainer(Trainer):
         elif self.is_world_process_zero():
             self._write_card(self.model)
 
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Same as `Trainer.push_to_hub`, but if it fails, only a warning says so: the scores can
+        still be measured, and `finish_card` uploads everything again."""
+        if not self.card_arguments:
+            return super().push_to_hub(*args, **kwargs)
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except Exception as error:
+            logger.warning("The upload to the Hub failed, and is repeated in the end: %s", error)
+            return None
+
     def finish_card(self, model: PreTrainedModel, scores: dict[str, dict[str, Any]]) -> None:
-        """Write the card with scores, and push it if the model was pushed.
+        """Write the card with scores. With `push_to_hub`, upload it, and what changed in the folder
+        or failed to be uploaded before.
 
         Args:
             model: The full model; the trainer's own may be sharded.
             scores: As for `write_model_card`.
+
+        Raises:
+            ConnectionError: The upload failed.
         """
         self.scores = scores
-        path = self._write_card(model)
-        if self.args.push_to_hub:
-            HfApi().upload_file(
-                path_or_fileobj=path,
-                path_in_repo=path.name,
+        folder = self._write_card(model).parent
+        if not self.args.push_to_hub:
+            return
+        try:
+            HfApi().upload_folder(
                 repo_id=self.hub_model_id,
+                folder_path=folder,
                 token=self.args.hub_token,
                 revision=self.args.hub_revision,
                 commit_message="Model card",
+                ignore_patterns=["_*", f"{PREFIX_CHECKPOINT_DIR}-*"],
             )
+        except Exception as error:
+            raise ConnectionError(
+                f"the model and its card are in {self.args.output_dir}, but their upload failed: "
+                f"{error}; `vanilla-transformer push {self.args.output_dir} {self.hub_model_id}` "
+                "uploads them"
+            ) from error
 
     def _write_card(self, model: PreTrainedModel) -> Path:
         steps, epochs = self.state.global_step, self.state.epoch or 0.0
