@@ -24,6 +24,7 @@ from vanilla_transformer.training.checkpoints import (
     STAGING_DIR,
     checkpoints_by_step,
     find_defect,
+    from_worst_to_best,
     last_complete_checkpoint,
 )
 from vanilla_transformer.training.folder_lock import locked
@@ -273,6 +274,17 @@ def test_another_metric_chooses_the_best_anew(tokenizer, tmp_path):
         losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
         assert (trainer.state.best_global_step, trainer.state.best_metric) == (steps, losses[-1])
         assert_loaded(trainer, tmp_path / f"checkpoint-{steps}")
+
+
+def test_after_outdated_scores_the_first_new_one_is_the_best(tokenizer, tmp_path):
+    """Without a new one, that of the old ones is loaded."""
+    small_trainer(tmp_path, tokenizer, max_steps=4, **BEST).train()
+    for steps, best, scored in ((4, 2, []), (8, 6, [8, 6])):
+        trainer = small_trainer(tmp_path, tokenizer, max_steps=steps, **BEST)
+        trainer.outdated_scores = {"eval_loss"}
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        assert_loaded(trainer, tmp_path / f"checkpoint-{best}")
+        assert from_worst_to_best(trainer.args, trainer.state, [2, 4, 6, 8]) == scored
 
 
 def test_a_step_that_is_saved_again_replaces_its_checkpoint(run, tokenizer):

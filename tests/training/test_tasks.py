@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import run_command
@@ -147,6 +148,39 @@ def test_training_stops_early(tmp_path, train_here):
         "--predict_with_generate", "--early_stopping_patience", 2,
     )  # fmt: skip
     assert json.loads((tmp_path / "model/trainer_state.json").read_text())["global_step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("metric", "changed", "difference", "best"),
+    [
+        ("loss", ["--validation_target", "source"], "the validation text", 2),  # evaluated again
+        ("loss", ["--generation_num_beams", 2], "generation_num_beams", 1),
+        ("chrf", ["--generation_num_beams", 2], "generation_num_beams", 3),
+        ("chrf", ["--bleu_tokenize", "char"], "bleu_tokenize", 1),
+        ("bleu", ["--bleu_tokenize", "char"], "bleu_tokenize", 3),
+    ],
+)
+def test_a_resumed_training_compares_no_scores_of_different_evaluations(
+    tmp_path, train_here, monkeypatch, caplog, metric, changed, difference, best
+):
+    """The weights stay, so that the first of equal scores is the best."""
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, source=["a b", "b c"] * 4, target=["b a a b", "c b"] * 4)
+    flags = [
+        *QUICK, "--output_dir", "model", "--learning_rate", 1e-12, "--predict_with_generate",
+        "--train_source", "source", "--train_target", "target", "--validation_source", "source",
+        "--validation_target", "target", "--eval_strategy", "steps", "--eval_steps", 1,
+        "--save_strategy", "steps", "--save_steps", 1, "--load_best_model_at_end",
+        "--metric_for_best_model", metric,
+    ]  # fmt: skip
+    train_here(*flags, "--max_steps", 2)
+    train_here(*flags, "--max_steps", 4, "--resume_from_checkpoint", "true", *changed)
+    state = json.loads(Path("model/trainer_state.json").read_text())
+    assert state["best_global_step"] == best
+    steps = [log["step"] for log in state["log_history"] if f"eval_{metric}" in log]
+    assert steps == list(range(best, 5))
+    told = [message for message in caplog.messages if "choose no best checkpoint" in message]
+    assert [message.rpartition(": ")[2] for message in told] == [difference]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ from ..training.resumption import (
     OptionsCallback,
     expect_same_options,
     find_checkpoint,
+    find_outdated_scores,
     fixed_options,
+    scoring_options,
     warn_of_another_text,
 )
 from ..training.trainer import load_averaged_checkpoints, make_trainer
@@ -67,7 +69,10 @@ def train(model_args: ModelArguments, data_args: DataArguments, training_args: A
         warn_of_another_text(checkpoint, text)
     model, tokenizer, pairs = prepared.model, prepared.tokenizer, prepared.pairs
     trainer = make_trainer(model, tokenizer, training_args, prepared.splits)
-    trainer.add_callback(OptionsCallback(options, text))
+    scoring = scoring_options(trainer)
+    if checkpoint is not None:
+        trainer.outdated_scores = find_outdated_scores(checkpoint, scoring)
+    trainer.add_callback(OptionsCallback(options, text, scoring))
     trainer.card_arguments = model_args, data_args
     trainer.target_tokens_per_epoch = prepared.target_tokens
     trainer.train(resume_from_checkpoint=checkpoint)

@@ -16,7 +16,7 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -60,9 +60,13 @@ class AtomicCheckpointTrainer(Trainer):
     It writes each checkpoint to a staging folder, with checksums of its files, flushes it to the
     disk, and renames it only then. An old checkpoint is moved to the staging folder before its
     files are deleted.
+
+    If `outdated_scores` names scores such as "eval_bleu", those that training resumes with are
+    renamed to "earlier_eval_bleu" in the log, and the first new one is the best so far.
     """
 
     resumed_checkpoint: str | None = None
+    outdated_scores: Collection[str] = ()
     _is_staging = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -199,13 +203,17 @@ class _CheckpointCallback(TrainerCallback):
         resumed, recorded = self.trainer.resumed_checkpoint, self.trainer.resumed_state()
         if resumed is None or recorded is None:
             return
-        if _is_of_another_metric(args, state):
-            _choose_best_anew(args, state, Path(resumed).parent)
-            return
+        outdated = self.trainer.outdated_scores
+        state.log_history = [
+            {f"earlier_{name}" if name in outdated else name: log[name] for name in log}
+            for log in state.log_history
+        ]
         best = Path(resumed).parent / Path(recorded.best_model_checkpoint or "").name
         if recorded.best_model_checkpoint and best.is_dir():
             state.best_model_checkpoint = str(best)
             logger.info("The best checkpoint so far is %s", best)
+        if _is_of_another_metric(args, state):
+            _choose_best_anew(args, state, Path(resumed).parent)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -215,8 +223,8 @@ class _CheckpointCallback(TrainerCallback):
 
 
 def _is_of_another_metric(args: TrainingArguments, state: TrainerState) -> bool:
-    """Whether the best score so far is one of another metric, with which no score of this run can
-    be compared."""
+    """Whether the best score so far is one of another metric, or outdated, so that no score of this
+    run can be compared with it."""
     best = state.best_metric
     if args.metric_for_best_model is None or best is None or not math.isfinite(best):
         return False
@@ -224,13 +232,15 @@ def _is_of_another_metric(args: TrainingArguments, state: TrainerState) -> bool:
 
 
 def _choose_best_anew(args: TrainingArguments, state: TrainerState, folder: Path) -> None:
-    """Choose among the checkpoints in a folder by this run's metric, if it has scored any."""
+    """Choose among the checkpoints in a folder by this run's metric. If it has scored none, the
+    best one stays until it has."""
     scores, checkpoints = _scores(args, state), checkpoints_by_step(folder)
     known = [step for step in checkpoints if math.isfinite(scores.get(step, math.nan))]
-    best = from_worst_to_best(args, state, known)[-1] if known else None
-    state.best_global_step = best
-    state.best_metric = None if best is None else scores[best]
-    state.best_model_checkpoint = None if best is None else str(checkpoints[best])
+    state.best_metric = None
+    if known:
+        best = from_worst_to_best(args, state, known)[-1]
+        state.best_global_step, state.best_metric = best, scores[best]
+        state.best_model_checkpoint = str(checkpoints[best])
 
 
 def _report_failure(upload: Future[Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 from transformers import (
     Seq2SeqTrainingArguments,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -22,6 +23,7 @@ from .. import model
 from ..data.tokenizer_options import TokenizerArguments
 from .arguments import SCHEDULES_BY_METRIC, ModelArguments, TranslationTrainingArguments
 from .checkpoints import checkpoints_by_step, find_defect, last_complete_checkpoint
+from .defaults import TextSize
 from .distributed import (
     FULL_OPTIMIZER,
     SHARDED_OPTIMIZER,
@@ -37,6 +39,8 @@ OPTIMIZER = (
     "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim",
     "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs",
 )  # fmt: skip
+VALIDATION = "the validation text"
+SCORING = ("generation_kwargs", "bleu_tokenize")
 CARD = "README.md"
 CODE = Path(model.__file__).parent  # each model carries a copy
 FILES = {"tokenizer_name", "sentencepiece_model", "bpe_codes"}  # which may have moved
@@ -160,14 +164,20 @@ class OptionsCallback(TrainerCallback, ExportableState):
     Args:
         options: The result of `fixed_options`.
         text: The size of the training text; None if it is a stream.
+        scoring: The result of `scoring_options`.
     """
 
-    def __init__(self, options: dict[str, Any], text: dict[str, int] | None = None) -> None:
-        self.options, self.text = options, text
+    def __init__(
+        self,
+        options: dict[str, Any],
+        text: dict[str, int] | None = None,
+        scoring: dict[str, Any] | None = None,
+    ) -> None:
+        self.arguments = {"options": options, "text": text, "scoring": scoring}
 
     def state(self) -> dict[str, Any]:
         """The options and the size, as `TrainerState.stateful_callbacks` holds them."""
-        return {"args": {"options": self.options, "text": self.text}, "attributes": {}}
+        return {"args": self.arguments, "attributes": {}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -215,6 +225,36 @@ def warn_of_another_text(checkpoint: str | Path, text: dict[str, int] | None) ->
             "The training text has %s, but that of %s had %s: training resumes with the new text",
             _in_words(text), checkpoint, _in_words(before),
         )  # fmt: skip
+
+
+def scoring_options(trainer: Trainer) -> dict[str, Any]:
+    """What the scores of an evaluation depend on besides the model, as JSON values: the size of the
+    validation text, and options."""
+    size = None if trainer.eval_dataset is None else TextSize.of(trainer.eval_dataset)
+    return {
+        VALIDATION: size and size._asdict(),
+        "generation_num_beams": trainer.model.generation_config.num_beams,
+        **{name: getattr(trainer.args, name) for name in SCORING},
+    }
+
+
+def find_outdated_scores(checkpoint: str | Path, scoring: dict[str, Any]) -> set[str]:
+    """The names of a checkpoint's scores with which those of this run can't be compared. If there
+    are any, a warning says why."""
+    before = _saved(checkpoint, "scoring") or {}
+    changed = [name for name in before if before[name] != scoring.get(name)]
+    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    scores = {name for log in state.log_history for name in log if name.startswith("eval_")}
+    if VALIDATION not in changed:
+        scores = scores & {"eval_bleu"} if changed == ["bleu_tokenize"] else scores - {"eval_loss"}
+    if not changed or not scores:
+        return set()
+    logger.warning(
+        "The scores up to %s can't be compared with those to come, and choose no best checkpoint: "
+        "these differ: %s",
+        checkpoint, ", ".join(changed),
+    )  # fmt: skip
+    return scores
 
 
 def _saved(checkpoint: str | Path, name: str) -> dict[str, Any] | None:
