@@ -1,6 +1,7 @@
 """Parallel text: what is accepted, what arrives, what is refused and in which words."""
 
 import gzip
+import importlib.metadata
 import itertools
 import json
 import logging
@@ -811,6 +812,16 @@ def test_an_upgrade_tokenizes_again(parallel, tokenizer, monkeypatch, name):
     monkeypatch.setattr(Path, "read_bytes", lambda path: content(path) + b"#" * (path.name == name))
     after = tokenize_dataset(parallel[0], tokenizer, parallel[1])
     assert after["train"].cache_files != before["train"].cache_files
+
+
+@pytest.mark.parametrize("upgraded", ["tokenizers", "transformers"])
+def test_an_upgrade_of_a_library_tokenizes_again(parallel, tokenizer, monkeypatch, upgraded):
+    before = tokenize_dataset(parallel[0], tokenizer, parallel[1])["train"].cache_files
+    version = importlib.metadata.version
+    new = {upgraded: "99.9"}
+    monkeypatch.setattr(parallel_text, "version", lambda name: new.get(name) or version(name))
+    after = tokenize_dataset(parallel[0], tokenizer, parallel[1])["train"].cache_files
+    assert after != before
 
 
 def test_the_stock_collator_makes_the_batches(parallel, tokenizer):

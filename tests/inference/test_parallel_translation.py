@@ -22,6 +22,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, CTRLTokenizer
 
 from vanilla_transformer.data.paths import as_path
 from vanilla_transformer.data.text_files import read_file
+from vanilla_transformer.inference import parallel_translation
 from vanilla_transformer.inference.parallel_translation import (
     LINES_PER_CHUNK,
     fingerprint,
@@ -452,6 +453,14 @@ def test_a_fingerprint_shows_what_changed(folder, changed, change):
     change(folder)
     after = fingerprint_of(folder)
     assert {name for name in before if before[name] != after[name]} == {changed}
+
+
+def test_a_fingerprint_shows_another_version_of_this_package(folder, monkeypatch):
+    before = fingerprint_of(folder)
+    monkeypatch.setattr(parallel_translation, "__version__", "99.9")
+    after = fingerprint_of(folder)
+    assert {name for name in before if before[name] != after[name]} == {"versions"}
+    assert after["versions"].startswith("vanilla_transformer 99.9, torch ")
 
 
 def test_a_fingerprint_is_of_an_adapters_configuration(model, folder):

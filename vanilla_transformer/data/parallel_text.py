@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
+from importlib.metadata import version
 from itertools import product, zip_longest
 from pathlib import Path
 from reprlib import repr
@@ -313,9 +314,11 @@ def tokenize_dataset(
         "max_source_length": arguments.max_source_length,
         "max_target_length": arguments.max_target_length,
     }
+    # Part of the cache key: changed code tokenizes again.
+    stamp = (_code_version(), *map(version, ("tokenizers", "transformers")))
     options: dict[str, Any] = {
         "batched": True,
-        "fn_kwargs": {"tokenizer": tokenizer, **limits, "stamp": _code_version()},
+        "fn_kwargs": {"tokenizer": tokenizer, **limits, "stamp": stamp},
         "remove_columns": list(PAIR_FEATURES),
     }
     if isinstance(dataset, DatasetDict):
@@ -331,7 +334,7 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     max_source_length: int | None,
     max_target_length: int | None,
-    stamp: str,
+    stamp: Any,
 ) -> dict[str, list[Any]]:
     def limit(length: int | None) -> dict[str, Any]:
         return {"truncation": length is not None, "max_length": length}

@@ -24,6 +24,7 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from .. import __version__
 from ..data.parquet_files import add_column, find_text_column, is_parquet
 from ..data.paths import as_path, is_no_file, is_url
 from ..data.text_files import expect_inputs, expect_output, expect_text, is_gzip, read_file
@@ -56,8 +57,8 @@ def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
         tokenizer: Its tokenizer.
 
     Returns:
-        `versions` of the libraries, `device` and `attn_implementation`, and digests of `weights`,
-        `config`, `generation_config` and `tokenizer`.
+        `versions` of this package and the libraries, `device` and `attn_implementation`, and
+        digests of `weights`, `config`, `generation_config` and `tokenizer`.
     """
     weights = blake2b(digest_size=8)
     version = getattr(model, "version", f"torch {torch.__version__}")
@@ -72,7 +73,8 @@ def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
         tokenizer.save_pretrained(folder)
         files = [path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()]
     return {
-        "versions": f"{version}, transformers {transformers.__version__}",
+        "versions": f"vanilla_transformer {__version__}, {version}, "
+        f"transformers {transformers.__version__}",
         "device": model.device.type,
         "attn_implementation": str(model.config._attn_implementation),
         "weights": weights.hexdigest(),
