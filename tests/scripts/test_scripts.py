@@ -78,6 +78,13 @@ def test_an_overlay_has_its_own_versions_and_else_those_below(tmp_path, monkeypa
     report = "from importlib.metadata import version as v; print(v('tabulate'), v('torch'))"
     found = subprocess.check_output([programs / "python", "-c", report], text=True)
     assert found.split() == ["99.0", version("torch")]
+    mark = tmp_path / "overlay" / "mark"
+    mark.touch()
+    make_overlay(tmp_path / "overlay", str(wheel))
+    assert mark.exists()
+    monkeypatch.setattr(sys, "version", "4.0")  # of a new .venv
+    make_overlay(tmp_path / "overlay", str(wheel))
+    assert not mark.exists()
 
 
 # ---------------------------------------------------------------- benchmark
