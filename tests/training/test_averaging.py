@@ -92,6 +92,16 @@ def test_notes_in_the_output_folder_stay(run, tmp_path):
     assert (tmp_path / "README.md").read_text() == "my notes"
 
 
+def test_an_average_takes_the_place_of_no_model(run, tmp_path):
+    """Its card and its other files would stay."""
+    output = average_checkpoints([run / "checkpoint-5"], tmp_path / "mean")
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    for folder in (output, run / "checkpoint-5"):
+        with pytest.raises(FileExistsError, match=f"output_dir='{folder}' already holds a model"):
+            average_checkpoints([run / "checkpoint-5", run / "checkpoint-10"], folder)
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
 def test_the_mean_of_equal_models_is_that_model(run, tmp_path):
     folder = run / "checkpoint-5"
     copies = [shutil.copytree(folder, tmp_path / name) for name in ("one", "other")]

@@ -43,10 +43,6 @@ class AveragingArguments:
             )
         if self.last is not None and self.last < 1:
             raise ValueError(f"last={self.last}: expected a positive number")
-        if Path(self.output_dir, "config.json").exists():
-            raise FileExistsError(
-                f"output_dir={self.output_dir!r} already holds a model: expected another folder"
-            )
 
 
 def main() -> None:

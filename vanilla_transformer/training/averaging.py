@@ -79,10 +79,15 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
         output_dir: Where to write the averaged model.
 
     Raises:
+        FileExistsError: The output folder holds a model, whose card would be wrong.
         FileNotFoundError: A folder holds no safetensors weights.
         ValueError: There is no folder, one is repeated, the models differ in architecture or are
             quantized, or the last one's card can't be read.
     """
+    if Path(output_dir, "config.json").exists():
+        raise FileExistsError(
+            f"output_dir={str(output_dir)!r} already holds a model: expected another folder"
+        )
     paths = [Path(folder) for folder in folders]
     if not paths:
         raise ValueError("there is no checkpoint to average")
