@@ -5,6 +5,7 @@ training: the checkpoint, the vocabularies, and the codes or SentencePiece model
 """
 
 import contextlib
+import filecmp
 import itertools
 import json
 import re
@@ -33,13 +34,23 @@ RUN = "import sys; from scripts.checks.toolkit_imports import run; run(sys.argv[
 
 
 def prepare(multi30k: Path, folder: Path) -> Path:
-    """The corpus with joint byte-pair codes: `train.de`, `train.bpe.de`, `codes` and so on."""
+    """The corpus with joint byte-pair codes: `train.de`, `train.bpe.de`, `codes` and so on.
+
+    Raises:
+        ValueError: The folder holds another corpus, on which models were trained.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     codes = folder / "codes"
+    names = [file.name for file in multi30k.glob("*.??")]
     if codes.is_file():
+        equal, _, _ = filecmp.cmpfiles(multi30k, folder, names, shallow=False)
+        if not names or equal != names:
+            raise ValueError(
+                f"{folder} holds other text than {multi30k}: expected a new output_dir"
+            )
         return folder
-    for file in multi30k.glob("*.??"):
-        shutil.copyfile(file, folder / file.name)
+    for name in names:
+        shutil.copyfile(multi30k / name, folder / name)
     both = folder / "train.both"
     both.write_bytes(b"".join((folder / f"train.{each}").read_bytes() for each in LANGUAGES))
     unfinished = folder / "codes.part"

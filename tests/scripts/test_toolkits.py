@@ -19,6 +19,19 @@ def test_a_model_of_as_many_updates_is_trained_once(tmp_path, monkeypatch):
     assert trained == [3, 4]
 
 
+def test_another_text_is_not_mixed_with_what_was_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(toolkit_training, "MERGES", 2)
+    data, other = tmp_path / "data", tmp_path / "other"
+    for folder, text in ((data, "ab ab abc\n"), (other, "ab ab abd\n")):
+        folder.mkdir()
+        for language in ("de", "en"):
+            (folder / f"train.{language}").write_text(text)
+    prepared = toolkit_training.prepare(data, tmp_path / "prepared")
+    assert toolkit_training.prepare(data, prepared) == prepared
+    with pytest.raises(ValueError, match=r"prepared holds other text than .*other: expected a new"):
+        toolkit_training.prepare(other, prepared)
+
+
 def test_a_checkpoint_is_converted_each_time(tmp_path, monkeypatch):
     """With the converter as it is now."""
 
