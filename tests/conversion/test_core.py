@@ -6,10 +6,12 @@ import json
 import pytest
 import torch
 from conftest import small_config
+from huggingface_hub import metadata_load
 
 from conversion.models import embeddings, random_model, split_state
+from conversion.reference import CHECKPOINTS
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.conversion import ConversionOptions, core, fairseq
+from vanilla_transformer.conversion import ConversionOptions, core, fairseq, read
 from vanilla_transformer.conversion.text import side_tokenizer
 from vanilla_transformer.data.vocabularies import Specials
 
@@ -40,6 +42,32 @@ def test_two_of_three_matrices_may_be_one(tmp_path, tokenizer, projection_is_sou
     saved = core.read_transformers_weights(tmp_path)
     for name, matrix in zip((core.SOURCE, core.TARGET, core.PROJECTION), matrices, strict=True):
         assert torch.equal(saved[name], matrix)
+
+
+@pytest.mark.parametrize(
+    ("languages", "named"),
+    [
+        (["de", "eng"], {"language": ["de", "eng"]}),
+        (["pt_BR", "en"], {"language": ["pt", "en"], "language_bcp47": ["pt-BR", "en"]}),
+        (["src", "tgt"], {}),
+        (["source", "en"], {}),
+        (["de", None], {}),
+        ([], {}),
+    ],
+)
+def test_the_card_names_two_languages_or_none(model, tokenizer, tmp_path, languages, named):
+    weights = split_state(model)
+    core.save(core.Conversion(model.config, weights, tokenizer, languages=languages), tmp_path)
+    header = metadata_load(tmp_path / "README.md")
+    assert {name: header[name] for name in header if name.startswith("language")} == named
+
+
+def test_moses_languages_are_those_of_the_model():
+    folder = CHECKPOINTS / "marian" / "post"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there: it is test data that no package contains")
+    assert read(folder).languages == ()
+    assert read(folder, ConversionOptions(moses=["de", "en"])).languages == ["de", "en"]
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (3,)])

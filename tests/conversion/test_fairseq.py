@@ -20,6 +20,7 @@ from conversion.reference import (
 from vanilla_transformer.conversion import convert, convert_back, fairseq, find_format, read
 from vanilla_transformer.conversion.core import ConversionOptions
 from vanilla_transformer.conversion.unpickling import load_torch
+from vanilla_transformer.serving.languages import languages_of_card
 
 VARIANTS = ("post", "pre")
 
@@ -229,9 +230,11 @@ def test_languages_may_be_those_of_the_data(edited, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"expected the dictionary dict.txt beside"):
         convert(folder, tmp_path / "unknown")
     (folder / "train.de-en.de.idx").touch()
-    tokenizer = AutoTokenizer.from_pretrained(convert(folder, tmp_path / "converted"))
+    converted = convert(folder, tmp_path / "converted")
+    tokenizer = AutoTokenizer.from_pretrained(converted)
     tensors, notes = load_reference("fairseq/post")
     expect_token_ids(tokenizer, tensors, notes)
+    assert languages_of_card(converted / "README.md") == ("de", "en")
 
 
 def test_the_first_versions_have_no_layer_norm_after_the_stacks(edited, tmp_path):

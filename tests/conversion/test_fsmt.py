@@ -17,6 +17,7 @@ from vanilla_transformer.conversion import convert, convert_back, find_format, r
 from vanilla_transformer.conversion.check import Converted, largest_difference
 from vanilla_transformer.conversion.core import ConversionOptions
 from vanilla_transformer.conversion.fsmt import load_toolkit
+from vanilla_transformer.serving.languages import languages_of_card
 
 pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
 
@@ -109,6 +110,7 @@ def test_logits_are_equal_and_it_goes_back(saved, tmp_path, sharing, fields):
         expected, found = (model(**inputs()).logits.log_softmax(-1) for model in (theirs, ours))
     assert (expected - found[..., :11]).abs().max() < 1e-5
     assert (found[..., 11:] < -1000).all()  # tokens that only a text's pieces need
+    assert languages_of_card(output / "README.md") == ("en", "de")
     back = convert_back(output, tmp_path / "back", "fsmt")
     one, other = (load_file(each / "model.safetensors") for each in (folder, back))
     assert one.keys() == other.keys()

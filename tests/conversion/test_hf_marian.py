@@ -18,6 +18,7 @@ from transformers import (
 
 from vanilla_transformer import conversion
 from vanilla_transformer.conversion import ConversionOptions, hf_marian
+from vanilla_transformer.serving.languages import languages_of_card
 
 sentencepiece = pytest.importorskip("sentencepiece")
 
@@ -235,6 +236,14 @@ def test_options_of_sampling_are_those_of_sampling_alone(tmp_path, samples):
     ours = conversion.convert(theirs, tmp_path / "ours")
     settings = AutoModelForSeq2SeqLM.from_pretrained(ours).generation_config
     assert (settings.top_p, settings.min_p) == ((0.9, 0.1) if samples else (None, None))
+
+
+def test_its_card_names_the_languages_of_the_tokenizer(tmp_path):
+    theirs = save_marian(tmp_path / "theirs")
+    assert languages_of_card(conversion.convert(theirs, tmp_path / "1") / "README.md") is None
+    edit_json(theirs / "tokenizer_config.json", source_lang="de", target_lang="en")
+    ours = conversion.convert(theirs, tmp_path / "2")
+    assert languages_of_card(ours / "README.md") == ("de", "en")
 
 
 def test_a_pickle_with_each_name_of_the_shared_matrix(tmp_path):

@@ -19,6 +19,7 @@ from conversion.reference import (
 )
 from vanilla_transformer import conversion
 from vanilla_transformer.conversion import joeynmt
+from vanilla_transformer.serving.languages import languages_of_card
 
 
 class Checkpoint:
@@ -80,8 +81,10 @@ def test_beam_search_finds_what_joeynmt_found(converted, variant):
 
 
 def test_a_pipeline_translates(converted):
-    translate = pipeline("translation", model=str(converted("joeynmt/pre")))
+    folder = converted("joeynmt/pre")
+    translate = pipeline("translation", model=str(folder))
     assert translate("maus drei neun")[0]["translation_text"] == "nine three mouse"
+    assert languages_of_card(folder / "README.md") == ("de", "en")
 
 
 # ---------------------------------------------------------------- Versions and options
@@ -106,6 +109,7 @@ def test_version_1_is_pre_norm(pre):
     generation = GenerationConfig.from_pretrained(folder)
     assert (generation.length_penalty, generation.length_penalty_type) == (1.0, "gnmt")
     assert generation.max_new_tokens == 20
+    assert languages_of_card(folder / "README.md") == ("de", "en")
 
 
 def test_versions_2_0_to_2_2_are_post_norm_by_default(post):

@@ -58,6 +58,7 @@ def read(path: str | Path, options: ConversionOptions | None = None) -> Conversi
     conversion = module.read(Path(path), options)
     if options.moses is not None:
         conversion.tokenizer = with_moses(conversion.tokenizer, *options.moses)
+        conversion.languages = options.moses
     conversion.record["format"] = module.NAME
     if options.license:
         conversion.origin["license"] = options.license

@@ -35,6 +35,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from ..inference.derived_cards import language_codes
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.loss import SUPPRESSED
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -162,6 +163,7 @@ class Conversion:
             leftovers ("original:" and the checkpoint's name).
         leftovers: Tensors, under the checkpoint's names, that no model needs and going back does.
         files: Small files, such as vocabularies, that are kept for the way back.
+        languages: Of source and target, as the toolkit names them, for the model card.
     """
 
     config: VanillaTransformerConfig
@@ -173,6 +175,7 @@ class Conversion:
     sources: dict[str, list[str]] = field(default_factory=dict)
     leftovers: dict[str, Tensor] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
+    languages: Sequence[str | None] = ()
 
     def fill_with_clones(self, side: str, rows: int, unk: int) -> None:
         """Let a vocabulary grow to this number of rows, if it has fewer, with rows that no
@@ -680,6 +683,9 @@ def generation_config(conversion: Conversion) -> GenerationConfig:
     return generation
 
 
+# A code of ISO 639, perhaps with a script or region, and not the name of a side.
+LANGUAGE = r"(?!src|trg|tgt)[a-z]{2,3}([-_]\w+)*"
+
 CARD = """---
 {{ card_data }}
 ---
@@ -702,8 +708,9 @@ After `import vanilla_transformer`, `trust_remote_code` is not needed.
 
 
 def model_card(conversion: Conversion, output: Path) -> ModelCard:
-    """Where the weights come from, and under which licence."""
-    origin = conversion.origin
+    """Where the weights come from, under which licence, and the languages if they have codes."""
+    origin, languages = conversion.origin, conversion.languages
+    known = [code for code in languages if code and re.fullmatch(LANGUAGE, code)]
     license = origin.get("license")
     rows = [f"- {name}: {value}" for name, value in origin.items() if value]
     return ModelCard.from_template(
@@ -712,6 +719,7 @@ def model_card(conversion: Conversion, output: Path) -> ModelCard:
             pipeline_tag="translation",
             tags=[conversion.config.model_type],
             license=license,
+            **language_codes(known if len(known) == len(languages) else ()),
         ),
         template_str=CARD,
         name=output.resolve().name,

@@ -103,6 +103,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     conversion = build(path, args, checkpoint["model"], make_side)
     conversion.generation = _generation(checkpoint, args, conversion.config)
     conversion.origin = {"toolkit": "fairseq", "notes": _notes(args)}
+    conversion.languages = [args.get("source_lang"), args.get("target_lang")]
     conversion.record = {"checkpoint": path.name, "args": _plain_values(args)}
     return conversion
 

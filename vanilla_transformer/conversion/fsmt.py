@@ -71,6 +71,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         conversion.tokenizer, *theirs.langs, normalize=True, lowercase=_lowercases(path)
     )
     conversion.files += [path / name for name in FILES if (path / name).is_file()]
+    conversion.languages = theirs.langs
     conversion.origin = {
         "toolkit": "transformers FSMT",
         "notes": f"{theirs.langs[0]} to {theirs.langs[1]}; the tokenizer runs Moses (sacremoses)",

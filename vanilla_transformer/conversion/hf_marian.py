@@ -125,6 +125,9 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     conversion.generation = _generation(path)
     version = str(theirs.transformers_version)
     conversion.origin = {"toolkit": "transformers (MarianMTModel)", "version": version}
+    details = path / "tokenizer_config.json"
+    known = json.loads(details.read_text(encoding="utf-8")) if details.is_file() else {}
+    conversion.languages = [known.get("source_lang"), known.get("target_lang")]
     conversion.files = [file for name in FILES if (file := path / name).is_file()]
     return conversion
 

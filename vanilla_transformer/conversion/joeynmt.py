@@ -148,10 +148,11 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     generation = _generation(cfg, symbols, target)
     tokenizer = pair(*sides, size=len(target), unk_id=target[symbols.unk])
     conversion = Conversion(config, weights, tokenizer, generation, origin)
-    languages = _moses_languages(cfg)
-    if any(languages):
+    conversion.languages = [cfg["data"][side].get("lang") for side in SIDES]
+    moses = _moses_languages(cfg)
+    if any(moses):
         conversion.tokenizer = with_moses(
-            conversion.tokenizer, *languages, aggressive_dash_splits=False
+            conversion.tokenizer, *moses, aggressive_dash_splits=False
         )
     sizes = [rows(side) for side in sides]
     for name, size in zip(("source", "target"), sizes, strict=True):
@@ -188,7 +189,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         if isinstance(data["src"], str):
             both = {name: data[name] for name in ("level", "lowercase") if name in data}
             for side in SIDES:
-                data[side] = {**both, "voc_file": data.get(f"{side}_vocab")}
+                data[side] = {**both, "lang": data[side], "voc_file": data.get(f"{side}_vocab")}
             cfg["joeynmt_version"] = "1"
         for stack, side in zip(STACKS, SIDES, strict=True):
             options = cfg["model"][stack]

@@ -1,5 +1,7 @@
 """The card of a model that is made from another: its languages and licence, without its scores."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,15 @@ def card_metadata(folder: Path) -> dict[str, Any]:
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{card}: expected YAML between two lines of ---, but {error}") from error
     return {name: value for name, value in found.items() if name not in OF_ONE_MODEL}
+
+
+def language_codes(languages: Sequence[str]) -> dict[str, Any]:
+    """The languages as ISO 639 codes, without which the Hub refuses a card, and in full, with
+    region and script, if that is more."""
+    tags = list(dict.fromkeys(code.replace("_", "-") for code in languages))
+    codes = list(dict.fromkeys(tag.partition("-")[0].lower() for tag in tags))
+    codes = [code for code in codes if re.fullmatch("[a-z]{2,3}", code)]
+    return {"language": codes or None, "language_bcp47": tags if tags != codes else None}
 
 
 def write_card(folder: Path, metadata: dict[str, Any], text: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import shlex
 import shutil
 import sys
@@ -28,6 +27,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from ..data.parallel_text import DataArguments
+from ..inference.derived_cards import language_codes
 from ..inference.metrics import LABELS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .arguments import ModelArguments
@@ -237,7 +237,7 @@ def write_model_card(
     usage = USAGE if has_code else USAGE_OF_STOCK_MODEL
     card = ModelCard.from_template(
         ModelCardData(
-            **_language_codes(languages),
+            **language_codes(languages),
             license=model_arguments.license,
             library_name="transformers",
             pipeline_tag="translation",
@@ -267,15 +267,6 @@ def write_model_card(
     path = output_dir / "README.md"
     card.save(path)
     return path
-
-
-def _language_codes(languages: Sequence[str]) -> dict[str, Any]:
-    """The languages as ISO 639 codes, without which the Hub refuses a card, and in full, with
-    region and script, if that is more."""
-    tags = list(dict.fromkeys(code.replace("_", "-") for code in languages))
-    codes = list(dict.fromkeys(tag.partition("-")[0].lower() for tag in tags))
-    codes = [code for code in codes if re.fullmatch("[a-z]{2,3}", code)]
-    return {"language": codes or None, "language_bcp47": tags if tags != codes else None}
 
 
 def _on_the_hub(name: str | None, *built_in: str) -> str | None:
