@@ -40,7 +40,11 @@ def finished(checkpoint, tmp_path):
     folder = tmp_path / "finished"
     shutil.copytree(checkpoint, folder)
     private = ("training_args.bin", "optimizer.pt", "scaler.pt", ".env")
-    below = ("checkpoint-4/model.safetensors", "pytorch_model_fsdp_0/__0_0.distcp")
+    below = (
+        "checkpoint-4/model.safetensors",
+        "pytorch_model_fsdp_0/__0_0.distcp",
+        "original/conversion.json",
+    )
     for name in (*private, *below):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
@@ -172,7 +176,7 @@ def write(name, text):
 
 def leave_leftovers(folder):
     """A conversion keeps tensors that the model does not need."""
-    (folder / "original").mkdir()
+    (folder / "original").mkdir(exist_ok=True)
     (folder / "model.safetensors").rename(folder / "original" / "leftovers.safetensors")
 
 

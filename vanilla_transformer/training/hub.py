@@ -34,9 +34,11 @@ REQUIRED_FILES = {
 BELOW = ".onnx"  # which an export may put into a subfolder
 WEIGHTS = (*REQUIRED_FILES["weights"], "*.safetensors.index.json")
 
-# What training needs to resume, and what belongs to this machine alone.
+# What training needs to resume, what converting back needs, and what belongs to this machine alone:
+# fairseq's options, which a conversion keeps in `original`, name its folders.
 PRIVATE_FILES = (
     "_*", ".*", "checkpoint-*", "runs", "training_args.bin", "trainer_state.json", "optimizer*",
+    "original",
     "pytorch_model_fsdp*", "scheduler.pt", "scaler.pt", "rng_state*", "global_step*", "*.log",
     CHECKSUMS_NAME,
 )  # fmt: skip
