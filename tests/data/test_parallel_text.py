@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 import pytest
 from conftest import needs
 from datasets import Dataset, DatasetDict, IterableDataset
+from pyarrow import parquet
 from transformers import DataCollatorForSeq2Seq, HfArgumentParser, PreTrainedTokenizerFast
 
 from vanilla_transformer.data import parallel_text
@@ -569,6 +571,28 @@ def test_columns_are_chosen_by_name_then_language_then_order(
         Dataset.from_list([row]).to_parquet(path)
     loaded = load(train_file=str(path), **arguments)
     assert pairs_of(loaded["train"]) == [tuple(chosen)]
+
+
+@pytest.mark.parametrize(
+    ("names", "values", "message"),
+    [
+        (None, [], r"train.parquet: expected a parquet file \(Parquet file size is 0 bytes\)"),
+        ([], [], "train.parquet: there is no sentence pair"),
+        (["en", "de"], [[], []], "train.parquet: there is no sentence pair"),
+        (["en", "de", "de"], ["a", "b", "c"], "train.parquet has several columns 'de': expected"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_parquet_file_that_datasets_cannot_read_is_named(
+    tmp_path, names, values, message, streaming
+):
+    file = tmp_path / "train.parquet"
+    file.touch()
+    if names is not None:
+        columns = [pyarrow.array(list(value), pyarrow.string()) for value in values]
+        parquet.write_table(pyarrow.Table.from_arrays(columns, names=names), file)
+    with pytest.raises(ValueError, match=message):
+        load(train_file=str(file), source_lang="en", target_lang="de", streaming=streaming)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from ..model.pipelines import is_blank
+from . import parquet_files
 from .collation import LENGTH
 from .corpora import PAIR_FEATURES, CorpusArguments
 from .tables import FILE_SUFFIXES, ColumnChoice, flatten, read_json, read_table, suffix_of
@@ -414,6 +415,9 @@ def _load_files(arguments: DataArguments) -> Corpora:
     def load(split: str, paths: tuple[str, ...]) -> Dataset | IterableDataset:
         if (split, paths) in columns:
             return _rows_to_pairs(paths, columns[split, paths], split, arguments.streaming)
+        _, rows = parquet_files.inspect(paths[0])
+        if rows == 0:
+            raise ValueError(f"{paths[0]}: there is no sentence pair")
         # `datasets` takes names, and the folder in which it looks for them, for patterns.
         file = glob.escape(str(Path(paths[0]).absolute()))
         table = load_dataset(

@@ -1,9 +1,10 @@
 """Reads and adds columns of text in parquet files, which may be larger than memory."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from .paths import as_path
 
@@ -15,6 +16,26 @@ def is_parquet(path: str | Path) -> bool:
     return str(path).lower().endswith(".parquet")
 
 
+def inspect(path: str | Path) -> tuple[Any, int]:
+    """The schema of a parquet file, and its number of rows.
+
+    Raises:
+        ValueError: It is no parquet file, or has two columns of one name.
+    """
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    with as_path(path).open("rb") as file:
+        try:
+            table = ParquetFile(file)
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"{path}: expected a parquet file ({error})") from error
+        schema, rows = table.schema_arrow, table.metadata.num_rows
+    if twice := [name for name, number in Counter(schema.names).items() if number > 1]:
+        raise ValueError(f"{path} has several columns {twice[0]!r}: expected one of each name")
+    return schema, rows
+
+
 def find_text_column(path: str | Path, column: str | None, new_column: str | None = None) -> str:
     """The name of a column of text: the given one, or the only one.
 
@@ -24,16 +45,10 @@ def find_text_column(path: str | Path, column: str | None, new_column: str | Non
         new_column: A column that will be added, and must not exist yet.
 
     Raises:
-        ValueError: There is no such column, it does not hold text, or the new column exists.
+        ValueError: There is no such column, it does not hold text, or the new column exists; also
+            as in `inspect`.
     """
-    import pyarrow
-    from pyarrow.parquet import read_schema
-
-    with as_path(path).open("rb") as file:
-        try:
-            schema = read_schema(file)
-        except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"{path}: expected a parquet file ({error})") from error
+    schema, _ = inspect(path)
     texts = [field.name for field in schema if str(field.type) in TEXT_TYPES]
     if column is None and len(texts) == 1:
         column = texts[0]
