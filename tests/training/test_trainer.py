@@ -171,6 +171,17 @@ def test_a_precision_of_later_evaluations_is_named_as_without_effect(tmp_path, c
     assert caplog.messages == ["bf16_full_eval=True has no effect: bf16 or fp16 decides"]
 
 
+@pytest.mark.parametrize("in_recipe", [False, True])
+def test_a_training_that_is_not_to_train_is_refused(tmp_path, in_recipe):
+    """The option comes from transformers' scripts, whose users give `--do_train` to train."""
+    recipe = write_recipe(tmp_path, **({"do_train": False} if in_recipe else {}))
+    flags = ["--config", recipe, "--output_dir", str(tmp_path)]
+    parse_arguments(GROUPS, [*flags, "--do_train"])
+    parse_arguments(GROUPS, [*flags, "--do_train", "true"])
+    with pytest.raises(ValueError, match="do_train=False: expected true; `vanilla-transformer"):
+        parse_arguments(GROUPS, flags if in_recipe else [*flags, "--do_train", "false"])
+
+
 def test_two_options_that_exclude_each_other_are_refused(tmp_path):
     options = {"batches_per_update": 4, "gradient_accumulation_steps": 2}
     with pytest.raises(ValueError, match="gradient_accumulation_steps=2"):

@@ -53,7 +53,8 @@ def parse_arguments(
         One instance of each dataclass.
 
     Raises:
-        ValueError: The recipe is not a mapping, or a name in it is not an option.
+        ValueError: The recipe is not a mapping, a name in it is not an option, or nothing is to be
+            trained.
         FileNotFoundError: `--config` is neither a file nor the name of a packaged recipe.
     """
     parser = make_parser(dataclass_types, allow_abbrev=False)
@@ -79,6 +80,11 @@ def parse_arguments(
         if isinstance(one, TranslationTrainingArguments):
             one.on_command_line = set(given)
             one.in_recipe = {flag.removeprefix("--").partition("=")[0] for flag in recipe}
+            if not one.do_train and "do_train" in one.on_command_line | one.in_recipe:
+                raise ValueError(
+                    "do_train=False: expected true; `vanilla-transformer evaluate` scores a model "
+                    "without training it"
+                )
             for name in FOR_LATER_EVALUATIONS:
                 if getattr(one, name):
                     logger.warning("%s=True has no effect: bf16 or fp16 decides", name)
