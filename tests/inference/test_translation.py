@@ -18,6 +18,7 @@ from transformers import (
     FSMTForConditionalGeneration,
     GPT2Config,
     RobertaConfig,
+    SynthIDTextWatermarkingConfig,
     pipeline,
 )
 
@@ -363,6 +364,41 @@ def test_a_cache_that_transformers_does_not_know_is_refused_here(model):
     with pytest.raises(ValueError, match="Invalid `cache_implementation`") as raised:
         expect_valid_options(model, {"cache_implementation": "none"})
     assert raised.traceback[-1].name == "expect_valid_options"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bad_words_ids": [5]}, "has to be a list of lists"),
+        ({"bad_words_ids": []}, "has to be a non-empty list"),
+        ({"sequence_bias": [[[5], 1]]}, "has to be a non-empty list of lists of positive integers"),
+        ({"sequence_bias": {(999,): 1.0}}, "The model vocabulary size is "),
+        ({"watermarking_config": {"unknown": 1}}, "unexpected keyword argument 'unknown'"),
+        ({"watermarking_config": {"bias": "a"}}, "unsupported operand"),
+        ({"watermarking_config": {"hashing_key": "a"}}, "manual_seed expected a long"),
+        ({"watermarking_config": "kgw"}, "expected a WatermarkingConfig"),
+    ],
+    ids=str,
+)
+def test_what_only_a_step_of_the_search_reads_is_refused_before_the_work(model, options, message):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: ") + ".*" + message):
+        expect_valid_options(model, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bad_words_ids": [[5], [6, 7]]},
+        {"sequence_bias": [[[5], 1.0]]},
+        {"sequence_bias": {(5, 6): -1.0}},
+        {"watermarking_config": {"bias": 2.5}},
+        {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=2, keys=[1, 2])},
+    ],
+    ids=str,
+)
+def test_what_only_a_step_of_the_search_reads_is_allowed(model, options):
+    expect_valid_options(model, options)
 
 
 def test_a_saved_option_of_another_search_does_not_matter(model, tokenizer, monkeypatch):

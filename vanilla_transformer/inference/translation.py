@@ -3,13 +3,22 @@
 import logging
 import math
 from collections import ChainMap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, repeat, takewhile
 from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    SequenceBiasLogitsProcessor,
+    WatermarkingConfig,
+)
 from transformers.generation import GenerationMode
 
 from ..model.generation import (
@@ -144,10 +153,37 @@ def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> Non
             )
     _expect_known_search(model, options)
     _options(model, options).use_length_penalty_type()
+    _expect_processors(config, model.config)
     try:
         GenerationConfig(**config)
     except ValueError as error:  # about an option: as one of our own, in one line
         raise ValueError(str(error)) from error
+
+
+def _expect_processors(options: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Raise a ValueError unless transformers can change a model's logits with those of the options
+    that it (5.17 to 5.24) only reads when it generates."""
+
+    def size() -> int:
+        own = getattr(config, "target_vocab_size", None)
+        return own or config.get_text_config(decoder=True).vocab_size
+
+    def watermark(value: Any) -> LogitsProcessor:
+        given = WatermarkingConfig.from_dict(value) if isinstance(value, dict) else value
+        return given.construct_processor(size(), "cpu")
+
+    makers: dict[str, Callable[[Any], LogitsProcessor]] = {
+        "bad_words_ids": NoBadWordsLogitsProcessor,
+        "sequence_bias": SequenceBiasLogitsProcessor,
+        "watermarking_config": watermark,
+    }
+    for name, make in makers.items():
+        if (value := options.get(name)) is None:
+            continue
+        try:
+            make(value)(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, size()))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{name}={value!r}: {error}") from error
 
 
 def _expect_known_search(

@@ -302,6 +302,9 @@ def expect_generation_options(
             raise ValueError(f"{name}={given[name]!r}: expected {least} <= id < {vocab_size}")
         if name in LISTS and _is_a(Integral, given[name]):
             raise ValueError(f"{name}={given[name]!r}: expected a list")
+    watermark = given.get("watermarking_config", {})
+    if not (isinstance(watermark, dict) or hasattr(watermark, "validate")):
+        raise ValueError(f"watermarking_config={watermark!r}: expected a WatermarkingConfig")
     stopping = given.get("early_stopping", False)
     if not isinstance(stopping, bool) and stopping != "never":
         raise ValueError(f"early_stopping={stopping!r}: expected True, False or 'never'")
