@@ -90,6 +90,12 @@ def test_text_that_begins_with_a_tag_has_no_piece_for_the_space_before_it():
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_TYPES)
+def test_text_may_be_user_tokens_alone(kind):
+    tokenizer = trained(["<a>", "<b><a>"], tokenizer_type=kind, user_tokens=["<a>", "<b>"])
+    assert pieces(tokenizer, "<b><a>") == ["<b>", "<a>", "</s>"]
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_TYPES)
 def test_case_and_unicode_form_are_saved(kind, tmp_path):
     options = {"lowercase": True, "unicode_normalization": "nfkc"}
     tokenizer = reloaded(trained(tokenizer_type=kind, **options), tmp_path)

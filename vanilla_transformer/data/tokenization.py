@@ -221,7 +221,8 @@ def _learn_unigram(
     )
     learner.train_from_iterator(texts, trainer)
     model = json.loads(learner.to_str())["model"]
-    pieces = [(piece, score) for piece, score in model["vocab"]]
+    # Text of user tokens alone gives the characters no score: NaN, which is null in JSON.
+    pieces = [(piece, 0.0 if score is None else score) for piece, score in model["vocab"]]
     return models.Unigram(pieces, first_tokens.index(UNK), byte_fallback=True)
 
 
