@@ -153,8 +153,13 @@ class Harness:
         )  # fmt: skip
         if process.returncode:
             raise RuntimeError(f"{folder.name} failed:\n{process.stderr}")
-        held = re.search(r"This process holds ([\d,]+) of the parameters", process.stderr)
-        return held and int(held[1].replace(",", ""))
+        return parameters_held(process.stderr)
+
+
+def parameters_held(log: str) -> int | None:
+    """The number that a process of a training says in its log, or None."""
+    held = re.search(r"This process holds ([\d,]+) of the parameters", log)
+    return held and int(held[1].replace(",", ""))
 
 
 def read_training(folder: Path) -> dict[str, Any]:

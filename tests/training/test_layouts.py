@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from conftest import REPOSITORY, Payload, run_module, slow
+from conftest import REPOSITORY, Payload, run_module, run_ranks, slow
 from safetensors.torch import load_file
 from transformers import Seq2SeqTrainingArguments
 from transformers.integrations import deepspeed
@@ -66,11 +66,33 @@ def train(harness):
             if (layout, before) == ("1 process", None):
                 run_module(*harness.script(folder)[1:], cwd=REPOSITORY)
                 made[layout, before] = folder, None
+            elif (layout, before) == ("2, FSDP2", None):
+                made[layout, before] = folder, train_in_copies(harness, layout, folder)
             else:
                 made[layout, before] = folder, harness.train(layout, folder, checkpoint)
         return made[layout, before]
 
     return train
+
+
+def train_in_copies(harness, layout, folder):
+    """Let `accelerate launch` do all but to start the processes: they are copies of this one, in
+    which all that takes long to import is there. Slow tests start them as users do."""
+    _, _, _, launch, *options = layouts.LAYOUTS[layout]
+    assert launch == "launch"
+
+    def start(options):
+        script = ("-m", options.training_script, *options.training_script_args)
+        assert options.module
+        failed, output = run_ranks(int(options.nproc_per_node), *script, cwd=REPOSITORY)
+        assert not failed, output
+        outputs.append(output)
+
+    outputs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.run.run", start)
+        launch_command(launch_command_parser().parse_args([*options, *harness.script(folder)]))
+    return layouts.parameters_held(outputs[0])
 
 
 def assert_same(actual, expected):
