@@ -36,6 +36,7 @@ from vanilla_transformer import (
 )
 from vanilla_transformer.data.tokenization import train_tokenizer
 
+gc.set_threshold(50_000, 20, 20)  # what it would find in between is little
 REPOSITORY = Path(__file__).parents[1]
 # Up to some version after 5.17, transformers reads back what it has not finished offloading.
 OFFLOADS_IN_ORDER = "prefetch_stream.wait_stream" in inspect.getsource(Cache.update)
@@ -59,6 +60,14 @@ def _frozen_imports():
     for what may be freed, which takes half a second."""
     gc.collect(1)
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_disks():
+    """A checkpoint waits until its files are on the disk, which no test cuts off from power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -205,7 +205,7 @@ def check_generation(folder, sharing):
     alone, shared = load(folder), load(folder, sharing)
     source = random_ids(3, 6)
     # without repetition, because a model that has learned nothing repeats one token
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "no_repeat_ngram_size": 1}
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "no_repeat_ngram_size": 1}
     for _ in range(2):
         for num_beams in (1, 3):
             options["num_beams"] = num_beams
