@@ -2,7 +2,6 @@ import faulthandler
 import functools
 import gc
 import inspect
-import json
 import logging
 import os
 import runpy
@@ -25,6 +24,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALL
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from alone import run_alone
 from packaging.version import Version
 from torch import distributed
 from transformers.cache_utils import Cache
@@ -264,7 +264,7 @@ def run_module(module, *flags, cwd, stdin=None, check=True, fresh=False):
     if fresh or torch.cuda.is_initialized():  # which can't be copied
         process = subprocess.run(**options, capture_output=True, text=True, check=False)
     else:
-        process = _run_in_copy(**options)
+        process = run_in_copy(**options)
     if check:
         assert process.returncode == 0, process.stderr[-4000:]
     return process
@@ -280,16 +280,7 @@ def in_new_process(code, package, cache, *flags):
     # A None among the modules makes every import of that name fail.
     absent = 'import sys; sys.modules["vanilla_transformer"] = None\n'
     code = ("import vanilla_transformer\n" if package else absent) + textwrap.dedent(code)
-    process = subprocess.run(
-        [sys.executable, "-c", code, *map(str, flags), "" if package else "trust"],
-        env={**os.environ, "HF_MODULES_CACHE": str(cache)},
-        cwd=cache,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return json.loads(process.stdout.splitlines()[-1])
+    return run_alone(code, *flags, "" if package else "trust", cwd=cache)
 
 
 @pytest.fixture
@@ -314,17 +305,46 @@ def train_here(tmp_path, monkeypatch):
         logger.setLevel(level)
 
 
-def _run_in_copy(args, cwd, input, env):
+def run_in_copy(args, cwd, input=None, env=None):
+    """`subprocess.run` of a Python script or module in a copy of this process."""
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]
         files[0].write(input or "")
         files[0].seek(0)
-        child = _start_copy(args[1:], cwd, env, files)
+        child = _start_copy(args[1:], cwd, env or {}, files)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         for file in files:
             file.seek(0)
         _, stdout, stderr = (file.read() for file in files)
     return subprocess.CompletedProcess(args, code, stdout, stderr)
+
+
+class BackgroundCopy:
+    """`python -m MODULE ...` in a copy of this process, with what `subprocess.Popen` has for it.
+    It prints to an open file."""
+
+    def __init__(self, module, *flags, cwd, output, **environment):
+        argv, env = ["-m", module, *map(str, flags)], {**os.environ, **environment}
+        with open(os.devnull) as stdin:
+            self.pid = _start_copy(argv, cwd, env, [stdin, output, output])
+        self.returncode = None
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout=60):
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            assert time.monotonic() < end, f"the copy still runs after {timeout} seconds"
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 def run_ranks(processes, script, *flags, cwd, timeout=240):
@@ -379,7 +399,9 @@ def _become(argv, cwd, env, descriptors):
     try:
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
-        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        encoding = env.get("PYTHONIOENCODING")
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w", encoding=encoding)
+        sys.stderr = os.fdopen(2, "w")
         faulthandler.register(signal.SIGUSR1, file=2)
         logging.root.handlers.clear()  # pytest's
         transformers_logging.get_logger().handlers = [logging.StreamHandler()]

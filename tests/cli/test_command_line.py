@@ -258,7 +258,7 @@ def test_what_is_printed_is_utf_8_whatever_the_locale(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
     text = recipe_path("multi30k_tiny").read_text(encoding="utf-8")
     assert "±" in text
-    printed = run_command("recipes", "multi30k_tiny", cwd=tmp_path, fresh=True).stdout
+    printed = run_command("recipes", "multi30k_tiny", cwd=tmp_path).stdout
     assert printed == text
 
 

@@ -1,16 +1,14 @@
 """The shared vocabulary: its ids, its pieces, that any text survives it, that it needs no code."""
 
-import ast
-import json
 import logging
 import pickle
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import in_new_process
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -200,17 +198,14 @@ def test_a_pair_of_pieces_merges_from_min_frequency_on():
 
 def test_the_saved_folder_needs_no_code_of_ours(folder, tmp_path):
     text = "Der Hund </s> ▁ <0x41> ☃"
-    script = f"""
-import json, sys
-sys.modules["vanilla_transformer"] = None  # importing it raises
+    code = f"""
+import json
 from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})
 ids = tokenizer({text!r})["input_ids"]
 print(json.dumps([ids, tokenizer.decode(ids, skip_special_tokens=True), tokenizer.is_fast]))
 """
-    command = [sys.executable, "-I", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    ids, decoded, is_fast = json.loads(done.stdout)
+    ids, decoded, is_fast = in_new_process(code, False, tmp_path)
     assert ids == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     assert decoded == text
     assert is_fast
@@ -307,16 +302,16 @@ def test_multi30k_takes_about_one_piece_a_word():
         assert pieces / sum(len(text.split()) for text in held_out) < most
 
 
-def test_the_same_text_gives_the_same_tokenizer_in_each_process():
+def test_the_same_text_gives_the_same_tokenizer_in_each_process(tmp_path):
     """Where more characters are equally rare than fit, chance has no say in which are kept."""
     texts = [chr(0x4E00 + n) * 2 + " " + "common " * 3 for n in range(400)]
-    program = (
+    code = (
+        "import json\n"
         "from vanilla_transformer.data.tokenization import train_tokenizer\n"
-        f"print(train_tokenizer({texts}, 400, show_progress=False).get_vocab())\n"
+        f"print(json.dumps(train_tokenizer({texts}, 400, show_progress=False).get_vocab()))\n"
     )
     vocabulary = train_tokenizer(texts, 400, show_progress=False).get_vocab()
-    printed = subprocess.check_output([sys.executable, "-c", program], text=True)
-    assert ast.literal_eval(printed) == vocabulary
+    assert in_new_process(code, True, tmp_path) == vocabulary
     kept = [token for token in vocabulary if "\u4e00" <= token <= "\u5000"]
     assert min(kept) == "\u4e00"
     assert max(kept) == chr(0x4E00 + len(kept) - 1)

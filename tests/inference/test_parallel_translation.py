@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 import torch
-from conftest import run_command, run_ranks
+from conftest import BackgroundCopy, run_command, run_ranks
 from pyarrow import parquet
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, CTRLTokenizer
 
@@ -500,8 +499,9 @@ def test_a_killed_translation_is_resumed_with_the_same_model_alone(folder):
     (cwd / "in.txt").write_text("a house\nthe lake is deep\n" * (LINES_PER_CHUNK // 2 * chunks))
     flags = ["--source", "in.txt", "--output", "out.txt", "--max_new_tokens", "1"]
     flags += ["--batch_size", "512", "--device", "cpu", "--model"]
-    command = [sys.executable, "-m", "vanilla_transformer", "translate", *flags, "model"]
-    process = subprocess.Popen(command, cwd=cwd)
+    with (cwd / "log").open("w") as log:
+        translate = ("vanilla_transformer", "translate")
+        process = BackgroundCopy(*translate, *flags, "model", cwd=cwd, output=log)
     while not (cwd / "out.txt.parts/0").exists():
         assert process.poll() is None
         time.sleep(0.01)

@@ -2,14 +2,12 @@
 
 import json
 import logging
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_trainer
+from conftest import in_new_process, small_trainer
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
@@ -545,9 +543,8 @@ class TestUnusualSources:
 
 WITHOUT_PACKAGE = """
 import json, sys
-sys.modules["vanilla_transformer"] = None
 from transformers import pipeline
-marian, ours, copy, text = sys.argv[1:]
+marian, ours, copy, text = sys.argv[1:-1]
 outcome = {}
 
 def attempt(name, *args, **kwargs):
@@ -582,21 +579,8 @@ def outcome(folders, saved, tmp_path_factory):
     """What a process without this package makes of the folders."""
     folder = tmp_path_factory.mktemp("without")
     paths = [folders / "marian", saved, folder / "copy"]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_PACKAGE, *map(str, paths), TEXTS[0]],
-        env={
-            **os.environ,
-            "HF_MODULES_CACHE": str(folder),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]) | {"copy folder": str(folder / "copy")}
+    found = in_new_process(WITHOUT_PACKAGE, False, folder, *paths, TEXTS[0])
+    return found | {"copy folder": str(folder / "copy")}
 
 
 class TestCheckpoints:

@@ -1,4 +1,5 @@
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from urllib import request
 
 import pytest
+from conftest import BackgroundCopy
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -25,30 +27,34 @@ def no_loading():
 
 @pytest.fixture
 def start_server(tmp_path):
-    """A server in a new process: `with start_server(*words) as (process, url)`."""
+    """A server in a new process: `with start_server(*words) as (process, url)`. Unless it is to be
+    fresh, it is a copy of this process."""
 
     @contextmanager
-    def start(*words, **environment):
+    def start(*words, fresh=True, **environment):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "vanilla_transformer", "serve", *map(str, words)]
+        command = ["vanilla_transformer", "serve", *map(str, words), "--port", str(port)]
         path = os.pathsep.join([REPOSITORY, os.environ.get("PYTHONPATH", "")])
         log = tmp_path / "server.log"
-        with log.open("w") as stderr:
-            process = subprocess.Popen(
-                [*command, "--port", str(port)],
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": path, **environment},
-                stderr=stderr,
-            )
+        with log.open("w") as output:
+            if fresh:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", *command],
+                    cwd=tmp_path,
+                    env={**os.environ, "PYTHONPATH": path, **environment},
+                    stderr=output,
+                )
+            else:
+                process = BackgroundCopy(*command, cwd=tmp_path, output=output, **environment)
         try:
             while not answers(f"{url}/health"):
                 assert process.poll() is None, log.read_text()[-2000:]
                 time.sleep(0.1)
             yield process, url
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             process.wait()
 
     return start

@@ -103,7 +103,7 @@ def test_a_client_translates_and_a_stopped_server_answers_first(checkpoint, star
     line = "a house by the lake & deep = 100 %"
     (expected,) = translate([line], model, tokenizer)
     keys = {"VANILLA_TRANSFORMER_API_KEYS": "a-key"}
-    with start_server(f"en-de={checkpoint}", **keys) as (process, url):
+    with start_server(f"en-de={checkpoint}", fresh=False, **keys) as (process, url):
         api = client.LibreTranslateAPI(url, api_key="a-key")
         assert api.translate(line, "en", "de") == expected
         assert api.languages() == [

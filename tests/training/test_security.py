@@ -1,16 +1,14 @@
 """Nothing that is read is ever run: payloads planted in every file stay asleep."""
 
 import json
-import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPOSITORY, Payload, run_command, small_config
+from conftest import Payload, run_command, run_in_copy, small_config
 from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -173,10 +171,11 @@ HOSTILE_SIZES = [
     ("encoder_ffn_dim", 2**24, "encoder_ffn_dim=16777216.*: .* that the checkpoint lacks"),
 ]
 LOAD = """
-import json, resource, sys
+import json, psutil, resource, sys
 from pathlib import Path
 from transformers import AutoModelForSeq2SeqLM
-import vanilla_transformer
+most = psutil.Process().memory_info().vms + 8 * 2**30
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
 kept = json.loads(Path("config.json").read_text())
 for name, value, expected in json.loads(sys.argv[1]):
     Path("config.json").write_text(json.dumps({**kept, name: value}))
@@ -198,16 +197,10 @@ def test_hostile_sizes_are_refused_before_memory_is_taken(checkpoint, tmp_path):
     shutil.copytree(checkpoint, folder)
     for path in folder.glob("*.py"):
         path.unlink()
-    program = f"import resource\nresource.setrlimit(resource.RLIMIT_AS, (8 * 2**30,) * 2)\n{LOAD}"
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(HOSTILE_SIZES)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    (tmp_path / "load.py").write_text(LOAD)
+    script = [sys.executable, tmp_path / "load.py", json.dumps(HOSTILE_SIZES)]
+    done = run_in_copy(script, cwd=folder)
+    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(HOSTILE_SIZES)
     for (name, value, expected), line in zip(HOSTILE_SIZES, lines, strict=True):
