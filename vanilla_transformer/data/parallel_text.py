@@ -49,10 +49,6 @@ READERS = ("moses.py", "pipelines.py", "tokenization_vanilla_transformer.py")  #
 SAMPLES = {"train": "train", "validation": "eval", "test": "predict"}
 
 
-def _option(help: str, default: Any = None) -> Any:
-    return HfArg(default=default, help=help)
-
-
 @dataclass
 class DataArguments(CorpusArguments):
     """The options that select sentence pairs, for `HfArgumentParser`.
