@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import (
     EarlyStoppingCallback,
-    Seq2SeqTrainingArguments,
     TrainerCallback,
     TrainerControl,
     TrainerState,
+    TrainingArguments,
 )
 from transformers.integrations import TensorBoardCallback
 
@@ -25,11 +25,7 @@ class ResumableEarlyStoppingCallback(EarlyStoppingCallback):
     improvement."""
 
     def on_train_begin(
-        self,
-        args: Seq2SeqTrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Take the number from the state that the trainer has loaded."""
         super().on_train_begin(args, state, control, **kwargs)
@@ -49,7 +45,7 @@ class EpochCallback(TrainerCallback):
 
     def on_epoch_begin(
         self,
-        args: Seq2SeqTrainingArguments,
+        args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         train_dataloader: Any = None,
@@ -66,7 +62,7 @@ class ResilientTensorBoardCallback(TensorBoardCallback):
 
     def on_log(
         self,
-        args: Seq2SeqTrainingArguments,
+        args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
@@ -81,11 +77,7 @@ class ResilientTensorBoardCallback(TensorBoardCallback):
             super().on_log(args, state, control, logs=logs, **kwargs)
 
     def on_train_end(
-        self,
-        args: Seq2SeqTrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Close the file, if it still exists."""
         try:
@@ -105,11 +97,7 @@ class CurvesCallback(TrainerCallback):
         self.last_plot = time.monotonic()
 
     def on_evaluate(
-        self,
-        args: Seq2SeqTrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Plot the newest scores."""
         waited = time.monotonic() - self.last_plot >= self.INTERVAL
@@ -118,11 +106,7 @@ class CurvesCallback(TrainerCallback):
             self.last_plot = time.monotonic()
 
     def on_train_end(
-        self,
-        args: Seq2SeqTrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Plot, on the main process only, if there is a loss or a score."""
         if not state.is_world_process_zero:
