@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers.hf_argparser import HfArg
 
-from ..conversion.core import expect_unused
+from ..data.paths import expect_unused
 from ..inference.loading import LoadingArguments
 from ..serving.demo import launch, make_demo, write_space
 from .parser import CommandParser

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import ModuleType
 
+from ..data.paths import expect_unused
 from ..data.vocabularies import with_moses
 from . import (
     core,
@@ -89,7 +90,7 @@ def convert(
         ValueError: The checkpoint is not understood; the message names the tensor, the option or
             the file.
     """
-    core.expect_unused(output_dir)
+    expect_unused(output_dir)
     return core.save(read(path, options), output_dir, max_shard_size)
 
 
@@ -110,7 +111,7 @@ def convert_back(model_folder: str | Path, output_dir: str | Path, to: str | Non
         FileExistsError: The output folder is in use.
         ValueError: There is no way back to this format.
     """
-    output = core.expect_unused(output_dir)
+    output = expect_unused(output_dir)
     origin = core.read_record(Path(model_folder))["format"]
     module = next(module for module in FORMATS if origin == module.NAME)
     if not hasattr(module, "write"):

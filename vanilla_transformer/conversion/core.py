@@ -35,6 +35,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from ..data.paths import expect_unused
 from ..inference.derived_cards import language_codes
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.loss import SUPPRESSED
@@ -541,21 +542,6 @@ def empty_model(config: VanillaTransformerConfig) -> VanillaTransformerForCondit
     """A model without memory for its weights."""
     with torch.device("meta"):
         return VanillaTransformerForConditionalGeneration(config)
-
-
-def expect_unused(output_dir: str | Path, name: str = "output_dir") -> Path:
-    """The folder, if nothing is in it.
-
-    Args:
-        name: The option's, for the message.
-
-    Raises:
-        FileExistsError: It is a file or holds files.
-    """
-    output = Path(output_dir)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"{name}={str(output_dir)!r}: expected a new or empty folder")
-    return output
 
 
 def save(conversion: Conversion, output_dir: str | Path, max_shard_size: int | str = "5GB") -> Path:

@@ -31,3 +31,18 @@ def as_path(path: str | Path) -> Path:
             f"{path} needs the package universal-pathlib: pip install 'vanilla-transformer[ray]'"
         ) from error
     return cast(Path, UPath(path))
+
+
+def expect_unused(output_dir: str | Path, name: str = "output_dir") -> Path:
+    """The folder, if nothing is in it.
+
+    Args:
+        name: The option's, for the message.
+
+    Raises:
+        FileExistsError: It is a file or holds files.
+    """
+    output = Path(output_dir)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"{name}={str(output_dir)!r}: expected a new or empty folder")
+    return output

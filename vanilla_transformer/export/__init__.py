@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-from ..conversion.core import expect_unused
+from ..data.paths import expect_unused
 from ..inference.derived_cards import SHOW_PAGE, TRANSLATE, card_metadata, write_card
 from .source import expect_model
 

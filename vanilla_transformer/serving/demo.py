@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
 from ..analysis.attention import attention_maps
-from ..conversion.core import expect_unused
+from ..data.paths import expect_unused
 from ..inference.alignment import layers_and_heads
 from ..inference.loading import LoadingArguments
 from ..inference.translation import position_limit, runs_in_torch, translate, translate_n_best
