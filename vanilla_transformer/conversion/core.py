@@ -298,6 +298,15 @@ def _show(shape: Sequence[int | None]) -> str:
 # ---------------------------------------------------------------- Files
 
 
+def has_model_type(folder: Path, model_type: str) -> bool:
+    """Whether a folder holds a configuration of this type of transformers."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("model_type") == model_type
+
+
 def read_transformers_weights(folder: Path) -> Tensors:
     """The weights that transformers has saved in a folder: safetensors or torch, sharded or not.
 

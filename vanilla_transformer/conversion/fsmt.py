@@ -38,11 +38,7 @@ GENERATION = (
 
 def recognizes(path: Path) -> bool:
     """A folder with a configuration of this type."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return config["model_type"] == "fsmt"
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return core.has_model_type(path, NAME)
 
 
 def read(path: Path, options: ConversionOptions) -> Conversion:

@@ -83,11 +83,7 @@ FILES = (
 
 def recognizes(path: Path) -> bool:
     """Whether this is the folder of a `MarianMTModel`."""
-    try:
-        content = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("model_type") == "marian"
+    return core.has_model_type(path, "marian")
 
 
 def read(path: Path, options: ConversionOptions) -> Conversion:
