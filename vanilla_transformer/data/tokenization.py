@@ -204,20 +204,15 @@ def _learn_unigram(
     first_tokens: list[str],
     alphabet: list[str],
     *,
-    vocab_size: int,
-    show_progress: bool,
-    min_frequency: int,
+    min_frequency: int,  # of pairs
+    **options: Any,
 ) -> models.Model:
     learner = backend_of(models.Unigram(), learns=True)
     # The trainer keeps every character that it sees.
     rare = splits.Split(Regex(f"[^{any_of(alphabet)}]"), behavior="removed")
     learner.pre_tokenizer = splits.Sequence([learner.pre_tokenizer, rare])
     trainer = trainers.UnigramTrainer(
-        vocab_size=vocab_size,
-        show_progress=show_progress,
-        special_tokens=first_tokens,
-        initial_alphabet=alphabet,
-        unk_token=UNK,
+        **options, special_tokens=first_tokens, initial_alphabet=alphabet, unk_token=UNK
     )
     learner.train_from_iterator(texts, trainer)
     model = json.loads(learner.to_str())["model"]
@@ -243,14 +238,11 @@ def _learn_words(
     first_tokens: list[str],
     alphabet: list[str],
     *,
-    vocab_size: int,
-    show_progress: bool,
-    min_frequency: int,
+    min_frequency: int,  # of pairs
+    **options: Any,
 ) -> models.Model:
     learner = backend_of(models.WordLevel(unk_token=UNK))
-    trainer = trainers.WordLevelTrainer(
-        vocab_size=vocab_size, show_progress=show_progress, special_tokens=first_tokens
-    )
+    trainer = trainers.WordLevelTrainer(**options, special_tokens=first_tokens)
     learner.train_from_iterator(texts, trainer)
     return learner.model
 

@@ -84,13 +84,9 @@ class EncoderGraph(nn.Module):
     def examples(self) -> dict[str, tuple[torch.Tensor, dict[int, str]]]:
         """By name, an example of each input and the names of its dynamic dimensions."""
         axes = {0: "batch_size", 1: "encoder_sequence_length"}
-        return {
-            name: (
-                torch.ones(BATCH, SOURCE, dtype=torch.long),
-                axes,
-            )  # one tensor would be one input
-            for name in ("input_ids", "attention_mask")
-        }
+        names = ("input_ids", "attention_mask")
+        # A tensor of its own for each: one for both would be one input.
+        return {name: (torch.ones(BATCH, SOURCE, dtype=torch.long), axes) for name in names}
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """(batch, source_length) ids and mask to (batch, source_length, d_model) states."""
