@@ -93,6 +93,31 @@ def any_process(condition: bool, arguments: TrainingArguments) -> bool:
     return bool(reduce(torch.tensor(int(condition), device=arguments.device), "sum"))
 
 
+def run_on_main_process(make: Callable[[], Any]) -> Any:
+    """Call the function on the main process; all processes return its result, or raise its
+    error."""
+    results: list[Any] = [None]
+    if PartialState().is_main_process:
+        try:
+            results = [make()]
+        except Exception as error:
+            results = [error]
+    broadcast_object_list(results)
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
+
+
+def expect_in_all_processes(folder: str | Path, is_seen: bool) -> None:
+    """Raise a FileNotFoundError in all processes unless all of them see what is in the folder."""
+    seen = gather_object([is_seen])
+    if missing := [process for process, sees in enumerate(seen) if not sees]:
+        raise FileNotFoundError(
+            f"{folder}: process 0 sees this folder, processes {missing} do not: expected a file "
+            "system that all processes share"
+        )
+
+
 def init_cpu_process_group(arguments: TrainingArguments) -> None:
     """Apply `ddp_timeout` to processes on CPUs. transformers (5.17 to 5.24) ignores it there, and
     the other processes would wait for a stalled one for 30 minutes."""
@@ -327,28 +352,3 @@ def _trust_records_of_deepspeed() -> Iterator[None]:
     records = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
     with torch.serialization.safe_globals(records):
         yield
-
-
-def run_on_main_process(make: Callable[[], Any]) -> Any:
-    """Call the function on the main process; all processes return its result, or raise its
-    error."""
-    results: list[Any] = [None]
-    if PartialState().is_main_process:
-        try:
-            results = [make()]
-        except Exception as error:
-            results = [error]
-    broadcast_object_list(results)
-    if isinstance(results[0], Exception):
-        raise results[0]
-    return results[0]
-
-
-def expect_in_all_processes(folder: str | Path, is_seen: bool) -> None:
-    """Raise a FileNotFoundError in all processes unless all of them see what is in the folder."""
-    seen = gather_object([is_seen])
-    if missing := [process for process, sees in enumerate(seen) if not sees]:
-        raise FileNotFoundError(
-            f"{folder}: process 0 sees this folder, processes {missing} do not: expected a file "
-            "system that all processes share"
-        )
