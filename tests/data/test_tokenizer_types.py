@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from vanilla_transformer.data.tokenization import TOKENIZER_TYPES, UNICODE_FORMS, train_tokenizer
-from vanilla_transformer.data.tokenizer_options import TokenizerArguments, expect_whole
+from vanilla_transformer.data.tokenizer_options import TokenizerArguments, warn_of_split_tokens
 
 TEXTS = [
     "The dog <num> runs through the green grass.",
@@ -256,9 +256,9 @@ def test_user_tokens_that_a_sentencepiece_model_never_reads_are_whole(tmp_path, 
     tokenizer = reloaded(arguments.train(pairs()), tmp_path / "saved")
     original = sentencepiece.SentencePieceProcessor(f"{prefix}.model")
     assert original.piece_to_id("<2fr>") in tokenizer("<2fr> Hund")["input_ids"]
-    expect_whole(tags, tokenizer)
+    warn_of_split_tokens(tags, tokenizer)
     assert not caplog.records
-    expect_whole(["<2es>"], tokenizer)
+    warn_of_split_tokens(["<2es>"], tokenizer)
     assert "The tokenizer reads the user token '<2es>' as" in caplog.text
 
 

@@ -48,12 +48,12 @@ def _read_tsv(path: str) -> Iterator[list[str]]:
         if (number == 1 and all(map(IN_QUOTES.fullmatch, record))) or (
             '""' in line and any(map(QUOTED.fullmatch, record))
         ):
-            _tell_quotes(path)
+            _warn_of_quotes(path)
         yield record
 
 
 @cache  # a table is read several times
-def _tell_quotes(path: str) -> None:
+def _warn_of_quotes(path: str) -> None:
     logger.warning(
         "%s: some fields are in quotes, which are read as text, as tsv has no quotes here; .csv "
         "has them, with commas between the fields",
@@ -146,7 +146,7 @@ class ColumnChoice:
             if source in present and target in present:
                 return source, target
         if self._has_order(present):
-            self._tell_order(present, name)
+            self._log_order(present, name)
             return present[0], present[1]
         source, target = self.columns or self.languages or SIDES
         found = ", ".join(map(repr, present))
@@ -171,7 +171,7 @@ class ColumnChoice:
             return False
         return self.by_order and not present[0].startswith("translation.")
 
-    def _tell_order(self, present: list[str], name: str) -> None:
+    def _log_order(self, present: list[str], name: str) -> None:
         is_table = suffix_of(name) in (".csv", ".tsv")
         is_text = is_table and any(" " in column.strip() for column in present)
         sources, targets = zip(SIDES, *SHORT_SIDES, strict=True)

@@ -218,7 +218,7 @@ def import_bpe_codes(
     return tokenizer
 
 
-def expect_whole(tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+def warn_of_split_tokens(tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
     """Warn of user tokens that an existing tokenizer splits or does not know."""
     decode = getattr(tokenizer, "backend_tokenizer", tokenizer).decode
     for token in tokens:

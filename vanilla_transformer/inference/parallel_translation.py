@@ -189,14 +189,14 @@ def transform_chunks(
                 else:
                     progress.update(len(lines))
 
-        with _forgotten_without_parts(parts, num_processes):
+        with _removing_failed_job(parts, num_processes):
             for first, results in transform(unfinished()):
                 number = first // lines_per_chunk
                 _write(parts / str(number), results)
                 progress.update(sizes[number])
     wait_for_everyone()
     if process_index == 0:
-        with _forgotten_without_parts(parts, num_processes):
+        with _removing_failed_job(parts, num_processes):
             names = map(str, range(len(sizes)))
             _merge([parts / name for name in names], source, output, target_column)
             _clear(parts)
@@ -204,7 +204,7 @@ def transform_chunks(
 
 
 @contextmanager
-def _forgotten_without_parts(parts: Path, num_processes: int) -> Iterator[None]:
+def _removing_failed_job(parts: Path, num_processes: int) -> Iterator[None]:
     """Remove a job that fails before it has finished a part, so that it does not refuse the next.
     That of several processes stays: others may be at work.
 

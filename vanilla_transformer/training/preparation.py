@@ -21,7 +21,7 @@ from transformers import (
 from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
 from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_dataset
 from ..data.token_batches import count_tokens
-from ..data.tokenizer_options import expect_whole, log_coverage
+from ..data.tokenizer_options import log_coverage, warn_of_split_tokens
 from ..data.vocabularies import rows
 from ..inference.loading import expect_complete, expect_to_read_targets, read_config
 from ..inference.metrics import OTHER_METRICS, has_4_tokens, make_metrics
@@ -90,7 +90,7 @@ def prepare(
     tokenizer = make_tokenizer(wanted, pairs["train"], checkpoint)
     set_languages(tokenizer, data_args.source_lang, data_args.target_lang)
     expect_end_of_targets(tokenizer)
-    expect_whole(wanted.user_tokens, tokenizer)
+    warn_of_split_tokens(wanted.user_tokens, tokenizer)
     warn_of_another_vocabulary(model_args, tokenizer)
     with training_args.main_process_first(desc="tokenizing"):
         splits = dict(tokenize_dataset(pairs, tokenizer, data_args))
