@@ -224,7 +224,7 @@ def plot_positions(
 
     Args:
         encodings: (length, d_model).
-        dimensions: Those drawn as lines; by default, of four frequencies sine and cosine.
+        dimensions: Those drawn as lines; by default, the sine and cosine of four frequencies.
         kind: Of the encodings: only sinusoids have sines and cosines.
 
     Raises:
@@ -289,7 +289,7 @@ class AttentionMaps(NamedTuple):
 
 
 def expect_numbers(name: str, wanted: Iterable[int], count: int) -> None:
-    """Raises ValueError unless all wanted numbers are among 1, 2, ..., `count`."""
+    """Raise a ValueError unless all wanted numbers are among 1, 2, ..., `count`."""
     for number in wanted:
         if not 1 <= number <= count:
             raise ValueError(f"{name}={number}: expected 1 to {count}")

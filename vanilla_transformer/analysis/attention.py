@@ -23,7 +23,7 @@ VIEWS = ("head", "model")  # of bertviz
 
 
 def expect_both_stacks(config: PreTrainedConfig) -> None:
-    """Raises ValueError unless this is a vanilla_transformer with an encoder and a decoder."""
+    """Raise a ValueError unless this is a vanilla_transformer with an encoder and a decoder."""
     if config.model_type != VanillaTransformerConfig.model_type or not config.is_encoder_decoder:
         raise ValueError(
             f"{config.name_or_path or 'the model'} is of type {config.model_type}: expected "
@@ -42,7 +42,7 @@ def attention_modules(model: PreTrainedModel) -> dict[Kind, list[VanillaTransfor
 
 
 def expect_eager(model: PreTrainedModel) -> None:
-    """Raises ValueError unless attention is eager, the only one that gives its weights."""
+    """Raise a ValueError unless attention is eager, the only one that gives its weights."""
     implementation = model.config._attn_implementation
     if implementation != "eager":
         raise ValueError(f"attn_implementation={implementation!r}: expected 'eager'")
@@ -139,7 +139,7 @@ def attention_maps(
 
 
 def expect_sentences(**sentences: str | None) -> None:
-    """Raises ValueError if one of those given is blank."""
+    """Raise a ValueError if one of those given is blank."""
     for name, sentence in sentences.items():
         if sentence is not None and not sentence.strip():
             raise ValueError(f"{name}={sentence!r}: expected a sentence")
@@ -165,7 +165,7 @@ def _readable(
 
 
 def expect_bertviz() -> None:
-    """Raises ModuleNotFoundError where bertviz is not installed."""
+    """Raise a ModuleNotFoundError if bertviz is not installed."""
     for package in ("bertviz", "IPython"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(

@@ -275,7 +275,7 @@ class Tensors(Mapping[str, Tensor]):
         """Nothing is lost silently.
 
         Args:
-            ignored: Regular expressions for whole names of tensors that nobody needs.
+            ignored: Regular expressions for whole names of tensors that no model needs.
 
         Raises:
             ValueError: Tensors that were neither read nor ignored; the message names them.
@@ -360,7 +360,7 @@ def take_layers(
     """Every tensor except embeddings, positions and projection, with its shape checked.
 
     Args:
-        names: What makes the checkpoint's names of ours; see `renamed`.
+        names: From our names to the checkpoint's; see `renamed`.
     """
     apart = r".*(shared|embed_tokens|embed_positions|lm_head)\.(weight|bias)"
     shapes = {name: tensor.shape for name, tensor in empty_model(config).state_dict().items()}

@@ -483,8 +483,8 @@ def _specials(
 
 
 def _with_languages(path: Path, args: dict[str, Any]) -> dict[str, Any]:
-    """The options with the languages that fairseq takes from the names of its data, if nobody names
-    them. Without the data, equal dictionaries do as well."""
+    """The options with the languages that fairseq takes from the names of its data, if no option
+    names them. Without the data, equal dictionaries do as well."""
     if args.get("source_lang") or args.get("target_lang"):
         return args
     data = Path(str(args.get("data") or "").split(":")[0] or path.parent)

@@ -183,7 +183,7 @@ class MarianFiles:
             if len(models) != 1 or not str(models[0]).endswith(".npz"):
                 raise ValueError(
                     f"{named}: models={models}: expected one .npz file; ensembles and quantized or "
-                    "packed models (.bin), are not converted"
+                    "packed models (.bin) are not converted"
                 )
             model = _beside(named, models[0])
         training = model.with_name(model.name + ".yml")

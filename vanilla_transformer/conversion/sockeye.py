@@ -276,7 +276,7 @@ def _embeddings(
 
 
 def _layers(tensors: Tensors, config: dict[str, Any], stack: str) -> dict[str, Tensor]:
-    """The layers of a stack, and the layer norm behind them, under our names."""
+    """The layers of a stack, and the layer norm after them, under our names."""
     d, d_ff, when = config["model_size"], config["feed_forward_num_hidden"], _norm_position(config)
     norms = {**ATTENTION[stack], "ff": "ffn"}
     weights: dict[str, Tensor] = {}

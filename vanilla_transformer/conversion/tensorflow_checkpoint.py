@@ -130,7 +130,7 @@ def _read_table(table: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _handle(data: bytes, position: int) -> tuple[tuple[int, int], int]:
-    """Offset and size of a block, and the position behind them."""
+    """Offset and size of a block, and the position after them."""
     offset, position = read_varint(data, position)
     size, position = read_varint(data, position)
     return (offset, size), position

@@ -112,7 +112,7 @@ class Layout:
         norms: The same for layer norms, per stack.
         norm_parts: What a layer norm calls its weight and its bias.
         first: Names of the first tensors of self-attention and of attention to the source.
-        table: What is true for this layout if nobody says otherwise.
+        table: What is true for this layout if the user does not say otherwise.
     """
 
     toolkit: str
@@ -541,7 +541,7 @@ def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
     """The state dict in `torch.nn.Transformer` or The Annotated Transformer, for `check`.
 
     Raises:
-        ImportError: Nobody says where the code of The Annotated Transformer is.
+        ImportError: As `annotated_transformer`.
     """
     file = find_file(path)
     tensors = read_state_dict(file)

@@ -19,8 +19,6 @@ MOST_BYTES = 2**28
 OLD_TYPES = {"__builtin__.long": "builtins.int", "__builtin__.unicode": "builtins.str"}
 # What torch and pickle need for plain values; torch allows them itself.
 PLAIN = ("torch.*", "collections.OrderedDict", "collections.Counter", "builtins.*", "__builtin__.*")
-
-
 # What training scripts save beside weights: scores and options, which no converter needs.
 BESIDE = ("numpy.*", "_codecs.encode", "argparse.Namespace", "pathlib.*")
 
@@ -95,7 +93,7 @@ def contents(path: Path) -> tuple[set[str], set[str]]:
     files."""
     strings: set[str] = set()
     names: set[str] = set()
-    with suppress(Exception):  # a broken file is one that nobody recognizes
+    with suppress(Exception):  # no format recognizes a broken file
         if is_zipfile(path):
             with ZipFile(path) as archive:
                 for entry in archive.infolist():

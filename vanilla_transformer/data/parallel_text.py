@@ -380,7 +380,7 @@ def _column_choice(arguments: DataArguments) -> ColumnChoice:
 def _load_from_hub(name: str, arguments: DataArguments) -> Corpora:
     folder = Path(name).expanduser().resolve()
     if folder.is_dir() and glob.has_magic(str(folder)):
-        # `datasets` takes the path for a pattern, and reads other folders that match it.
+        # `datasets` treats the path as a pattern, and reads other folders that match it.
         raise ValueError(f"dataset_name={name!r}: expected a folder without *, ? or [ in {folder}")
     names = (name, arguments.dataset_config_name)
     options: dict[str, Any] = {"streaming": arguments.streaming}
@@ -414,7 +414,7 @@ def _load_files(arguments: DataArguments) -> Corpora:
         _, rows = parquet_files.inspect(paths[0])
         if rows == 0:
             raise ValueError(f"{paths[0]}: there is no sentence pair")
-        # `datasets` takes names, and the folder in which it looks for them, for patterns.
+        # `datasets` treats names, and the folder in which it looks for them, as patterns.
         file = glob.escape(str(Path(paths[0]).absolute()))
         table = load_dataset(
             "parquet",

@@ -11,11 +11,11 @@ SIZES = {1: 8, 5: 4}
 
 
 def read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each field of a message and its value: an integer, or bytes of whatever
-    else.
+    """Yield the number of each field of a message and its value: an integer, or the bytes of any
+    other type.
 
     Raises:
-        ValueError: The bytes are no such message, or cut off.
+        ValueError: The bytes are not a message, or are cut off.
     """
     position = 0
     while position < len(message):
@@ -37,7 +37,7 @@ def read_fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """An integer in groups of seven bits, and the position behind it.
+    """An integer in groups of seven bits, and the position after it.
 
     Raises:
         ValueError: It is cut off, or has more than 64 bits.

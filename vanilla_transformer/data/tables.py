@@ -44,7 +44,7 @@ def read_table(path: str) -> Iterator[dict[str, Any]]:
 def _read_tsv(path: str) -> Iterator[list[str]]:
     for number, line in enumerate(filter(None, read_lines_of(path)), start=1):
         record = line.split("\t")
-        # all names are in quotes, or a field is that had quotes
+        # All names are in quotes, or a field is quoted that holds quotes.
         if (number == 1 and all(map(IN_QUOTES.fullmatch, record))) or (
             '""' in line and any(map(QUOTED.fullmatch, record))
         ):
@@ -62,7 +62,7 @@ def _warn_of_quotes(path: str) -> None:
 
 
 def _read_csv(path: str) -> Iterator[list[str]]:
-    # Or `"a", "b"` would keep the second pair of quotes, as text.
+    # With the space before it kept, "b" in `"a", "b"` would not count as quoted.
     reader = csv.reader(_decode_lines(path), strict=True, skipinitialspace=True)
     try:
         yield from filter(None, reader)
@@ -188,7 +188,7 @@ class ColumnChoice:
 def _columns_of(
     names: tuple[str, str], present: list[str], key: Callable[[str], str]
 ) -> Iterator[tuple[str, str]]:
-    """The columns with the same keys as two names, if there is one for each."""
+    """The columns whose keys are those of two names, if each name has exactly one."""
     of_source, of_target = (
         [column for column in present if key(column) == key(name)] for name in names
     )
@@ -197,5 +197,5 @@ def _columns_of(
 
 
 def _language_code(name: str) -> str:
-    """The same for languages that are written in other ways, such as en for EN, en_XX or en-US."""
+    """The language without case, region or script, such as en for EN, en_XX or en-US."""
     return re.split("[-_]", name.lower())[0]

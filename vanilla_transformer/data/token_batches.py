@@ -298,7 +298,7 @@ class RepeatedStream(IterableDataset):
 
 
 def _share_of_worker() -> tuple[int, None, int]:
-    """What a loading process takes of all: the arguments of `islice`."""
+    """The share of a loading process, as arguments of `islice`."""
     worker = get_worker_info()
     return (0, None, 1) if worker is None else (worker.id, None, worker.num_workers)
 

@@ -171,7 +171,7 @@ def bpe_codes(
     )
     if separator is None:  # FSMT, which splits at all white space
         backend.pre_tokenizer = splits.WhitespaceSplit()
-    else:  # subword-nmt takes other white space for characters of a word
+    else:  # subword-nmt treats other white space as characters
         backend.pre_tokenizer = splits.Split(Regex(" "), behavior="removed")
     decoding: list[decoders.Decoder] = []
     if separator in vocab:

@@ -93,7 +93,7 @@ _ESCAPED |= {"f": "\f", "v": "\v", "_": "\xa0", "N": "\x85", "L": "\u2028", "P":
 def read_marian_vocab(path: str | Path) -> dict[str, int]:
     """Marian's vocabulary: `key: id` a line (YAML), JSON, or a token a line.
 
-    YAML libraries take keys such as `no` or `007` for other types and stop at some characters.
+    YAML libraries read keys such as `no` or `007` as other types, and reject some characters.
 
     Raises:
         ValueError: A line has no id, or a token comes twice.

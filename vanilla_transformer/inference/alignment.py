@@ -173,8 +173,8 @@ class _AlignmentReader:
         self.target_special = {*special, hidden} - {self.unknown, None}
 
     def words_of_texts(self, hypotheses: Sequence[Hypothesis]) -> list[list[int | None] | None]:
-        """The index of the word of its text that each token of a hypothesis is in, or None; None
-        for a text with other tokens, as one without the unknown words that were generated."""
+        """For each hypothesis, the index of the word that each token is in, None for special
+        tokens; or None if its text has other tokens, for example none for an unknown word."""
         if self.unit != "words":
             return [None] * len(hypotheses)
         encoded = self.tokenizer(

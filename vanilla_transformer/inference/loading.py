@@ -130,7 +130,7 @@ class LoadingArguments:
         return model.to(self.device), tokenizer
 
     def _load_tokenizer(self, name: str | Path) -> PreTrainedTokenizerBase:
-        """Raises FileNotFoundError if a folder holds a model and no tokenizer."""
+        """Raise a FileNotFoundError if a folder holds a model and no tokenizer."""
         folder = Path(name)
         if has_model(folder) and not _has_any(folder, TOKENIZERS):
             raise FileNotFoundError(

@@ -257,7 +257,7 @@ def expect_files(
 
 
 def _origin(source: Path) -> dict[str, Any]:
-    """What the source is known by: its content, as another file may have its size and time."""
+    """What identifies the source: its content, as another file may have the same size and time."""
     path = str(source.resolve())
     if is_no_file(source):  # a pipe, which can only be read once
         return {"source": path, "modified": source.stat().st_mtime_ns}

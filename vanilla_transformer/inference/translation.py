@@ -289,7 +289,7 @@ def encode_prefixes(
 
 
 def _prefix_limit(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> float:
-    """What the number of a prefix's tokens must be below; infinity if there is no such limit. Only
+    """The number of tokens that a prefix must stay below; infinity without a limit. Only
     `max_length` and a table of positions count the prefix."""
     options, limit = _options(model, generate_kwargs), math.inf
     if options["max_new_tokens"] is None and options.first_of(LIMITS) == "max_length":

@@ -78,7 +78,7 @@ class BatchingTranslator:
         self.worker: asyncio.Task[None] | None = None
 
     async def translate(self, sentences: Sequence[str], n_best: int = 1) -> list[list[str]]:
-        """As in `Translator`.
+        """See `Translator`.
 
         Raises:
             HTTPException: A sentence is longer than the model's table of positions, or the model

@@ -34,7 +34,7 @@ class ModelReplica:
         self.translator = load_translator(name, arguments, loading)
 
     async def translate(self, sentences: list[str], n_best: int) -> list[list[str]]:
-        """As in `Translator`."""
+        """See `Translator`."""
         return await self.translator.translate(sentences, n_best)
 
 
@@ -49,7 +49,7 @@ class RayTranslator:
         self.handle = serve.get_deployment_handle("-".join(pair), APPLICATION)
 
     async def translate(self, sentences: Sequence[str], n_best: int = 1) -> list[list[str]]:
-        """As in `Translator`.
+        """See `Translator`.
 
         Raises:
             RayActorError: One replica after another died.

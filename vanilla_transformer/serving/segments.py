@@ -129,7 +129,7 @@ def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
         window = line[:WINDOW]
         try:
             sentences = segmenter.segment(window)
-        except ValueError:  # pysbd takes "\x1f1." for the number of a list
+        except ValueError:  # pysbd reads "\x1f1." as the number of a list
             sentences = []
         if "".join(sentences) != window:
             sentences = [window]

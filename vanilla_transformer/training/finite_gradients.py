@@ -61,7 +61,7 @@ class FiniteGradientsCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Check the gradient, which is clipped by now: that leaves NaN in it, if anything is."""
+        """Check the gradient. It is already clipped, which leaves NaN in it."""
         if not any_process(not _is_finite(model), args):
             self.skipped = 0
             return

@@ -110,7 +110,7 @@ def push_folder(
 
 
 def expect_finished_model(folder: Path) -> None:
-    """Raises ValueError unless the folder holds all that loading needs."""
+    """Raise a ValueError unless the folder holds all that loading needs."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected a model's folder")
     files = _public_files(folder)

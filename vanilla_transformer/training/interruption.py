@@ -82,8 +82,8 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
         return self._exit()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Same as `Trainer._run_epoch` (5.17 to 5.24), which asks whether training is to stop only
-        after a step: no step follows if the evaluation that was made up for has ended training."""
+        """Same as `Trainer._run_epoch` (5.17 to 5.24), which checks only after a step whether to
+        stop, but without a step if the repeated evaluation has ended training."""
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
@@ -157,8 +157,8 @@ class _InterruptionCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Install the handlers, which only a main thread can do, and make up for an evaluation that
-        was interrupted."""
+        """Install the handlers, which only a main thread can do, and repeat an interrupted
+        evaluation."""
         self.first_step = state.global_step
         state.stateful_callbacks.pop(OFF_SCHEDULE, None)
         if threading.current_thread() is threading.main_thread():

@@ -198,7 +198,7 @@ class _CompletePush(TrainerCallback):
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write what lacks or has changed. A thread may still read the files of the last push."""
+        """Write what is missing or has changed: a thread may still read the last push's files."""
         if self.trainer.card_arguments:
             self.trainer.create_model_card()
         checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

@@ -69,7 +69,7 @@ class TokenBudgetTrainer(Trainer):
     _loss_and_labels: torch.Tensor | None = None  # the sum over an evaluation so far
 
     def get_train_dataloader(self) -> DataLoader:
-        """As `Trainer.get_train_dataloader`, with batches of at most `max_tokens`."""
+        """Same as `Trainer.get_train_dataloader`, with batches of at most `max_tokens`."""
         dataloader = self._make_train_dataloader()
         if dataloader.persistent_workers:
             # Each start of workers draws a number: from torch's generator, a resumed training,
@@ -90,8 +90,9 @@ class TokenBudgetTrainer(Trainer):
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: DataLoader
     ) -> tuple[Any, ...]:
-        """As `Trainer.set_initial_training_values`, which (5.17 to 5.24) counts samples by
-        `per_device_train_batch_size` where `max_steps` is set, and those that are dropped too."""
+        """Same as `Trainer.set_initial_training_values`, but with the samples that token batches
+        hold: transformers (5.17 to 5.24) also counts dropped ones, and with `max_steps` it
+        multiplies by `per_device_train_batch_size`."""
         epochs, updates, examples, samples, *others = super().set_initial_training_values(
             args, dataloader
         )
@@ -103,8 +104,8 @@ class TokenBudgetTrainer(Trainer):
         return epochs, updates, examples, samples, *others
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.log`, without the samples per second of a stream's batches of tokens, which
-        transformers (5.17 to 5.24) counts by `per_device_train_batch_size`."""
+        """Same as `Trainer.log`, without the samples per second of a stream's batches of tokens:
+        transformers (5.17 to 5.24) computes them from `per_device_train_batch_size`."""
         if getattr(self.args, "max_tokens", None) and not has_length(self.train_dataset):
             logs.pop("train_samples_per_second", None)
         super().log(logs, *args, **kwargs)
@@ -128,7 +129,7 @@ class TokenBudgetTrainer(Trainer):
         return SequentialSampler(eval_dataset) if grouped else sampler
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As `Trainer.get_eval_dataloader`, with batches of at most `eval_max_tokens`."""
+        """Same as `Trainer.get_eval_dataloader`, with batches of at most `eval_max_tokens`."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
@@ -137,7 +138,7 @@ class TokenBudgetTrainer(Trainer):
         return self._make_ordered_dataloader(dataset, "Evaluation")
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """As `Trainer.get_test_dataloader`, with batches of at most `eval_max_tokens`."""
+        """Same as `Trainer.get_test_dataloader`, with batches of at most `eval_max_tokens`."""
         if getattr(self.args, "eval_max_tokens", None) is None or not has_length(test_dataset):
             return self._of_all_rows(super().get_test_dataloader, test_dataset)
         return self._make_ordered_dataloader(test_dataset, "Prediction")
@@ -158,10 +159,10 @@ class TokenBudgetTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """As `Trainer.evaluation_loop`. On several processes, metrics don't count the copies of
-        pairs that fill the last batch, as those of `Seq2SeqTrainer` (5.17 to 5.24) do. The loss is
-        the mean of all labels: transformers' mean of the batches depends on their sizes. With
-        `eval_max_tokens`, predictions are in the order of the data set."""
+        """Same as `Trainer.evaluation_loop`, except that on several processes metrics leave out
+        the copies of pairs that fill the last batch, which `Seq2SeqTrainer` (5.17 to 5.24) counts,
+        and that the loss is the mean of all labels: transformers' mean of the batches depends on
+        their sizes. With `eval_max_tokens`, predictions are in the order of the data set."""
         args = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.gather_function == self.accelerator.gather:  # type: ignore[has-type]
             self.gather_function = self.accelerator.gather_for_metrics
@@ -198,7 +199,7 @@ class TokenBudgetTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """As the trainer's, noting the loss and the number of labels."""
+        """Same as the trainer's, noting the loss and the number of labels."""
         labels = inputs.get("labels")
         if self._loss_and_labels is None or labels is None:
             return super().prediction_step(model, inputs, *args, **kwargs)

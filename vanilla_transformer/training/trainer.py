@@ -173,7 +173,7 @@ class TranslationTrainer(
         if num_items_in_batch is None or has_own_loss or counts_items:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # Stock models return the mean of a batch, whatever the number of labels of the update is.
-        # `Trainer` (5.17 to 5.24) takes it for the batch's part of the update's mean.
+        # `Trainer` (5.17 to 5.24) treats it as the batch's part of the update's mean.
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         share = (inputs["labels"] != -100).sum() / num_items_in_batch
         if self.args.average_tokens_across_devices:  # DDP divides by the number of processes

@@ -185,7 +185,7 @@ class CTranslate2Engine:
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
-        """As our models' `generate()`, with the options that the engine has.
+        """Same as our models' `generate()`, with the options that the engine has.
 
         Args:
             inputs: Source ids (batch, length), also as `input_ids`.
@@ -286,7 +286,7 @@ class CTranslate2Engine:
         return prompt[:, int(starts.any()) :].cpu()
 
     def _expect_supported(self, options: GenerationOptions) -> None:
-        """Raises ValueError for an option that the engine lacks."""
+        """Raise a ValueError for an option that the engine lacks."""
         expect_generation_options(options.all(), len(self.targets))
         lacking, start = unsupported(options, self.generation_config), self.start_id
         wanted = first_given(options["decoder_start_token_id"], options["bos_token_id"], start)
@@ -388,8 +388,8 @@ class Search:
         return [row[: self.returned] for row in ranked]
 
     def _end_at(self, found: Found, limit: int) -> Found:
-        """What was found up to the token before the limit, with that at the limit, whose
-        log-probability is 0, as transformers' `ForcedEOSTokenLogitsProcessor` has it."""
+        """The sequence with the forced token at the limit, unless it has ended before. The token's
+        log-probability is 0, as with transformers' `ForcedEOSTokenLogitsProcessor`."""
         assert self.forced_end is not None
         if limit == 1:
             return Found([self.forced_end], 0.0)

@@ -143,7 +143,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         self._device = device
         self._encoder = OnnxRuntimeEncoder(Graph(folder / ENCODER, device), self)
         self._decoder = Graph(folder / DECODER, device)
-        for name in (ENCODER, DECODER):  # mapped, for whoever wants to know which weights these are
+        for name in (ENCODER, DECODER):  # memory-mapped: what identifies the weights
             path = folder / name
             content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
             self.register_buffer(path.stem, content, persistent=False)
@@ -257,7 +257,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
             setattr(layer, f"{kind}s", states)
 
     def _use_fast_cache(self, prompt_length: int, options: Any) -> None:
-        """As a model's, but the beams of a source do not share its keys."""
+        """Same as a model's, but the beams of a source do not share its keys."""
         super()._use_fast_cache(prompt_length, options)
         cache = options.kwargs.get(CACHE_NAME)
         if is_generation_cache(cache):
@@ -274,7 +274,7 @@ def _layer(cache: EncoderDecoderCache, name: str) -> tuple[Any, str]:
 
 
 def expect_none(options: dict[str, Any]) -> None:
-    """Raises ValueError unless these options are unset or ask for nothing."""
+    """Raise a ValueError unless these options are unset or ask for nothing."""
     for name, value in options.items():
         if value is not None and value is not False and name != "return_dict":
             raise ValueError(f"{name}: expected None, the graphs of ONNX don't compute it")
