@@ -5,7 +5,7 @@ from conftest import ragged, random_ids, seq2seq
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from conversion.reference import load_reference, mask_of
-from vanilla_transformer.conversion.core import separate_halves
+from vanilla_transformer.conversion.weights import separate_halves
 
 
 def random_model(**config):

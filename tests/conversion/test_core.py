@@ -12,21 +12,35 @@ from conversion.models import embeddings, random_model, split_state
 from conversion.reference import CHECKPOINTS
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.conversion import ConversionOptions, core, fairseq, read
+from vanilla_transformer.conversion.saving import read_record, restore, save
 from vanilla_transformer.conversion.text import side_tokenizer
+from vanilla_transformer.conversion.weights import (
+    PROJECTION,
+    PROJECTION_BIAS,
+    SHARED,
+    SOURCE,
+    TARGET,
+    add_rows,
+    interleave_halves,
+    interleaved,
+    separated,
+    tie,
+)
 from vanilla_transformer.data.vocabularies import Specials
+from vanilla_transformer.model.loss import SUPPRESSED
 
 
 def test_interleaving_and_separating_undo_each_other():
-    order, back = core.interleaved(8), core.separated(8)
+    order, back = interleaved(8), separated(8)
     assert order.tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert order[back].tolist() == back[order].tolist() == list(range(8))
 
 
 def test_a_matrix_of_two_names_is_permuted_once():
     matrix = torch.arange(8.0).view(1, 8)
-    weights = {core.TARGET: matrix, core.PROJECTION: matrix}
-    core.interleave_halves(weights)
-    assert weights[core.TARGET].tolist() == [[0, 4, 1, 5, 2, 6, 3, 7]]
+    weights = {TARGET: matrix, PROJECTION: matrix}
+    interleave_halves(weights)
+    assert weights[TARGET].tolist() == [[0, 4, 1, 5, 2, 6, 3, 7]]
 
 
 @pytest.mark.parametrize("projection_is_source", [False, True])
@@ -36,11 +50,11 @@ def test_two_of_three_matrices_may_be_one(tmp_path, tokenizer, projection_is_sou
     weights = split_state(model)
     source, target, projection = embeddings(model)
     matrices = (source, target, source) if projection_is_source else (source, source, projection)
-    tied, fields = core.tie(*matrices)
+    tied, fields = tie(*matrices)
     assert fields["tie_word_embeddings"] is False
-    core.save(core.Conversion(model.config, weights | tied, tokenizer), tmp_path)
+    save(core.Conversion(model.config, weights | tied, tokenizer), tmp_path)
     saved = core.read_transformers_weights(tmp_path)
-    for name, matrix in zip((core.SOURCE, core.TARGET, core.PROJECTION), matrices, strict=True):
+    for name, matrix in zip((SOURCE, TARGET, PROJECTION), matrices, strict=True):
         assert torch.equal(saved[name], matrix)
 
 
@@ -57,7 +71,7 @@ def test_two_of_three_matrices_may_be_one(tmp_path, tokenizer, projection_is_sou
 )
 def test_the_card_names_two_languages_or_none(model, tokenizer, tmp_path, languages, named):
     weights = split_state(model)
-    core.save(core.Conversion(model.config, weights, tokenizer, languages=languages), tmp_path)
+    save(core.Conversion(model.config, weights, tokenizer, languages=languages), tmp_path)
     header = metadata_load(tmp_path / "README.md")
     assert {name: header[name] for name in header if name.startswith("language")} == named
 
@@ -100,7 +114,7 @@ def test_views_and_transposed_matrices_are_saved_as_they_are(tmp_path, tokenizer
         weights[name] = tensor.T.contiguous().T if name.endswith("fc1.weight") else view
     for name in model.all_tied_weights_keys:
         del weights[name]
-    core.save(core.Conversion(model.config, dict(weights), tokenizer), tmp_path)
+    save(core.Conversion(model.config, dict(weights), tokenizer), tmp_path)
     saved = core.read_transformers_weights(tmp_path)
     assert {*saved} == {*weights}
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
@@ -120,8 +134,8 @@ def test_added_tokens_change_no_training_loss():
     weights = model.state_dict()
     for name in model.all_tied_weights_keys:
         del weights[name]
-    core.add_rows(weights, "target", 1)
-    core.add_rows(weights, "source", 5, copy_of=3)
+    add_rows(weights, "target", 1)
+    add_rows(weights, "source", 5, copy_of=3)
     config = small_config(dropout=0.0, label_smoothing=0.2, vocab_size=54, lm_head_bias=True)
     larger = VanillaTransformerForConditionalGeneration(config)
     assert not larger.load_state_dict(weights, strict=False).unexpected_keys
@@ -135,9 +149,9 @@ def test_a_record_is_utf_8_whatever_the_locale(tmp_path, tokenizer, monkeypatch)
     record = {"format": "fairseq", "words": ["größe", "日本"]}
     model = random_model()
     conversion = core.Conversion(model.config, split_state(model), tokenizer, record=record)
-    conversion.weights |= core.tie(*embeddings(model))[0]
-    core.save(conversion, tmp_path)
-    assert core.read_record(tmp_path) == {**record, "sources": {}}
+    conversion.weights |= tie(*embeddings(model))[0]
+    save(conversion, tmp_path)
+    assert read_record(tmp_path) == {**record, "sources": {}}
     assert "größe" in (tmp_path / "original/conversion.json").read_text(encoding="utf-8")
 
 
@@ -145,13 +159,13 @@ def test_a_record_is_utf_8_whatever_the_locale(tmp_path, tokenizer, monkeypatch)
 def test_a_trained_bias_that_no_tensor_can_hold_is_named_on_the_way_back(change, tmp_path, caplog):
     config = small_config(lm_head_bias=True)
     model = VanillaTransformerForConditionalGeneration(config)
-    model.lm_head.bias.data.zero_()[-1] = core.SUPPRESSED
+    model.lm_head.bias.data.zero_()[-1] = SUPPRESSED
     model.lm_head.bias.data[3] = change
     model.save_pretrained(tmp_path)
     (tmp_path / "original").mkdir()
-    record = {"format": "fairseq", "sources": {"encoder.embed_tokens.weight": [core.SHARED]}}
+    record = {"format": "fairseq", "sources": {"encoder.embed_tokens.weight": [SHARED]}}
     (tmp_path / "original/conversion.json").write_text(json.dumps(record))
-    core.restore(tmp_path, halves=False)
+    restore(tmp_path, halves=False)
     said = "training has changed the biases of the output by up to 0.5" in caplog.text
     assert said == (change > 0)
 
@@ -163,12 +177,12 @@ def test_what_has_a_place_is_not_named_on_the_way_back(tmp_path, caplog):
     model.save_pretrained(tmp_path)
     (tmp_path / "original").mkdir()
     sources = {
-        "final_logits_bias": [f"{core.PROJECTION_BIAS}[:48]"],
+        "final_logits_bias": [f"{PROJECTION_BIAS}[:48]"],
         "encoder.positions": ["model.encoder.embed_positions.weight[:40]"],
     }
     record = {"format": "hf_marian", "sources": sources}
     (tmp_path / "original/conversion.json").write_text(json.dumps(record))
-    restored = core.restore(tmp_path, halves=False)
+    restored = restore(tmp_path, halves=False)
     assert torch.equal(restored["final_logits_bias"], torch.full((48,), 3.0))
     (message,) = caplog.messages
     assert "has no place for model.decoder.embed_positions.weight: if training has" in message

@@ -444,7 +444,7 @@ def test_pieces_of_source_spm_are_looked_up_in_the_vocabulary(tmp_path):
     assert read.tokenizer.decode([2, 3, 4, 0], skip_special_tokens=True) == "maus"
     # "▁haus" has pieces that the vocabulary lacks: they look like <unk> to the model.
     ids = read.tokenizer("haus").input_ids
-    embeddings = read.weights[core.SHARED]
+    embeddings = read.weights["model.shared.weight"]
     assert (embeddings[[number for number in ids if number > 12]] == embeddings[1]).all()
 
 

@@ -21,7 +21,8 @@ from conversion.reference import (
     log_probability_difference,
 )
 from vanilla_transformer import conversion
-from vanilla_transformer.conversion import core, opennmt_py
+from vanilla_transformer.conversion import opennmt_py
+from vanilla_transformer.conversion.weights import separated
 
 NAME = "model_step_500.pt"
 EMBEDDING = "encoder.embeddings.make_embedding.emb_luts.0.weight"
@@ -224,7 +225,7 @@ def test_the_layer_norm_before_version_1_divides_by_another_deviation(checkpoint
 
 def test_sines_may_stand_before_cosines(checkpoint, converted_again, converted):
     """The same model with other frequencies, and its channels in the order of this table."""
-    order, model = core.separated(32), checkpoint["model"]
+    order, model = separated(32), checkpoint["model"]
     for name, tensor in list(model.items()):
         if re.search(r"(emb_luts\.0|linear_(query|keys|values)|w_1)\.weight$", name):
             model[name] = tensor[:, order]

@@ -6,7 +6,6 @@ from types import ModuleType
 from ..data.paths import expect_unused
 from ..data.vocabularies import with_moses
 from . import (
-    core,
     fairseq,
     fsmt,
     hf_marian,
@@ -18,6 +17,7 @@ from . import (
     torch_nn,
 )
 from .core import Conversion, ConversionOptions
+from .saving import read_record, save
 from .unpickling import load_torch
 
 # In the order in which they examine a checkpoint: formats with file names of their own first, bare
@@ -91,7 +91,7 @@ def convert(
             the file.
     """
     expect_unused(output_dir)
-    return core.save(read(path, options), output_dir, max_shard_size)
+    return save(read(path, options), output_dir, max_shard_size)
 
 
 def convert_back(model_folder: str | Path, output_dir: str | Path, to: str | None = None) -> Path:
@@ -112,7 +112,7 @@ def convert_back(model_folder: str | Path, output_dir: str | Path, to: str | Non
         ValueError: There is no way back to this format.
     """
     output = expect_unused(output_dir)
-    origin = core.read_record(Path(model_folder))["format"]
+    origin = read_record(Path(model_folder))["format"]
     module = next(module for module in FORMATS if origin == module.NAME)
     if not hasattr(module, "write"):
         names = ", ".join(module.NAME for module in FORMATS if hasattr(module, "write"))

@@ -23,8 +23,10 @@ from . import core
 from .check import Toolkit, subwords
 from .core import STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors
 from .positions import sinusoids
+from .saving import copy_original_files, read_record, restore
 from .text import side_tokenizer
 from .unpickling import Inert, contents, load_torch
+from .weights import PROJECTION, interleave_halves, matrix_of, split_fused, tie
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +127,7 @@ def build(
     _expect_translation_model(path, args, state)
     tensors, parts = _with_new_names(state, path)
     source, target, projection = _embeddings(tensors, args)
-    weights, tying = core.tie(source, target, projection)
+    weights, tying = tie(source, target, projection)
     sides = {
         side: make_side(side, len(matrix))
         for side, matrix in zip(core.SIDES, (source, target), strict=True)
@@ -141,7 +143,7 @@ def build(
     conversion.sources, conversion.leftovers = _way_back(state, parts, weights)
     conversion.files = [file for side in sides.values() for file in side.files]
     if config.position_encoding == "sinusoidal":
-        core.interleave_halves(weights)
+        interleave_halves(weights)
     # Targets have <unk> in the place of a clone.
     conversion.fill_with_clones("source", vocabularies.rows(tokenizers[0]), UNK)
     return conversion
@@ -247,7 +249,7 @@ def _with_new_names(state: dict[str, Tensor], path: Path) -> tuple[Tensors, dict
                 module = f"{module.rpartition('.layer_norms')[0]}.{new}"
         found = {f"{module}.{kind}" if module else kind: tensor}
         if kind in ("in_proj_weight", "in_proj_bias"):
-            found = core.split_fused(kind.removeprefix("in_proj_"), tensor, module)
+            found = split_fused(kind.removeprefix("in_proj_"), tensor, module)
         elif name == "decoder.embed_out":
             found = {"decoder.output_projection.weight": tensor}
         tensors |= found
@@ -399,9 +401,9 @@ def _way_back(
     if any(name.startswith("decoder.project_") for name in state):
         return {}, {}
     ours = {core.renamed(name, NAMES): name for name in weights}
-    source, target = (core.matrix_of(weights, side) for side in core.SIDES)
+    source, target = (matrix_of(weights, side) for side in core.SIDES)
     ours["encoder.embed_tokens.weight"], ours["decoder.embed_tokens.weight"] = source, target
-    projection = core.PROJECTION if core.PROJECTION in weights else target
+    projection = PROJECTION if PROJECTION in weights else target
     ours["decoder.output_projection.weight"] = projection
     sources, leftovers = {}, {}
     for name, tensor in state.items():
@@ -421,8 +423,8 @@ def write(model_folder: Path, output: Path) -> None:
     """The checkpoint that a model was converted from, with the model's weights, which may have been
     trained since, and its dictionaries."""
     config = VanillaTransformerConfig.from_pretrained(model_folder)
-    state = core.restore(model_folder, halves=config.position_encoding == "sinusoidal")
-    record = core.read_record(model_folder)
+    state = restore(model_folder, halves=config.position_encoding == "sinusoidal")
+    record = read_record(model_folder)
     output.mkdir(parents=True, exist_ok=True)
     names = ("criterion_name", "optimizer_name", "lr_scheduler_state")
     checkpoint = {
@@ -433,7 +435,7 @@ def write(model_folder: Path, output: Path) -> None:
         "last_optimizer_state": None,
     }
     torch.save(checkpoint, output / record["checkpoint"])
-    core.copy_original_files(model_folder, output)
+    copy_original_files(model_folder, output)
 
 
 # ---------------------------------------------------------------- text

@@ -19,6 +19,7 @@ from ..data import vocabularies, vocabulary_files
 from . import core, fairseq
 from .check import TransformersModel
 from .core import Conversion, ConversionOptions
+from .saving import copy_original_files, restore, write_safetensors
 
 NAME = "fsmt"
 READS: tuple[str, ...] = ("source_vocabulary", "target_vocabulary", "source_codes")
@@ -77,10 +78,10 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
 
 def write(model_folder: Path, output: Path) -> None:
     """A folder for `FSMTForConditionalGeneration`, with the weights of a model that `read` made."""
-    tensors = core.restore(model_folder, halves=True)
+    tensors = restore(model_folder, halves=True)
     output.mkdir(parents=True, exist_ok=True)
-    core.write_safetensors(tensors, output / "model.safetensors")
-    core.copy_original_files(model_folder, output)
+    write_safetensors(tensors, output / "model.safetensors")
+    copy_original_files(model_folder, output)
 
 
 def _args(theirs: FSMTConfig) -> dict[str, Any]:

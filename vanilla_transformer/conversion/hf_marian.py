@@ -27,17 +27,19 @@ from ..model.tokenization_vanilla_transformer import SOURCE_FILE, TARGET_FILE
 from ..model.validation import SHARES
 from . import core
 from .check import TransformersModel
-from .core import (
+from .core import Conversion, ConversionOptions, Tensors
+from .positions import find_sinusoids
+from .saving import copy_original_files, restore, write_safetensors
+from .weights import (
     PROJECTION,
     PROJECTION_BIAS,
     SHARED,
     SOURCE,
     TARGET,
-    Conversion,
-    ConversionOptions,
-    Tensors,
+    interleave_halves,
+    matrix_of,
+    tie,
 )
-from .positions import find_sinusoids
 
 NAME = "hf_marian"
 READS: tuple[str, ...] = ()
@@ -98,7 +100,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
             raise ValueError(f"{path}: {name}={getattr(theirs, name)!r}: expected false")
     tensors = core.read_transformers_weights(path)
     matrices = _matrices(tensors, theirs)
-    weights, tying = core.tie(*matrices[:3])
+    weights, tying = tie(*matrices[:3])
     weights[PROJECTION_BIAS] = matrices[3]
     config = VanillaTransformerConfig(
         **{name: getattr(theirs, name) for name in SAME}, **FIXED, **tying,
@@ -115,7 +117,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     )
     conversion = Conversion(config, weights, pair)
     conversion.sources, conversion.leftovers = _way_back(tensors, weights)
-    core.interleave_halves(weights)
+    interleave_halves(weights)
     for side, tokenizer in sides.items():
         conversion.fill_with_clones(side, vocabularies.rows(tokenizer), unk[side])
     conversion.generation = _generation(path)
@@ -210,7 +212,7 @@ def _way_back(
 ) -> tuple[dict[str, list[str]], dict[str, Tensor]]:
     """`Conversion.sources` and `Conversion.leftovers`."""
     ours = {core.renamed(name, NAMES): name for name in weights}
-    source, target = (core.matrix_of(weights, side) for side in core.SIDES)
+    source, target = (matrix_of(weights, side) for side in core.SIDES)
     ours |= {
         SHARED: source,
         SOURCE: source,
@@ -236,12 +238,12 @@ def write(model_folder: Path, output: Path) -> None:
         FileNotFoundError: The model was not converted.
         ValueError: The model was not converted from a `MarianMTModel`.
     """
-    tensors = core.restore(model_folder, halves=True)
+    tensors = restore(model_folder, halves=True)
     if BIAS in tensors:
         tensors[BIAS] = tensors[BIAS][None]
     output.mkdir(parents=True, exist_ok=True)
-    core.write_safetensors(tensors, output / "model.safetensors")
-    core.copy_original_files(model_folder, output)
+    write_safetensors(tensors, output / "model.safetensors")
+    copy_original_files(model_folder, output)
 
 
 def load_toolkit(path: Path, options: ConversionOptions) -> TransformersModel:

@@ -34,8 +34,6 @@ from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.generation import first_given
 from .check import Toolkit
 from .core import (
-    SHARED,
-    SOURCE,
     STACKS,
     TOKEN_FILES,
     Conversion,
@@ -44,9 +42,9 @@ from .core import (
     final_layer_norm,
     norm_positions,
     take_layers,
-    tie,
 )
 from .unpickling import contents, load_torch
+from .weights import SHARED, SOURCE, tie
 
 logger = logging.getLogger(__name__)
 

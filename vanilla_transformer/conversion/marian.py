@@ -28,15 +28,8 @@ from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
 from .check import Toolkit, subwords
-from .core import (
-    PROJECTION_BIAS,
-    SHARED,
-    STACKS,
-    TOKEN_FILES,
-    Conversion,
-    ConversionOptions,
-    Tensors,
-)
+from .core import STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors
+from .weights import PROJECTION_BIAS, SHARED, add_rows, interleave_halves, tie
 
 logger = logging.get_logger(__name__)
 
@@ -140,7 +133,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         weights |= _stacks(marian, tensors, config) | _positions(tensors, config)
         tensors.expect_all_taken(ignored=[re.escape(OPTIONS)])
     if config.position_encoding == "sinusoidal":
-        core.interleave_halves(weights)
+        interleave_halves(weights)
     pair = vocabularies.pair(
         source.tokenizer, target.tokenizer, size=config.target_vocab_size, unk_id=target.unk_id
     )
@@ -432,13 +425,13 @@ def _matrices(marian: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Tenso
         projection = tensors.take("decoder_ff_logit_out_W", d_model, target_size).T.contiguous()
     else:
         projection = tensors.take("decoder_ff_logit_out_Wt", target_size, d_model)
-    weights, tying = core.tie(source, target, projection)
+    weights, tying = tie(source, target, projection)
     if not marian.get("output-omit-bias"):
         weights[PROJECTION_BIAS] = tensors.take("decoder_ff_logit_out_b", 1, target_size)[0]
     start = max(marian["dim-vocabs"])
-    core.add_rows(weights, "target", start + 1 - target_size)
+    add_rows(weights, "target", start + 1 - target_size)
     if SHARED not in weights:
-        core.add_rows(weights, "source", start + 1 - source_size)
+        add_rows(weights, "source", start + 1 - source_size)
     tokens = {"pad_token_id": start, "decoder_start_token_id": start, "bos_token_id": None}
     tying["vocab_size"] = start + 1
     if tying["decoder_vocab_size"]:

@@ -1,5 +1,4 @@
-"""Tables of positions in checkpoints: sinusoids, whose kind is found out by comparison, or learned
-vectors."""
+"""Tables of positions in checkpoints: sinusoids, recognized by comparison, or learned vectors."""
 
 from typing import Any
 

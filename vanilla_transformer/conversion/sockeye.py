@@ -16,21 +16,11 @@ from ..data.vocabularies import Specials
 from ..data.vocabulary_files import read_json
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit, subwords
-from .core import (
-    PROJECTION_BIAS,
-    SIDES,
-    STACKS,
-    TOKEN_FILES,
-    Conversion,
-    ConversionOptions,
-    Tensors,
-    interleave_halves,
-    norm_positions,
-    tie,
-)
+from .core import SIDES, STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors, norm_positions
 from .positions import find_sinusoids, learned_positions
 from .text import tokenizer_for
 from .unpickling import load_torch
+from .weights import PROJECTION_BIAS, interleave_halves, tie
 
 NAME = "sockeye"
 READS: tuple[str, ...] = TOKEN_FILES

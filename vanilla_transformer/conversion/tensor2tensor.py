@@ -25,21 +25,10 @@ from ..data.vocabularies import Specials, pair, subwords, words
 from ..data.vocabulary_files import read_subwords
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit
-from .core import (
-    SHARED,
-    SOURCE,
-    STACKS,
-    TARGET,
-    Conversion,
-    ConversionOptions,
-    Tensors,
-    add_rows,
-    interleave_halves,
-    matrix_of,
-    tie,
-)
+from .core import STACKS, Conversion, ConversionOptions, Tensors
 from .positions import learned_positions
 from .tensorflow_checkpoint import TensorFlowCheckpoint, is_index
+from .weights import SHARED, SOURCE, TARGET, add_rows, interleave_halves, matrix_of, tie
 
 NAME = "tensor2tensor"
 READS: tuple[str, ...] = ("heads", "target_space_id", "source_vocabulary", "target_vocabulary")

@@ -31,7 +31,6 @@ from ..data.vocabulary_files import read_json, read_lines
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .check import Toolkit, subwords
 from .core import (
-    PROJECTION_BIAS,
     SIDES,
     STACKS,
     TOKEN_FILES,
@@ -40,14 +39,11 @@ from .core import (
     Tensors,
     expect_size,
     final_layer_norm,
-    interleave_halves,
-    matrix_of,
     read_weights,
-    split_fused,
-    tie,
 )
 from .positions import find_sinusoids, learned_positions, sinusoids
 from .text import tokenizer_for
+from .weights import PROJECTION_BIAS, interleave_halves, matrix_of, split_fused, tie
 
 logger = logging.getLogger(__name__)
 

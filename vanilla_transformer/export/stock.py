@@ -14,8 +14,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..conversion.core import PROJECTION_BIAS, renamed
+from ..conversion.core import renamed
 from ..conversion.hf_marian import BIAS, NAMES, SAME
+from ..conversion.weights import PROJECTION_BIAS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.generation import OWN_OPTIONS
 from ..model.modeling_vanilla_transformer import (

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import MarianConfig, MarianMTModel
 
-from ..conversion.core import separate_halves
+from ..conversion.weights import separate_halves
 from .source import read_model
 from .stock import copied_weights, expect_fields, save, shared_fields
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PegasusConfig, PegasusForConditionalGeneration
 
-from ..conversion.core import fold_embedding_scale
+from ..conversion.weights import fold_embedding_scale
 from .source import position_table, read_model
 from .stock import EPSILON, copied_weights, expect_fields, save, shared_fields
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import logging
 
-from ..conversion.core import BEAM_OPTIONS
+from ..conversion.saving import BEAM_OPTIONS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.generation import LIMITS
 from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
