@@ -36,7 +36,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
-from ..data.parallel_text import DataArguments
+from ..data.data_options import DataArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments
 from ..training.callbacks import CurvesCallback
 from ..training.distributed import end_training

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from ..data.parallel_text import DataArguments
+from ..data.data_options import DataArguments
 from ..inference.metrics import METRICS, score_translations
 from ..inference.translation import translate
 from ..training.arguments import ModelArguments, TranslationTrainingArguments

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Seq2SeqTrainingArguments
 
 from ..data.corpora import CorpusArguments
-from ..data.parallel_text import DataArguments
+from ..data.data_options import DataArguments
 from ..data.tokenizer_options import TokenizerArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments
 from ..training.parsing import FOR_LATER_EVALUATIONS

@@ -15,7 +15,7 @@ from transformers.hf_argparser import HfArg
 from transformers.integrations import is_tensorboard_available
 from transformers.utils import is_in_notebook
 
-from ..data.parallel_text import DataArguments
+from ..data.data_options import DataArguments
 from ..data.tokenizer_options import TokenizerArguments
 from ..inference.metrics import (
     LOWER_IS_BETTER,

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
-from ..data.parallel_text import DataArguments
+from ..data.data_options import DataArguments
 from ..inference.derived_cards import language_codes
 from ..inference.metrics import LABELS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig

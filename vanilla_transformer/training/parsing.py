@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from ..data.parallel_text import SPLITS
+from ..data.data_options import SPLITS
 from .arguments import TranslationTrainingArguments, TypedLoader
 from .recipes import find_recipe
 

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
-from ..data.parallel_text import DataArguments, load_parallel_dataset, tokenize_dataset
+from ..data.data_options import DataArguments
+from ..data.parallel_text import load_parallel_dataset, tokenize_dataset
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import log_coverage, warn_of_split_tokens
 from ..data.vocabularies import rows
