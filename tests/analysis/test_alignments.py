@@ -60,7 +60,7 @@ def test_the_sample_by_hand_links_words_that_exist():
 
 
 def test_unknown_words_of_a_target_count(monkeypatch):
-    # Decoding leaves them out: the words after one had the index of the word before.
+    # Decoding leaves them out, which must not change the index of the words after them.
     names = ["<pad>", "<s>", "</s>", "<unk>", "a", "b", "c"]
     raw = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

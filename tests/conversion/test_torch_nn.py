@@ -125,7 +125,6 @@ def test_a_check_computes_the_activation_function(tmp_path):
 
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_a_stack_without_a_table_has_the_papers_sinusoids(tmp_path, side):
-    # It had the other stack's table.
     state = Tutorial().state_dict() | {"positions": torch.arange(9 * D).view(9, D).sin()}
     del state["positional_encoding.pos_embedding"]
     folder = convert_state(tmp_path, state, names={f"{side}_positions": "positions"})

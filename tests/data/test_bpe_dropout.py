@@ -110,7 +110,7 @@ def test_special_and_added_tokens_stay_whole(family):
 
 
 def test_the_text_stands_between_the_special_tokens(tokenizer):
-    """A checkpoint's tokenizer may open texts too: `<s> $A </s>` came out as `A <s> </s>`."""
+    """A checkpoint's tokenizer may have special tokens before a text too, as in `<s> $A </s>`."""
     tokenizer = with_template(tokenizer, "<s> $A </s>")
     ids = BPEDropout(tokenizer, 1.0).encode("the lake")
     assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", *" the lake", "</s>"]

@@ -100,7 +100,7 @@ def test_text_about_compression_is_text(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.json", "a.jsonl", "a.jsonl.gz", "a.csv.GZ"])
 def test_a_table_is_no_text(tmp_path, name):
-    """Its lines were scored, or translated, with their commas and braces."""
+    """Commas and braces are not to be scored or translated."""
     path = tmp_path / name
     path.write_bytes(gzip.compress(b"a\n") if name.lower().endswith(".gz") else b"a\n")
     message = rf"{name}: expected text, a sentence a line, or parquet; only --train_file, --vali"

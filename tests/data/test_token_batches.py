@@ -1,4 +1,4 @@
-"""Batches of so many tokens: the budget holds, no pair is lost, and a run can be taken up again."""
+"""Token batches: the budget holds, no pair is lost, and a run can be resumed."""
 
 import json
 import math
@@ -705,7 +705,7 @@ def test_two_processes_learn_what_one_does_that_accumulates(tmp_path, max_tokens
 
 
 def test_two_processes_evaluate_a_training_on_a_stream(tmp_path):
-    """accelerate, which reads a stream in one process alone, could not join its batches."""
+    """accelerate would read a stream in one process alone, and can't join batches of tokens."""
     texts = [" ".join(["a house", "the lake", "deep"][: 1 + n % 3]) for n in range(13)]
     (tmp_path / "text").write_text("".join(f"{text}\n" for text in texts))
     files = [

@@ -236,7 +236,7 @@ def test_codes_split_words(tmp_path):
 
 
 def test_a_word_ends_with_an_unknown_unit():
-    """As in fairseq, which prints `<unk>` and a space; the next word was glued to it."""
+    """As in fairseq, which prints `<unk>` and a space: the next word must not stick to it."""
     names = ["<s>", "<pad>", "</s>", "<unk>", "a@@", "b", "ab", "a", "b@@", "c"]
     vocab = {name: number for number, name in enumerate(names)}
     tokenizer = vocabularies.bpe_codes([("a", "b</w>")], vocab, Specials())

@@ -104,7 +104,7 @@ def test_options_that_the_engine_lacks_stop_the_export(saved, tmp_path):
 
 
 def test_two_vocabularies_of_one_size_are_told_apart(two_sided):
-    # The targets got the names of the sources: CTranslate2's own library wrote source words.
+    # CTranslate2's own library writes these names.
     size = max(len(two_sided), two_sided.target_vocab_size)
     sources, targets = vocabularies(small_config(vocab_size=size), two_sided)
     assert sources[: len(two_sided)] == two_sided.convert_ids_to_tokens(range(len(two_sided)))
@@ -114,7 +114,7 @@ def test_two_vocabularies_of_one_size_are_told_apart(two_sided):
 
 
 def test_ids_of_one_token_are_told_apart():
-    """The engine took the last of them for all, on both sides."""
+    """The engine finds an id by its token, so each needs a name of its own."""
     pieces = [("<pad>", 0.0), ("a", -1.0), ("b", -2.0), ("a", -3.0)]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces)))
     (known,) = tokenizer("a").input_ids

@@ -81,7 +81,7 @@ READ_BOTH_SIDES = """
 
 
 def test_two_vocabularies_are_read_by_their_own_code_or_not_at_all(saved, two_sided, tmp_path):
-    """transformers' own tokenizer of a Marian folder took the source's for both sides."""
+    """transformers' own tokenizer of a Marian folder would read both sides with the source's."""
     sizes = {"vocab_size": len(two_sided), "decoder_vocab_size": two_sided.target_vocab_size}
     _, folder = saved(two_sided, layer_norm_eps=1e-5, **sizes)
     output = export(folder, tmp_path / "exported", "marian")
@@ -152,7 +152,7 @@ def test_numbers_of_an_activation_are_converted_there_and_back(saved, tmp_path):
 def test_a_tokenizer_that_pads_on_the_left_pads_on_the_right_there(
     saved, tokenizer, tmp_path, monkeypatch, to, config
 ):
-    """In a batch, all sources but the longest had other positions, and other translations."""
+    """Otherwise padding would shift the positions of all sources of a batch but the longest."""
     monkeypatch.setattr(tokenizer, "padding_side", "left")
     model, folder = saved(**config)
     output = export(folder, tmp_path / "exported", to)

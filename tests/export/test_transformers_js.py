@@ -91,7 +91,7 @@ def test_node_reads_a_text_as_python_does(tmp_path):
 
 
 def test_a_vocabulary_of_words_names_its_unknown_token(tmp_path):
-    """Where it didn't, every text with an unknown word was an error in JavaScript."""
+    """Without the name, transformers.js fails on every text with an unknown word."""
     tokenizer = converted_tokenizers()["words"]
     assert tokenizer.unk_token is None
     transformers_js.save_tokenizer(tokenizer, tmp_path)

@@ -119,7 +119,7 @@ def test_an_option_means_the_same(model, engine, options):
 
 
 def test_all_hypotheses_of_a_row_end_at_its_limit(model, engine):
-    # A search that found enough right there, by the limit of a longer row, had left some out.
+    # Also those that a search up to a longer row's limit leaves out when it has found enough.
     options = {"early_stopping": True, "num_beams": 4, "num_return_sequences": 4}
     options |= {"extra_output_tokens": 2, "eos_token_id": [2, 200], "length_penalty": 0.0}
     expected, found = both(model, engine, 9, 2, 4, **options)

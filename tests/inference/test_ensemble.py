@@ -201,7 +201,7 @@ def test_folders_with_different_tokens_are_refused(checkpoint, tokenizer, tmp_pa
 
 
 def test_folders_that_prepare_text_in_different_ways_are_refused(checkpoint, tmp_path):
-    """The others got tokens that they had not learnt from, and lost quality silently."""
+    """All but the first would get tokens that they have not learnt from, and lose quality."""
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     backend = tokenizer.backend_tokenizer

@@ -127,7 +127,7 @@ def test_an_output_is_replaced_where_rename_refuses_a_name_that_exists(source, m
 
 
 def test_a_job_that_is_started_twice_writes_whole_files(source, monkeypatch):
-    """Both wrote into one file: the first ended with success, and with a hole in its output."""
+    """If both wrote into one file, the first could end with a hole in its output."""
     monkeypatch.setattr(os, "getpid", threading.get_ident)  # as of two processes
     source.write_text("".join(f"line {number}\n" for number in range(20_000)))
     output, (at_work, both, first_ended) = (

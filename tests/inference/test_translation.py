@@ -152,7 +152,7 @@ def test_generation_options_reach_the_model(model, tokenizer):
 
 
 def test_a_line_has_one_translation_whatever_its_model_returns(model, tokenizer):
-    # A number of sequences that was saved with the model was an error of `zip`.
+    # `num_return_sequences` may be saved with the model.
     several = copy.copy(model)
     several.generation_config = copy.deepcopy(model.generation_config)
     several.generation_config.update(num_beams=3, num_return_sequences=3)

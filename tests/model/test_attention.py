@@ -74,7 +74,7 @@ def test_a_gpu_attends_without_cudnn_which_plans_every_shape(has_cudnn):
 
 
 def test_threads_leave_the_choice_of_kernels_as_it_was(enabled, monkeypatch):
-    """DataParallel's and a server's: one took for the caller's choice what another had made."""
+    """Those of DataParallel and of a server: one must not restore what another has chosen."""
     inside, both, left = (threading.Event() for _ in range(3))
 
     def attend(*args, **options):
@@ -151,7 +151,7 @@ def test_a_compiled_attention_on_a_gpu_is_the_same():
     [([FLASH, EFFICIENT, MATH, CUDNN], {FLASH, EFFICIENT, MATH}), ([MATH], {MATH})],
 )
 def test_a_compiled_attention_uses_what_the_caller_has_enabled(allowed, expected):
-    # It used to enable all kernels but cuDNN's, those that the caller had disabled too.
+    # Except for cuDNN's, but none that the caller has disabled.
     entered = []
 
     def backend(module, _):

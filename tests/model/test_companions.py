@@ -52,7 +52,7 @@ def test_inseq_attributes_each_token_of_a_translation(tokenizer, method):
 
 
 def test_inseq_attributes_what_the_model_predicts(tokenizer):
-    """It multiplied embeddings by an `embed_scale` that it found, and the model did so again."""
+    """It multiplies embeddings by an `embed_scale` that it finds: the model must not do so too."""
     inseq = pytest.importorskip("inseq")
     model = seq2seq(vocab_size=len(tokenizer)).eval()
     known = inseq.load_model(model, "saliency", tokenizer=tokenizer)
@@ -148,7 +148,7 @@ def test_optuna_searches_for_options(tokenizer, tmp_path, batches):
 
 @pytest.mark.parametrize("bits", ["qint4", "qint8"])
 def test_quanto_rounds_weights_of_a_model_that_generates(bits):
-    """4 bits were an error: torch's inference mode does not know their type."""
+    """torch's inference mode does not know the type of 4 bits."""
     quanto = pytest.importorskip("optimum.quanto")
     model, source = seq2seq(d_model=64).eval(), random_ids(2, 6)
     quanto.quantize(model, weights=getattr(quanto, bits), exclude="lm_head")

@@ -229,7 +229,7 @@ def test_what_the_prompt_says_already_is_looked_up(talker, prompts):
 
 
 def test_prompt_lookup_ends_where_its_padded_source_says():
-    # A block of accepted tokens went past the limit of the row.
+    # Also within a block of accepted tokens.
     source = random_ids(1, 3)
     padded = torch.cat([source, torch.zeros_like(source)], dim=1)
     options = {"extra_output_tokens": 4, "prompt_lookup_num_tokens": 3, "eos_token_id": None}
@@ -369,11 +369,11 @@ CONSTRAINTS = {
         {"forced_eos_token_id": EOS, "min_new_tokens": STEPS - 1},
         lambda row, _: len(row) == STEPS and row[-1] == EOS,
     ),
-    "at least so many": lambda plain: (
+    "at least 8 new tokens": lambda plain: (
         {"min_new_tokens": 8, "sequence_bias": [[[EOS], 100.0]]},
         lambda row, _: len(row) == 9 and row[-1] == EOS,
     ),
-    "at least so long": lambda plain: (
+    "at least 8 tokens": lambda plain: (
         {"min_length": 8, "sequence_bias": [[[EOS], 100.0]]},
         lambda row, start: len(row) + start == 9 and row[-1] == EOS,
     ),
@@ -414,7 +414,6 @@ def test_guidance_leads_away_from_what_the_prompt_does_not_matter_for(causal, pr
 
 
 def test_guidance_is_for_a_decoder_alone(seq2seq, prompts):
-    # The error was about decoder_input_ids, after the first step.
     generate(seq2seq, prompts, guidance_scale=1.0, max_new_tokens=1)
     with pytest.raises(
         ValueError, match=r"guidance_scale=3\.0: expected None or 1 for an encoder-d"

@@ -48,7 +48,7 @@ def test_batching_and_padding_change_nothing(any_model, strategy, side):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_without_a_mask_is_hidden(strategy, side):
-    # transformers hides it for a decoder alone: a padded source got another output.
+    # transformers makes a mask from padding only for a decoder alone.
     model = seq2seq(initializer="tensor2tensor").eval()
     ids, mask = pad([random_ids(1, n, seed=n)[0] for n in (3, 9, 6)], side)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, **strategy)
@@ -68,7 +68,6 @@ def test_an_encoders_output_can_be_used_again():
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("length", [1, 6, 10])
 def test_a_mask_of_another_length_than_the_source_is_refused(length, rows):
-    # Its few tokens were looked up in the wrong rows.
     model, source = seq2seq().eval(), random_ids(rows, 8)
     mask = (torch.arange(length) < 3).long().expand(rows, length)
     message = rf"attention mask of shape \({rows}, {length}\) for {rows} rows of 8 tokens"
@@ -128,7 +127,7 @@ def state_of(model):
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_nothing_that_threads_share_changes_while_generating(any_model, num_beams):
-    # `config.vocab_size` was the target's while beam search ran: another thread could save it so.
+    # Such as `config.vocab_size`: another thread could save what beam search needs.
     before, during = state_of(any_model), []
     watch(any_model.model.decoder, lambda *seen: during.append(state_of(any_model)))
     any_model.generate(random_ids(2, 6), num_beams=num_beams)
@@ -190,7 +189,7 @@ def test_the_output_is_at_most_50_tokens_longer_than_the_source(source_length):
 @pytest.mark.parametrize(("side", "use_cache"), [("left", True), ("right", False)])
 @pytest.mark.parametrize("eos", [None, 2, list(range(2, 40))], ids=["endless", "one", "many"])
 def test_each_row_ends_at_its_own_limit(monkeypatch, strategy, eos, side, use_cache):
-    # The limit was that of the longest source: a runaway output depended on its neighbours.
+    # Not at that of the longest source: an output must not depend on its neighbours.
     torch.manual_seed(0)
     model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=eos)).eval()
     monkeypatch.setattr(model, "extra_output_tokens", 4)

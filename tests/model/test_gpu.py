@@ -193,7 +193,7 @@ def test_the_fused_loss_is_that_of_logits(dtype, vocab_size):
 
 @pytest.mark.parametrize("view", [np.s_[:, :1], np.s_[:1, ::2]], ids=["column", "every other"])
 def test_the_fused_loss_takes_labels_that_are_a_view(view):
-    # The kernel read the labels next to each other in memory: the gradients were wrong.
+    # The kernel reads labels next to each other in memory.
     torch.manual_seed(0)
     labels = torch.randint(50, (6, 9), device=GPU)[view]
     states = torch.randn(*labels.shape, 16, device=GPU, requires_grad=True)

@@ -62,7 +62,7 @@ def test_a_hook_sees_the_rows_of_all_beams_in_each_step(model, num_beams, rows):
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_a_hook_of_all_modules_sees_what_theirs_see(model, num_beams):
-    """Beam search wrote into the logits that such a hook kept, and gave it those of few tokens."""
+    """Logits of all tokens, which beam search must not write into, as a hook may keep them."""
     ids, mask = ragged(*LENGTHS)
 
     def outputs(register):
@@ -184,7 +184,7 @@ def replace_method(layer, config):
 
 @pytest.mark.parametrize("change", [convolve, recur, attend, replace_method])
 def test_modules_of_ones_own_see_batches_and_not_one_long_row(model, change):
-    """They were given all sentences as one row, without gradients on a CPU."""
+    """Without gradients on a CPU, our own modules get all sentences as one row."""
     change(model.get_encoder().layers[0], model.config)
     model.eval()
     ids, mask = ragged(*LENGTHS)

@@ -42,7 +42,7 @@ LOSSES = pytest.mark.parametrize("loss", [of_logits, projected_cross_entropy])
 
 @pytest.mark.parametrize("eps", [0.0, 0.1])
 def test_a_forbidden_token_costs_what_it_costs_torch(eps):
-    # The mean of a row with -inf is -inf, and 0 * inf was NaN.
+    # The mean of a row with -inf is -inf, and 0 * inf is NaN.
     logits, labels = torch.randn(2, 3, 11), torch.tensor([[1, 2, -100], [10, 4, 0]])
     logits[:, :, 7] = -torch.inf
     ours = label_smoothed_cross_entropy(logits, labels, eps)
@@ -126,7 +126,7 @@ def test_a_batch_of_no_rows_has_no_loss():
 
 @pytest.mark.parametrize("view", [np.s_[:, :1], np.s_[:1, ::2]], ids=["column", "every other"])
 def test_labels_that_are_a_view_are_copied(monkeypatch, view):
-    # The kernel of a GPU reads them next to each other in memory: its gradients were wrong.
+    # The kernel of a GPU reads them next to each other in memory.
     seen, softmax = [], loss_module._softmax_less_label
     labels = torch.randint(50, (6, 9))[view]
 
@@ -149,7 +149,7 @@ def test_labels_may_be_32_bit(loss):
 
 
 def test_second_derivatives_are_those_of_the_equations_or_refused():
-    """As in a penalty of the gradient, which was a constant for what follows."""
+    """As in a penalty of the gradient, for which it must not be a constant."""
     gradients = []
     for name in ("eager", "sdpa"):
         model = seq2seq(dropout=0.0, attn_implementation=name).train()
@@ -265,8 +265,8 @@ class Operations(TorchDispatchMode):
 
 
 def test_off_the_cpu_a_larger_vocabulary_is_not_more_kernels():
-    """In bfloat16, the product of each part was added up in slices of 256 tokens, as is best on a
-    CPU: thousands of kernels in each step of a GPU. ("meta" stands for any other device.)"""
+    """Slices of 256 tokens, as in bfloat16 on a CPU, would be thousands of kernels in each step of
+    a GPU. ("meta" stands for any other device.)"""
     counts = []
     for vocab_size in (1000, 30_000):
         options = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
@@ -334,7 +334,7 @@ def compiled(model):
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("way", [plainly, under_autocast, by_accelerate, *slow(compiled)])
 def test_a_training_step_returns_the_same_everywhere(cls, way):
-    # Logits came when asked for, but under a wrapper of accelerate's, which copies outputs, never.
+    # Logits too, also under a wrapper of accelerate's, which copies outputs.
     torch.manual_seed(0)
     sizes = {"encoder_layers": 1, "decoder_layers": 1}
     model = cls(small_config(dropout=0.0, label_smoothing=0.0, **sizes))

@@ -685,7 +685,7 @@ def test_the_plan_for_sharded_data_parallelism_wraps_each_layer(model):
 @pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("hooked", [True, False])
 def test_what_was_computed_stays_as_it_was(model, training, with_gradients, hooked):
-    # The activation took its input's place where no gradient was to come.
+    # An activation may overwrite its input only where nothing else reads it.
     model.train(training)
     seen = []
 

@@ -192,7 +192,7 @@ def test_packed_rows_train_as_padded_rows_do_on_a_gpu(cls):
 
 
 def test_all_layers_share_where_rows_end(monkeypatch, flash):
-    """Each attention of each layer used to ask again, and a GPU waits for every answer."""
+    """They ask once, because a GPU waits for every answer."""
     asked, ends = [], attention.PackedRows.ends
     monkeypatch.setattr(attention.PackedRows, "ends", lambda rows: asked.append(1) or ends(rows))
     model = seq2seq("flash_attention_2", encoder_layers=3, decoder_layers=4)
@@ -272,7 +272,7 @@ def test_padded_sources_are_decoded_as_with_sdpa(flash, without_compiler, name, 
 def test_a_mask_of_four_dimensions_says_the_same_to_every_attention(
     flash, without_compiler, name, kind
 ):
-    # "eager" and flex attention added booleans to the scores: every position was visible.
+    # Booleans too, which "eager" and flex attention must not add to the scores.
     model, ids, mask = seq2seq(name).eval(), random_ids(2, 5), torch.ones(2, 5, dtype=torch.bool)
     mask[0, 3:] = False
     causal = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()

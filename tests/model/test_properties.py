@@ -57,8 +57,8 @@ def tokens(*shape):
 
 
 def padded(rows, lefts, length):
-    """Rows of tokens, each after so many places of padding, as (ids, mask); padding is any token,
-    because the mask alone may say what is padding."""
+    """Rows of tokens, each after its number of padding tokens, as (ids, mask). Padding may be any
+    token, because the mask alone says what is padding."""
     ids, mask = tokens(len(rows), length), torch.zeros(len(rows), length, dtype=torch.long)
     for row, (content, left) in enumerate(zip(rows, lefts, strict=True)):
         ids[row, left : left + len(content)] = content

@@ -158,7 +158,7 @@ LOAD_OWN = """
 
 
 def test_a_subclass_comes_back_from_the_folder_that_names_it(tmp_path, monkeypatch):
-    """The base class came back in its place."""
+    """And not its base class."""
     (tmp_path / "own_model.py").write_text(OWN_MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     ids, expected = torch.tensor([[5, 6, 7, 8]]), {}

@@ -92,7 +92,7 @@ def test_all_cases_are_dealt_out_to_the_families():
     assert min(shares.values()) >= 100
 
 
-# ---------------------------------------------------------------- what was found
+# ---------------------------------------------------------------- single cases
 
 
 IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
@@ -153,7 +153,7 @@ def test_an_input_that_torch_would_have_refused_is_named(model, inputs, error, m
 
 
 def test_position_ids_are_the_sources(model):
-    """`None` was an error, as it came twice to the decoder."""
+    """They do not reach the decoder, not even as `None`."""
     counted = model(input_ids=IDS, decoder_input_ids=IDS).logits
     for position_ids in (None, torch.arange(3)[None]):
         again = model(input_ids=IDS, decoder_input_ids=IDS, position_ids=position_ids).logits
@@ -174,7 +174,7 @@ def test_a_mask_counts_no_further_than_to_one(model):
 )
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (1, 7), (1, 1, 1, 5)], ids=str)
 def test_a_mask_that_is_not_of_past_and_new_tokens_is_refused(cls, shape):
-    # A mask of the new token alone was taken, and moved it to the first position.
+    # A mask of the new token alone would move it to the first position.
     model = cls(small_config()).eval()
     name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
     prompt, new = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[10]])

@@ -254,7 +254,7 @@ def test_random_sentences_have_the_lengths_of_wmt():
 
 
 def test_batches_are_filled_as_from_a_text_of_wmts_size():
-    # They came from a text so small that a fourth of each was padding.
+    # Batches of a small text would be a fourth padding.
     batches = training.wmt_batches(Size(32, 64, 2, 1, 100), 25_000, 6, "cpu")
     padding = [1 - (batch["labels"] != -100).double().mean() for batch in batches]
     padding += [1 - batch["attention_mask"].double().mean() for batch in batches]
@@ -275,7 +275,7 @@ def test_batches_are_filled_as_from_a_text_of_wmts_size():
         ("NVIDIA L4", 121e12),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
-        ("NVIDIA RTX A1000", None),  # it had the A100's
+        ("NVIDIA RTX A1000", None),  # not the A100's
     ],
 )
 def test_the_speed_of_a_gpu_follows_from_its_name(monkeypatch, name, peak):
@@ -355,7 +355,7 @@ def test_the_largest_batch_ends_where_memory_does(monkeypatch):
 
 @pytest.mark.parametrize(("end", "largest"), [(100, 3200), (50, 1600)])
 def test_the_search_of_the_largest_batch_ends_in_time(monkeypatch, end, largest):
-    # It was stopped from outside, which lost what it had found.
+    # If it were stopped from outside, its results would be lost.
     plan, clock = replace(Plan(**DRY_RUN), doublings=6), [0.0]
 
     def steps(plan, size, contender, model, tokens, count):

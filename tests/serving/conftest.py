@@ -14,7 +14,7 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__f
 
 
 class NoLoading:
-    """Where nothing is to be loaded."""
+    """Fails a test that loads a model."""
 
     def load(self, name):
         raise AssertionError(f"{name} was loaded")

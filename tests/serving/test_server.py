@@ -73,7 +73,7 @@ def test_a_bad_model_is_refused_before_one_is_loaded(folders, no_loading, models
 
 
 def test_a_model_that_cannot_translate_as_it_was_saved_is_refused(checkpoint, tmp_path):
-    """Each request failed with status 500."""
+    """Otherwise each request would fail with status 500."""
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**config, "stop_strings": ["x"]}))

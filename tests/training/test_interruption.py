@@ -430,7 +430,7 @@ def test_a_schedule_by_metric_is_resumed_with_its_settings(tmp_path):
 
 
 def test_a_resumed_training_saves_as_often_as_its_options_say(tokenizer, tmp_path):
-    """`Trainer` (5.17 to 5.24) does it as often as before."""
+    """`Trainer` (5.17 to 5.24) takes the checkpoint's numbers of steps."""
     options = {"max_steps": 6, "save_total_limit": None}
     for own, expected in ((False, [2, 4, 6]), (True, [2, 3, 4, 5, 6])):
         folder, callback = tmp_path / str(own), [OptionsCallback({})] if own else []

@@ -739,13 +739,13 @@ def test_curves_are_drawn_as_often_as_they_may(tokenizer, tmp_path, monkeypatch,
 
 @pytest.mark.curves
 def test_a_training_that_logs_no_loss_has_no_curves(tokenizer, tmp_path):
-    """An empty picture stood on its model card."""
+    """Or its model card would show an empty picture."""
     small_trainer(tmp_path, tokenizer, logging_steps=500).train()
     assert not (tmp_path / "curves.png").exists()
 
 
 def test_a_blank_source_has_a_blank_translation(tokenizer, splits, tmp_path):
-    """As in `translate`. Scores during training counted what the model makes of nothing."""
+    """As in `translate`: scores during training don't count what the model makes of nothing."""
     rows = splits["validation"].select(range(3)).to_list()
     rows[1] = {"input_ids": tokenizer("")["input_ids"], "labels": tokenizer("")["input_ids"]}
     arguments = training_arguments(tmp_path, predict_with_generate=True)
@@ -758,7 +758,7 @@ def test_a_blank_source_has_a_blank_translation(tokenizer, splits, tmp_path):
 def test_a_source_has_one_translation_whatever_the_model_was_saved_with(
     tokenizer, splits, tmp_path
 ):
-    """As in `translate`. Evaluations failed, after the training up to them."""
+    """As in `translate`."""
     rows = splits["validation"].select(range(3))
     arguments = training_arguments(tmp_path, predict_with_generate=True, generation_num_beams=2)
     trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
