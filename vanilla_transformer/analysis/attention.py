@@ -5,11 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.collation import shift_right
 from ..inference.scoring import pair_batches

@@ -44,14 +44,7 @@ from ..analysis.positions import attention_reach, position_encodings, position_s
 from ..data.text_files import expect_parallel, read_file
 from ..inference.alignment import penultimate_layer
 from ..inference.loading import LoadingArguments, read_config
-from ..plotting import (
-    KINDS,
-    picture_paths,
-    plot_heads,
-    plot_norms,
-    plot_similarities,
-    save,
-)
+from ..plotting import KINDS, picture_paths, plot_heads, plot_norms, plot_similarities, save
 from .table import table
 
 DISTANCES = (1, 2, 3, 5, 10, 20, 50, 100)  # of positions, in a table

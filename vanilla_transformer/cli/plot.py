@@ -15,12 +15,7 @@ attention   the weights of each head, for a sentence and its --target or the mod
 If --output ends in .png, .svg or .pdf, only that file is written. See docs/pictures.md.
 """
 
-from argparse import (
-    ArgumentParser,
-    ArgumentTypeError,
-    Namespace,
-    RawDescriptionHelpFormatter,
-)
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 
 from matplotlib.figure import Figure

@@ -26,15 +26,9 @@ from typing import Any
 
 from ..data.text_files import open_output, open_text, read_arrived
 from ..inference.loading import LoadingArguments
-from ..inference.parallel_translation import (
-    transform_file,
-)
+from ..inference.parallel_translation import transform_file
 from ..inference.ray_workers import RayWorkerArguments
-from .generation_options import (
-    HELP,
-    add_generation_options,
-    generation_option_names,
-)
+from .generation_options import HELP, add_generation_options, generation_option_names
 from .parser import GroupedParser
 from .processes import join_processes, sum_over_processes
 from .ray_translation import expect_ray_options, translate_with_ray

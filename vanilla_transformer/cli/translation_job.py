@@ -15,12 +15,7 @@ from ..data.parquet_files import is_parquet
 from ..data.text_files import expect_output, expect_parallel, read_file
 from ..inference.alignment import UNITS, add_alignments
 from ..inference.loading import LoadingArguments
-from ..inference.parallel_translation import (
-    TARGET_COLUMN,
-    digest,
-    expect_files,
-    fingerprint,
-)
+from ..inference.parallel_translation import TARGET_COLUMN, digest, expect_files, fingerprint
 from ..inference.reranking import (
     UTILITIES,
     get_utility,
@@ -39,13 +34,7 @@ from ..inference.translation import (
     samples,
     translate_n_best,
 )
-from .generation_options import (
-    METHOD_FILE,
-    MOVED,
-    encode_forced_words,
-    expect_method,
-    find_method,
-)
+from .generation_options import METHOD_FILE, MOVED, encode_forced_words, expect_method, find_method
 from .parser import expect_needed
 
 SEED = 42  # of samples

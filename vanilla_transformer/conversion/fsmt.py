@@ -8,12 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    FSMTConfig,
-    FSMTForConditionalGeneration,
-    FSMTTokenizer,
-    GenerationConfig,
-)
+from transformers import FSMTConfig, FSMTForConditionalGeneration, FSMTTokenizer, GenerationConfig
 
 from ..data import vocabularies, vocabulary_files
 from . import core, fairseq

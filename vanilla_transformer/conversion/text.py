@@ -8,15 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ..data.vocabularies import (
-    Specials,
-    bpe_codes,
-    pair,
-    rows,
-    sentencepiece,
-    strip,
-    words,
-)
+from ..data.vocabularies import Specials, bpe_codes, pair, rows, sentencepiece, strip, words
 from ..data.vocabulary_files import read_bpe_codes, read_sentencepiece
 from .core import SIDES, ConversionOptions
 

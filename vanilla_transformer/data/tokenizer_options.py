@@ -27,13 +27,7 @@ from .tokenization import (
     check_user_tokens,
     train_tokenizer,
 )
-from .vocabularies import (
-    Specials,
-    bpe_codes,
-    pair,
-    sentencepiece,
-    unknown_token,
-)
+from .vocabularies import Specials, bpe_codes, pair, sentencepiece, unknown_token
 from .vocabulary_files import CONTROL, UNKNOWN, USER_DEFINED, read_bpe_codes, read_sentencepiece
 
 logger = logging.getLogger(__name__)

@@ -23,13 +23,7 @@ from ..model.modeling_vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
     VanillaTransformerStack,
 )
-from .source import (
-    number_of_positions,
-    padded_heads,
-    portable_fields,
-    position_table,
-    read_model,
-)
+from .source import number_of_positions, padded_heads, portable_fields, position_table, read_model
 
 QUANTIZATIONS = ACCEPTED_MODEL_TYPES
 # CTranslate2's activation functions by transformers' names.

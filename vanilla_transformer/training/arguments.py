@@ -24,11 +24,7 @@ from ..inference.metrics import (
     expect_bleu_tokenizer,
 )
 from ..model.configuration_vanilla_transformer import PRESETS, VanillaTransformerConfig
-from .distributed import (
-    enable_fsdp_on_cpu,
-    init_cpu_process_group,
-    launched_world_size,
-)
+from .distributed import enable_fsdp_on_cpu, init_cpu_process_group, launched_world_size
 from .finite_gradients import FiniteGradientArguments
 from .option_checks import expect_equal_strategies, expect_possible_options
 from .token_batches import TokenBudgetArguments

@@ -8,12 +8,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from transformers import (
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from .checkpoints import OFF_SCHEDULE, AtomicCheckpointTrainer

@@ -16,12 +16,7 @@ from transformers.hf_argparser import HfArg
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, has_length
 
-from ..data.token_batches import (
-    OVERSIZED,
-    TokenBudgetSampler,
-    TokenBudgetStream,
-    count_tokens,
-)
+from ..data.token_batches import OVERSIZED, TokenBudgetSampler, TokenBudgetStream, count_tokens
 
 logger = logging.getLogger(__name__)
 

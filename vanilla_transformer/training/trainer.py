@@ -29,18 +29,10 @@ from .callbacks import (
     ResumableEarlyStoppingCallback,
     evaluations_without_gain,
 )
-from .checkpoints import (
-    AtomicCheckpointTrainer,
-    from_worst_to_best,
-    is_off_schedule,
-)
+from .checkpoints import AtomicCheckpointTrainer, from_worst_to_best, is_off_schedule
 from .compilation import compile_layers
 from .diagnosis import LossGapCallback, SourceUseCallback
-from .distributed import (
-    ShardedTrainer,
-    load_full_weights,
-    uses_fsdp,
-)
+from .distributed import ShardedTrainer, load_full_weights, uses_fsdp
 from .finite_gradients import FiniteGradientsCallback
 from .interruption import InterruptibleTrainer
 from .model_card import ModelCardTrainer
