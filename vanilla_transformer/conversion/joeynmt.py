@@ -527,7 +527,8 @@ class JoeyModel(Toolkit):
             generate_unk=True,
             min_output_length=1,
         )
-        return [self._until_end(row.tolist()) for row in outputs]
+        rows = outputs.tolist()
+        return [row[: row.index(self.eos) + 1] if self.eos in row else row for row in rows]
 
     def encode(self, line: str) -> list[int]:
         """See `Toolkit`."""
@@ -547,6 +548,3 @@ class JoeyModel(Toolkit):
             sources, sources.ne(self.pad).sum(1), None, targets, None, torch.arange(len(sources)),
             torch.device("cpu"), self.pad, self.eos, is_train=False,
         )  # fmt: skip
-
-    def _until_end(self, ids: list[int]) -> list[int]:
-        return ids[: ids.index(self.eos) + 1] if self.eos in ids else ids

@@ -62,12 +62,13 @@ def _warn_of_quotes(path: str) -> None:
 
 
 def _read_csv(path: str) -> Iterator[list[str]]:
-    # With the space before it kept, "b" in `"a", "b"` would not count as quoted.
-    reader = csv.reader(_decode_lines(path), strict=True, skipinitialspace=True)
-    try:
-        yield from filter(None, reader)
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+    with open_text(path) as file:
+        # With the space before it kept, "b" in `"a", "b"` would not count as quoted.
+        reader = csv.reader(decode_lines(file, path), strict=True, skipinitialspace=True)
+        try:
+            yield from filter(None, reader)
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
 
 
 def read_json(path: str) -> Iterator[dict[str, Any]]:
@@ -91,11 +92,6 @@ def read_json(path: str) -> Iterator[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: {type(row).__name__} is not an object")
             yield flatten(row)
-
-
-def _decode_lines(path: str) -> Iterator[str]:
-    with open_text(path) as file:
-        yield from decode_lines(file, path)
 
 
 def flatten(row: dict[str, Any]) -> dict[str, Any]:

@@ -98,15 +98,12 @@ async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Bo
             return kind.model_validate(dict(request.query_params))
         return kind.model_validate_json(bytes(content))
     except ValidationError as error:
-        found = "; ".join(
-            ": ".join(filter(None, (".".join(map(str, one["loc"])), _message(one["msg"]))))
-            for one in error.errors(include_input=False, include_url=False)
-        )
-        raise HTTPException(400, found) from None
-
-
-def _message(text: str) -> str:
-    return text.removeprefix("Value error, ")  # pydantic's, of our own errors
+        found = []
+        for one in error.errors(include_input=False, include_url=False):
+            field = ".".join(map(str, one["loc"]))
+            message = one["msg"].removeprefix("Value error, ")  # pydantic's, of our own errors
+            found.append(f"{field}: {message}" if field else message)
+        raise HTTPException(400, "; ".join(found)) from None
 
 
 def _read_url_encoded(content: bytes) -> list[tuple[str, Any]]:

@@ -315,16 +315,12 @@ class TranslationTrainingArguments(
             return
         if best not in METRICS_WITHOUT_SOURCE:
             raise ValueError(f"metric_for_best_model={best}: expected loss or one of {choices}")
-        if not self.predict_with_generate:
-            raise ValueError(
-                f"metric_for_best_model={self.metric_for_best_model}: expected "
-                "predict_with_generate=true, which computes it"
-            )
-        if self.prediction_loss_only:
-            raise ValueError(
-                f"metric_for_best_model={self.metric_for_best_model}: expected "
-                "prediction_loss_only=false, with which it is computed"
-            )
+        for name, needed in (("predict_with_generate", True), ("prediction_loss_only", False)):
+            if bool(getattr(self, name)) != needed:
+                raise ValueError(
+                    f"metric_for_best_model={self.metric_for_best_model}: expected "
+                    f"{name}={str(needed).lower()}, with which it is computed"
+                )
         self.metrics = list(dict.fromkeys([*self.metrics, best]))
         if self.greater_is_better is None:  # type: ignore[has-type]
             self.greater_is_better = best not in LOWER_IS_BETTER
