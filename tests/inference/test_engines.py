@@ -10,11 +10,12 @@ from transformers import AutoTokenizer, GenerationConfig, pipeline
 
 from vanilla_transformer import TranslationPipeline
 from vanilla_transformer.export import export
+from vanilla_transformer.inference.decoding import position_limit
 from vanilla_transformer.inference.engines import find_engine, load
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.parallel_translation import fingerprint
 from vanilla_transformer.inference.scoring import add_token_scores, score_pairs
-from vanilla_transformer.inference.translation import position_limit, translate, translate_n_best
+from vanilla_transformer.inference.translation import translate, translate_n_best
 
 pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
 

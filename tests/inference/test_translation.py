@@ -24,12 +24,11 @@ from transformers import (
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.text_files import read_lines
+from vanilla_transformer.inference.decoding import expect_valid_options, position_limit
 from vanilla_transformer.inference.translation import (
     BATCHES_PER_WINDOW,
     Hypothesis,
     encode_prefixes,
-    expect_valid_options,
-    position_limit,
     translate,
     translate_n_best,
 )

@@ -41,14 +41,10 @@ from vanilla_transformer.analysis.attention import attention_maps
 from vanilla_transformer.data.parallel_text import DataArguments
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.inference.alignment import add_alignments
+from vanilla_transformer.inference.decoding import expect_valid_options, set_output_limit
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
-from vanilla_transformer.inference.translation import (
-    Hypothesis,
-    encode_prefixes,
-    expect_valid_options,
-    set_output_limit,
-)
+from vanilla_transformer.inference.translation import Hypothesis, encode_prefixes
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages
 from vanilla_transformer.training.preparation import expect_positions, make_model, prepare

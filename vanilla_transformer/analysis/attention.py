@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.collation import shift_right
+from ..inference.decoding import decoder_start
 from ..inference.scoring import pair_batches
-from ..inference.translation import decoder_start
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerAttention
 from ..model.pipelines import is_blank

@@ -14,6 +14,13 @@ from transformers.hf_argparser import HfArg
 from ..data.parquet_files import is_parquet
 from ..data.text_files import expect_output, expect_parallel, read_file
 from ..inference.alignment import UNITS, add_alignments
+from ..inference.decoding import (
+    draws,
+    expect_hypotheses,
+    expect_valid_options,
+    runs_in_torch,
+    samples,
+)
 from ..inference.loading import LoadingArguments
 from ..inference.parallel_translation import TARGET_COLUMN, digest, expect_files, fingerprint
 from ..inference.reranking import (
@@ -24,16 +31,7 @@ from ..inference.reranking import (
     rerank_by_utility,
 )
 from ..inference.scoring import add_token_scores
-from ..inference.translation import (
-    Hypothesis,
-    draws,
-    encode_prefixes,
-    expect_hypotheses,
-    expect_valid_options,
-    runs_in_torch,
-    samples,
-    translate_n_best,
-)
+from ..inference.translation import Hypothesis, encode_prefixes, translate_n_best
 from .generation_options import METHOD_FILE, MOVED, encode_forced_words, expect_method, find_method
 from .parser import expect_needed
 

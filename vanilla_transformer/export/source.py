@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..inference.translation import set_output_limit
+from ..inference.decoding import set_output_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import (
     VanillaTransformerAttention,

@@ -14,8 +14,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, __version__
 
 from ..data.vocabularies import unknown_id
+from .decoding import decoder_start, runs_in_torch
 from .scoring import map_hypotheses, map_pairs, reading_inputs
-from .translation import Hypothesis, decoder_start, runs_in_torch
+from .translation import Hypothesis
 
 UNITS = ("words", "pieces")
 

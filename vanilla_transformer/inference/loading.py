@@ -19,9 +19,9 @@ from transformers.hf_argparser import HfArg
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .decoding import set_output_limit
 from .engines import ENGINES, find_engine, named_engine
 from .ensemble import VanillaTransformerEnsemble, expect_same_vocabulary
-from .translation import set_output_limit
 
 TORCH = "torch"
 ENGINE_NAMES = (TORCH, *(engine.NAME for engine in ENGINES))

@@ -16,8 +16,9 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.pipelines import is_blank
+from .decoding import position_limit
 from .scoring import add_token_scores, map_hypotheses, score_pairs
-from .translation import Hypothesis, position_limit
+from .translation import Hypothesis
 
 # Takes hypotheses, references and their source; returns (hypotheses, references), from 0 to 100.
 Utility = Callable[[Sequence[str], Sequence[str], str], np.ndarray]

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.collation import PairCollator, shift_right
 from ..data.token_batches import TokenBudgetSampler, expect_tokens
 from ..model.generation import VanillaTransformerGenerationMixin
-from .translation import Hypothesis, decoder_start
+from .decoding import decoder_start
+from .translation import Hypothesis
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together
 LINES_PER_WINDOW = 512  # whose hypotheses are changed together

@@ -10,8 +10,9 @@ from fastapi import HTTPException
 from prometheus_client import Counter, Histogram
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..inference.decoding import position_limit
 from ..inference.loading import LoadingArguments
-from ..inference.translation import position_limit, translate, translate_n_best
+from ..inference.translation import translate, translate_n_best
 from .arguments import ServingArguments
 
 SENTENCES = Histogram(

@@ -16,8 +16,9 @@ from .. import __version__
 from ..analysis.attention import attention_maps
 from ..data.paths import expect_unused
 from ..inference.alignment import layers_and_heads
+from ..inference.decoding import position_limit, runs_in_torch
 from ..inference.loading import LoadingArguments
-from ..inference.translation import position_limit, runs_in_torch, translate, translate_n_best
+from ..inference.translation import translate, translate_n_best
 from ..plotting import AttentionMaps, plot_attention
 from .languages import languages_of_card
 

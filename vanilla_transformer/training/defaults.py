@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.token_batches import count_distinct_labels, count_tokens
-from ..inference.translation import set_output_limit
+from ..inference.decoding import set_output_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 

@@ -24,9 +24,9 @@ from ..data.parallel_text import load_parallel_dataset, tokenize_dataset
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import log_coverage, warn_of_split_tokens
 from ..data.vocabularies import rows
+from ..inference.decoding import position_limit
 from ..inference.loading import expect_complete, expect_to_read_targets, read_config
 from ..inference.metrics import OTHER_METRICS, has_4_tokens, make_metrics
-from ..inference.translation import position_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer

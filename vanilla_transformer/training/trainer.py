@@ -18,8 +18,8 @@ from transformers.trainer_utils import has_length
 
 from ..data.collation import PairCollator
 from ..data.token_batches import RepeatedStream
+from ..inference.decoding import expect_valid_options
 from ..inference.metrics import METRICS, make_compute_metrics
-from ..inference.translation import expect_valid_options
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from .averaging import checkpoints_with_weights, write_average
 from .callbacks import (

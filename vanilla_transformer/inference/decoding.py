@@ -1,0 +1,230 @@
+"""What `generate()` makes of its options: those that can't work, and the limits of length."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    SequenceBiasLogitsProcessor,
+    WatermarkingConfig,
+)
+from transformers.generation import GenerationMode
+
+from ..model.generation import GenerationOptions, VanillaTransformerGenerationMixin, first_given
+from ..model.validation import expect_generation_options
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
+
+# The searches that transformers moved out of the library, each with the option that asks for it.
+MOVED_SEARCHES = {
+    GenerationMode.CONSTRAINED_BEAM_SEARCH: "force_words_ids",
+    GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
+    GenerationMode.DOLA_GENERATION: "dola_layers",
+    GenerationMode.GROUP_BEAM_SEARCH: "num_beam_groups",
+}
+
+# The names of tables of positions, as in BART, BERT and GPT-2.
+POSITION_TABLES = ("embed_positions", "position_embeddings", "wpe")
+
+
+def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Raise a ValueError unless the model can generate with these options and its generation
+    config."""
+    config = {**model.generation_config.to_dict(), "num_return_sequences": 1, **options}
+    expect_generation_options(config, getattr(model.config, "target_vocab_size", 2**31))
+    for name, most in _most_tokens(model).items():
+        if (value := config.get(name)) is not None and value > most:
+            raise ValueError(
+                f"{name}={value}: expected at most {most}, where the table of positions ends"
+            )
+    expect_known_search(model, options)
+    options_of(model, options).use_length_penalty_type()
+    _expect_processors(config, model.config)
+    try:
+        GenerationConfig(**config)
+    except ValueError as error:  # about an option: as one of our own, in one line
+        raise ValueError(str(error)) from error
+
+
+def _expect_processors(options: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Raise a ValueError unless transformers can change a model's logits with those of the options
+    that it (5.17 to 5.24) only reads when it generates."""
+
+    def size() -> int:
+        own = getattr(config, "target_vocab_size", None)
+        return own or config.get_text_config(decoder=True).vocab_size
+
+    def watermark(value: Any) -> LogitsProcessor:
+        given = WatermarkingConfig.from_dict(value) if isinstance(value, dict) else value
+        return given.construct_processor(size(), "cpu")
+
+    makers: dict[str, Callable[[Any], LogitsProcessor]] = {
+        "bad_words_ids": NoBadWordsLogitsProcessor,
+        "sequence_bias": SequenceBiasLogitsProcessor,
+        "watermarking_config": watermark,
+    }
+    for name, make in makers.items():
+        if (value := options.get(name)) is None:
+            continue
+        try:
+            make(value)(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, size()))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{name}={value!r}: {error}") from error
+
+
+def expect_known_search(
+    model: PreTrainedModel, options: dict[str, Any], batch_size: int = 1
+) -> None:
+    """Raise a ValueError if the options, or the generation config, ask for a search that
+    transformers lacks, or that an encoder-decoder or a batch of this size can't have."""
+    found, search = options_of(model, options), GenerationConfig()
+    for name in ("stop_strings", "token_healing"):
+        if found[name] not in (None, False):
+            raise ValueError(
+                f"{name}={found[name]!r} in the generation config: expected null, as translations "
+                "end with an eos_token, and begin with whole tokens"
+            )
+    if found["custom_generate"] is not None:
+        return
+    for name in ("num_beams", "do_sample", "top_k", *MOVED_SEARCHES.values()):
+        setattr(search, name, found[name])
+    search.top_k = first_given(search.top_k, 50)  # transformers' default
+    if (mode := search.get_generation_mode()) in MOVED_SEARCHES:
+        name = MOVED_SEARCHES[mode]
+        raise ValueError(
+            f"{name}={found[name]!r} in the generation config: expected null, as transformers has "
+            f"no {mode.value} any more; `translate` takes one as --custom_generate"
+        )
+    _expect_possible_options(found, model.device, batch_size)
+
+
+def _expect_possible_options(
+    found: GenerationOptions, device: torch.device, batch_size: int
+) -> None:
+    """What transformers (5.17 to 5.24) refuses too, but only when it generates."""
+    has_beams, cache = (found["num_beams"] or 1) > 1, str(found["cache_implementation"] or "")
+    is_batch = batch_size > 1 and not has_beams
+    for name, is_refused, expected in (
+        ("low_memory", has_beams, "null with beams"),
+        ("cache_implementation", cache == "quantized", "another one for an encoder-decoder"),
+        (
+            "cache_implementation",
+            cache.startswith("offloaded") and device.type == "cpu",
+            "an accelerator",
+        ),
+        ("prompt_lookup_num_tokens", is_batch, "batch_size=1 or beams"),
+        ("assistant_early_exit", is_batch, "batch_size=1 or beams"),
+        ("prefill_chunk_size", True, "null for an encoder-decoder"),
+    ):
+        if found[name] and is_refused:
+            raise ValueError(f"{name}={found[name]!r}: expected {expected}")
+
+
+def expect_hypotheses(
+    n_best: int, model: PreTrainedModel, generate_kwargs: dict[str, Any], name: str = "n_best"
+) -> None:
+    """Raise a ValueError, with the name of the option, unless `generate` can return this many
+    hypotheses."""
+    beams = generate_kwargs.get("num_beams") or model.generation_config.num_beams or 1
+    if samples(model, generate_kwargs) and n_best >= 1:
+        return
+    if not 1 <= n_best <= beams or beams < 2:
+        raise ValueError(
+            f"{name}={n_best} with num_beams={beams}: expected a positive number, 2 beams or more, "
+            "and as many beams as hypotheses; or do_sample=True"
+        )
+
+
+def draws(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool:
+    """Whether `generate` draws tokens at random, with or without beams."""
+    return bool(options_of(model, generate_kwargs)["do_sample"])
+
+
+def samples(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool:
+    """Whether `generate` draws translations at random, without beams."""
+    beams = options_of(model, generate_kwargs)["num_beams"]
+    return draws(model, generate_kwargs) and (beams or 1) == 1
+
+
+def runs_in_torch(model: Any) -> bool:
+    """Whether torch computes the model, so that it can be compiled and shows its attention. An
+    engine's has no parameters, also where its class is one of transformers."""
+    return isinstance(model, torch.nn.Module) and next(model.parameters(), None) is not None
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The tokens of the longest text that a model's table of positions allows; None where there is
+    no table, or one that grows."""
+    is_ctranslate2 = not isinstance(model, torch.nn.Module)  # its sinusoids are a table too
+    if is_ctranslate2 or getattr(model.config, "position_encoding", None) == "learned":
+        return model.config.max_position_embeddings
+    return _smallest_table(model)
+
+
+def _smallest_table(model: torch.nn.Module) -> int | None:
+    limits = [
+        _positions(module)
+        for name, module in model.named_modules()
+        if name.split(".")[-1] in POSITION_TABLES
+        and isinstance(module, torch.nn.Embedding)
+        and not hasattr(module, "make_weight")  # FSMT's, which grows
+    ]
+    return min(limits, default=None)
+
+
+def _positions(table: torch.nn.Embedding) -> int:
+    """The rows for positions: BART's come after an offset, RoBERTa's after the padding's row."""
+    padding = -1 if table.padding_idx is None else table.padding_idx
+    return table.num_embeddings - getattr(table, "offset", padding + 1)
+
+
+def set_output_limit(model: PreTrainedModel) -> None:
+    """Let a model without a limit of its own, such as T5, generate up to 256 tokens, or as many as
+    it has positions for. transformers' default is 20. A saved limit beyond its table of positions
+    is lowered, with a warning. Our models' limit grows with the source, also after a
+    `Seq2SeqTrainer` has saved that default."""
+    if isinstance(model, VanillaTransformerGenerationMixin):
+        model._forget_limit_of_trainer()
+    config = model.generation_config
+    limited = config.max_length is not None or config.max_new_tokens is not None
+    if not limited and not hasattr(model, "extra_output_tokens"):
+        longest = 1 + DEFAULT_NEW_TOKENS  # with the token that starts it
+        config.max_length = min(longest, position_limit(model) or longest)
+    for name, most in _most_tokens(model).items():
+        if (value := getattr(config, name)) is not None and value > most:
+            logger.warning(
+                "%s=%d in the generation config becomes %d: the table of positions ends there",
+                name, value, most,
+            )  # fmt: skip
+            setattr(config, name, most)
+
+
+def _most_tokens(model: PreTrainedModel) -> dict[str, int]:
+    """The largest limits of length that the decoder's table of positions allows: nothing reads the
+    last token, and only `max_length` counts the first. Our models end there by themselves."""
+    is_ours = hasattr(model, "extra_output_tokens")
+    limit = None if is_ours else _smallest_table(model.get_decoder())
+    return {} if limit is None else {"max_length": limit + 1, "max_new_tokens": limit}
+
+
+def decoder_start(
+    model: PreTrainedModel, generate_kwargs: dict[str, Any] | None = None
+) -> int | None:
+    """The id of the token with which `generate` starts each target."""
+    options = options_of(model, generate_kwargs or {})
+    start: int | None = first_given(options["decoder_start_token_id"], options["bos_token_id"])
+    return start
+
+
+def options_of(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> GenerationOptions:
+    """The options of `generate`, with the generation config as their defaults."""
+    kwargs = dict(generate_kwargs)
+    return GenerationOptions(model.generation_config, kwargs.pop("generation_config", None), kwargs)
