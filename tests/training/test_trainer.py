@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import logging
 import re
 import shutil
 import sys
@@ -375,6 +376,19 @@ def test_the_size_of_a_vocabulary_from_a_file_is_named_as_without_effect(tmp_pat
     codes.write_text("a b</w>\n")
     ModelArguments(vocab_size=1000, bpe_codes=[str(codes)]).warn_of_what_has_no_effect()
     assert caplog.messages == [f"vocab_size=1000 has no effect: bpe_codes={[str(codes)]} decides"]
+
+
+def test_the_log_names_the_sizes_of_new_tokenizers_alone(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "vanilla_transformer")
+    codes = tmp_path / "codes"
+    codes.write_text("a b</w>\n")
+    pairs = Dataset.from_dict({"source": ["a b c"] * 3, "target": ["a b"] * 3})
+    make_tokenizer(ModelArguments(bpe_codes=[str(codes)]), pairs, None)
+    assert not caplog.messages
+    sizes = {"vocab_size": 262, "target_vocab_size": 263}
+    make_tokenizer(ModelArguments(**sizes, separate_vocabularies=True), pairs, None)
+    said = [f"Training a tokenizer with at most {size} tokens" for size in sizes.values()]
+    assert [message for message in caplog.messages if "Training" in message] == said
 
 
 def test_a_tokenizer_that_does_not_belong_to_the_model_is_named(tokenizer, tmp_path, caplog):

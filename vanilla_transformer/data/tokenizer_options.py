@@ -158,6 +158,7 @@ class TokenizerArguments:
             return import_sentencepiece(file, self.user_tokens)
         if file is not None:
             return import_bpe_codes(file, texts, self.user_tokens)
+        logger.info("Training a tokenizer with at most %d tokens", size)
         return train_tokenizer(
             texts,
             size,

@@ -189,7 +189,6 @@ def make_tokenizer(
                 "separate_vocabularies trains a tokenizer for each side"
             )
         return tokenizer
-    logger.info("Training a tokenizer with %d tokens", arguments.vocab_size)
     return run_on_main_process(lambda: arguments.train(training_data))
 
 
