@@ -167,8 +167,8 @@ def test_nothing_is_left_of_a_corpus(tmp_path):
         ({"drop_pairs": ["typos"]}, "drop_pairs has 'typos': expected one of duplicates,"),
         ({"max_pair_ratio": 0.5}, "max_pair_ratio=0.5: expected 1 or more"),
         ({"length_unit": "token"}, "length_unit='token': expected word or char"),
-        ({"streaming": True}, "streaming: expected corpus_weights"),
-        ({"streaming": True, "drop_pairs": ["copies"]}, "streaming: expected no drop_pairs"),
+        ({"streaming": True}, "streaming=True: expected corpus_weights"),
+        ({"streaming": True, "drop_pairs": ["copies"]}, "streaming=True: expected no drop_pairs"),
     ],
 )
 def test_bad_options_are_named_at_once(options, message, tmp_path):

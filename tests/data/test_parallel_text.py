@@ -204,7 +204,7 @@ def test_lines_end_at_newlines_only(tmp_path, suffix):
 @pytest.mark.parametrize(("source", "target"), [(3, 1), (2, 3), (0, 1)])
 def test_sides_of_different_length_are_refused(tmp_path, source, target):
     a, b = write(tmp_path / "a.en", "x\n" * source), write(tmp_path / "a.de", "x\n" * target)
-    with pytest.raises(ValueError, match=rf"a\.en has {source} lines and .*a\.de has {target}$"):
+    with pytest.raises(ValueError, match=rf"a\.en has {source} lines and .*a\.de has {target}: "):
         load(train_source=a, train_target=b)
 
 
@@ -456,7 +456,7 @@ def test_quotes_of_a_writer_of_csv_are_told_once_in_a_tsv_file(tmp_path, caplog,
     assert pairs_of(loaded) == pairs_of(loaded) == [("a", "b"), *[(quote(field), "c")] * 2]
     (message,) = caplog.messages
     assert "train.tsv: some fields are in quotes, which are read as text" in message
-    assert "tsv has no quotes here; .csv has them" in message
+    assert "tsv files have no quoted fields; use .csv for these" in message
 
 
 def test_a_header_in_quotes_is_told_in_a_tsv_file(tmp_path, caplog):

@@ -99,11 +99,11 @@ class CorpusArguments:
             raise ValueError(f"length_unit={self.length_unit!r}: expected word or char")
         if streaming and self._filters():
             raise ValueError(
-                "streaming: expected no drop_pairs, max_pair_length or max_pair_ratio, which read "
-                "all pairs before training"
+                "streaming=True: expected no drop_pairs, max_pair_length or max_pair_ratio, which "
+                "read all pairs before training"
             )
         if streaming and corpora > 1 and self.corpus_weights is None:
-            raise ValueError("streaming: expected corpus_weights for several training corpora")
+            raise ValueError("streaming=True: expected corpus_weights for several training corpora")
 
     def tags(self) -> list[str]:
         """The tags, without empty ones."""

@@ -347,7 +347,8 @@ def _read_parallel_text(source: str, target: str) -> Iterator[dict[str, Any]]:
             longer = target if source_line is None else source
             counts = {source: count, target: count, longer: count + 1 + sum(1 for _ in lines)}
             raise ValueError(
-                f"{source} has {counts[source]} lines and {target} has {counts[target]}"
+                f"{source} has {counts[source]} lines and {target} has {counts[target]}: expected "
+                "the same number"
             )
         yield {"source": source_line, "target": target_line}
 

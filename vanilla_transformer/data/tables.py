@@ -55,8 +55,8 @@ def _read_tsv(path: str) -> Iterator[list[str]]:
 @cache  # a table is read several times
 def _warn_of_quotes(path: str) -> None:
     logger.warning(
-        "%s: some fields are in quotes, which are read as text, as tsv has no quotes here; .csv "
-        "has them, with commas between the fields",
+        "%s: some fields are in quotes, which are read as text, as tsv files have no quoted "
+        "fields; use .csv for these, with commas between the fields",
         path,
     )
 

@@ -56,8 +56,8 @@ def _expect_plain(line: bytes, name: str) -> None:
     for suffix, start in COMPRESSED.items():
         if re.match(start, line):
             raise ValueError(
-                f"{name}: its content is that of a {suffix} file, expected plain text (which gzip "
-                "may have compressed once, if the name ends in .gz)"
+                f"{name}: its content is that of a {suffix} file, expected plain text, or text "
+                "that gzip has compressed once under a name that ends in .gz"
             )
 
 

@@ -439,7 +439,7 @@ def subwords(
     """
     alphabet = {token for token in vocab if len(token) == 1}
     if lacking := set("\\_u;0123456789") - alphabet:
-        raise ValueError(f"the vocabulary lacks {''.join(sorted(lacking))!r}, expected each of it")
+        raise ValueError(f"the vocabulary lacks {''.join(sorted(lacking))!r}, expected them all")
     _check_specials(vocab, specials)
     borders = f"(?<={_ALNUM})(?={_OTHER})|(?<={_OTHER})(?={_ALNUM})|(?<=.)\\z"
     backend = Tokenizer(
