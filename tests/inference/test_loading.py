@@ -102,7 +102,7 @@ def test_an_adapter_is_loaded_whole_or_refused(model, tokenizer, tmp_path, is_wh
 
 @pytest.mark.parametrize("models", [1, 2])
 def test_a_stock_model_is_spared_the_plans_of_cudnn(model, tokenizer, tmp_path, models):
-    """Ours does without by itself, but is loaded in the same way."""
+    """Our models never use them, but are loaded in the same way."""
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     torch.backends.cuda.enable_cudnn_sdp(True)

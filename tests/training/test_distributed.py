@@ -1,5 +1,5 @@
-"""Checkpoints in shards, which torch makes of pickles: they are read, and what hides in them is not
-run. Training in shards is in test_layouts.py."""
+"""Sharded checkpoints, which torch pickles: they are read, and no code in them is run. Training in
+shards is in test_layouts.py."""
 
 import os
 import pickle

@@ -1,5 +1,5 @@
 """Two hosts, which are two network namespaces here, train what one process does; and where one of
-them is lost, the other goes on."""
+them is lost, the other continues."""
 
 import contextlib
 import json
@@ -111,7 +111,7 @@ def cut_cable(host):
 @pytest.mark.slow
 @pytest.mark.parametrize("lose", [kill_processes, cut_cable])
 def test_one_host_goes_on_when_the_other_is_lost(harness, start, tmp_path, lose):
-    """In mid-epoch, and without a word. torchrun goes on with one node, from the last checkpoint,
+    """In mid-epoch, and without a word. torchrun continues with one node, from the last checkpoint,
     and as updates are still of as many batches, to the same end."""
     options = ["--resume_from_checkpoint", "auto", "--ddp_timeout", "20"]
     script = [*harness.script(tmp_path / "hosts"), *options]

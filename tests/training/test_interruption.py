@@ -160,7 +160,7 @@ def test_an_evaluation_that_is_made_later_sets_the_learning_rate_too(tokenizer, 
 
 
 def test_an_evaluation_that_is_made_later_may_be_stopped_too(tokenizer, tmp_path):
-    """The checkpoint of its step is there, with the random numbers to go on with."""
+    """The checkpoint of its step is there, with the random numbers to continue with."""
     options = {"eval_strategy": "steps", "eval_steps": 3, **BEST}
     whole = small_trainer(tmp_path / "whole", tokenizer, **options)
     whole.train()

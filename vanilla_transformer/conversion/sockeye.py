@@ -238,7 +238,7 @@ def read_params(path: Path) -> Tensors:
             if file.read(len(MXNET_MAGIC)) == MXNET_MAGIC:
                 raise ValueError(
                     f"{path} holds MXNet arrays, of Sockeye 1 or 2: expected a PyTorch state dict, "
-                    "which Sockeye 3.0 makes of them"
+                    "to which Sockeye 3.0 converts them"
                 )
     state = load_torch(path)
     if not isinstance(state, dict) or not all(isinstance(each, Tensor) for each in state.values()):

@@ -299,7 +299,7 @@ def _make_backend(
         rules: How text is normalized.
         user_tokens: A regular expression for the user's tokens; empty if there are none.
         model: The model.
-        learns: Whether the model is to be trained, on text without the user's tokens.
+        learns: Whether the model will be trained, on text without the user's tokens.
     """
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence(rules)

@@ -1,4 +1,4 @@
-"""What `generate()` makes of its options: those that can't work, and the limits of length."""
+"""Options of `generate()`: errors for those that can't work, and the limits of length."""
 
 import logging
 from collections.abc import Callable

@@ -74,7 +74,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Body:
-    """The body of a request, in JSON or as a form; what stands in its URL if there is none.
+    """The body of a request, in JSON or as a form; the fields in its URL if there is none.
 
     Raises:
         HTTPException: The body is too long (413), or not what the interface expects (400).

@@ -134,7 +134,7 @@ def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
         if "".join(sentences) != window:
             sentences = [window]
         sentences = _whole(sentences)
-        if len(line) > WINDOW:  # the last sentence may go on
+        if len(line) > WINDOW:  # the last sentence may continue
             complete = sentences[:-1]
             sentences = complete or [window[: window.rfind(" ") + 1] or window]
         yield from sentences

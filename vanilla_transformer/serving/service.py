@@ -1,4 +1,4 @@
-"""Answers the requests of a translation server, apart from HTTP."""
+"""Answers the requests of a translation server, independent of HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
