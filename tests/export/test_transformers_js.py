@@ -142,22 +142,27 @@ def test_the_generation_config_says_that_there_is_no_beam_search():
     assert not {"length_penalty", "early_stopping"} & fields.keys()
 
 
-def test_without_npm_packages_a_warning_says_what_to_install(tmp_path, caplog):
+def test_without_npm_packages_a_warning_says_what_to_install(tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("NODE_PATH", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
     transformers_js.logger.addHandler(caplog.handler)
-    transformers_js.copy_scripts(tmp_path, tmp_path / "node_modules")
+    transformers_js.copy_scripts(tmp_path)
     transformers_js.logger.removeHandler(caplog.handler)
     assert transformers_js.INSTALL in caplog.text
     assert str(tmp_path) not in caplog.text  # of a folder that has its place later
     assert not list(tmp_path.iterdir())
 
 
-def test_scripts_are_copied_from_npm_packages(tmp_path):
+@pytest.mark.parametrize("listed", [True, False])
+def test_scripts_are_copied_from_npm_packages(tmp_path, monkeypatch, listed):
+    monkeypatch.setenv("NODE_PATH", str(tmp_path / "node_modules") if listed else "")
+    monkeypatch.chdir(Path("/") if listed else tmp_path)
     for script in transformers_js.SCRIPTS:
         path = tmp_path / "node_modules" / script
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(script)
     (tmp_path / "output").mkdir()
-    transformers_js.copy_scripts(tmp_path / "output", tmp_path / "node_modules")
+    transformers_js.copy_scripts(tmp_path / "output")
     names = {path.name for path in (tmp_path / "output").iterdir()}
     assert names == {Path(script).name for script in transformers_js.SCRIPTS}
 
@@ -213,8 +218,7 @@ def web(tmp_path_factory):
     model.save_pretrained(folder / "model")
     for name, target in (("web", transformers_js), ("onnx", onnx_graphs)):
         (folder / name).mkdir()
-        options = {"node_modules": NODE_MODULES} if name == "web" else {}
-        target.write(folder / "model", folder / name, None, **options)
+        target.write(folder / "model", folder / name, None)
     engine = onnxruntime_engine.load(folder / "onnx")
     tokenizer = AutoTokenizer.from_pretrained(folder / "onnx")
     return folder / "web", list(translate(LINES, engine, tokenizer, num_beams=1))

@@ -38,19 +38,11 @@ INSTALL = "npm install --ignore-scripts @huggingface/transformers@4"
 logger = logging.get_logger(__name__)
 
 
-def write(
-    model_folder: Path,
-    output: Path,
-    quantization: str | None,
-    node_modules: Path | None = None,
-) -> None:
-    """Write graphs, configurations, tokenizer, page and card into an empty folder.
+def write(model_folder: Path, output: Path, quantization: str | None) -> None:
+    """Write graphs, configurations, tokenizer and page into an empty folder.
 
     Args:
         quantization: One of `QUANTIZATIONS`. "int8" suits browsers.
-        node_modules: The folder of npm's packages from which the page's scripts are copied. None:
-            one that `NODE_PATH` lists, or `node_modules` in the working directory. Nothing is
-            downloaded; a warning says what to install.
 
     Raises:
         ValueError: Source and target have different tokenizers, or theirs is written in Python,
@@ -79,7 +71,7 @@ def write(
     save_tokenizer(tokenizer, output)
     with as_file(files(__package__) / "page") as page:
         shutil.copytree(page, output, dirs_exist_ok=True)
-    copy_scripts(output, node_modules)
+    copy_scripts(output)
 
 
 def config_of(config: VanillaTransformerConfig, name: str, dtype: str) -> dict[str, object]:
@@ -134,10 +126,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
     tokenizer.save_pretrained(output)
 
 
-def copy_scripts(output: Path, node_modules: Path | None = None) -> None:
-    """Copy the page's scripts from npm's packages, or warn that there are none."""
-    folders = [Path(entry) for entry in os.environ.get("NODE_PATH", "").split(os.pathsep) if entry]
-    folders = [*folders, Path("node_modules")] if node_modules is None else [node_modules]
+def copy_scripts(output: Path) -> None:
+    """Copy the page's scripts from npm's packages: in a folder that `NODE_PATH` lists, or in
+    `node_modules` in the working directory. If there are none, warn and say what to install."""
+    entries = [*os.environ.get("NODE_PATH", "").split(os.pathsep), "node_modules"]
+    folders = [Path(entry) for entry in entries if entry]
     nested = [folder / "@huggingface/transformers/node_modules" for folder in folders]
     found = []
     for script in SCRIPTS:
