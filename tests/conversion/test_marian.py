@@ -478,16 +478,15 @@ def test_training_options_go_on(tmp_path):
     assert read.generation == expected
 
 
-def test_options_of_the_search_that_are_left_out_are_named(tmp_path, monkeypatch):
-    folder, warnings = save_random(tmp_path / "model"), []
-    monkeypatch.setattr(marian.logger, "warning", warnings.append)
+def test_options_of_the_search_that_are_left_out_are_named(tmp_path, caplog):
+    folder = save_random(tmp_path / "model")
     marian.read(folder, ConversionOptions())
-    assert not warnings
+    assert not caplog.messages
     decoder = yaml.safe_load((folder / "model.npz.decoder.yml").read_text())
     decoder |= {"word-penalty": 0.2, "shortlist": ["lex.s2t", 50, 50]}
     (folder / "model.npz.decoder.yml").write_text(yaml.safe_dump(decoder))
     marian.read(folder, ConversionOptions())
-    assert [text.partition("=")[0] for text in warnings] == ["word-penalty", "shortlist"]
+    assert [text.partition("=")[0] for text in caplog.messages] == ["word-penalty", "shortlist"]
 
 
 # ---------------------------------------------------------------- What is refused

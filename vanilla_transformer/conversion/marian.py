@@ -5,6 +5,7 @@ an epsilon of 1e-6, and its decoder starts from a vector of zeros. transformers'
 none of the first two; `like="transformers"` gives what it would give.
 """
 
+import logging
 import math
 import re
 import subprocess
@@ -22,7 +23,6 @@ import torch
 import yaml
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -31,7 +31,7 @@ from .check import Toolkit, subwords
 from .core import STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors
 from .weights import PROJECTION_BIAS, SHARED, add_rows, interleave_halves, tie
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 NAME = "marian"
 READS: tuple[str, ...] = ("like", *TOKEN_FILES)
@@ -502,15 +502,17 @@ def _generation(files: MarianFiles, target: Side) -> dict[str, Any]:
         generation["suppress_tokens"] = suppressed
     if options.get("word-penalty"):
         logger.warning(
-            f"word-penalty={options['word-penalty']} has no equivalent here: translations may be "
-            "shorter or longer than Marian's: set length_penalty to taste"
+            "word-penalty=%s has no equivalent here: translations may be shorter or longer than "
+            "Marian's; length_penalty changes that",
+            options["word-penalty"],
         )
     for name in ("shortlist", "output-sampling"):
         if options.get(name):
             logger.warning(
-                f"{name}={options[name]} has no equivalent here: translations may differ from "
-                "Marian's: compare with those of marian-decoder without it"
-            )
+                "%s=%s has no equivalent here: translations may differ from Marian's; compare with "
+                "those of marian-decoder without it",
+                name, options[name],
+            )  # fmt: skip
     return generation
 
 

@@ -2,6 +2,7 @@
 translates in the browser."""
 
 import json
+import logging
 import os
 import shutil
 from importlib.resources import as_file, files
@@ -9,7 +10,6 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
-from transformers.utils import logging
 
 from ..conversion.saving import BEAM_OPTIONS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -35,7 +35,7 @@ IGNORED = (
 )  # fmt: skip
 INSTALL = "npm install --ignore-scripts @huggingface/transformers@4"
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def write(model_folder: Path, output: Path, quantization: str | None) -> None:
@@ -137,9 +137,10 @@ def copy_scripts(output: Path) -> None:
         found += [path for folder in nested + folders if (path := folder / script).is_file()][:1]
     if len(found) < len(SCRIPTS):
         logger.warning(
-            f"{output.name}: works in Node, but the page lacks scripts of npm's packages: run "
-            f"`{INSTALL}` and export again in this directory"
-        )
+            "%s: works in Node, but the page lacks scripts of npm's packages: run `%s` and export "
+            "again in this directory",
+            output.name, INSTALL,
+        )  # fmt: skip
         return
     for path in found:
         shutil.copy(path, output)
