@@ -490,8 +490,8 @@ def _with_languages(path: Path, args: dict[str, Any]) -> dict[str, Any]:
     if args.get("source_lang") or args.get("target_lang"):
         return args
     data = Path(str(args.get("data") or "").split(":")[0] or path.parent)
-    found = [re.match(r"(?:train|valid)\.([^.-]+)-([^.-]+)\.", file.name)
-             for folder in (path.parent, data) for file in folder.glob("*")]  # fmt: skip
+    files = [*path.parent.glob("*"), *data.glob("*")]
+    found = (re.match(r"(?:train|valid)\.([^.-]+)-([^.-]+)\.", file.name) for file in files)
     names = next((match.groups() for match in found if match), None)
     dictionaries = sorted(path.parent.glob("dict.*.txt"))
     if names is None and len(dictionaries) == 2:

@@ -110,16 +110,16 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     tensors.expect_all_taken()
     sides = {} if _was_exported(path) else _sides(path, config)
     unk = {side: each.backend_tokenizer.token_to_id(UNK) for side, each in sides.items()}
-    pair = (
-        vocabularies.pair(*sides.values(), size=config.target_vocab_size, unk_id=unk["target"])
-        if sides
-        else AutoTokenizer.from_pretrained(path)
-    )
-    conversion = Conversion(config, weights, pair)
+    if sides:
+        size, unk_id = config.target_vocab_size, unk["target"]
+        tokenizer = vocabularies.pair(*sides.values(), size=size, unk_id=unk_id)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    conversion = Conversion(config, weights, tokenizer)
     conversion.sources, conversion.leftovers = _way_back(tensors, weights)
     interleave_halves(weights)
-    for side, tokenizer in sides.items():
-        conversion.fill_with_clones(side, vocabularies.rows(tokenizer), unk[side])
+    for side, each in sides.items():
+        conversion.fill_with_clones(side, vocabularies.rows(each), unk[side])
     conversion.generation = _generation(path)
     version = str(theirs.transformers_version)
     conversion.origin = {"toolkit": "transformers (MarianMTModel)", "version": version}

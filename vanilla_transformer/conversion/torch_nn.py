@@ -600,9 +600,8 @@ class TorchModel(Toolkit):
             )
         else:
             module = nn.TransformerDecoder(nn.TransformerDecoderLayer(**options), number, norm)
-        state = {name.removeprefix(prefix): tensors.take(name)
-                 for name in tensors if name.startswith(prefix)}  # fmt: skip
-        module.load_state_dict(state)
+        names = [name for name in tensors if name.startswith(prefix)]
+        module.load_state_dict({name.removeprefix(prefix): tensors.take(name) for name in names})
         return module.eval()
 
     def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
@@ -688,8 +687,8 @@ class AnnotatedModel(TorchModel):
 
     def _module(self, tensors: Tensors, prefixes: Mapping[str, str]) -> nn.Module:
         self.code, table = annotated_transformer(), self.table
-        source, target = (tensors.take(name) for name in (table.source_embedding,
-                                                          table.target_embedding))  # fmt: skip
+        source = tensors.take(table.source_embedding)
+        target = tensors.take(table.target_embedding)
         module = self.code.make_model(
             len(source), len(target), N=tensors.count(r"encoder\.layers\.(\d+)\."),
             d_model=target.shape[1], h=table.heads,

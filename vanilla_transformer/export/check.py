@@ -41,15 +41,13 @@ def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str
     except (OSError, ValueError) as error:
         return f"--check: {output} can't be run from here ({error}); nothing was compared"
     found = compare(model, exported, lines)
-    difference = found["difference"]
+    equal, number, difference = found["equal"], len(lines), found["difference"]
     sizes = [size(Path(folder)) / 1e6 for folder in (model_folder, output)]
-    equal, number = found["equal"], len(lines)
+    scores = "no equal translations" if difference is None else f"{difference:.1e}"
     rows = {
         "lines": f"{number}",
         "equal translations": f"{equal} ({equal / number:.1%})",
-        f"largest difference of scores, {BEAMS} beams": "no equal translations"
-        if difference is None
-        else f"{difference:.1e}",
+        f"largest difference of scores, {BEAMS} beams": scores,
         "lines per second, model": f"{found['speeds'][0]:.1f}",
         "lines per second, export": f"{found['speeds'][1]:.1f}",
         "MB of weights, model": f"{sizes[0]:.1f}",

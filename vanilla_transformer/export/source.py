@@ -106,10 +106,10 @@ def padded_heads(
         By the names "q_proj", "k_proj", "v_proj" and "out_proj": "weight", with heads * width rows
         (for "out_proj", columns), and "bias", where there is one.
     """
-    width = width or max(attention.d_k, attention.d_v)
+    d_k, d_v = attention.d_k, attention.d_v
+    width = width or max(d_k, d_v)
     found = {}
-    for name, dim in (("q_proj", attention.d_k), ("k_proj", attention.d_k),
-                      ("v_proj", attention.d_v), ("out_proj", attention.d_v)):  # fmt: skip
+    for name, dim in {"q_proj": d_k, "k_proj": d_k, "v_proj": d_v, "out_proj": d_v}.items():
         linear = getattr(attention, name)
         parts = {part: tensor.detach().clone() for part, tensor in linear.named_parameters()}
         for part, tensor in parts.items():

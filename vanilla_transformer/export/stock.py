@@ -49,10 +49,8 @@ def expect_fields(config: VanillaTransformerConfig, name: str, fixed: dict[str, 
     for stack in ("encoder", "decoder"):
         heads = getattr(config, f"{stack}_attention_heads")
         d_k = config.head_dim or config.d_model // heads
-        if (
-            config.d_model % heads
-            or max(d_k, config.value_head_dim or d_k) * heads > config.d_model
-        ):
+        widest = max(d_k, config.value_head_dim or d_k)
+        if config.d_model % heads or widest * heads > config.d_model:
             raise ValueError(
                 f"{stack}_attention_heads={heads}, head_dim={d_k}, "
                 f"value_head_dim={config.value_head_dim}: expected heads that divide "

@@ -128,16 +128,11 @@ def vocabularies(
 ) -> tuple[list[str], list[str]]:
     """The tokens of source and target in the order of their ids, as many as embeddings. Ids that
     the tokenizer does not know, or gives the token of another id, get a name."""
-    target: Any = getattr(tokenizer, "target_tokenizer", None)
-    sides = (
-        tokenizer,
-        tokenizer if target is None else PreTrainedTokenizerFast(tokenizer_object=target),
-    )
-    sizes = (config.vocab_size, config.target_vocab_size)
-    sources, targets = (
-        [_token(side, id_) for id_ in range(size)] for side, size in zip(sides, sizes, strict=True)
-    )
-    return sources, targets
+    other, target = tokenizer, getattr(tokenizer, "target_tokenizer", None)
+    if target is not None:
+        other = PreTrainedTokenizerFast(tokenizer_object=target)
+    sources = [_token(tokenizer, id_) for id_ in range(config.vocab_size)]
+    return sources, [_token(other, id_) for id_ in range(config.target_vocab_size)]
 
 
 def _token(tokenizer: PreTrainedTokenizerBase, id_: int) -> str:
@@ -153,11 +148,7 @@ def _stack(stack: VanillaTransformerStack, name: str) -> Any:
     heads = getattr(config, f"{name}_attention_heads")
     attention = stack.layers[0].self_attn
     is_encoder = name == "encoder"
-    make = (
-        transformer_spec.TransformerEncoderSpec
-        if is_encoder
-        else transformer_spec.TransformerDecoderSpec
-    )
+    make = getattr(transformer_spec, f"Transformer{name.capitalize()}Spec")
     spec = make(
         getattr(config, f"{name}_layers"),
         heads,

@@ -511,10 +511,7 @@ def unsupported(options: GenerationOptions, default: GenerationConfig) -> list[s
 
 def _read_vocabularies(folder: Path) -> list[list[str]]:
     """The tokens of source and target, in the order of their ids."""
-    shared = folder / "shared_vocabulary.json"
-    files = (
-        [shared] * 2
-        if shared.is_file()
-        else [folder / f"{side}_vocabulary.json" for side in ("source", "target")]
-    )
+    files = [folder / f"{side}_vocabulary.json" for side in ("source", "target")]
+    if (shared := folder / "shared_vocabulary.json").is_file():
+        files = [shared, shared]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
