@@ -129,7 +129,8 @@ def test_a_tokenizer_in_python_is_read(saved, tmp_path):
     model, folder = saved(tokenizer, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
     engine = load(export(folder, tmp_path / "exported", "ctranslate2"))
     assert engine.sources == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    expect_equal(model, engine, early_stopping=True, **LONGEST)
+    # The scores of a source's third and fourth hypotheses are equal up to rounding.
+    expect_equal(model, engine, early_stopping=True, num_return_sequences=2, **LONGEST)
 
 
 def expect_equal_scores(model, engine, atol):
