@@ -29,7 +29,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..analysis.alignments import read_gold_alignments, score_layers
+from ..analysis.alignment_error import read_gold_alignments, score_layers
 from ..analysis.attention import (
     VIEWS,
     attention_maps,

@@ -1,4 +1,4 @@
-"""How well attention aligns words: its alignment error rate against links that people made.
+"""How well attention aligns words: its alignment error rate against links made by hand.
 
 The measure is that of Och and Ney (2003, https://aclanthology.org/J03-1002): a model must find the
 sure links, and may find the possible ones.

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.analysis.alignments import (
+from vanilla_transformer.analysis.alignment_error import (
     GoldAlignment,
     read_gold_alignments,
     score_alignments,
