@@ -9,7 +9,7 @@ from transformers import LogitsProcessor
 from transformers.generation import BaseStreamer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.model import attention
+from vanilla_transformer.model import packing
 from vanilla_transformer.model.modeling_vanilla_transformer import VanillaTransformerLayer
 
 KINDS = (VanillaTransformerForConditionalGeneration, VanillaTransformerLayer, torch.nn.Linear)
@@ -132,7 +132,7 @@ def test_gradients_come_in_whole_batches(model, monkeypatch):
     seen, (ids, mask) = [], ragged(*LENGTHS)
     layer = model.train().get_encoder().layers[0]
     layer.register_full_backward_hook(lambda module, given, grads: seen.append(grads[0].shape))
-    monkeypatch.setattr(attention, "keeps_rows_apart", lambda config: True)
+    monkeypatch.setattr(packing, "keeps_rows_apart", lambda config: True)
     model.get_encoder()(ids, attention_mask=mask).last_hidden_state.sum().backward()
     assert seen == [(*ids.shape, model.config.d_model)]
 

@@ -15,7 +15,7 @@ from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
 )
-from vanilla_transformer.model import attention
+from vanilla_transformer.model import packing
 from vanilla_transformer.model.modeling_vanilla_transformer import VanillaTransformerStack
 
 EXACT = {"atol": 1e-5, "rtol": 1e-4}
@@ -152,7 +152,7 @@ def test_packed_rows_train_as_padded_rows_do(monkeypatch, flash, cls, name):
     inputs = batch_of(cls)
     loss, grads, padded = train_once(with_attention(cls, "sdpa"), inputs)
     # masks of that attention keep packed rows apart too, at the cost of all pairs of tokens
-    monkeypatch.setattr(attention, "is_flex", lambda name: not attention.is_flash(name))
+    monkeypatch.setattr(packing, "is_flex", lambda name: not packing.is_flash(name))
     packed_loss, packed_grads, packed = train_once(with_attention(cls, name), inputs)
     expect_equal((packed_loss, packed_grads), (loss, grads))
     tokens = int(inputs["attention_mask"].sum())
@@ -193,8 +193,8 @@ def test_packed_rows_train_as_padded_rows_do_on_a_gpu(cls):
 
 def test_all_layers_share_where_rows_end(monkeypatch, flash):
     """They ask once, because a GPU waits for every answer."""
-    asked, ends = [], attention.PackedRows.ends
-    monkeypatch.setattr(attention.PackedRows, "ends", lambda rows: asked.append(1) or ends(rows))
+    asked, ends = [], packing.PackedRows.ends
+    monkeypatch.setattr(packing.PackedRows, "ends", lambda rows: asked.append(1) or ends(rows))
     model = seq2seq("flash_attention_2", encoder_layers=3, decoder_layers=4)
     model(**batch_of(VanillaTransformerForConditionalGeneration))
     model.train()(**batch_of(VanillaTransformerForConditionalGeneration))

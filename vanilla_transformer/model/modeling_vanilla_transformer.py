@@ -2,8 +2,8 @@
 """The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the paper's order.
 
 Section by section, https://arxiv.org/abs/1706.03762, then figure 1. What is faster is behind the
-attention function (`attention.py`), the cache (`cache.py`) and the loss (`loss.py`); with
-`attn_implementation="eager"`, this file computes everything."""
+attention function (`attention.py`), the batches (`packing.py`), the cache (`cache.py`) and the loss
+(`loss.py`); with `attn_implementation="eager"`, this file computes everything."""
 
 import math
 from collections.abc import Callable
@@ -33,16 +33,15 @@ from .attention import (
     as_scores,
     cast_once,
     is_tracing,
-    mask_from_labels,
     one_row_for_all_queries,
     repeat_sources,
-    without_padding,
 )
 from .cache import CACHE_NAME, is_paged, new_cache, takes_either_name, update_kv_cache
 from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .dropout import dropout
 from .generation import VanillaTransformerGenerationMixin
 from .loss import at_least_float32, can_fuse, fused_linear_cross_entropy, not_suppressed
+from .packing import mask_from_labels, without_padding
 from .pretrained import (
     VanillaTransformerPreTrainedModel,
     as_model_output,
