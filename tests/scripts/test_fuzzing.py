@@ -129,6 +129,11 @@ IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
             r"encoder_outputs of shape \(2, 3, 7\) .* expected \(batch, length, 24\)",
         ),
         (
+            {"encoder_outputs": (torch.ones(2, 3, 24),), "attention_mask": torch.ones(2, 4)},
+            ValueError,
+            r"mask of shape \(2, 4\) for 2 rows of 3 tokens",
+        ),
+        (
             {"labels": IDS, "num_items_in_batch": [[1, 2]]},
             TypeError,
             r"num_items_in_batch=\[\[1, 2\]\]: expected a number",
@@ -138,6 +143,7 @@ IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
             TypeError,
             r"num_items_in_batch of shape \(3,\) and torch.int64: expected a number",
         ),
+        ({"past_key_values": {}}, TypeError, f"{CACHE_NAME} of type dict: expected a Cache"),
         ({"past_key_values": IDS}, TypeError, f"{CACHE_NAME} of type Tensor: expected a Cache"),
         (
             {"past_key_values": DynamicCache()},

@@ -7,6 +7,9 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="needs vanilla-transformer[serve]")
 
+from prometheus_client import REGISTRY
+
+from vanilla_transformer.serving import batching
 from vanilla_transformer.serving.arguments import ServingArguments
 from vanilla_transformer.serving.batching import BatchingTranslator
 
@@ -50,13 +53,14 @@ def test_requests_that_wait_together_share_a_batch():
 
 def test_a_sentence_beyond_the_table_of_positions_is_refused_with_its_request_alone():
     translator = Recording()
-    fine, error = together(translator, (["a"],), (["b", "c " * 100],))
-    assert fine == [["A"]]
+    longest = "a " * 99
+    fine, error = together(translator, ([longest],), (["b", "c " * 100],))
+    assert fine == [[longest.upper()]]
     assert (error.status_code, error.detail) == (
         400,
         "a sentence of 100 tokens: expected at most 99",
     )
-    assert translator.batches == [["a"]]
+    assert translator.batches == [[longest]]
 
 
 def test_batches_have_similar_lengths_and_the_longest_wait_is_first():
@@ -98,11 +102,57 @@ def test_alternatives_have_batches_of_their_own():
     assert translator.batches == [["a", "c"], ["b"]]
 
 
+@pytest.mark.parametrize(
+    ("served", "own", "searches"),
+    [
+        (5, 1, [5]),  # enough beams for both, the server's before the model's
+        (2, 1, [2]),
+        (None, 4, [4]),
+        (1, 4, ["best", 2]),  # two beams may find another best translation
+        (None, None, ["best", 2]),
+    ],
+)
+@pytest.mark.parametrize("others", [["a", "b"], ["b", "a"], ["b", "c"]])
+def test_alternatives_add_to_the_best_translation(monkeypatch, served, own, searches, others):
+    made = []
+
+    def translate(sentences, *_, **options):
+        made.append("best")
+        return ["a" for _ in sentences]
+
+    def translate_n_best(sentences, *_, num_beams, **options):
+        made.append(num_beams)
+        return [[SimpleNamespace(text=text) for text in others] for _ in sentences]
+
+    monkeypatch.setattr(batching, "translate", translate)
+    monkeypatch.setattr(batching, "translate_n_best", translate_n_best)
+    config = SimpleNamespace(max_position_embeddings=99)
+    model = SimpleNamespace(config=config, generation_config=SimpleNamespace(num_beams=own))
+    arguments = ServingArguments(batch_wait=0.0, num_beams=served)
+    translator = BatchingTranslator(model, Recording().tokenize, arguments)
+    first = ["a", "b"] if "best" in searches else others
+    assert together(translator, (["one"], 2)) == [[first]]
+    assert made == searches
+
+
+def test_metrics_count_what_was_translated():
+    names = ("batch_sentences_count", "batch_sentences_sum", "source_tokens_total")
+
+    def counts():
+        return [REGISTRY.get_sample_value(f"vanilla_transformer_{name}") for name in names]
+
+    before = counts()
+    together(Recording(max_batch_tokens=4), (["a a", "b", "c c"],), (["d d d bad"],))
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 3, 5]
+
+
 def test_a_failing_sentence_fails_its_request_alone():
     translator = Recording()
     first, failed, last = together(translator, (["a"],), (["b", "bad"],), (["c"],))
     assert (first, last) == ([["A"]], [["C"]])
     assert str(failed) == "a bad sentence"
+    first, failed = together(translator, (["a"],), (["bad"],))
+    assert (first, str(failed)) == ([["A"]], "a bad sentence")
     assert together(translator, (["d"],)) == [[["D"]]]
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,10 +101,21 @@ def test_an_option_that_is_given_stays(tmp_path, option, expected):
 
 
 @pytest.mark.parametrize(
-    "option", [{"per_device_train_batch_size": 8}, {"train_sampling_strategy": "group_by_length"}]
+    ("option", "max_steps"),
+    [
+        ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}, 27_188),
+        ({"train_sampling_strategy": "group_by_length"}, 100_000),
+    ],
 )
-def test_batches_of_rows_stay_batches_of_rows(tmp_path, option):
-    assert chosen(tmp_path, MULTI30K, **option)[0] is None
+def test_batches_of_rows_stay_batches_of_rows(tmp_path, option, max_steps):
+    assert chosen(tmp_path, MULTI30K, **option)[:2] == (None, max_steps)  # 30 * 29,000 / 32
+
+
+@pytest.mark.parametrize("option", [{}, {"per_device_train_batch_size": 8}])
+def test_a_tiny_text_gets_enough_updates_and_no_less_than_one_in_an_epoch(tmp_path, option):
+    tiny = TextSize(3, 30, 30, longest_excess=0, distinct_target_tokens=9)
+    assert chosen(tmp_path, tiny, **option)[1:3] == (3000, 300)
+    assert chosen(tmp_path, tiny, num_train_epochs=50, **option)[1:3] == (-1, 5)
 
 
 def test_a_streams_size_is_unknown(tmp_path):
@@ -163,6 +175,14 @@ def test_float16_has_no_effect_on_a_cpu(tmp_path, caplog):
     arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, fp16=True)
     defaults.advise_on_precision(arguments)
     assert "fp16=True has no effect on a CPU: training is in float32" in caplog.messages
+
+
+def test_a_gpu_is_not_judged_by_the_cpu(caplog, monkeypatch):
+    monkeypatch.setattr(defaults, "has_bfloat16_products", lambda: False)
+    gpu = SimpleNamespace(device=torch.device("cuda"), fp16=True, bf16=True)
+    with caplog.at_level(logging.INFO):
+        defaults.advise_on_precision(gpu)
+    assert not caplog.messages
 
 
 def test_without_a_choice_transformers_defaults_remain(tmp_path):

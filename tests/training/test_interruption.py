@@ -429,6 +429,13 @@ def test_a_schedule_by_metric_is_resumed_with_its_settings(tmp_path):
         expect_same_options(tmp_path, options(lr_scheduler_kwargs={"factor": 0.5}))
 
 
+@pytest.mark.parametrize("callback", [{}, {"OptionsCallback": OptionsCallback({"old": 1}).state()}])
+def test_options_that_a_checkpoint_or_this_version_lacks_are_not_compared(tmp_path, callback):
+    """The checkpoint of another trainer, and one of a version with other options."""
+    TrainerState(stateful_callbacks=callback).save_to_json(str(tmp_path / "trainer_state.json"))
+    expect_same_options(tmp_path, {"learning_rate": 1e-3})
+
+
 def test_a_resumed_training_saves_as_often_as_its_options_say(tokenizer, tmp_path):
     """`Trainer` (5.17 to 5.24) takes the checkpoint's numbers of steps."""
     options = {"max_steps": 6, "save_total_limit": None}
