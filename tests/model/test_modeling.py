@@ -264,6 +264,12 @@ def test_learned_positions_end_where_the_table_does():
     )
     with pytest.raises(IndexError, match="position 8 is out of range: expected 0 <= position < 8"):
         model(input_ids=random_ids(1, 9), decoder_input_ids=random_ids(1, 2))
+    inputs = {"input_ids": random_ids(1, 5), "decoder_input_ids": random_ids(1, 7)}
+    with pytest.raises(IndexError, match="position 9 is out of range"):
+        model(**inputs, position_ids=torch.tensor([[0, 1, 2, 3, 9]]))
+    inputs["past_key_values"] = model.eval()(**inputs, use_cache=True).past_key_values
+    with pytest.raises(IndexError, match="position 8 is out of range"):
+        model(**inputs | {"decoder_input_ids": random_ids(1, 2)})
 
 
 def test_embeddings_are_scaled_on_input_only(model):
@@ -605,6 +611,11 @@ def test_gradient_checkpointing_gives_the_same_gradients():
             "token id 50 is out of range: expected 0 <= token id < 50",
         ),
         ({"input_ids": torch.tensor([[-1]])}, IndexError, "token id -1 is out of range"),
+        (
+            {"labels": None, "decoder_input_ids": torch.tensor([[4, 50]])},
+            IndexError,
+            "token id 50 is out of range",
+        ),
         ({"labels": torch.tensor([[4, 50]])}, IndexError, "label 50 is out of range"),
         (
             {"labels": random_ids(1, 4), "decoder_input_ids": random_ids(1, 3)},

@@ -111,7 +111,14 @@ IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
         ({"input_ids": [[4]]}, TypeError, "input_ids of type list: expected a tensor"),
         ({"labels": IDS[0]}, ValueError, r"labels of shape \(3,\)"),
         ({"attention_mask": torch.ones(2, 4)}, ValueError, r"mask of shape \(2, 4\) for 2 rows"),
+        ({"attention_mask": torch.ones(1, 3)}, ValueError, r"mask of shape \(1, 3\) for 2 rows"),
+        ({"attention_mask": [[1] * 3] * 2}, TypeError, "attention_mask of type list: expected a"),
         ({"attention_mask": torch.ones(2)}, ValueError, r"mask of shape \(2,\) for 2 rows"),
+        (
+            {"attention_mask": torch.ones(3, 1, 1, 3, dtype=torch.bool)},
+            ValueError,
+            r"mask of shape \(3, 1, 1, 3\) for 2 rows of 3 tokens",
+        ),
         (
             {"attention_mask": torch.ones(2, 1, 1, 3, dtype=torch.long)},
             ValueError,
@@ -122,7 +129,34 @@ IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
             ValueError,
             r"position_ids of shape \(2, 4\) for 2 rows of 3 tokens",
         ),
+        ({"position_ids": torch.arange(3)}, ValueError, r"position_ids of shape \(3,\)"),
+        (
+            {"position_ids": torch.zeros(3, 3, dtype=torch.long)},
+            ValueError,
+            r"position_ids of shape \(3, 3\) for 2 rows of 3 tokens",
+        ),
+        (
+            {"input_ids": None, "inputs_embeds": torch.ones(2, 3, 7)},
+            ValueError,
+            r"inputs_embeds of shape \(2, 3, 7\) .* expected \(batch, length, 24\)",
+        ),
+        (
+            {"input_ids": None, "inputs_embeds": torch.ones(2, 0, 24)},
+            ValueError,
+            r"inputs_embeds of shape \(2, 0, 24\) .* all 1 at least",
+        ),
+        (
+            {"input_ids": None, "inputs_embeds": torch.ones(2, 3, 24).double()},
+            ValueError,
+            r"inputs_embeds .* torch.float64: expected .* of torch.float32",
+        ),
+        (
+            {"input_ids": None, "inputs_embeds": [[[0.0] * 24]]},
+            TypeError,
+            "inputs_embeds of type list: expected a tensor",
+        ),
         ({"encoder_outputs": ()}, TypeError, "encoder_outputs of type tuple"),
+        ({"encoder_outputs": torch.ones(2, 3, 24)}, TypeError, "encoder_outputs of type Tensor"),
         (
             {"encoder_outputs": (torch.ones(2, 3, 7),)},
             ValueError,
