@@ -424,6 +424,13 @@ def test_dropped_pairs_are_no_samples(make_trainer, data, options):
     assert samples == pytest.approx(sum(map(len, trainer.seen)), rel=0.3)
 
 
+@pytest.mark.parametrize(("oversized", "drops"), [("alone", False), ("cut", False), ("drop", True)])
+def test_a_trainer_drops_longer_pairs_where_it_is_told_to(make_trainer, data, oversized, drops):
+    """They are cut before, where the text is tokenized."""
+    loader = make_trainer(data, max_tokens=12, oversized=oversized).get_train_dataloader()
+    assert (sum(len(batch["labels"]) for batch in loader) < len(data)) == drops
+
+
 def test_a_stream_has_no_rate_of_samples_that_nobody_counted(make_trainer, data):
     trainer = make_trainer(data.to_iterable_dataset())
     found = trainer.train().metrics
