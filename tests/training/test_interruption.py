@@ -15,6 +15,7 @@ from vanilla_transformer.training.checkpoints import checkpoints_by_step, find_d
 from vanilla_transformer.training.resumption import (
     OptionsCallback,
     expect_same_options,
+    find_outdated_scores,
     fixed_options,
     warn_of_another_text,
 )
@@ -434,6 +435,7 @@ def test_options_that_a_checkpoint_or_this_version_lacks_are_not_compared(tmp_pa
     """The checkpoint of another trainer, and one of a version with other options."""
     TrainerState(stateful_callbacks=callback).save_to_json(str(tmp_path / "trainer_state.json"))
     expect_same_options(tmp_path, {"learning_rate": 1e-3})
+    assert find_outdated_scores(tmp_path, {"bleu_tokenize": "char"}) == set()
 
 
 def test_a_resumed_training_saves_as_often_as_its_options_say(tokenizer, tmp_path):
