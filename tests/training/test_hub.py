@@ -290,7 +290,7 @@ def test_uploads_that_fail_end_a_training_after_its_scores(hub, train_here, tmp_
     assert hub.log("me/mine") == ["initial commit"]
     told = [text for text in caplog.messages if "upload to the Hub failed" in text]
     assert told[0].startswith("An upload to the Hub failed, and training continues: ")
-    assert told[-1].startswith("The upload to the Hub failed, and is repeated in the end: ")
+    assert told[-1].startswith("The upload to the Hub failed, and is repeated at the end: ")
     assert all("500" in message for message in told)
     assert "| test | " in (folder / "README.md").read_text()
     assert (folder / "trainer_state.json").is_file()

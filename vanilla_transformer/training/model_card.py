@@ -124,12 +124,12 @@ class ModelCardTrainer(Trainer):
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Same as `Trainer.push_to_hub`, but if it fails, only a warning says so: the scores can
         still be measured, and `finish_card` uploads everything again."""
-        if not self.card_arguments:
-            return super().push_to_hub(*args, **kwargs)
         try:
             return super().push_to_hub(*args, **kwargs)
         except Exception as error:
-            logger.warning("The upload to the Hub failed, and is repeated in the end: %s", error)
+            if not self.card_arguments:
+                raise
+            logger.warning("The upload to the Hub failed, and is repeated at the end: %s", error)
             return None
 
     def finish_card(self, model: PreTrainedModel, scores: dict[str, dict[str, Any]]) -> None:
