@@ -32,7 +32,7 @@ from vanilla_transformer import conversion
 from vanilla_transformer.conversion.check import Converted, Toolkit, largest_difference, of_targets
 from vanilla_transformer.conversion.positions import FREQUENCIES, LAYOUTS, sinusoids
 from vanilla_transformer.conversion.tensor2tensor import Tensor2TensorToolkit
-from vanilla_transformer.model.generation import LENGTH_PENALTIES
+from vanilla_transformer.model.output_length import LENGTH_PENALTIES
 
 BATCH, BEAMS, LONGEST = 32, 5, 50
 TEXTS, STEPS, LEARNING_RATE = 10_000, 20, 0.02

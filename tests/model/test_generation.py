@@ -12,7 +12,7 @@ from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
 )
-from vanilla_transformer.model.generation import LIMITS, GenerationOptions
+from vanilla_transformer.model.generation_options import LIMITS, GenerationOptions
 
 STRATEGIES = {
     "greedy": {},
@@ -290,7 +290,9 @@ def test_marians_limit_is_a_multiple_of_the_longest_source(tmp_path):
 
 @pytest.mark.parametrize("extra", [-1, 2.5, "many"])
 def test_another_limit_that_is_none_is_named(model, extra):
-    with pytest.raises(ValueError, match=rf"extra_output_tokens={extra!r}: expected an integer"):
+    with pytest.raises(
+        ValueError, match=rf"extra_output_tokens={extra!r}: expected a whole number"
+    ):
         model.generate(random_ids(1, 5), extra_output_tokens=extra)
 
 

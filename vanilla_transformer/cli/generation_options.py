@@ -10,8 +10,7 @@ from huggingface_hub import snapshot_download
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..data.vocabularies import unknown_id
-from ..model.generation import OWN_OPTIONS
-from ..model.validation import NUMBERS
+from ..model.generation_options import NUMBERS, OWN_OPTIONS
 
 # The commands decide what `generate()` returns, constraints are objects, two options need a
 # tokenizer, and guidance needs a model without an encoder.
@@ -77,7 +76,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_number(text: str) -> Any:
-    """As `parse_value`, of an option whose whole numbers transformers refuses."""
+    """Same as `parse_value`, of an option whose whole numbers transformers refuses."""
     value = parse_value(text)
     return float(value) if type(value) is int else value
 

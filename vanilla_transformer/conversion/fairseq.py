@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ..model.generation import first_given
+from ..model.generation_options import first_given
 from . import core
 from .check import Toolkit, subwords
 from .core import STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors

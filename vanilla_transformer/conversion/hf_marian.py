@@ -23,8 +23,8 @@ from transformers import (
 from ..data import vocabularies, vocabulary_files
 from ..data.vocabularies import Specials
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.generation_options import SHARES
 from ..model.tokenization_vanilla_transformer import SOURCE_FILE, TARGET_FILE
-from ..model.validation import SHARES
 from . import core
 from .check import TransformersModel
 from .core import Conversion, ConversionOptions, Tensors

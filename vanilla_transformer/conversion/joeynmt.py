@@ -31,7 +31,7 @@ from ..data.vocabularies import (
 )
 from ..data.vocabulary_files import PRIVATE, read_bpe_codes, read_lines, read_sentencepiece
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ..model.generation import first_given
+from ..model.generation_options import first_given
 from .check import Toolkit
 from .core import (
     STACKS,

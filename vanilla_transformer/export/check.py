@@ -11,7 +11,8 @@ from ..conversion.check import as_table, in_batches
 from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
-from ..model.generation import GenerationOptions, new_token_limits
+from ..model.generation_options import GenerationOptions
+from ..model.output_length import new_token_limits
 
 BATCH, BEAMS = 32, 4
 # Files that hold weights, by their ends.

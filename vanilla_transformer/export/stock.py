@@ -18,7 +18,7 @@ from ..conversion.core import renamed
 from ..conversion.hf_marian import BIAS, NAMES, SAME
 from ..conversion.weights import PROJECTION_BIAS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ..model.generation import OWN_OPTIONS
+from ..model.generation_options import OWN_OPTIONS
 from ..model.modeling_vanilla_transformer import (
     VanillaTransformerAttention,
     VanillaTransformerForConditionalGeneration,

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTo
 
 from ..inference.engines.ctranslate2_engine import MASKS, unsupported
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ..model.generation import GenerationOptions, first_given
+from ..model.generation_options import GenerationOptions, first_given
 from ..model.modeling_vanilla_transformer import (
     VanillaTransformerAttention,
     VanillaTransformerForConditionalGeneration,

@@ -13,7 +13,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from ..conversion.saving import BEAM_OPTIONS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ..model.generation import LIMITS
+from ..model.generation_options import LIMITS
 from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from . import onnx_graphs
 from .source import read_model

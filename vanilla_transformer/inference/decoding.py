@@ -16,8 +16,9 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
-from ..model.generation import GenerationOptions, VanillaTransformerGenerationMixin, first_given
-from ..model.validation import expect_generation_options
+from ..model.generation import VanillaTransformerGenerationMixin
+from ..model.generation_options import GenerationOptions, expect_generation_options, first_given
+from ..model.output_length import use_length_penalty_type
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> Non
                 f"{name}={value}: expected at most {most}, where the table of positions ends"
             )
     expect_known_search(model, options)
-    options_of(model, options).use_length_penalty_type()
+    use_length_penalty_type(options_of(model, options))
     _expect_processors(config, model.config)
     try:
         GenerationConfig(**config)

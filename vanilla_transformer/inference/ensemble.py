@@ -13,7 +13,8 @@ from transformers import EncoderDecoderCache, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from ..model.cache import CACHE_NAME, generation_cache, new_cache, takes_either_name
-from ..model.generation import NO_PLAIN_CACHE, GenerationOptions, VanillaTransformerGenerationMixin
+from ..model.generation import NO_PLAIN_CACHE, VanillaTransformerGenerationMixin
+from ..model.generation_options import GenerationOptions
 from ..model.loss import at_least_float32
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from ..model.pretrained import VanillaTransformerPreTrainedModel

@@ -10,7 +10,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..model.generation import LIMITS, new_token_limits
+from ..model.generation_options import LIMITS
+from ..model.output_length import new_token_limits
 from ..model.pipelines import is_blank
 from .decoding import (
     decoder_start,

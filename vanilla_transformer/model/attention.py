@@ -64,7 +64,7 @@ def sdpa_attention(
     rows: "RowsByLength | None" = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `sdpa_attention_forward`, with the fastest kernel of a CPU.
+    """Same as `sdpa_attention_forward`, with the fastest kernel of a CPU.
 
     In half precision, or where float32 is multiplied with less precision, torch's fused attention
     trains several times slower than the `equation` written out, if the scores fit in memory.

@@ -8,8 +8,8 @@ from transformers import Cache, GenerationMixin, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from .beam_search import may_replace_forward, shallow_copy
 from .cache import CACHE_NAME, is_generation_cache
+from .projection import may_replace_forward, shallow_copy
 
 MOST_RUNNING = 0.75  # of the rows that are computed; with more, it does not pay to copy the cache
 MASKS = {"attention_mask", "decoder_attention_mask"}
@@ -73,8 +73,8 @@ class RunningRows:
     def has_unfinished(
         self, can_improve: torch.Tensor, is_finished: torch.Tensor, hits: torch.Tensor, early: Any
     ) -> torch.Tensor:
-        """As `GenerationMixin._beam_search_has_unfinished_sequences` (5.17 to 5.24). A source has
-        ended if it can't improve, (sources, 1), or, with `early_stopping=True`, if all of its
+        """Same as `GenerationMixin._beam_search_has_unfinished_sequences` (5.17 to 5.24). A source
+        has ended if it can't improve, (sources, 1), or, with `early_stopping=True`, if all of its
         hypotheses, (sources, beams), are finished."""
         self._has_ended = ~can_improve[:, 0]
         if early is True:
@@ -119,7 +119,7 @@ class RunningRows:
         return states.new_zeros(self.number, *states.shape[1:]).index_copy_(0, self._rows, states)
 
     def reorder(self, cache: Cache, beam_idx: torch.LongTensor) -> Cache:
-        """As transformers' `reorder_cache`, by rows of the batch: row i becomes what row
+        """Same as transformers' `reorder_cache`, by rows of the batch: row i becomes what row
         beam_idx[i] was."""
         cache.reorder_cache(torch.searchsorted(self._rows, beam_idx[self._rows]))
         return cache

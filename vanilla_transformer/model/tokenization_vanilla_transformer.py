@@ -135,8 +135,8 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         self._target = tokenizer  # the base class sets it, before there is a source
 
     def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
-        """As transformers', to the source; special tokens to the target too, which gets them when
-        it is loaded."""
+        """Same as transformers', to the source; special tokens to the target too, which gets them
+        when it is loaded."""
         added = super()._add_tokens(new_tokens, special_tokens)
         if special_tokens and self._source is not None:
             self._target.add_special_tokens(new_tokens)
@@ -151,8 +151,8 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         _mode.at_target = self
 
     def __call__(self, text: Any = None, *args: Any, text_target: Any = None, **kwargs: Any) -> Any:
-        """As every tokenizer; what comes after `text_target` is given by name. After an error it
-        reads sources again."""
+        """Same as every tokenizer; what comes after `text_target` is given by name. After an error
+        it reads sources again."""
         try:
             encoded = super().__call__(text, *args, text_target=text_target, **kwargs)
         finally:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection
 from functools import wraps
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def validate_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
-    """Raises an error unless the inputs of each stack are what it reads, and there are as many
+    """Raise an error unless the inputs of each stack are what it reads, and there are as many
     targets as sources, or the same number of targets for each source."""
     config, dtype, cache = model.config, model.dtype, inputs.get("cache")
     if cache is not None and (isinstance(cache, dict) or not hasattr(cache, "update")):
@@ -99,7 +99,7 @@ def expect_stack_inputs(
     dtype: torch.dtype,
     cache: Any = None,
 ) -> tuple[int, int]:
-    """(batch, length) of a stack's inputs. Raises an error unless there are either integers (batch,
+    """(batch, length) of a stack's inputs. Raise an error unless there are either integers (batch,
     length) or embeddings of the model's type (batch, length, d_model), with a mask for them, and
     the same positions for all rows or their own."""
     ids: Any = inputs.get(f"{prefix}input_ids")
@@ -130,7 +130,7 @@ def expect_stack_inputs(
 
 
 def expect_in_range(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
-    """Raises IndexError about the first token id or position that has no embedding."""
+    """Raise an IndexError about the first token id or position that has no embedding."""
     config, cache = model.config, inputs.get("cache")
     limits = {"": config.vocab_size}
     if config.is_encoder_decoder:
@@ -151,7 +151,7 @@ def expect_in_range(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
 
 
 def raise_if_outside(ids: torch.Tensor, limit: int, name: str) -> None:
-    """Raises IndexError about the first of the ids that is not in [0, limit)."""
+    """Raise an IndexError about the first of the ids that is not in [0, limit)."""
     outside = ids[(ids < 0) | (ids >= limit)]
     if len(outside):
         raise IndexError(
@@ -160,13 +160,13 @@ def raise_if_outside(ids: torch.Tensor, limit: int, name: str) -> None:
 
 
 def expect_tensor(value: Any, name: str) -> None:
-    """Raises TypeError unless it is one."""
+    """Raise a TypeError unless it is one."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} of type {type(value).__name__}: expected a tensor")
 
 
 def expect_integers(ids: Any, name: str) -> None:
-    """Raises an error unless these are 32 or 64 bits each, (batch, length)."""
+    """Raise an error unless these are 32 or 64 bits each, (batch, length)."""
     expect_tensor(ids, name)
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
@@ -176,7 +176,7 @@ def expect_integers(ids: Any, name: str) -> None:
 
 
 def expect_states(states: Any, name: str, d_model: int, dtype: torch.dtype) -> None:
-    """Raises an error unless these are (batch, length, d_model) of this type; autocast takes any
+    """Raise an error unless these are (batch, length, d_model) of this type; autocast takes any
     floats."""
     expect_tensor(states, name)
     casts = torch.is_autocast_enabled(states.device.type) and states.is_floating_point()
@@ -204,7 +204,7 @@ def expect_mask(
     dtype: torch.dtype,
     cache: Any = None,
 ) -> None:
-    """Raises an error unless a mask covers keys of this shape, (batch, length, ...), and those in a
+    """Raise an error unless a mask covers keys of this shape, (batch, length, ...), and those in a
     cache: (batch, past + length) of any numbers, or (batch or 1, heads or 1, query_length or 1,
     past + length) of booleans or of the type of the scores that it is added to, and longer where a
     cache has room."""
@@ -233,7 +233,7 @@ def expect_mask(
 
 
 def expect_prompt(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Raises an error unless what `generate()` is given to read is what a model reads."""
+    """Raise an error unless what `generate()` is given to read is what a model reads."""
     for name in ("inputs", "input_ids", "decoder_input_ids"):
         if options.get(name) is not None:
             expect_integers(options[name], name)
@@ -251,87 +251,13 @@ def expect_prompt(model: PreTrainedModel, options: dict[str, Any]) -> None:
         expect_mask(mask, shape, shape, heads, model.dtype)
 
 
-LONGEST, MOST_ROWS = 2**31 - 1, 2**20
-COUNTS = {
-    "num_beams": (1, MOST_ROWS), "num_return_sequences": (1, MOST_ROWS),
-    "max_new_tokens": (1, LONGEST), "max_length": (1, LONGEST),
-    "min_length": (0, LONGEST), "min_new_tokens": (0, LONGEST), "top_k": (0, LONGEST),
-    "no_repeat_ngram_size": (0, LONGEST),
-    "encoder_no_repeat_ngram_size": (0, 1000),  # transformers copies the source as often
-}  # fmt: skip
-NUMBERS = (
-    "length_penalty", "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
-    "repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "diversity_penalty",
-)  # fmt: skip
-SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-POSITIVE = ("repetition_penalty", "encoder_repetition_penalty")
-TOKENS = (
-    "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id",
-    "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
-)  # fmt: skip
-LISTS = TOKENS[-3:]
-
-
-def expect_generation_options(
-    options: dict[str, Any], vocab_size: int, is_encoder_decoder: bool = True
-) -> None:
-    """Raises ValueError unless counts are whole and in their range, numbers finite, tokens in the
-    vocabulary, and guidance is asked of a decoder alone. None is none of them, and what else is
-    wrong transformers says."""
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() & COUNTS.keys():
-        value, (least, most) = given[name], COUNTS[name]
-        if not _is_a(Integral, value) or not least <= value <= most:
-            raise ValueError(f"{name}={value!r}: expected a whole number from {least} to {most}")
-    for name in given.keys() & set(NUMBERS):
-        value = given[name]
-        if not _is_a(Real, value) or not abs(value) < 1e30:
-            raise ValueError(f"{name}={value!r}: expected a finite number")
-        if name in SHARES and not 0 <= value <= 1:
-            raise ValueError(f"{name}={value!r}: expected a number from 0 to 1")
-        is_used = name in POSITIVE or (name == "temperature" and given.get("do_sample"))
-        if is_used and value <= 0:
-            raise ValueError(f"{name}={value!r}: expected a number above 0")
-    guidance = given.get("guidance_scale", 1)
-    if is_encoder_decoder and guidance != 1:  # transformers would read the target as a source
-        raise ValueError(f"guidance_scale={guidance}: expected None or 1 for an encoder-decoder")
-    for name in given.keys() & set(TOKENS):
-        least = -1 if name in ("eos_token_id", "pad_token_id") else 0  # -1 is customary for none
-        ids = _flat(given[name])
-        if not all(_is_a(Integral, id_) and least <= id_ < vocab_size for id_ in ids):
-            raise ValueError(f"{name}={given[name]!r}: expected {least} <= id < {vocab_size}")
-        if name in LISTS and _is_a(Integral, given[name]):
-            raise ValueError(f"{name}={given[name]!r}: expected a list")
-    watermark = given.get("watermarking_config", {})
-    if not (isinstance(watermark, dict) or hasattr(watermark, "validate")):
-        raise ValueError(f"watermarking_config={watermark!r}: expected a WatermarkingConfig")
-    stopping = given.get("early_stopping", False)
-    if not isinstance(stopping, bool) and stopping != "never":
-        raise ValueError(f"early_stopping={stopping!r}: expected True, False or 'never'")
-    decay = given.get("exponential_decay_length_penalty", (0, 1.0))
-    is_pair = isinstance(decay, (tuple, list)) and len(decay) == 2
-    if not (is_pair and _is_a(Integral, decay[0]) and _is_a(Real, decay[1])):
-        raise ValueError(
-            f"exponential_decay_length_penalty={decay!r}: expected a length and a factor"
-        )
-
-
-def _is_a(kind: type, value: Any) -> bool:
+def is_a(kind: type, value: Any) -> bool:
     """Whether this is such a number, of Python or NumPy."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _flat(ids: Any) -> list[Any]:
-    """The ids in one id, a tensor or list of them, or a list of lists."""
-    if isinstance(ids, torch.Tensor):
-        ids = ids.tolist()
-    if not isinstance(ids, (list, tuple)):
-        return [ids]
-    return [inner for id_ in ids for inner in _flat(id_)]
-
-
 def expect_weights(model: PreTrainedModel, lacking: Collection[str]) -> None:
-    """Raises ValueError if weights that a checkpoint lacks, or has in other sizes, would take far
+    """Raise a ValueError if weights that a checkpoint lacks, or has in other sizes, would take far
     more than it holds: its configuration is not that of these weights."""
     weights = dict(model.named_parameters())
     sizes = {name: weight.numel() for name, weight in weights.items()}
@@ -350,7 +276,7 @@ def expect_weights(model: PreTrainedModel, lacking: Collection[str]) -> None:
 
 
 def expect_as_many(targets: int, sources: int) -> None:
-    """Raises ValueError unless there are as many targets, or as many for each source."""
+    """Raise a ValueError unless there are as many targets, or as many for each source."""
     if targets % sources != 0:
         raise ValueError(
             f"{targets} targets for {sources} sources: expected as many, or as many for each source"
@@ -358,7 +284,7 @@ def expect_as_many(targets: int, sources: int) -> None:
 
 
 def expect_labels(labels: Any, predictions: torch.Tensor, vocab_size: int) -> None:
-    """Raises an error unless there is a label for each of (batch, length, ...) predictions, and
+    """Raise an error unless there is a label for each of (batch, length, ...) predictions, and
     labels are -100 or in the vocabulary (on the CPU)."""
     expect_integers(labels, "labels")
     if labels.shape != predictions.shape[:-1]:
@@ -371,14 +297,14 @@ def expect_labels(labels: Any, predictions: torch.Tensor, vocab_size: int) -> No
 
 
 def expect_count(count: Any, name: str) -> None:
-    """Raises TypeError unless this is a number, or a tensor of one: `DataParallel` makes tensors of
-    shape (1, 1)."""
+    """Raise a TypeError unless this is a number, or a tensor of one: `DataParallel` makes tensors
+    of shape (1, 1)."""
     if isinstance(count, torch.Tensor):
         if count.numel() == 1 and not count.is_complex():
             return
         shape = tuple(count.shape)
         raise TypeError(f"{name} of shape {shape} and {count.dtype}: expected a number")
-    if not (count is None or _is_a(Real, count)):
+    if not (count is None or is_a(Real, count)):
         raise TypeError(f"{name}={count!r}: expected a number, or None for the number of labels")
 
 
@@ -420,7 +346,7 @@ def select_positions(states: torch.Tensor, logits_to_keep: int | torch.Tensor) -
 
 
 def expect_shiftable(labels: Any, **token_ids: int | None) -> None:
-    """Raises an error unless labels are integers (batch, target_length), and the configuration has
+    """Raise an error unless labels are integers (batch, target_length), and the configuration has
     all of these token ids."""
     expect_integers(labels, "labels")
     for name, token_id in token_ids.items():

@@ -14,7 +14,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy
 
-from ..model.generation import OWN_OPTIONS
+from ..model.generation_options import OWN_OPTIONS
 from .distributed import saves_shards
 
 logger = logging.getLogger(__name__)

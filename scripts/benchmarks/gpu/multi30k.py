@@ -8,7 +8,7 @@ TRAINING, TEST = "train", "test_2016_flickr"
 
 
 def expect_multi30k(folder: str) -> None:
-    """Raises a ValueError unless all files are there, and the sides of each split fit together."""
+    """Raise a ValueError unless all files are there, and the sides of each split fit together."""
     for split in (TRAINING, TEST):
         for path in paths(folder, split):
             if not path.is_file():

@@ -10,8 +10,9 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from ...model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ...model.generation import GenerationOptions, first_given, new_token_limits
-from ...model.validation import expect_generation_options, raise_if_outside
+from ...model.generation_options import GenerationOptions, expect_generation_options, first_given
+from ...model.output_length import new_token_limits, use_length_penalty_type
+from ...model.validation import raise_if_outside
 
 NAME = TARGET = "ctranslate2"
 WEIGHTS = "model.bin"
@@ -209,7 +210,7 @@ class CTranslate2Engine:
         rows = self._rows(ids, options["attention_mask"])
         prefixes = self._prefixes(prompt, len(rows))
         self._expect_supported(options)
-        options.use_length_penalty_type()
+        use_length_penalty_type(options)
         limits = self._limits(ids, options, 1 + prefixes.shape[1])
         search = Search(self, options, self._ends(options), prefixes.shape[1])
         if options["do_sample"]:

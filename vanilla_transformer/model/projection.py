@@ -137,8 +137,8 @@ class BestTokens(LogitsProcessor):
         return self.log_probs
 
     def continuations(self, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        """As `GenerationMixin._get_top_k_continuations` (5.18 to 5.24), whose tokens are places
-        among the best."""
+        """Same as `GenerationMixin._get_top_k_continuations` (5.18 to 5.24), whose tokens are
+        places among the best."""
         found = GenerationMixin._get_top_k_continuations(self.model, **kwargs)
         _, sequences, beams = found
         now = kwargs["cur_len"]
