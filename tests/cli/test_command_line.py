@@ -196,6 +196,28 @@ def test_a_path_that_is_no_name_on_the_hub_is_called_a_missing_folder(tmp_path):
     assert main.full_message(caught.value).startswith(f"{name} is not a folder here. ")
 
 
+@pytest.mark.parametrize("buffering", ["", "1"])
+def test_a_reader_that_stops_is_no_error(tmp_path, buffering):
+    source, sink = os.pipe()
+    os.close(source)
+    process = subprocess.run(
+        [sys.executable, "-m", "vanilla_transformer", "recipes"], stdout=sink,
+        stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": buffering}, cwd=tmp_path,
+    )  # fmt: skip
+    os.close(sink)
+    assert (process.returncode, process.stderr) == (1, b"")
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch):
+    def fail():
+        raise BrokenPipeError("a worker has stopped")
+
+    monkeypatch.setattr(sys, "argv", ["vanilla-transformer", "recipes"])
+    monkeypatch.setattr("vanilla_transformer.cli.recipes.main", fail)
+    with pytest.raises(SystemExit, match="error: a worker has stopped"):
+        main.main()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_commands_help_begins_with_its_purpose_and_examples(tmp_path, command):
     text = run_command(command, "--help", cwd=tmp_path).stdout

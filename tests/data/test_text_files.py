@@ -137,4 +137,5 @@ def test_standard_output_is_utf8_in_any_locale(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     with open_output(None) as file:
         file.write("größer\n")
+        file.flush()
     assert written.getvalue() == "größer\n".encode()

@@ -2,6 +2,8 @@
 """The program `vanilla-transformer`, which runs the command that its first argument names."""
 
 import importlib
+import os
+import select
 import sys
 import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -73,12 +75,23 @@ def main() -> None:
         )
     try:
         module.main()
+        sys.stdout.flush()
     except Exception as raised:
+        if isinstance(raised, BrokenPipeError) and is_no_longer_read(sys.stdout.fileno()):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed at exit
+            sys.exit(1)
         cause = explanation(raised)
         is_field = isinstance(raised, StrictDataclassFieldValidationError)
         if sys.flags.dev_mode or (needs_traceback(cause) and not is_field):
             raise
         sys.exit(f"vanilla-transformer {command}: error: {full_message(cause)}")
+
+
+def is_no_longer_read(pipe: int) -> bool:
+    """Whether the reader of a pipe, such as `head`, has stopped."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def explanation(error: Exception) -> Exception:
