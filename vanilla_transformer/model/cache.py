@@ -201,12 +201,11 @@ def generation_cache(
         rows_per_source: Beams or samples of each source.
         max_length: The most target positions that are expected.
     """
-    cache, spare = new_cache(config), list[torch.Tensor]()
-    own, cross = cache.self_attention_cache, cache.cross_attention_cache
+    own, cross, spare = DynamicCache(), DynamicCache(), list[torch.Tensor]()
     layers = range(config.decoder_layers)
     own.layers = [GrowingLayer(spare, max_length) for _ in layers]
     cross.layers = [SourceLayer(rows_per_source) for _ in layers]
-    return cache
+    return EncoderDecoderCache(own, cross)
 
 
 def is_paged(cache: object) -> bool:

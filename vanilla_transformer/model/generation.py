@@ -33,7 +33,7 @@ from .output_length import (
     use_length_penalty_type,
 )
 from .pretrained import as_model_output
-from .projection import best_tokens, shallow_copy, with_fast_projection
+from .projection import best_tokens, shallow_copy, with_fast_steps
 from .running_rows import WatchedCriteria, running_rows
 from .validation import expect_in_range, expect_prompt
 
@@ -182,7 +182,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
     def _sample(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
         """Same as transformers' (5.17 to 5.24), with a faster projection onto a large vocabulary,
         and without the rows that have ended."""
-        model, criteria = with_fast_projection(self), kwargs["stopping_criteria"]
+        model, criteria = with_fast_steps(self, kwargs.get(CACHE_NAME)), kwargs["stopping_criteria"]
         rows = running_rows(self, input_ids, kwargs)
         # Without such criteria transformers lets a row go on until all have ended.
         if rows is not None and any(hasattr(each, "eos_token_id") for each in criteria):
@@ -201,7 +201,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         best = best_tokens(self, kwargs, nn.Identity() if rows is None else rows.expand)
         if best is not None:
             kwargs["logits_processor"] = LogitsProcessorList([best])
-        model = with_fast_projection(self) if best is None else best.model
+        model = with_fast_steps(self, kwargs.get(CACHE_NAME)) if best is None else best.model
         model = model if rows is None else rows.of(model)
         output = GenerationMixin._beam_search(model, input_ids, **kwargs)
         if pad is not None:

@@ -145,14 +145,18 @@ def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., Ba
 
     @wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> BaseModelOutput:
+        keeps_apart = keeps_rows_apart(self.config)
+        if is_tracing() or (is_decoder and not keeps_apart):
+            return forward(self, *args, **kwargs)
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
         given = {name: value for name, value in inputs.items() if value is not None}
         packed = None
-        if not (is_tracing() or are_layers_recorded(self.config, given)):
-            if keeps_rows_apart(self.config):
-                packed = pack_rows(self.config, is_decoder, **given)
-            elif not is_decoder:
-                packed = group_by_length(self.config, **given)
+        if not are_layers_recorded(self.config, given):
+            packed = (
+                pack_rows(self.config, is_decoder, **given)
+                if keeps_apart
+                else group_by_length(self.config, **given)
+            )
         # Last, as these walk through all modules.
         if packed is None or is_watched(self) or not is_position_wise(self):
             return forward(self, **inputs)

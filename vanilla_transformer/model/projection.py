@@ -10,11 +10,17 @@ from torch import nn
 from transformers import GenerationMixin, LogitsProcessor
 from transformers.utils import ModelOutput
 
-from .hooks import are_all_watched
+from .cache import CACHE_NAME, is_generation_cache
+from .hooks import are_all_watched, hooks_of
 from .loss import at_least_float32, is_plain_matrix
 
 LARGE, PIECE = 2**24, 2**21  # bytes of a projection, and of as much as a CPU's caches hold
 FEW = 512  # rows of states
+# All that transformers passes in a step whose outputs nobody wants to see.
+OF_A_STEP = {
+    "decoder_input_ids", "decoder_attention_mask", "attention_mask", "encoder_outputs", CACHE_NAME,
+    "use_cache", "return_dict",
+}  # fmt: skip
 # transformers 5.17 takes the size of the vocabulary from the configuration instead.
 _continuations = getattr(GenerationMixin, "_get_top_k_continuations", None)
 COUNTS_TOKENS_BY_SCORES = (
@@ -42,11 +48,12 @@ def may_replace_forward(model: Any) -> bool:
 def with_logits(model: Any, project: Callable[[torch.Tensor, nn.Linear], torch.Tensor]) -> Any:
     """A copy of the model whose `forward` returns, for logits, what `project` makes of the last
     states (batch, 1, d_model) and the projection."""
-    copied = shallow_copy(model)
+    copied, stacks = shallow_copy(model), model.model
+    is_ours = may_replace_forward(stacks) and not hooks_of(stacks)
 
     @wraps(model.forward)
     def forward(logits_to_keep: int = 1, **inputs: Any) -> ModelOutput:
-        outputs = model.model(**inputs)
+        outputs = decode(stacks, inputs) if is_ours else stacks(**inputs)
         outputs["logits"] = project(outputs.last_hidden_state[:, -1:], model.lm_head)
         return outputs
 
@@ -54,12 +61,29 @@ def with_logits(model: Any, project: Callable[[torch.Tensor, nn.Linear], torch.T
     return copied
 
 
+def decode(stacks: Any, inputs: dict[str, Any]) -> ModelOutput:
+    """What encoder and decoder return. Once the first step has checked the inputs, and the source
+    is in the cache, this is the decoder's output."""
+    cache: Any = inputs.get(CACHE_NAME)
+    is_later = is_generation_cache(cache) and cache.get_seq_length() > 0
+    if not is_later or not inputs.keys() <= OF_A_STEP:
+        return stacks(**inputs)
+    return stacks.decoder(
+        inputs["decoder_input_ids"], inputs.get("decoder_attention_mask"),
+        encoder_hidden_states=inputs["encoder_outputs"][0],
+        encoder_attention_mask=inputs.get("attention_mask"), cache=cache, use_cache=True,
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------- The projection in pieces
 
 
-def with_fast_projection(model: Any) -> Any:
-    """The model, or a copy which projects onto a large vocabulary piece by piece."""
-    if not may_replace_forward(model) or not _pays_in_pieces(model.lm_head):
+def with_fast_steps(model: Any, cache: object) -> Any:
+    """The model, or a copy whose later steps call the decoder alone, and which projects onto a
+    large vocabulary piece by piece."""
+    if not may_replace_forward(model):
+        return model
+    if not is_generation_cache(cache) and not _pays_in_pieces(model.lm_head):
         return model
     return with_logits(model, project)
 

@@ -1,4 +1,5 @@
-"""Logits of what is asked for: in pieces, or of the likeliest tokens alone, they are the same."""
+"""Steps of the decoder alone, and logits of what is asked for, in pieces or of the likeliest tokens
+alone: the search finds the same."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,9 +11,10 @@ from torch import nn
 from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
+    VanillaTransformerModel,
 )
-from vanilla_transformer.model import beam_search
-from vanilla_transformer.model.beam_search import (
+from vanilla_transformer.model import projection as pieces
+from vanilla_transformer.model.projection import (
     COUNTS_TOKENS_BY_SCORES,
     BestTokens,
     project,
@@ -41,8 +43,8 @@ def model(request):
 def in_pieces(request, monkeypatch):
     """As for a large matrix: pieces of seven tokens."""
     if request.param:
-        monkeypatch.setattr(beam_search, "LARGE", 0)
-        monkeypatch.setattr(beam_search, "PIECE", 7 * SMALL["d_model"] * 4)
+        monkeypatch.setattr(pieces, "LARGE", 0)
+        monkeypatch.setattr(pieces, "PIECE", 7 * SMALL["d_model"] * 4)
     return request.param
 
 
@@ -132,7 +134,7 @@ def test_a_subclass_that_changes_logits_sees_them_all(uses, monkeypatch):
     again = search(contrary, ids, num_beams=3, eos_token_id=None, **scored)
     assert found.tolist() == again.sequences.tolist()
     whole = search(contrary, ids)
-    monkeypatch.setattr(beam_search, "LARGE", 0)
+    monkeypatch.setattr(pieces, "LARGE", 0)
     assert torch.equal(search(contrary, ids), whole)
 
 
@@ -167,7 +169,7 @@ def test_log_probabilities_are_among_all_tokens(dtype, in_pieces):
     torch.manual_seed(0)
     projection = nn.Linear(24, 50, bias=False, dtype=dtype)
     states = torch.randn(6, 1, 24, dtype=dtype) * 5
-    best = BestTokens(nn.Module(), 8, nn.Identity())
+    best = BestTokens(VanillaTransformerForConditionalGeneration(small_config()), 8, nn.Identity())
     with torch.no_grad():
         logits, expected = best.logits(states, projection), projection(states)
     wide = expected.to(torch.promote_types(dtype, torch.float32))[:, 0]
@@ -177,6 +179,74 @@ def test_log_probabilities_are_among_all_tokens(dtype, in_pieces):
     torch.testing.assert_close(best(None, logits[:, 0]), wide.log_softmax(-1).gather(1, tokens))
 
 
+def steps(model, **options):
+    """The tokens that a search of seven steps finds, and how many of them call both stacks."""
+    stacks, seen = VanillaTransformerModel, []
+    whole = stacks.forward
+
+    def forward(*args, **kwargs):
+        seen.append(1)
+        return whole(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stacks, "forward", forward)
+        options = {"max_new_tokens": 7, "eos_token_id": None, **options}
+        return model.generate(random_ids(3, 6), **options), len(seen)
+
+
+@pytest.fixture
+def whole_model():
+    torch.manual_seed(0)
+    return VanillaTransformerForConditionalGeneration(small_config()).eval()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_after_the_first_step_the_decoder_alone_is_called(whole_model, beams):
+    found, calls = steps(whole_model, num_beams=beams)
+    assert calls == 1
+    whole_model.set_attn_implementation("eager")
+    expected, calls = steps(whole_model, num_beams=beams)
+    assert calls == 7
+    assert found.tolist() == expected.tolist()
+
+
+def test_a_target_with_padding_is_decoded_alike(whole_model):
+    prompt = torch.tensor([[1, 5, 6], [0, 1, 5], [0, 0, 1]])
+    given = {"decoder_input_ids": prompt, "decoder_attention_mask": (prompt != 0).long()}
+    found, calls = steps(whole_model, **given)
+    assert calls == 1
+    whole_model.set_attn_implementation("eager")
+    assert found.tolist() == steps(whole_model, **given)[0].tolist()
+
+
+def with_hook_of_a_library(model):
+    def hook(*args):
+        return None
+
+    hook.__module__ = "accelerate.hooks"
+    model.model.register_forward_pre_hook(hook)
+
+
+def with_another_forward_of_both(model):
+    stacks = model.model
+    stacks.forward = lambda **inputs: type(stacks).forward(stacks, **inputs)
+
+
+@pytest.mark.parametrize("change", [with_hook_of_a_library, with_another_forward_of_both])
+def test_whoever_changes_what_both_stacks_do_is_asked_in_each_step(whole_model, change):
+    expected, _ = steps(whole_model)
+    change(whole_model)
+    found, calls = steps(whole_model)
+    assert calls == 7
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("option", ["output_attentions", "output_hidden_states"])
+def test_outputs_that_are_asked_for_come_from_both_stacks(whole_model, option):
+    asked = {option: True, "return_dict_in_generate": True}
+    assert steps(whole_model, **asked)[1] == 7
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 24), (3, 1, 24), (2, 5, 24)])
 def test_pieces_make_the_whole(shape, in_pieces):
     torch.manual_seed(0)
@@ -184,12 +254,12 @@ def test_pieces_make_the_whole(shape, in_pieces):
     expected, rows = projection(states), states.flatten(0, 1)
     with torch.no_grad():
         torch.testing.assert_close(project(states, projection), expected)
-        assert beam_search._pays_in_pieces(projection, rows) == (in_pieces and len(rows) > 1)
+        assert pieces._pays_in_pieces(projection, rows) == (in_pieces and len(rows) > 1)
     assert project(states, projection).requires_grad
 
 
 def test_autocast_and_biases_are_left_to_torch(monkeypatch):
-    monkeypatch.setattr(beam_search, "LARGE", 0)
+    monkeypatch.setattr(pieces, "LARGE", 0)
     states = torch.randn(3, 1, 24)
     with torch.no_grad():
         biased = nn.Linear(24, 50)
