@@ -14,6 +14,7 @@ from vanilla_transformer import (
     VanillaTransformerModel,
 )
 from vanilla_transformer.model import projection as pieces
+from vanilla_transformer.model.cache import CACHE_NAME
 from vanilla_transformer.model.projection import (
     COUNTS_TOKENS_BY_SCORES,
     BestTokens,
@@ -107,6 +108,7 @@ def with_another_forward(model):
     [
         {"repetition_penalty": 1.5},
         {"do_sample": True},
+        {"do_sample": True, "top_k": 0},
         {"min_new_tokens": 3},
         {"bad_words_ids": [[5]]},
         {"output_logits": True, "return_dict_in_generate": True},
@@ -217,6 +219,14 @@ def test_a_target_with_padding_is_decoded_alike(whole_model):
     assert calls == 1
     whole_model.set_attn_implementation("eager")
     assert found.tolist() == steps(whole_model, **given)[0].tolist()
+
+
+def test_a_search_with_the_callers_cache_checks_its_inputs_too(whole_model):
+    begun, _ = steps(whole_model, max_new_tokens=3, return_dict_in_generate=True)
+    cache = {CACHE_NAME: begun[CACHE_NAME]}
+    found, calls = steps(whole_model, decoder_input_ids=begun.sequences, max_new_tokens=4, **cache)
+    assert calls == 1
+    assert found.tolist() == steps(whole_model)[0].tolist()
 
 
 def with_hook_of_a_library(model):

@@ -46,14 +46,21 @@ def may_replace_forward(model: Any) -> bool:
 
 
 def with_logits(model: Any, project: Callable[[torch.Tensor, nn.Linear], torch.Tensor]) -> Any:
-    """A copy of the model whose `forward` returns, for logits, what `project` makes of the last
-    states (batch, 1, d_model) and the projection."""
+    """A copy of the model for one search, whose `forward` returns, for logits, what `project` makes
+    of the last states (batch, 1, d_model) and the projection. The first step checks the inputs and
+    fills the cache with the source; the others call the decoder alone."""
     copied, stacks = shallow_copy(model), model.model
-    is_ours = may_replace_forward(stacks) and not hooks_of(stacks)
+    is_ours, is_first = may_replace_forward(stacks) and not hooks_of(stacks), True
 
     @wraps(model.forward)
     def forward(logits_to_keep: int = 1, **inputs: Any) -> ModelOutput:
-        outputs = decode(stacks, inputs) if is_ours else stacks(**inputs)
+        nonlocal is_first
+        is_plain = is_generation_cache(inputs.get(CACHE_NAME)) and inputs.keys() <= OF_A_STEP
+        if is_ours and is_plain and not is_first:
+            outputs = decode(stacks.decoder, **inputs)
+        else:
+            outputs = stacks(**inputs)
+        is_first = False
         outputs["logits"] = project(outputs.last_hidden_state[:, -1:], model.lm_head)
         return outputs
 
@@ -61,18 +68,20 @@ def with_logits(model: Any, project: Callable[[torch.Tensor, nn.Linear], torch.T
     return copied
 
 
-def decode(stacks: Any, inputs: dict[str, Any]) -> ModelOutput:
-    """What encoder and decoder return. Once the first step has checked the inputs, and the source
-    is in the cache, this is the decoder's output."""
-    cache: Any = inputs.get(CACHE_NAME)
-    is_later = is_generation_cache(cache) and cache.get_seq_length() > 0
-    if not is_later or not inputs.keys() <= OF_A_STEP:
-        return stacks(**inputs)
-    return stacks.decoder(
-        inputs["decoder_input_ids"], inputs.get("decoder_attention_mask"),
-        encoder_hidden_states=inputs["encoder_outputs"][0],
-        encoder_attention_mask=inputs.get("attention_mask"), cache=cache, use_cache=True,
+def decode(
+    decoder: nn.Module,
+    decoder_input_ids: torch.Tensor,
+    encoder_outputs: Any,
+    attention_mask: torch.Tensor | None = None,
+    decoder_attention_mask: torch.Tensor | None = None,
+    **cache: Any,
+) -> ModelOutput:
+    """The decoder's output for the inputs of both stacks."""
+    outputs: ModelOutput = decoder(
+        decoder_input_ids, decoder_attention_mask, encoder_hidden_states=encoder_outputs[0],
+        encoder_attention_mask=attention_mask, **cache,
     )  # fmt: skip
+    return outputs
 
 
 # ---------------------------------------------------------------- The projection in pieces
