@@ -146,7 +146,7 @@ PROPERTIES: dict[str, tuple[Any, tuple[str, ...], str]] = {
 # Private names that are read or called: where from, and what reads them.
 READ: dict[str, tuple[Any, str]] = {
     "_attn_implementation": (PreTrainedConfig, "modeling, attention, analysis"),
-    "_get_top_k_continuations": (GenerationMixin, "model/projection.py"),
+    "_get_top_k_continuations": (GenerationMixin, "model/decoding_steps.py"),
     "_beam_search_has_unfinished_sequences": (GenerationMixin, "model/running_rows.py"),
     "_keys_to_ignore_on_save": (PreTrainedModel, "training/distributed.py"),
     "_get_resized_embeddings": (PreTrainedModel, "model/pretrained.py"),

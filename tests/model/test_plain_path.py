@@ -14,10 +14,10 @@ from vanilla_transformer import (
 )
 from vanilla_transformer.model import (
     attention,
+    decoding_steps,
     generation,
     modeling_vanilla_transformer,
     packing,
-    projection,
     running_rows,
 )
 
@@ -109,11 +109,11 @@ def test_the_plain_path_takes_nothing_that_is_only_faster(monkeypatch):
 
     monkeypatch.setattr(modeling_vanilla_transformer, "fused_linear_cross_entropy", refuse)
     monkeypatch.setattr(generation, "generation_cache", refuse)
-    monkeypatch.setattr(projection, "BestTokens", refuse)
+    monkeypatch.setattr(decoding_steps, "BestTokens", refuse)
     monkeypatch.setattr(running_rows, "RunningRows", refuse)
-    monkeypatch.setattr(projection, "LARGE", 0)
-    monkeypatch.setattr(projection, "project", refuse)
-    monkeypatch.setattr(projection, "decode", refuse)
+    monkeypatch.setattr(decoding_steps, "LARGE", 0)
+    monkeypatch.setattr(decoding_steps, "project", refuse)
+    monkeypatch.setattr(decoding_steps, "decode", refuse)
     for name in ("sdpa_attention", "flash_or_flex_attention"):
         monkeypatch.setattr(attention, name, refuse)
     for name in ("PackedRows", "RowsByLength"):

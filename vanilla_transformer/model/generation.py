@@ -24,6 +24,7 @@ from .cache import (
     repeat_for_each_beam,
     takes_either_name,
 )
+from .decoding_steps import best_tokens, shallow_copy, with_fast_steps
 from .generation_options import GenerationOptions, expect_generation_options, first_given
 from .hooks import is_watched
 from .output_length import (
@@ -33,7 +34,6 @@ from .output_length import (
     use_length_penalty_type,
 )
 from .pretrained import as_model_output
-from .projection import best_tokens, shallow_copy, with_fast_steps
 from .running_rows import WatchedCriteria, running_rows
 from .validation import expect_in_range, expect_prompt
 

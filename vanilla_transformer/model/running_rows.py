@@ -9,7 +9,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from .cache import CACHE_NAME, is_generation_cache
-from .projection import may_replace_forward, shallow_copy
+from .decoding_steps import may_replace_forward, shallow_copy
 
 MOST_RUNNING = 0.75  # of the rows that are computed; with more, it does not pay to copy the cache
 MASKS = {"attention_mask", "decoder_attention_mask"}
@@ -22,7 +22,9 @@ def running_rows(
     or if beams are sampled: fewer steps would change the samples of the next batch."""
     config = options["generation_config"]
     cache: Any = options.get(CACHE_NAME)
-    if not may_replace_forward(model) or not is_generation_cache(cache):
+    if model.device.type != "cpu" or not may_replace_forward(model):
+        return None
+    if not is_generation_cache(cache):
         return None
     if cache.get_seq_length() > 0:  # the caller's
         return None

@@ -8,14 +8,15 @@ import torch
 from conftest import SMALL, random_ids, small_config
 from torch import nn
 
+from scripts.benchmarks.operations import on_gpu
 from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForConditionalGeneration,
     VanillaTransformerModel,
 )
-from vanilla_transformer.model import projection as pieces
+from vanilla_transformer.model import decoding_steps
 from vanilla_transformer.model.cache import CACHE_NAME
-from vanilla_transformer.model.projection import (
+from vanilla_transformer.model.decoding_steps import (
     COUNTS_TOKENS_BY_SCORES,
     BestTokens,
     project,
@@ -44,8 +45,8 @@ def model(request):
 def in_pieces(request, monkeypatch):
     """As for a large matrix: pieces of seven tokens."""
     if request.param:
-        monkeypatch.setattr(pieces, "LARGE", 0)
-        monkeypatch.setattr(pieces, "PIECE", 7 * SMALL["d_model"] * 4)
+        monkeypatch.setattr(decoding_steps, "LARGE", 0)
+        monkeypatch.setattr(decoding_steps, "PIECE", 7 * SMALL["d_model"] * 4)
     return request.param
 
 
@@ -136,7 +137,7 @@ def test_a_subclass_that_changes_logits_sees_them_all(uses, monkeypatch):
     again = search(contrary, ids, num_beams=3, eos_token_id=None, **scored)
     assert found.tolist() == again.sequences.tolist()
     whole = search(contrary, ids)
-    monkeypatch.setattr(pieces, "LARGE", 0)
+    monkeypatch.setattr(decoding_steps, "LARGE", 0)
     assert torch.equal(search(contrary, ids), whole)
 
 
@@ -212,6 +213,15 @@ def test_after_the_first_step_the_decoder_alone_is_called(whole_model, beams):
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_on_a_gpu_too(whole_model, beams):
+    expected, _ = steps(whole_model, num_beams=beams)
+    with on_gpu():
+        found, calls = steps(whole_model, num_beams=beams)
+    assert calls == 1
+    assert found.tolist() == expected.tolist()
+
+
 def test_a_target_with_padding_is_decoded_alike(whole_model):
     prompt = torch.tensor([[1, 5, 6], [0, 1, 5], [0, 0, 1]])
     given = {"decoder_input_ids": prompt, "decoder_attention_mask": (prompt != 0).long()}
@@ -264,12 +274,12 @@ def test_pieces_make_the_whole(shape, in_pieces):
     expected, rows = projection(states), states.flatten(0, 1)
     with torch.no_grad():
         torch.testing.assert_close(project(states, projection), expected)
-        assert pieces._pays_in_pieces(projection, rows) == (in_pieces and len(rows) > 1)
+        assert decoding_steps._pays_in_pieces(projection, rows) == (in_pieces and len(rows) > 1)
     assert project(states, projection).requires_grad
 
 
 def test_autocast_and_biases_are_left_to_torch(monkeypatch):
-    monkeypatch.setattr(pieces, "LARGE", 0)
+    monkeypatch.setattr(decoding_steps, "LARGE", 0)
     states = torch.randn(3, 1, 24)
     with torch.no_grad():
         biased = nn.Linear(24, 50)

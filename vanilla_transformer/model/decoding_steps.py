@@ -1,4 +1,4 @@
-"""The last step of decoding on a CPU: from states to the tokens that a search looks at."""
+"""Faster steps of a search: the decoder alone, and on a CPU, no more logits than are looked at."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -38,11 +38,24 @@ def shallow_copy(model: Any) -> Any:
 
 def may_replace_forward(model: Any) -> bool:
     """Whether nobody looks at, or changes, what this model's `forward` returns: no subclass, no
-    hook, no replaced or compiled method; and whether it runs the fast paths, on a CPU."""
+    hook, no replaced or compiled method; and whether it runs the fast paths."""
     is_ours = "_auto_class" in vars(type(model)) and "forward" not in vars(model)
     is_ours = is_ours and model._compiled_call_impl is None
-    is_fast = model.config._attn_implementation != "eager" and model.device.type == "cpu"
+    is_fast = model.config._attn_implementation != "eager"
     return is_ours and is_fast and not (model._forward_hooks or are_all_watched())
+
+
+# ---------------------------------------------------------------- The decoder alone
+
+
+def with_fast_steps(model: Any, cache: object) -> Any:
+    """The model, or a copy whose later steps call the decoder alone, and which projects onto a
+    large vocabulary piece by piece."""
+    if not may_replace_forward(model):
+        return model
+    if not is_generation_cache(cache) and not _pays_in_pieces(model.lm_head):
+        return model
+    return with_logits(model, project)
 
 
 def with_logits(model: Any, project: Callable[[torch.Tensor, nn.Linear], torch.Tensor]) -> Any:
@@ -87,16 +100,6 @@ def decode(
 # ---------------------------------------------------------------- The projection in pieces
 
 
-def with_fast_steps(model: Any, cache: object) -> Any:
-    """The model, or a copy whose later steps call the decoder alone, and which projects onto a
-    large vocabulary piece by piece."""
-    if not may_replace_forward(model):
-        return model
-    if not is_generation_cache(cache) and not _pays_in_pieces(model.lm_head):
-        return model
-    return with_logits(model, project)
-
-
 def project(states: torch.Tensor, projection: nn.Linear) -> torch.Tensor:
     """`projection(states)` of (batch, length, d_model), in pieces that a CPU's caches hold: for a
     few rows and a large vocabulary that takes a third less time."""
@@ -114,7 +117,9 @@ def _pays_in_pieces(projection: nn.Module, rows: torch.Tensor | None = None) -> 
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain_matrix(projection):
         return False
     weight = projection.weight
-    if weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or weight.nbytes <= LARGE:
+    if weight.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return False
+    if weight.dtype != torch.float32 or weight.nbytes <= LARGE:
         return False
     return rows is None or (1 < len(rows) <= FEW and type(rows) is torch.Tensor)
 
@@ -132,12 +137,14 @@ def _pieces(matrix: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def best_tokens(
     model: Any, options: dict[str, Any], expand: Callable[[torch.Tensor], torch.Tensor]
 ) -> "BestTokens | None":
-    """The tokens that a beam search looks at in place of all; None if their scores are returned,
-    changed or sampled. `expand` turns computed rows into all rows of a batch."""
+    """The tokens that a beam search on a CPU looks at in place of all; None if their scores are
+    returned, changed or sampled. `expand` turns computed rows into all rows of a batch."""
     config = options["generation_config"]
+    if model.device.type != "cpu" or not COUNTS_TOKENS_BY_SCORES:
+        return None
     asked_for = config.output_scores or config.output_logits
     changed = options["logits_processor"] or config.do_sample or options.get("synced_gpus")
-    if asked_for or changed or not COUNTS_TOKENS_BY_SCORES or not may_replace_forward(model):
+    if asked_for or changed or not may_replace_forward(model):
         return None
     ends = config._eos_token_tensor
     beams_to_keep = max(2, 1 + (0 if ends is None else len(ends))) * config.num_beams
