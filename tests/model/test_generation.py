@@ -73,7 +73,6 @@ def test_a_mask_of_another_length_than_the_source_is_refused(length, rows):
     message = rf"attention mask of shape \({rows}, {length}\) for {rows} rows of 8 tokens"
     with pytest.raises(ValueError, match=message):
         model.generate(source, attention_mask=mask, max_new_tokens=5)
-    message = rf"attention_mask of shape .*: expected \({rows}, 8\), as the source"
     with pytest.raises(ValueError, match=message):
         model.get_encoder()(source, attention_mask=mask)
 

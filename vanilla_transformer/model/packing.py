@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from .attention import AttentionFunction, is_flash, is_flex, is_tracing
 from .hooks import is_position_wise, is_watched
 from .pretrained import count_positions
+from .validation import expect_mask
 
 
 class Rows:
@@ -208,11 +209,9 @@ def group_by_length(
     if mask is None or mask.ndim != 2:
         return None
     source = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    if source is not None and source.shape[:2] != mask.shape:
-        raise ValueError(
-            f"attention_mask of shape {tuple(mask.shape)}: expected {tuple(source.shape[:2])}, as "
-            "the source"
-        )
+    if source is not None:  # an encoder that is called by itself has not checked it
+        shape = source.shape[:2]
+        expect_mask(mask, shape, shape, config.encoder_attention_heads, source.dtype)
     if mask.shape[0] == 1 or mask.device.type != "cpu":
         return None
     if config._attn_implementation != "sdpa" or torch.is_grad_enabled():
