@@ -143,7 +143,8 @@ def most_important(
     stack loses the same number, since a configuration has one number of heads for a stack.
 
     Raises:
-        ValueError: As `expect_prunable`.
+        ValueError: The share is not between 0 and 1, or removes no head; or heads of encoder and
+            decoder differ in width.
     """
     kept = expect_prunable(config, share)
     masks = {}

@@ -161,8 +161,8 @@ def make_metrics(
         comet_model: A name on the Hub, or the path of a checkpoint.
 
     Raises:
-        ValueError: sacreBLEU has no such tokenizer; also as `expect_metrics`.
-        ModuleNotFoundError: As `expect_metrics`.
+        ValueError: A name or the tokenizer is unknown, or COMET has no sources.
+        ModuleNotFoundError: COMET is not installed.
     """
     expect_bleu_tokenizer(tokenize)
     makers: dict[str, Callable[[], Metric]] = {

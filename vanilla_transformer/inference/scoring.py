@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 class PairScore(NamedTuple):
     """The natural log-probability of a target given its source, and its number of tokens. Both
-    include the final </s>."""
+    include the final `</s>`."""
 
     log_probability: float
     tokens: int

@@ -31,10 +31,10 @@ class Hypothesis(NamedTuple):
 
     Attributes:
         text: The translation.
-        score: In beam search, the natural log-probability, including </s>, divided by the length
+        score: In beam search, the natural log-probability, including `</s>`, divided by the length
             penalty; NaN without beam search. Reranking replaces it.
-        token_ids: The target's token ids with </s>, but without the token that starts it.
-        is_complete: Whether it ends with </s>, and not at the length limit.
+        token_ids: The target's token ids with `</s>`, but without the token that starts it.
+        is_complete: Whether it ends with `</s>`, and not at the length limit.
         token_scores: The natural log-probability of each token, from `add_token_scores`.
         alignment: Pairs of a source index and a target index, from `add_alignments`.
     """

@@ -63,7 +63,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Same as transformers', with the paper's defaults, and the faster paths of this package.
+        """transformers' `generate()`, with the paper's limit of length and its length penalty.
 
         Args:
             kwargs: As for transformers, and `length_penalty_type`, "power", "gnmt", "avg" or "wu";

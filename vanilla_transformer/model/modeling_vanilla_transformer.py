@@ -515,11 +515,14 @@ class VanillaTransformerForConditionalGeneration(
         inputs_embeds, decoder_inputs_embeds: In place of ids, not scaled, (batch, length, d_model).
         position_ids, decoder_position_ids: (batch, length); counted from the mask by default.
         labels: Target, (batch, target_length), -100 outside the loss; makes `decoder_input_ids`.
+        use_cache: Return keys and values as `cache`; by default as the configuration says.
         logits_to_keep: Number of last positions to predict (0 for all), or an index of positions.
         num_items_in_batch: Labels in all batches of a gradient step, which divide the loss.
         skip_logits: Never hold all logits, and return None for them; by default in training.
 
-    Returns `loss` and `logits` (batch, target_length, vocabulary). Raises as `validate_inputs`.
+    Returns `loss` and `logits` (batch, target_length, vocabulary). Raises a TypeError or ValueError
+    for inputs that are missing or don't fit together, and, on the CPU, an IndexError for a token id
+    or position without an embedding.
     """
 
     _auto_class = "AutoModelForSeq2SeqLM"

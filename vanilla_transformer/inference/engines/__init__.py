@@ -35,7 +35,7 @@ def named_engine(name: str) -> ModuleType | None:
 def load(folder: str | Path, *, device: str = "cpu", dtype: str | None = None) -> Any:
     """Open a folder that `export` wrote, with the engine that it is for.
 
-    ```python
+    ```py
     engine = load("outputs/ctranslate2")
     tokenizer = AutoTokenizer.from_pretrained("outputs/ctranslate2")
     pipeline = TranslationPipeline(engine, tokenizer=tokenizer)
