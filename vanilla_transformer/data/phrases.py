@@ -839,8 +839,8 @@ def load_phrases(
 
     Args:
         size: How many phrases.
-        target_language: The language to translate to, one of `TARGET_LANGUAGES`.
-        split: One of `SPLITS`.
+        target_language: The language to translate to: "de", "fr", "es", "it" or "nl".
+        split: "train", "validation" or "test".
         seed: Selects another sequence of phrases.
         cache_dir: Where to keep the file, by default the cache of `datasets`.
 

@@ -43,8 +43,8 @@ def export(
     Args:
         model_folder: A model and its tokenizer, as `train`, `average` or `convert` writes them.
         output_dir: A new or empty folder.
-        to: A key of `TARGETS`.
-        quantization: One of the target's `QUANTIZATIONS`. Default: float32.
+        to: "ctranslate2", "onnx", "transformers.js", "marian" or "pegasus".
+        quantization: Such as "int8", if the target has it. Default: float32.
 
     Returns:
         The output folder.

@@ -154,7 +154,8 @@ def make_metrics(
     """The metrics of these names.
 
     Args:
-        names: Keys of `LABELS`.
+        names: Of "bleu", "chrf", "ter", "exact_match", "comet", and the error rates "ser", "wer",
+            "per" and "cer".
         tokenize: BLEU's tokenizer in sacreBLEU; `None` is its default, 13a.
         lowercase: Whether BLEU and chrF ignore case. TER always does, the others never.
         sources: The source of each line, for COMET.
@@ -216,7 +217,7 @@ def score_translations(
     Args:
         predictions: The translations.
         references: One or several lists with the reference of each translation.
-        metrics: Keys of `LABELS`, or the result of `make_metrics`.
+        metrics: Names as for `make_metrics`, or its result.
         tokenize, lowercase: As for `make_metrics`.
 
     Returns:
@@ -326,7 +327,7 @@ def compare_systems(
         systems: The translations of each system by its name.
         references: As for `score_translations`.
         metrics: The result of `make_metrics`.
-        test: A key of `TESTS`.
+        test: "bootstrap", or "ar" for approximate randomization.
 
     Returns:
         For each system, what `score_translations` returns, and for each metric, such as BLEU:

@@ -35,8 +35,8 @@ def rerank_by_utility(
     Args:
         lines: The sources, read lazily.
         found: The hypotheses of each source, from sampling or beam search.
-        utility: One of `UTILITIES`, or a function of hypotheses, references and the source that
-            returns an array (hypotheses, references).
+        utility: "chrf", "bleu", "exact_match" or "comet"; or a function of hypotheses, references
+            and the source that returns an array (hypotheses, references).
 
     Raises:
         ValueError: No utility has this name.
