@@ -8,6 +8,7 @@ from conftest import small_config
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
+    ByT5Tokenizer,
     EncoderDecoderConfig,
     MBartConfig,
     MBartForConditionalGeneration,
@@ -144,6 +145,9 @@ def test_the_penultimate_layer_aligns_and_special_tokens_do_not(words, attentive
     assert found.alignment == ((0, 1), (1, 0))
     ((last,),) = add_alignments(["a b c"], [hypotheses], model, words, layer=-1)
     assert last.alignment == ((0, 0), (0, 1))
+    ((first,),) = add_alignments(["a b c"], [hypotheses], model, words, layer=-3)
+    assert first == last
+    assert [alignment.penultimate_layer(layers) for layers in (1, 2, 6)] == [0, 0, 4]
 
 
 def test_unknown_words_are_replaced_by_the_source_words_they_are_aligned_to(words, attentive):
@@ -153,9 +157,14 @@ def test_unknown_words_are_replaced_by_the_source_words_they_are_aligned_to(word
     ((found,),) = add_alignments(["a Köln c"], [hypotheses], model, words, **options)
     assert found.text == "Köln y"
     assert found.alignment == ((0, 1), (1, 0))
+    later = [Hypothesis("y", token_ids=(8, 3, 2))]
+    ((found,),) = add_alignments(["Köln b c"], [later], model, words, **options)
+    assert (found.text, found.alignment) == ("y Köln", ((0, 1), (1, 0)))
     ((kept,),) = add_alignments(["a Köln c"], [hypotheses], model, words)
     assert kept.text == "y"
     assert kept.alignment == ((0, 0),)
+    pieces = next(add_alignments(["a Köln c"], [hypotheses], model, words, unit="pieces"))
+    assert pieces == [kept]
 
 
 def test_an_unknown_token_that_decoding_prints_is_a_word(attentive):
@@ -172,6 +181,8 @@ def test_an_unknown_token_that_decoding_prints_is_a_word(attentive):
     }  # fmt: skip
     assert (found[True].text, found[False].text) == ("Köln y", "<unk> y")
     assert found[True].alignment == found[False].alignment == ((0, 1), (1, 0))
+    pieces = next(add_alignments(["a Köln c"], [hypotheses], model, tokenizer, unit="pieces"))
+    assert pieces == [found[False]]
 
 
 def test_the_language_of_a_target_is_no_piece(words, attentive):
@@ -221,10 +232,21 @@ def test_pieces_and_the_words_they_are_in(model, tokenizer):
     assert max(t for _, t in found["words"]) == 3
 
 
+def test_white_space_belongs_to_the_word_after_it_however_a_text_is_split(tokenizer, monkeypatch):
+    """The tokens of a hypothesis may be others than those of its text."""
+    model = VanillaTransformerForConditionalGeneration(small_config(vocab_size=len(tokenizer)))
+    found = Hypothesis("der See", token_ids=(*tokenizer.convert_tokens_to_ids([*" der See "]), 2))
+    monkeypatch.setattr(alignment, "_aligned_places", lambda *_: [[0] * 4 + [1] * 6])
+    assert tokenizer.tokenize("the lake") == [" the", " lake"]
+    ((aligned,),) = add_alignments(["the lake"], [[found]], model, tokenizer)
+    assert aligned.alignment == ((0, 0), (1, 1))
+
+
 def test_padding_on_the_left_changes_no_alignment(model, tokenizer, monkeypatch):
-    lines = ["a house by the lake", "the lake", "</s>"]  # the last with special tokens alone
+    lines = ["a house by the lake", "the lake", ""]  # the last has special tokens alone
     found = [[target(tokenizer, text)] for text in ("ein Haus am See", "der See", "See")]
     expected = list(add_alignments(lines, found, model, tokenizer, unit="pieces"))
+    assert expected[-1][0].alignment == ()
     monkeypatch.setattr(tokenizer, "padding_side", "left")
     assert list(add_alignments(lines, found, model, tokenizer, unit="pieces")) == expected
 
@@ -256,6 +278,7 @@ def test_words_that_moses_splits_are_not_those_of_the_text(model, options):
     tokenizer = with_moses(words_tokenizer(vocabulary, Specials()), "en", "de")
     with pytest.raises(ValueError, match="splits text as Moses does: expected 'pieces'"):
         list(add_alignments(["Hello, you"], [[]], model, tokenizer, **options))
+    assert next(add_alignments(["Hello, you"], [[]], model, tokenizer, unit="pieces")) == []
 
 
 def test_a_tokenizer_without_an_unknown_token_has_none_to_replace(model):
@@ -263,6 +286,12 @@ def test_a_tokenizer_without_an_unknown_token_has_none_to_replace(model):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>")
     with pytest.raises(ValueError, match="without an unknown token: expected"):
         list(add_alignments([], [], model, tokenizer, replace_unknown=True))
+    assert list(add_alignments([], [], model, tokenizer)) == []
+
+
+def test_a_tokenizer_that_does_not_know_the_places_of_its_tokens_is_refused(model):
+    with pytest.raises(ValueError, match="alignments with ByT5Tokenizer: expected a fast"):
+        list(add_alignments([], [], model, ByT5Tokenizer()))
 
 
 @pytest.mark.parametrize("base", [object, torch.nn.Module])  # as those of CTranslate2 and ONNX

@@ -223,12 +223,14 @@ class _AlignmentReader:
         return hypothesis._replace(text=text, alignment=alignment)
 
     def _target_words(self, ids: Sequence[int], replaced: dict[int, str]) -> list[int | None]:
-        """The index of the word that each token is in, or None."""
+        """The index of the word that each token is in or, as white space, precedes; or None."""
+        total = len(self._spell(ids, replaced).split())
         words: list[int | None] = []
         for place, token in enumerate(ids):
             count = len(self._spell(ids[: place + 1], replaced).split())
-            is_special = token in self.target_special and place not in replaced
-            words.append(None if is_special or count == 0 else count - 1)
+            word = count - (place in replaced or self._decode([token]) != "")
+            is_special = token in self.target_special
+            words.append(word if 0 <= word < total and not is_special else None)
         return words
 
     def _spell(self, ids: Sequence[int], replaced: dict[int, str]) -> str:
