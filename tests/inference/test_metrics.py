@@ -1,5 +1,6 @@
 """Scores: sacreBLEU's own, with signatures, and others in its form; tests between systems."""
 
+import math
 import sys
 from importlib.machinery import ModuleSpec
 from math import comb
@@ -76,6 +77,13 @@ def test_an_unknown_word_of_a_reference_is_an_error():
     assert metrics(EvalPrediction(labels, labels)) == pytest.approx(
         {"wer": 100 * 3 / 9, "exact_match": 100 / 3}
     )
+
+
+def test_an_unknown_word_of_a_reference_is_one_word_of_bleu():
+    words = train_tokenizer(["a b c d"] * 2, tokenizer_type="word", show_progress=False)
+    labels = np.array([words("a b c d x")["input_ids"]])
+    found = make_compute_metrics(words, ["bleu"])(EvalPrediction(labels, labels))
+    assert found["bleu"] == pytest.approx(100 * math.exp(1 - 5 / 4))  # 4 of 5 words, all right
 
 
 def test_an_unknown_word_is_an_error_where_decoding_prints_it():
@@ -209,8 +217,8 @@ def test_a_difference_between_systems_has_a_probability(monkeypatch, test):
 
 
 def without(*numbers):
-    """A system that is wrong in these lines."""
-    return ["wrong" if number in numbers else line for number, line in enumerate(RIGHT)]
+    """A system that has a wrong word in these lines."""
+    return [line.replace("text", "song") if n in numbers else line for n, line in enumerate(RIGHT)]
 
 
 @pytest.mark.parametrize("worse", [0, 1, 2, 3])
@@ -261,6 +269,9 @@ def test_the_length_of_words_is_in_characters():
         {"a": ["b"] * 4}, ["b"] * 4, sources=["a", "be", "see", "lake"], **options
     )
     assert ranges == [(1, 2, 2), (3, 4, 2)]
+    sources = ["a", "be", "see", "the lake"]
+    ranges, _ = scores_by_length({"a": ["b"] * 4}, ["b"] * 4, sources=sources, **options)
+    assert ranges == [(1, 1, 3), (2, 2, 1)]
 
 
 def test_the_length_of_sentences_without_spaces_is_in_characters():
@@ -301,8 +312,10 @@ def test_words_without_spaces_are_no_words_of_bleus_default_tokenizer(text, capl
     transformers_logging.warning_once.cache_clear()
     for _ in range(2):
         score_translations([text], [text])
+    transformers_logging.warning_once.cache_clear()
     compare_systems({"a": [text], "b": [text]}, [text], metrics=make_metrics(["bleu"]), test="ar")
-    (message,) = caplog.messages
+    message, of_systems = caplog.messages
+    assert message == of_systems
     assert message.startswith(
         "The references have no spaces between words, where BLEU's tokenizer 13a"
     )
@@ -345,10 +358,11 @@ def test_references_in_another_unicode_form_than_the_translations_are_named(capl
     assert not caplog.messages
     assert score_translations([plain, hindi], [plain, whole], metrics=metrics)["ser"] == 50
     systems = {"a": [plain, hindi], "b": [hindi, hindi]}
+    transformers_logging.warning_once.cache_clear()
     compare_systems(systems, [plain, whole], metrics=metrics, test="ar")
     score_translations([plain, whole], [plain, hindi], metrics=metrics)
     score_translations([whole, whole], [hindi, hindi], metrics=metrics)
-    for message, count in zip(caplog.messages, (1, 2), strict=True):
+    for message, count in zip(caplog.messages, (1, 1, 2), strict=True):
         assert message.startswith(f"{count} of 2 lines have a translation in Unicode's form NFC")
 
 

@@ -39,8 +39,9 @@ def test_utilities_are_those_of_sacrebleu(utility, metric):
     words = ["a", "man", "in", "the", "the", "red", "shirt", ",", "Häuser", "it", "'s", "."]
     texts = ["", "a", "aaaaaa aaaa"]
     texts += [" ".join(draw.choices(words, k=draw.randint(1, 12))) for _ in range(12)]
-    expected = [[metric.sentence_score(h, [r]).score for r in texts[:9]] for h in texts]
-    np.testing.assert_allclose(utility(texts, texts[:9]), expected, atol=1e-9)
+    references = texts[8::-1]
+    expected = [[metric.sentence_score(h, [r]).score for r in references] for h in texts]
+    np.testing.assert_allclose(utility(texts, references), expected, atol=1e-9)
 
 
 def hypotheses(*texts):
@@ -58,9 +59,9 @@ def test_the_hypothesis_that_is_most_like_all_others_wins():
 
 def test_with_exact_match_the_most_frequent_wins():
     found = [hypotheses("b", "a", "c", "a"), [Hypothesis("", 0.0)]]
-    ranked = list(rerank_by_utility(["x", ""], found, "exact_match"))
-    assert [(h.text, h.score) for h in ranked[0]] == [("a", 50), ("b", 25), ("c", 25)]
-    assert ranked[1] == found[1]
+    ranked, blank = rerank_by_utility(["x", ""], found, "exact_match")
+    assert [(h.text, h.score) for h in ranked] == [("a", 50), ("b", 25), ("c", 25)]
+    assert blank == found[1]
 
 
 def test_a_single_hypothesis_has_its_utility_as_its_score():
@@ -157,6 +158,7 @@ def test_what_a_reverse_model_cannot_read_comes_last(model, tokenizer):
         assert order[2:] == texts[:2]
         assert scores[0] > scores[1] > scores[2] == scores[3] == -math.inf
     assert rank("lake", found[:2])[0] == texts[:2]
+    assert rank("lake lake lake", found[2:3])[1] > [-math.inf]
     assert rank("the lake is deep", found)[0] == texts  # the source is too long for all
 
 
