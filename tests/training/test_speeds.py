@@ -91,7 +91,9 @@ def test_a_measurement_of_an_older_file_is_the_nearest_where_no_other_is_as_near
     rows = [old_row(), row(accumulation=1, processes=1), old_row(batch=8000)]
     assert nearest_speed(rows, key, model) == rows[1]
     assert nearest_speed([rows[2], rows[0]], key, model) == rows[0]
-    assert nearest_speed([row(batch=400_000), rows[0]], key, model) == rows[0]
+    other = row(batch=4100, accumulation=1, processes=1)
+    assert nearest_speed([other, rows[0]], key, model) == rows[0]
+    assert nearest_speed([other, rows[2]], {**key, "accumulation": 2}, model) == rows[2]
     assert find_speed([rows[0]], key) is None
     assert nearest_speed([old_row(shape="big")], key, model) is None
 
@@ -122,6 +124,8 @@ def test_a_text_with_longer_sources_is_measured_on_its_own(model, tmp_path):
     longer = [{**TEXT[0], "input_ids": [5] * 9 + [3]}]
     key, other = (key_of(tmp_path, model, text) for text in (TEXT, longer))
     assert (key["source_ratio"], other["source_ratio"]) == (1.5, 5.0)
+    shortest = [{"input_ids": [3], "labels": [5] * 40}]
+    assert key_of(tmp_path, model, shortest)["source_ratio"] == 0.1  # not 0: it divides
     assert find_speed([key], key_of(tmp_path, model, TEXT * 2)) == key
     assert find_speed([key], other) is None
 
@@ -134,7 +138,11 @@ def test_a_text_of_longer_pairs_is_measured_on_its_own(model, tmp_path):
         key_of(tmp_path, model, text, per_device_train_batch_size=32)
         for text in (TEXT, longer, nearly_as_long)
     ]
-    assert [key["target_length"] for key in keys] == [2, 16, 16]
+    assert [(key["batch"], key["target_length"]) for key in keys] == [
+        (-32, 2),
+        (-32, 16),
+        (-32, 16),
+    ]
     assert find_speed(keys[:1], {**keys[1], "source_ratio": keys[0]["source_ratio"]}) is None
     assert find_speed(keys[1:2], keys[2]) == keys[1]
 

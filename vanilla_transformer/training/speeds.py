@@ -131,10 +131,10 @@ def _is_comparable(row: dict[str, Any], key: dict[str, Any]) -> bool:
 def _distance(row: dict[str, Any], key: dict[str, Any]) -> tuple[float, int]:
     """How far off a measurement is by its ratios, then how much of the key it lacks. The batch of
     an older file is that of an update, on one device."""
+    whole = {**key, "processes": 1, **row}
     if "accumulation" not in row:
-        accumulation = key["accumulation"]
-        row = {**row, "batch": row["batch"] / accumulation, "accumulation": accumulation}
-    ratios = sum(abs(math.log(row.get(name, 1) / key[name])) for name in BRIDGED)
+        whole["batch"] /= key["accumulation"]
+    ratios = sum(abs(math.log(whole[name] / key[name])) for name in BRIDGED)
     return ratios, sum(name not in row for name in key)
 
 
