@@ -111,7 +111,8 @@ def test_other_splits_get_the_tags_if_they_have_as_many_corpora(tmp_path):
 
 PAIRS = [
     ("a dog", "ein Hund"), ("a dog", "ein Hund"), ("same here", "same here"), ("12", "zwölf"),
-    ("caf\ufffd", "Café"), ("a b c d e f", "ein"), ("one two three four five six seven", "x y z a"),
+    ("caf\ufffd", "Café"), ("Café", "caf\x1a"), ("a b c", "ein"),
+    ("one two three four five six seven", "x y z a"),
 ]  # fmt: skip
 
 
@@ -119,7 +120,7 @@ PAIRS = [
     ("options", "dropped"),
     [
         ({"drop_pairs": ["duplicates"]}, {"duplicates": 1}),
-        ({"drop_pairs": ["copies", "broken"]}, {"copies": 1, "broken": 1}),
+        ({"drop_pairs": ["copies", "broken"]}, {"copies": 1, "broken": 2}),
         ({"drop_pairs": ["letterless"]}, {"letterless": 1}),
         ({"max_pair_length": 6}, {"too long": 1}),
         ({"max_pair_ratio": 2.0}, {"of too different lengths": 1}),
@@ -136,8 +137,9 @@ def test_pairs_are_dropped_for_a_reason_that_is_logged(options, dropped, tmp_pat
 
 def test_a_pair_of_just_the_ratio_is_kept(tmp_path):
     """63 / 45 is 1.4, but 1.4 * 45 is less than 63 in floating point."""
-    text = corpus(tmp_path, "text", [("a" * 63, "b" * 45)])
-    assert len(sources(load([text], max_pair_ratio=1.4, length_unit="char"))) == 1
+    text = corpus(tmp_path, "text", [("a" * 63, "b" * 45), ("a b", "c d")])
+    assert len(sources(load([text], max_pair_ratio=1.4, length_unit="char"))) == 2
+    assert sources(load([text], max_pair_ratio=1.0, length_unit="char")) == ["a b"]
 
 
 def test_a_pair_of_one_corpus_is_a_duplicate_in_another(tmp_path):
@@ -150,6 +152,14 @@ def test_validation_data_keeps_all_pairs(tmp_path):
     assert len(sources(arguments, "validation")) == len(PAIRS)
 
 
+def test_validation_data_keeps_each_pair_once(tmp_path):
+    corpora = [numbered(tmp_path, "a", 9), numbered(tmp_path, "b", 1)]
+    source, target = map(list, zip(*corpora, strict=True))
+    files = {"validation_source": source, "validation_target": target}
+    arguments = load(corpora, corpus_weights=[1, 1], **files)
+    assert sources(arguments, "validation") == [f"a {n}" for n in range(9)] + ["b 0"]
+
+
 def test_nothing_is_left_of_a_corpus(tmp_path):
     with pytest.raises(ValueError, match="training corpus 1: all pairs dropped"):
         sources(load([corpus(tmp_path, "text", PAIRS)], max_pair_length=1, length_unit="char"))
@@ -160,6 +170,8 @@ def test_nothing_is_left_of_a_corpus(tmp_path):
     [
         ({"corpus_weights": [1.0]}, "corpus_weights=.*one for each of 2 training corpora"),
         ({"corpus_weights": [1, -2]}, "corpus_weights has -2: expected a positive number"),
+        ({"corpus_weights": [1, 0]}, "corpus_weights has 0: expected a positive number"),
+        ({"corpus_weights": [1, float("inf")]}, "corpus_weights has inf"),
         ({"corpus_weights": [1, float("nan")]}, "corpus_weights has nan"),
         ({"corpus_tags": ["<x>"]}, "corpus_tags=.*one for each of 2"),
         ({"corpus_temperature": 0.0}, "corpus_temperature=0.0: expected a positive"),

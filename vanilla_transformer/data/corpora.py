@@ -187,7 +187,7 @@ class CorpusArguments:
             yield corpus.select(kept) if dropped else corpus
 
     def _defect(self, source: str, target: str) -> str | None:
-        lengths = [max(1, len(UNITS[self.length_unit](text))) for text in (source, target)]
+        lengths = [len(UNITS[self.length_unit](text)) for text in (source, target)]
         if self.max_pair_length is not None and max(lengths) > self.max_pair_length:
             return "too long"
         if self.max_pair_ratio is not None and max(lengths) / min(lengths) > self.max_pair_ratio:
