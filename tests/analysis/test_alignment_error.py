@@ -47,6 +47,21 @@ def test_links_are_counted_over_all_pairs():
         score_alignments(found, [GOLD])
 
 
+def test_a_file_has_sure_links_and_possible_ones(tmp_path):
+    (tmp_path / "links").write_text("0-0 1p2\n\n")
+    assert read_gold_alignments(tmp_path / "links") == [
+        GoldAlignment(frozenset([(0, 0)]), frozenset([(0, 0), (1, 2)])),
+        GoldAlignment(frozenset(), frozenset()),
+    ]
+
+
+@pytest.mark.parametrize("link", ["1-0", "0-1"])
+def test_a_link_of_a_word_that_does_not_exist_is_named(link, tmp_path):
+    (tmp_path / "links").write_text(link)
+    with pytest.raises(ValueError, match=f"links, line 1: link {link} between 1 and 1 words"):
+        read_gold_alignments(tmp_path / "links", [("a", "b")])
+
+
 def test_the_sample_by_hand_links_words_that_exist():
     """And most words have a sure link, in an order that differs between the languages."""
     pairs = list(zip(*(list(read_file(SAMPLE / side)) for side in ("en", "de")), strict=True))

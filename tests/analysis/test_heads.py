@@ -4,9 +4,13 @@ import pytest
 import torch
 from conftest import seq2seq, small_config
 from torch.nn import functional as F
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, BartConfig
 
-from vanilla_transformer.analysis.attention import attention_modules, read_batches
+from vanilla_transformer.analysis.attention import (
+    attention_modules,
+    expect_both_stacks,
+    read_batches,
+)
 from vanilla_transformer.analysis.heads import (
     analyze_heads,
     expect_prunable,
@@ -75,7 +79,7 @@ def test_confidence_is_the_mean_of_the_largest_weights(model, tokenizer, report)
 
 
 def test_batches_do_not_change_what_is_measured(model, tokenizer, report):
-    alone = analyze_heads(PAIRS, model, tokenizer, max_tokens=1)
+    alone = analyze_heads(PAIRS, model.train(), tokenizer, max_tokens=1)  # without dropout
     for kind, values in report.importance.items():
         torch.testing.assert_close(alone.importance[kind], values)
         torch.testing.assert_close(alone.confidence[kind], report.confidence[kind])
@@ -85,6 +89,9 @@ def test_batches_do_not_change_what_is_measured(model, tokenizer, report):
 def test_text_and_attention_that_give_no_weights_are_refused(model, tokenizer):
     with pytest.raises(ValueError, match="the text is empty: expected one pair of sentences"):
         analyze_heads([], model, tokenizer)
+    for config in (BartConfig(), small_config(is_encoder_decoder=False)):
+        with pytest.raises(ValueError, match="expected vanilla_transformer, with an encoder and a"):
+            expect_both_stacks(config)
     with pytest.raises(ValueError, match="attn_implementation='sdpa': expected 'eager'"):
         next(read_batches(PAIRS, seq2seq(attn_implementation="sdpa"), tokenizer))
 

@@ -1,6 +1,7 @@
 """Positions, embeddings and the page of attention."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -58,17 +59,19 @@ def test_reach_is_measured_over_the_tokens_of_each_sentence(translator):
     reach = attention_reach(PAIRS, model, tokenizer)
     assert list(reach) == ["distance", "previous", "same", "next"]
     assert all(set(kinds) == {"encoder", "decoder"} for kinds in reach.values())
-    distances, offsets = [], []
-    for source, target in PAIRS:
-        inputs = tokenizer(source, text_target=target, return_tensors="pt")
-        weights = model(**inputs, output_attentions=True).encoder_attentions[1][0, 1]
-        for query, row in enumerate(weights.tolist()):
-            distances.append(sum(abs(key - query) * value for key, value in enumerate(row)))
-            offsets.append(max(range(len(row)), key=row.__getitem__) - query)
-    of_head = {name: kinds["encoder"][1, 1].item() for name, kinds in reach.items()}
-    assert of_head["distance"] == pytest.approx(sum(distances) / len(distances))
-    for name, offset in (("previous", -1), ("same", 0), ("next", 1)):
-        assert of_head[name] == pytest.approx(offsets.count(offset) / len(offsets))
+    for kind, layer, head in product(("encoder", "decoder"), (0, 1), range(2)):
+        distances, offsets = [], []
+        for source, target in PAIRS:
+            inputs = tokenizer(source, text_target=target, return_tensors="pt")
+            outputs = model(**inputs, output_attentions=True)
+            weights = outputs[f"{kind}_attentions"][layer][0, head]
+            for query, row in enumerate(weights.tolist()):
+                distances.append(sum(abs(key - query) * value for key, value in enumerate(row)))
+                offsets.append(max(range(len(row)), key=row.__getitem__) - query)
+        of_head = {name: kinds[kind][layer, head].item() for name, kinds in reach.items()}
+        assert of_head["distance"] == pytest.approx(sum(distances) / len(distances))
+        for name, offset in (("previous", -1), ("same", 0), ("next", 1)):
+            assert of_head[name] == pytest.approx(offsets.count(offset) / len(offsets))
     assert not reach["next"]["decoder"].any()
 
 
@@ -93,6 +96,7 @@ def test_the_factor_decides_how_much_of_the_input_is_position(scale_embedding):
     torch.testing.assert_close(report.norms, weight.norm(dim=1))
     assert report.position_norm == pytest.approx(math.sqrt(24 / 2))  # sin^2 + cos^2 of 12 pairs
     assert report.scale == (math.sqrt(24) if scale_embedding else 1.0)
+    assert report.scales == {"1": 1.0, "sqrt(d_model)": math.sqrt(24)}
     for scale in report.scales.values():
         squared = (scale * weight).square().sum(1).mean().item()
         assert report.norm(scale) ** 2 == pytest.approx(squared)
@@ -112,6 +116,9 @@ def test_neighbours_are_the_most_similar_tokens(translator):
     (neighbours,) = nearest_tokens(matrix, vocabulary, ["lake"], 2).values()
     assert neighbours[0] == (see.tokens[0], pytest.approx(1 / 1.25**0.5))
     assert len(neighbours) == 2
+    (others,) = nearest_tokens(matrix, vocabulary, ["lake"], 1000).values()
+    assert {"lake", None}.isdisjoint(token for token, _ in others)
+    assert len(others) == vocabulary.get_vocab_size() - 1
 
 
 def test_each_stack_has_its_own_vocabulary(tokenizer):
@@ -142,6 +149,15 @@ def test_a_token_inside_a_text_without_spaces_has_neighbours():
     matrix = torch.eye(vocabulary.get_vocab_size())
     matrix[5] = matrix[row] + 0.1 * matrix[5]
     assert nearest_tokens(matrix, vocabulary, ["苹果"], 1)["苹果"][0][0] == "<0x01>"
+
+
+def test_a_word_is_the_token_at_the_start_of_a_text_rather_than_one_inside():
+    vocabulary = train_tokenizer(["a b"] * 3, 270, show_progress=False).backend_tokenizer
+    start, inside = map(vocabulary.token_to_id, (" a", "a"))
+    matrix = torch.eye(vocabulary.get_vocab_size())
+    matrix[5] = matrix[start] + 0.1 * matrix[5]
+    matrix[6] = matrix[inside] + 0.1 * matrix[6]
+    assert nearest_tokens(matrix, vocabulary, ["a"], 1)["a"][0][0] == vocabulary.id_to_token(5)
 
 
 @pytest.mark.parametrize("word", ["boat", "See"])

@@ -261,6 +261,12 @@ def test_a_token_with_several_merges_is_spelt_in_characters():
         assert tokenizer.convert_ids_to_tokens(ids) == tokens
 
 
+def test_equal_merges_are_applied_from_the_left():
+    vocab = {"a": 0, "aa": 1}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab, [("a", "a")])))
+    assert BPEDropout(tokenizer, 0.0).encode("aaaaa") == [1, 1, 0]
+
+
 def test_the_tokenizer_that_training_saves_is_as_it_was(tokenizer):
     tokenizer("the lake")  # without truncation
     before = tokenizer.backend_tokenizer.to_str()

@@ -50,6 +50,7 @@ def test_the_mean_is_that_of_each_weight(run, tmp_path):
 
 
 def test_a_mean_is_a_model_without_the_trainers_state(run, tmp_path):
+    (run / "checkpoint-100/global_step100").mkdir()  # of DeepSpeed
     output = average_checkpoints(select_checkpoints(run, last=3), tmp_path / "mean")
     model = AutoModelForSeq2SeqLM.from_pretrained(output)
     assert model.lm_head.weight is model.model.shared.weight
@@ -179,6 +180,14 @@ def test_no_checkpoint_is_in_memory_as_a_whole(run, tmp_path, monkeypatch):
 def test_steps_that_do_not_exist_are_named(run, wanted, message):
     with pytest.raises(FileNotFoundError, match=re.escape(message)):
         select_checkpoints(run, **wanted)
+
+
+def test_a_checkpoint_that_only_a_signal_made_is_none_of_the_last(run):
+    state = {"stateful_callbacks": {"off_schedule": {}}}
+    (run / "checkpoint-100/trainer_state.json").write_text(json.dumps(state))
+    last = [run / "checkpoint-5", run / "checkpoint-10"]
+    assert select_checkpoints(run, last=2) == last
+    assert select_checkpoints(run, steps=[100]) == [run / "checkpoint-100"]
 
 
 def test_a_step_counts_once(run):

@@ -11,7 +11,7 @@ from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.model import loss
 from vanilla_transformer.training import r_drop
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
-from vanilla_transformer.training.r_drop import fused_r_drop_loss, r_drop_loss
+from vanilla_transformer.training.r_drop import can_fuse_r_drop, fused_r_drop_loss, r_drop_loss
 from vanilla_transformer.training.trainer import make_trainer
 
 BATCH, LENGTH, VOCABULARY = 3, 5, 11
@@ -84,9 +84,24 @@ def test_without_logits_many_parts_are_the_same(monkeypatch):
     torch.testing.assert_close(fused_r_drop_loss(states, matrix, labels, 1.0, 0.1), expected)
 
 
-def test_without_a_label_it_is_0(labels):
+def test_without_a_label_it_is_0(labels, logits):
     states, matrix = torch.randn(2 * BATCH, LENGTH, 8), torch.randn(VOCABULARY, 8)
-    assert fused_r_drop_loss(states, matrix, torch.full_like(labels, -100), 5.0, 0.1) == 0
+    none = torch.full_like(labels, -100)
+    assert fused_r_drop_loss(states, matrix, none, 5.0, 0.1) == 0
+    assert r_drop_loss(logits, none, 5.0, 0.1) == 0
+    none[0, 0] = 3
+    torch.testing.assert_close(
+        r_drop_loss(logits, none, 5.0, 0.1), by_the_paper(logits, none, 5.0, 0.1, 1)
+    )
+
+
+def test_a_model_that_may_compute_otherwise_keeps_its_logits():
+    class Other(VanillaTransformerForConditionalGeneration):
+        pass
+
+    config = small_config()
+    assert can_fuse_r_drop(VanillaTransformerForConditionalGeneration(config))
+    assert not can_fuse_r_drop(Other(config))
 
 
 def trainer_for(model, tokenizer, folder, **options):

@@ -259,8 +259,8 @@ def test_noise_drops_masks_and_moves_words_a_little():
     places = {word: place for place, word in enumerate(noisy)}
     without_masks = sorted(kept, key=places.__getitem__)
     moves = [abs(kept.index(word) - place) for place, word in enumerate(without_masks)]
-    assert 0 < max(moves) <= 3
-    assert add_noise("one", random.Random(0)) in ("one", MASK_TOKEN)
+    assert max(moves) == 3
+    assert {add_noise("one", random.Random(seed)) for seed in range(50)} == {"one", MASK_TOKEN}
 
 
 @pytest.mark.parametrize(
