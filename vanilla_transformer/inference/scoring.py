@@ -155,11 +155,9 @@ def pair_batches(
     """Yield batches of pairs of similar length: the indices of the pairs, and the model's inputs.
 
     Args:
-        sources, targets: Token ids.
+        sources, targets: Token ids of one pair at least.
         max_tokens, start: As for `map_pairs`.
     """
-    if not sources:
-        return
     collate = PairCollator(tokenizer, model=model)
     pad = tokenizer.pad_token_id
     source_lengths, target_lengths = (list(map(len, side)) for side in (sources, targets))
