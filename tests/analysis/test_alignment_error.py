@@ -59,7 +59,7 @@ def test_a_file_has_sure_links_and_possible_ones(tmp_path):
 def test_a_link_of_a_word_that_does_not_exist_is_named(link, tmp_path):
     (tmp_path / "links").write_text(link)
     with pytest.raises(ValueError, match=f"links, line 1: link {link} between 1 and 1 words"):
-        read_gold_alignments(tmp_path / "links", [("a", "b")])
+        read_gold_alignments(tmp_path / "links", [("one", "eins")])
 
 
 def test_the_sample_by_hand_links_words_that_exist():

@@ -1,5 +1,7 @@
 """The importance of heads, and models without the least important ones."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from conftest import seq2seq, small_config
@@ -129,10 +131,12 @@ def test_a_pruned_model_computes_what_the_masked_one_does(model, report, tokeniz
     assert [len(layers) for layers in attention_modules(pruned).values()] == [2, 3, 3]
 
 
-def test_generation_settings_survive_pruning(model, report):
+def test_generation_settings_and_precision_survive_pruning(model, report):
     masks = most_important(model.config, report.importance, 0.3)
     model.generation_config.num_beams = 3
-    assert prune_heads(model, masks).generation_config.num_beams == 3
+    pruned = prune_heads(deepcopy(model).bfloat16(), masks)
+    assert pruned.generation_config.num_beams == 3
+    assert (pruned.dtype, pruned.training) == (torch.bfloat16, False)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,8 @@ def test_reach_is_measured_over_the_tokens_of_each_sentence(translator):
         for name, offset in (("previous", -1), ("same", 0), ("next", 1)):
             assert of_head[name] == pytest.approx(offsets.count(offset) / len(offsets))
     assert not reach["next"]["decoder"].any()
+    alone = attention_reach(PAIRS, model, tokenizer, max_tokens=1)
+    torch.testing.assert_close(alone, reach)
 
 
 def test_heads_are_drawn_by_layer(translator):

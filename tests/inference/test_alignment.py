@@ -183,6 +183,10 @@ def test_an_unknown_token_that_decoding_prints_is_a_word(attentive):
     assert found[True].alignment == found[False].alignment == ((0, 1), (1, 0))
     pieces = next(add_alignments(["a Köln c"], [hypotheses], model, tokenizer, unit="pieces"))
     assert pieces == [found[False]]
+    later = [Hypothesis("y <unk>", token_ids=(8, 3, 2))]
+    options = {"replace_unknown": True}
+    ((found,),) = add_alignments(["Köln b c"], [later], model, tokenizer, **options)
+    assert (found.text, found.alignment) == ("y Köln", ((0, 1), (1, 0)))
 
 
 def test_the_language_of_a_target_is_no_piece(words, attentive):
@@ -242,6 +246,21 @@ def test_white_space_belongs_to_the_word_after_it_however_a_text_is_split(tokeni
     assert aligned.alignment == ((0, 0), (1, 1))
 
 
+def test_alignments_are_read_after_the_token_that_translations_start_with(
+    model, tokenizer, monkeypatch
+):
+    seen = []
+
+    def places(model, inputs, *_):
+        seen.extend(inputs["decoder_input_ids"].tolist())
+        return [[0] * 3]
+
+    monkeypatch.setattr(alignment, "_aligned_places", places)
+    monkeypatch.setattr(model.generation_config, "decoder_start_token_id", 9)
+    list(add_alignments(["a"], [[Hypothesis("x y", token_ids=(7, 8, 2))]], model, tokenizer))
+    assert seen == [[9, 7, 8]]
+
+
 def test_padding_on_the_left_changes_no_alignment(model, tokenizer, monkeypatch):
     lines = ["a house by the lake", "the lake", ""]  # the last has special tokens alone
     found = [[target(tokenizer, text)] for text in ("ein Haus am See", "der See", "See")]
@@ -253,11 +272,24 @@ def test_padding_on_the_left_changes_no_alignment(model, tokenizer, monkeypatch)
 
 def test_an_ensemble_averages_attention(model, tokenizer):
     found = [[target(tokenizer, "ein Haus am See")]]
-    for members in ([model], [model, model]):
+    torch.manual_seed(1)
+    other = VanillaTransformerForConditionalGeneration(small_config(vocab_size=len(tokenizer)))
+    weights, aligned = [], []
+    for members in ([model], [other.eval()], [model, other]):
         ensemble = VanillaTransformerEnsemble(members)
-        aligned = list(add_alignments(LINES[:1], found, ensemble, tokenizer, unit="pieces"))
-        assert aligned == list(add_alignments(LINES[:1], found, model, tokenizer, unit="pieces"))
+        ((row,),) = add_alignments(LINES[:1], found, ensemble, tokenizer, unit="pieces")
+        aligned.append(row.alignment)
     assert model.config._attn_implementation == "sdpa"
+    labels = torch.tensor([found[0][0].token_ids])
+    for member in (model, other):
+        with alignment._eager_attention(member):
+            inputs = tokenizer(LINES[:1], return_tensors="pt")
+            outputs = member(**inputs, labels=labels, output_attentions=True)
+        weights.append(outputs.cross_attentions[1].mean(1)[0, :-1, :-1])  # but for </s>
+    for found, expected in zip(aligned, (*weights, sum(weights)), strict=True):
+        places = expected.argmax(-1).tolist()
+        assert found == tuple(sorted((s, t) for t, s in enumerate(places)))
+    assert len(set(aligned)) == 3
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,10 @@ def test_the_hypothesis_that_is_most_like_all_others_wins():
 
 def test_with_exact_match_the_most_frequent_wins():
     found = [hypotheses("b", "a", "c", "a"), [Hypothesis("", 0.0)]]
+    found[0][1] = found[0][1]._replace(token_ids=(6, 2))
     ranked, blank = rerank_by_utility(["x", ""], found, "exact_match")
     assert [(h.text, h.score) for h in ranked] == [("a", 50), ("b", 25), ("c", 25)]
+    assert ranked[0].token_ids == (6, 2)  # the first of equal texts
     assert blank == found[1]
 
 

@@ -39,6 +39,12 @@ def test_scores_are_log_probabilities_in_order(monkeypatch, translator, max_toke
         assert score.log_probability == pytest.approx(-loss.item() * score.tokens, abs=1e-4)
 
 
+def test_a_pair_that_is_too_long_is_a_batch_of_its_own(translator):
+    ids = [[5] * length for length in (9, 2, 2, 2, 2)]
+    batches = scoring.pair_batches(ids, ids, *translator, max_tokens=4)
+    assert sorted(sorted(rows) for rows, _ in batches) == [[0], [1, 2], [3, 4]]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("names", [["input_ids"], ["input_ids", "attention_mask"]])
 def test_padding_of_a_tokenizer_changes_no_score(translator, side, names):

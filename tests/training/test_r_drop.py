@@ -55,6 +55,13 @@ def test_loss_and_gradient_are_the_papers(logits, labels, label_smoothing, items
     torch.testing.assert_close(gradient, wanted, atol=1e-10, rtol=1e-10)
 
 
+def test_bfloat16_logits_are_summed_in_float32(logits, labels):
+    rounded = (20 * logits).bfloat16()
+    expected = by_the_paper(rounded.double(), labels, 5.0, 0.1, (labels != -100).sum())
+    found = r_drop_loss(rounded, labels, 5.0, 0.1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0, check_dtype=False)
+
+
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("items", [None, 40])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

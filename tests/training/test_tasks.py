@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import run_command
@@ -261,6 +262,8 @@ def test_noise_drops_masks_and_moves_words_a_little():
     moves = [abs(kept.index(word) - place) for place, word in enumerate(without_masks)]
     assert max(moves) == 3
     assert {add_noise("one", random.Random(seed)) for seed in range(50)} == {"one", MASK_TOKEN}
+    zeros = SimpleNamespace(random=lambda: 0.0, uniform=lambda *_: 0.0)
+    assert add_noise("one two", zeros) == MASK_TOKEN
 
 
 @pytest.mark.parametrize(
