@@ -72,6 +72,7 @@ def test_shares_with_which_an_epoch_has_no_end_are_refused(tmp_path):
         message = f"training corpora of 400, 20 pairs with shares of {shares}.*: expected shares"
         with pytest.raises(ValueError, match=message):
             sources(load(corpora, corpus_temperature=temperature))
+    assert len(set(sources(load(corpora, corpus_weights=[99, 1])))) == 420
 
 
 def test_streams_mix_by_weight(tmp_path):
@@ -107,6 +108,8 @@ def test_other_splits_get_the_tags_if_they_have_as_many_corpora(tmp_path):
     arguments = load(corpora, corpus_tags=["<x>", "<y>"], **files)
     assert sources(arguments, "validation") == ["a 0"]
     assert sources(arguments, "test") == ["<x> a 0", "<y> b 0"]
+    arguments = load(corpora[:1], corpus_tags=["<x>"], **files)
+    assert sources(arguments, "test") == ["a 0", "b 0"]
 
 
 PAIRS = [

@@ -79,6 +79,11 @@ def test_what_was_measured_with_something_else_does_not_count(model, changes):
     assert nearest_speed([row(**changes)], KEY, model) is None
 
 
+def test_batches_of_pairs_are_compared_with_each_other(model):
+    rows = [row(), row(batch=-16), row(batch=-48)]
+    assert nearest_speed(rows, {**KEY, "batch": -64}, model) == rows[2]
+
+
 @pytest.mark.parametrize("name", ["accumulation", "processes", "source_ratio"])
 def test_the_nearest_update_counts_by_its_ratio(model, name):
     rows = [row(**{name: KEY[name] * ratio}) for ratio in (16, 8, 32)]
@@ -93,7 +98,8 @@ def test_a_measurement_of_an_older_file_is_the_nearest_where_no_other_is_as_near
     assert nearest_speed([rows[2], rows[0]], key, model) == rows[0]
     other = row(batch=4100, accumulation=1, processes=1)
     assert nearest_speed([other, rows[0]], key, model) == rows[0]
-    assert nearest_speed([other, rows[2]], {**key, "accumulation": 2}, model) == rows[2]
+    of_two = {**other, "accumulation": 2}
+    assert nearest_speed([of_two, rows[2]], {**key, "accumulation": 2}, model) == rows[2]
     assert find_speed([rows[0]], key) is None
     assert nearest_speed([old_row(shape="big")], key, model) is None
 
