@@ -1,12 +1,22 @@
-"""Helpers of benchmarks and checks: validate choices, write tables and files."""
+"""Helpers of benchmarks and checks: read options, validate choices, write tables and files."""
 
 import json
 import statistics
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock
+
+from vanilla_transformer.cli.parser import CommandParser
+
+Options = TypeVar("Options")
+
+
+def read_options(kind: type[Options], description: str | None) -> Options:
+    """The options of a command line. The description begins its `--help`."""
+    (options,) = CommandParser(kind, description=description).parse_args_into_dataclasses()
+    return options
 
 
 def expect_known(flag: str, values: Collection[str], known: Collection[str]) -> None:

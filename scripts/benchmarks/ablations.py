@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 from pandas import DataFrame
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser, PrinterCallback, set_seed
+from transformers import PrinterCallback, set_seed
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
-from scripts.reports import Results, markdown, spread
+from scripts.reports import Results, markdown, read_options, spread
 from vanilla_transformer.data.parallel_text import (
     DataArguments,
     load_parallel_dataset,
@@ -137,7 +137,7 @@ class AblationArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(AblationArguments).parse_args_into_dataclasses()
+    arguments = read_options(AblationArguments, __doc__)
     transformers_logging.set_verbosity_error()
     results = Results(arguments, *SETTINGS)
     rows = [

@@ -16,12 +16,11 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.multi30k import METRICS, TEST, expect_data, score
 from scripts.commands import cpu_seconds, run, train
-from scripts.reports import Results, markdown, write_lines
+from scripts.reports import Results, markdown, read_options, write_lines
 from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.inference.metrics import compare_systems, make_metrics
 
@@ -45,7 +44,7 @@ class BackTranslationArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(BackTranslationArguments).parse_args_into_dataclasses()
+    arguments = read_options(BackTranslationArguments, __doc__)
     names = ("data", "pairs", "updates", "every", "method", "tokenize", "options")
     results = Results(arguments, *names)
     folder = results.folder

@@ -16,11 +16,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.turns import in_own_process
-from scripts.reports import markdown, write
+from scripts.reports import markdown, read_options, write
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.tokenization import train_tokenizer
 
@@ -44,7 +43,7 @@ class BulkArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(BulkArguments).parse_args_into_dataclasses()
+    arguments = read_options(BulkArguments, __doc__)
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         save_model(Path(scratch, "model"))

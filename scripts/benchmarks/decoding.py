@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.commands import cpu_seconds, run
-from scripts.reports import Results, markdown
+from scripts.reports import Results, markdown, read_options
 from vanilla_transformer.data.text_files import expect_parallel, read_file
 from vanilla_transformer.inference.metrics import compare_systems, make_metrics
 from vanilla_transformer.inference.reranking import get_utility
@@ -61,7 +60,7 @@ class DecodingArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(DecodingArguments).parse_args_into_dataclasses()
+    arguments = read_options(DecodingArguments, __doc__)
     names = (
         "model", "source", "reverse_model", "num_beams", "candidates", "epsilon_cutoff",
         "reverse_weight", "length_weight", "options",

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.turns import in_own_process, settle
 from scripts.reports import markdown, write
+from vanilla_transformer.cli.parser import CommandParser
 from vanilla_transformer.data.text_files import expect_parallel, read_file
 from vanilla_transformer.export import export
 from vanilla_transformer.export.check import size
@@ -59,7 +59,8 @@ class EnginesArguments:
 
 
 def main() -> None:
-    parser = HfArgumentParser(EnginesArguments)
+    usage = "%(prog)s [options] MODEL [MODEL ...]"
+    parser = CommandParser(EnginesArguments, description=__doc__, usage=usage)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="Model folders.")
     arguments, rest = parser.parse_args_into_dataclasses()
     settle(arguments.threads)

@@ -20,13 +20,12 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.sigmorphon import PHONES, WORDS, error_rates, languages_of, read
 from scripts.benchmarks.tasks import Pairs, write_side
 from scripts.commands import cpu_seconds, train
-from scripts.reports import Results, markdown, spread, write_lines
+from scripts.reports import Results, markdown, read_options, spread, write_lines
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.translation import translate
 
@@ -60,7 +59,7 @@ class G2PArguments(SharedTaskArguments):
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(G2PArguments).parse_args_into_dataclasses()
+    arguments = read_options(G2PArguments, __doc__)
     results = Results(arguments, "data", "config", "options")
     for seed, language in product(arguments.seeds, arguments.languages):
         results.run(language, seed, partial(run, language, seed, results.folder, arguments))

@@ -20,14 +20,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.g2p import DEV, SharedTaskArguments, to_markdown
 from scripts.benchmarks.sigmorphon import WORDS, error_rates, read
 from scripts.checks.toolkit_training import options, run
 from scripts.commands import cpu_seconds
-from scripts.reports import Results, write_lines
+from scripts.reports import Results, read_options, write_lines
 from vanilla_transformer.data.text_files import read_file
 
 SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # ours, and fairseq's
@@ -45,7 +44,7 @@ class FairseqArguments(SharedTaskArguments):
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(FairseqArguments).parse_args_into_dataclasses()
+    arguments = read_options(FairseqArguments, __doc__)
     settings = ("data", "d_model", "dropout", "batch_size", "max_steps", "save_epochs")
     results = Results(arguments, *settings)
     for seed, language in product(arguments.seeds, arguments.languages):

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.peers import PAD, PEERS, SIZES, Size, training_loss
 from scripts.benchmarks.speed import generation, padded
 from scripts.benchmarks.turns import in_own_process, peak_memory, resident_memory, settle, timed
-from scripts.reports import expect_known, markdown, write
+from scripts.reports import expect_known, markdown, read_options, write
 
 WORKLOADS = ("train", "generate")
 SHORTEST = 32  # tokens
@@ -48,7 +47,7 @@ class LengthArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(LengthArguments).parse_args_into_dataclasses()
+    arguments = read_options(LengthArguments, __doc__)
     series = [
         {"workload": workload, "axis": axis, "points": measure_all(arguments, workload, places)}
         for workload in WORKLOADS

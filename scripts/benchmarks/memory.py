@@ -14,7 +14,6 @@ import os
 from dataclasses import dataclass, field
 
 import torch
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.peers import PAD, PEERS, SIZES
@@ -28,7 +27,7 @@ from scripts.benchmarks.speed import (
     training,
 )
 from scripts.benchmarks.turns import in_own_process, peak_memory, resident_memory, settle
-from scripts.reports import expect_known, write
+from scripts.reports import expect_known, read_options, write
 
 WORKLOADS = ("train", "beam")
 TOKENS, LENGTH, SOURCE_LENGTH = 4000, 40, 100
@@ -49,7 +48,7 @@ class MemoryArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(MemoryArguments).parse_args_into_dataclasses()
+    arguments = read_options(MemoryArguments, __doc__)
     if not arguments.keep_freed:  # read by new processes
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # bytes
     results = []

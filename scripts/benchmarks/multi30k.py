@@ -21,11 +21,10 @@ from itertools import product
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.commands import cpu_seconds, train
-from scripts.reports import Results, markdown, spread, write_lines
+from scripts.reports import Results, markdown, read_options, spread, write_lines
 from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.metrics import score_translations
@@ -70,7 +69,7 @@ def expect_data(folder: str) -> None:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(Multi30kArguments).parse_args_into_dataclasses()
+    arguments = read_options(Multi30kArguments, __doc__)
     results = Results(arguments, "data", "config", "options", "tokenize", "processes")
     for seed, updates in product(arguments.seeds, arguments.updates):
         job = partial(run, results.folder / str(seed), seed, updates, arguments)

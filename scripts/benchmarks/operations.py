@@ -20,7 +20,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.gpu import varlen
@@ -28,7 +27,7 @@ from scripts.benchmarks.gpu.decoding import CACHES, SEARCHES
 from scripts.benchmarks.peers import PEERS, Size
 from scripts.benchmarks.speed import generation, sources, training, training_batch
 from scripts.benchmarks.turns import settle
-from scripts.reports import markdown, write
+from scripts.reports import markdown, read_options, write
 from vanilla_transformer.model import attention, loss
 
 GPU = torch.device("cuda", 0)
@@ -55,7 +54,7 @@ class OperationsArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(OperationsArguments).parse_args_into_dataclasses()
+    arguments = read_options(OperationsArguments, __doc__)
     settle()
     size = Size(64, 128, 2, arguments.layers, arguments.vocab_size)  # widths do not matter
     rows = [*training_rows(size, arguments.sentences), *decoding_rows(size)]

@@ -19,12 +19,11 @@ from functools import partial
 from pathlib import Path
 
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.tasks import Task, g2p, multi30k, phrases, scan, symbols, write_side
 from scripts.commands import cpu_seconds, train
-from scripts.reports import Results, expect_known, markdown, spread
+from scripts.reports import Results, expect_known, markdown, read_options, spread
 
 TASKS: dict[str, Callable[[], Task]] = {
     "scan": scan,
@@ -45,7 +44,7 @@ class OutOfTheBoxArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(OutOfTheBoxArguments).parse_args_into_dataclasses()
+    arguments = read_options(OutOfTheBoxArguments, __doc__)
     tasks = dict(TASKS)
     if arguments.data is not None:
         data = Path(arguments.data)

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 
 import torch
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
-from scripts.reports import markdown
+from scripts.reports import markdown, read_options
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
 
 WIDE = {"encoder_ffn_dim": 8192, "decoder_ffn_dim": 8192, "d_model": 2048}
@@ -50,7 +49,7 @@ class PlanArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(PlanArguments).parse_args_into_dataclasses()
+    arguments = read_options(PlanArguments, __doc__)
     for devices in arguments.devices:
         print(f"GiB per device, {devices} devices:\n\n{memory_table(devices)}\n")
     if arguments.tokens_per_second is not None:

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch.profiler import ProfilerActivity, profile
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.peers import SIZES
 from scripts.benchmarks.speed import DEFAULT_WORKLOADS, OURS, WORKLOADS, BenchmarkArguments, prepare
 from scripts.benchmarks.turns import in_own_process, settle, timed
-from scripts.reports import expect_known, markdown, write
+from scripts.reports import expect_known, markdown, read_options, write
 
 KINDS = {  # matched by parts of an operation's name, in this order
     "loss, log-probabilities": ("FusedLinear", "softmax", "exp_", "amax", "logsumexp"),
@@ -55,7 +54,7 @@ class ProfileArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(ProfileArguments).parse_args_into_dataclasses()
+    arguments = read_options(ProfileArguments, __doc__)
     results = {
         f"{workload} {size}": in_own_process(
             shares, size, workload, arguments.runs, arguments.tokens

@@ -27,7 +27,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -36,7 +35,7 @@ from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.peers import PEERS, SIZES, as_marian
 from scripts.benchmarks.turns import settle, speeds, take_turns, timed
-from scripts.reports import expect_known, write
+from scripts.reports import expect_known, read_options, write
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.cli import train as train_command
 from vanilla_transformer.inference.translation import translate
@@ -86,7 +85,7 @@ class ProgramArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(ProgramArguments).parse_args_into_dataclasses()
+    arguments = read_options(ProgramArguments, __doc__)
     settle(arguments.threads)
     run = {"start": start, "train": train, "translate": translate_test_set}
     results = {program: run[program](arguments) for program in arguments.programs}

@@ -20,13 +20,12 @@ import torch
 from torch import distributed
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.peers import PEERS, SIZES
 from scripts.benchmarks.speed import training, training_batches
 from scripts.benchmarks.turns import Runner, speeds, take_turns
-from scripts.reports import expect_known, markdown, write
+from scripts.reports import expect_known, markdown, read_options, write
 
 ALONE = "1 process"
 
@@ -50,7 +49,7 @@ class ScalingArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(ScalingArguments).parse_args_into_dataclasses()
+    arguments = read_options(ScalingArguments, __doc__)
     results = [{"size": size, **race(arguments, size)} for size in arguments.sizes]
     header = ["size", *results[0]["speeds"], "target tokens per second of 1 process"]
     rows = [

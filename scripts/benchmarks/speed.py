@@ -26,13 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks import ctranslate2_engine as compiled
 from scripts.benchmarks.peers import BOS, EOS, PAD, PEERS, SIZES, Size, training_loss
 from scripts.benchmarks.turns import Runner, speeds, take_turns
-from scripts.reports import expect_known, markdown, write
+from scripts.reports import expect_known, markdown, read_options, write
 from vanilla_transformer.training.defaults import has_bfloat16_products
 
 REFERENCE = "marian"
@@ -105,7 +104,7 @@ class BenchmarkArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses()
+    arguments = read_options(BenchmarkArguments, __doc__)
     seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
     for start in range(arguments.starts):
         runners = {name: make_runner(arguments, name) for name in arguments.peers}

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
-from scripts.reports import markdown, write
+from scripts.reports import markdown, read_options, write
 from tests.conversion import reference
 from vanilla_transformer import conversion
 
@@ -68,9 +68,8 @@ def _share(found: list[Any], expected: list[Any]) -> str:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(
-        ConversionCheckArguments, description=__doc__
-    ).parse_args_into_dataclasses()
+    arguments = read_options(ConversionCheckArguments, __doc__)
+    transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     files = sorted(Path(arguments.checkpoints).glob("*/*/reference.safetensors"))
     if not files:

@@ -19,11 +19,10 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.commands import serving
-from scripts.reports import expect_known
+from scripts.reports import expect_known, read_options
 
 REPOSITORY = Path(__file__).parents[2]
 LONGEST_START = 120  # seconds
@@ -165,7 +164,7 @@ def install(extra: str, folder: Path, newest: bool) -> Path:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(ExtrasArguments).parse_args_into_dataclasses()
+    arguments = read_options(ExtrasArguments, __doc__)
     expect_known("extras", arguments.extras, EXTRAS)
     folder = Path(arguments.output_dir).resolve()
     work = folder / "work"

@@ -39,11 +39,11 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.elastic.utils.distributed import get_free_port
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser, PrinterCallback, TrainerCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
-from scripts.reports import expect_known, markdown, write
+from scripts.reports import expect_known, markdown, read_options, write
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.phrases import load_phrases
 from vanilla_transformer.data.tokenization import train_tokenizer
@@ -89,7 +89,7 @@ class FaultArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(FaultArguments).parse_args_into_dataclasses()
+    arguments = read_options(FaultArguments, __doc__)
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)  # a process with more threads cannot be forked
     with tempfile.TemporaryDirectory() as scratch:

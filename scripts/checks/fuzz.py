@@ -23,12 +23,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as with_seed
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.checks.fuzz_comparisons import COMPARISONS
 from scripts.checks.fuzz_families import FAMILIES as KINDS_OF_INPUT
-from scripts.reports import expect_known, markdown, write
+from scripts.reports import expect_known, markdown, read_options, write
 
 FAMILIES = KINDS_OF_INPUT | COMPARISONS
 OUTCOMES = ("right", "refused", "failed")
@@ -49,7 +48,7 @@ class FuzzArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(FuzzArguments).parse_args_into_dataclasses()
+    arguments = read_options(FuzzArguments, __doc__)
     results = {}
     for name, cases in shares(arguments.families, arguments.cases).items():
         with ProcessPoolExecutor(1, get_context("spawn")) as process:

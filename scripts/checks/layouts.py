@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import AutoModelForSeq2SeqLM, HfArgumentParser
+from transformers import AutoModelForSeq2SeqLM
 from transformers.hf_argparser import HfArg
 from transformers.integrations.deepspeed import is_deepspeed_available
 from transformers.utils import logging as transformers_logging
 
 import vanilla_transformer  # noqa: F401  # registers the model
-from scripts.reports import expect_known, markdown, write
+from scripts.reports import expect_known, markdown, read_options, write
 from vanilla_transformer.data.phrases import load_phrases
 
 REPOSITORY = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ class LayoutArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(LayoutArguments).parse_args_into_dataclasses()
+    arguments = read_options(LayoutArguments, __doc__)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:

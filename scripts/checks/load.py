@@ -25,11 +25,10 @@ from typing import Any
 
 import httpx
 import psutil
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.commands import serving
-from scripts.reports import markdown, write
+from scripts.reports import markdown, read_options, write
 from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.translation import translate
@@ -244,7 +243,7 @@ def plain_loop(
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(LoadArguments).parse_args_into_dataclasses()
+    arguments = read_options(LoadArguments, __doc__)
     source, _, target_language = arguments.model.partition("=")[0].partition("-")
     lines = [line for line in islice(read_file(arguments.source), arguments.lines) if line.strip()]
     batched, batched_speed = plain_loop(arguments, lines, 32)

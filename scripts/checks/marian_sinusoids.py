@@ -7,16 +7,15 @@ that Marian itself gives to each word of some translations. The model is convert
 trained, and as transformers would run it. Writes marian_sinusoids.json and marian_sinusoids.md.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
-from scripts.reports import markdown, write
+from scripts.reports import markdown, read_options, write
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.conversion import ConversionOptions, marian
 
@@ -26,11 +25,11 @@ WAYS = {"as trained": None, "like transformers": "transformers"}
 @dataclass
 class SinusoidArguments:
     checkpoints: str = HfArg(help="A folder with a folder for each model.")
-    output_dir: str = field(default="outputs/checks")
+    output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(SinusoidArguments).parse_args_into_dataclasses()
+    arguments = read_options(SinusoidArguments, __doc__)
     folders = sorted(
         file.parent for file in Path(arguments.checkpoints).glob("*/reference.safetensors")
     )

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging as transformers_logging
 
 from scripts.checks.toolkit_imports import MODULES, import_toolkit
 from scripts.checks.toolkit_training import HEADS, SOURCE, TARGET, TRAININGS, prepare, train
-from scripts.reports import expect_known, markdown, save
+from scripts.reports import expect_known, markdown, read_options, save
 from vanilla_transformer import conversion
 from vanilla_transformer.conversion.check import Converted, Toolkit, largest_difference, of_targets
 from vanilla_transformer.conversion.positions import FREQUENCIES, LAYOUTS, sinusoids
@@ -284,9 +283,7 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(
-        ToolkitArguments, description=__doc__
-    ).parse_args_into_dataclasses()
+    arguments = read_options(ToolkitArguments, __doc__)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     import_toolkit(MODULES.get(arguments.toolkit, ()))

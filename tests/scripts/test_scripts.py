@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,22 @@ def test_a_missing_python_is_said_in_one_line(script, tmp_path):
         process.stderr
         == f"{script}: needs Python 3.11 or newer with venv; set PYTHON to its path\n"
     )
+
+
+def with_options():
+    """The modules that scripts/checks/README.md and scripts/benchmarks/README.md list."""
+    readmes = (REPOSITORY / "scripts" / name / "README.md" for name in ("checks", "benchmarks"))
+    text = "".join(readme.read_text() for readme in readmes)
+    return sorted({*re.findall(r"python -m (\S+?)`? ", text)} - {"scripts.benchmarks.table3"})
+
+
+@pytest.mark.parametrize("name", with_options())
+def test_help_says_what_a_script_does(name, monkeypatch, capsys):
+    program = f"{name}.__main__" if name.endswith(".gpu") else name
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        import_module(program).main()
+    assert import_module(program).__doc__.strip() in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- versions

@@ -27,7 +27,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.gpu.cells import Cell, Worker, describe, measure_all
@@ -35,7 +34,7 @@ from scripts.benchmarks.gpu.multi30k import expect_multi30k
 from scripts.benchmarks.gpu.plan import DRY_RUN, Plan
 from scripts.benchmarks.gpu.timing import environment
 from scripts.benchmarks.sigmorphon import languages_of
-from scripts.reports import expect_known, markdown, save
+from scripts.reports import expect_known, markdown, read_options, save
 from vanilla_transformer.training.speeds import write_speeds
 
 PARTS = ("tests", "training", "decoding", "recipes")
@@ -81,7 +80,7 @@ class GPUArguments:
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(GPUArguments).parse_args_into_dataclasses()
+    arguments = read_options(GPUArguments, __doc__)
     # For the processes of the cells. On several GPUs, transformers' trainer would use all.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
