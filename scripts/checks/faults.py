@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import datasets
 import psutil
 import torch
 from safetensors.torch import load_file
@@ -91,6 +92,7 @@ class FaultArguments:
 def main() -> None:
     arguments = read_options(FaultArguments, __doc__)
     transformers_logging.set_verbosity_error()
+    datasets.disable_progress_bars()
     torch.set_num_threads(1)  # a process with more threads cannot be forked
     with tempfile.TemporaryDirectory() as scratch:
         harness = Harness(Path(scratch), arguments)
@@ -141,9 +143,9 @@ class Harness:
         self.phase = multiprocessing.Value("i", 0)
         pairs = load_phrases(200, target_language="de")
         texts = [*pairs["source"], *pairs["target"]]
-        self.tokenizer = train_tokenizer(texts, 400, show_progress=False)
+        tokenizer = self.tokenizer = train_tokenizer(texts, 400, show_progress=False)
         self.data = pairs.map(
-            lambda pair: self.tokenizer(pair["source"], text_target=pair["target"]),
+            lambda pair: tokenizer(pair["source"], text_target=pair["target"]),
             remove_columns=pairs.column_names,
         )
         self.expected, self.duration = {}, {}  # by processes
@@ -264,8 +266,9 @@ class Harness:
         if fault == "poisoned":
             return 1, self.go_on(folder, fault) == 0
         # Of two checkpoints one may be damaged; without a whole one, training refuses to go on.
-        while self.go_on(folder, "terminate") == 0 or len(checkpoints_by_step(folder)) < 2:
-            shutil.rmtree(folder)
+        while len(checkpoints_by_step(folder)) < 2:
+            if self.go_on(folder, "terminate") == 0:  # it was too late
+                shutil.rmtree(folder)
         if fault in DAMAGES:
             newest = list(checkpoints_by_step(folder).values())[-1]
             spoil(fault, newest / self.random.choice(FILES))

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from scripts.benchmarks import ablations
 from scripts.benchmarks.speed import with_setting
 from scripts.benchmarks.turns import Runner
+from scripts.checks import faults
 from scripts.overlay import make_overlay
 
 
@@ -364,6 +365,28 @@ def test_the_claims_are_about_rows_of_the_table():
     assert {row for claim in ablations.CLAIMS for row in (claim.better, claim.worse)} <= set(
         ablations.ROWS
     )
+
+
+def test_a_training_is_interrupted_until_it_has_two_checkpoints(tmp_path, monkeypatch):
+    def go_on(folder, fault):
+        step = 3 * (1 + len(faults.checkpoints_by_step(folder)))  # too soon for a scheduled one
+        checkpoint = folder / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        for file in faults.FILES:
+            (checkpoint / file).write_text("whole")
+        codes.append(128 + signal.SIGTERM if len(codes) != 1 else 0)  # the second one is too late
+        assert len(codes) < 9
+        return codes[-1]
+
+    codes = []
+    arguments = faults.FaultArguments(faults=[], steps=10)
+    harness = faults.Harness(tmp_path, arguments)
+    monkeypatch.setattr(harness, "go_on", go_on)
+    assert harness.break_one("missing", tmp_path / "run", {}) == (1, True)
+    assert list(faults.checkpoints_by_step(tmp_path / "run")) == [3, 6]
+    assert len(codes) == 4
+    found = [len(list((tmp_path / f"run/checkpoint-{step}").iterdir())) for step in (3, 6)]
+    assert found == [len(faults.FILES), len(faults.FILES) - 1]
 
 
 @pytest.mark.slow
