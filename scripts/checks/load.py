@@ -36,6 +36,7 @@ from vanilla_transformer.serving.arguments import KEYS_VARIABLE
 
 KEY = "a-key-for-the-load"
 BIG_BODY = 10_000_000  # bytes
+WRONG = "wrong"
 
 
 @dataclass
@@ -193,7 +194,8 @@ async def put_under_load(
         nonlocal lines
         if rng.random() < arguments.broken:
             check = rng.choice(BROKEN)
-            outcomes[f"{check.__name__}, {await check(client, target)}"] += 1
+            verdict = "right" if await check(client, target) else WRONG
+            outcomes[f"{check.__name__}, {verdict}"] += 1
             return
         start = time.perf_counter()
         try:
@@ -201,7 +203,7 @@ async def put_under_load(
             lines += translated  # not in one statement: others add to it during the await
             outcomes["right"] += 1
         except (ValueError, httpx.HTTPError) as error:
-            outcomes["wrong"] += 1
+            outcomes[WRONG] += 1
             errors.append(repr(error)[:500])
         times.append(time.perf_counter() - start)
 
@@ -272,17 +274,18 @@ def main() -> None:
 
 def to_markdown(results: dict[str, Any]) -> str:
     names = ("connections", "requests", "sentences/s", "p50, ms", "p99, ms")
-    rows = [
-        [load[name] for name in names] + [load["outcomes"].get("wrong", 0), memory]
-        for load, memory in zip(results["loads"], results["memory, MB"], strict=True)
-    ]
-    loops = results["plain loop, sentences/s"]
-    plain = "; ".join(f"{name}: {speed}" for name, speed in loops.items())
-    outcomes: Counter[str] = Counter()
-    for load in results["loads"]:
-        outcomes.update(load["outcomes"])
+    rows, outcomes = [], Counter[str]()
+    for load, memory in zip(results["loads"], results["memory, MB"], strict=True):
+        counts = load["outcomes"]
+        wrong = sum(count for name, count in counts.items() if name.endswith(WRONG))
+        rows.append([*(load[name] for name in names), wrong, memory])
+        outcomes.update(counts)
     table = markdown([*names, "wrong answers", "memory, MB"], rows)
-    return f"Plain loop, sentences/s: {plain}\n\n{table}\n\n{dict(sorted(outcomes.items()))}"
+    loops, totals = (
+        "; ".join(f"{name}: {number}" for name, number in numbers.items())
+        for numbers in (results["plain loop, sentences/s"], dict(sorted(outcomes.items())))
+    )
+    return f"Plain loop, sentences/s: {loops}\n\n{table}\n\n{totals}"
 
 
 if __name__ == "__main__":

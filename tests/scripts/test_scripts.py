@@ -1,5 +1,6 @@
 """The scripts as contributors run them."""
 
+import asyncio
 import json
 import os
 import re
@@ -8,8 +9,10 @@ import signal
 import subprocess
 import sys
 import tomllib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from importlib.metadata import version
+from threading import Thread
 from zipfile import ZipFile
 
 import pytest
@@ -19,7 +22,7 @@ from transformers import TrainerCallback
 from scripts.benchmarks import ablations
 from scripts.benchmarks.speed import with_setting
 from scripts.benchmarks.turns import Runner
-from scripts.checks import faults
+from scripts.checks import faults, load
 from scripts.overlay import make_overlay
 
 
@@ -365,6 +368,39 @@ def test_the_claims_are_about_rows_of_the_table():
     assert {row for claim in ablations.CLAIMS for row in (claim.better, claim.worse)} <= set(
         ablations.ROWS
     )
+
+
+class Parrot(BaseHTTPRequestHandler):
+    """Translates each text to itself, and takes what is no JSON for a text."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        try:
+            answer = {"translatedText": json.loads(body)["q"]}
+        except ValueError:
+            answer = {"translatedText": body.decode()}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+
+def test_an_answer_to_a_broken_request_may_be_wrong_too(monkeypatch):
+    monkeypatch.setattr(load, "BROKEN", (load.broken_json,))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Parrot) as server:
+        Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        target = load.Target(url, {}, ["one", "two"], [{"one"}, {"two"}])
+        arguments = load.LoadArguments("en-de=model", "lines", broken=0.5)
+        found = asyncio.run(load.put_under_load(target, arguments, 2, 20))
+        server.shutdown()
+    wrong = found["outcomes"]["broken_json, wrong"]
+    assert 0 < wrong == 20 - found["outcomes"]["right"] < 20
+    speeds = {"batches of 32": 2.0, "line by line": 1.0}
+    results = {"plain loop, sentences/s": speeds, "loads": [found], "memory, MB": [390]}
+    report = load.to_markdown(results)
+    assert f" | {wrong} | 390 |" in report
+    assert report.startswith("Plain loop, sentences/s: batches of 32: 2.0; line by line: 1.0\n")
+    assert report.endswith(f"\n\nbroken_json, wrong: {wrong}; right: {20 - wrong}")
 
 
 def test_a_training_is_interrupted_until_it_has_two_checkpoints(tmp_path, monkeypatch):
