@@ -51,7 +51,8 @@ class PlanArguments:
 def main() -> None:
     arguments = read_options(PlanArguments, __doc__)
     for devices in arguments.devices:
-        print(f"GiB per device, {devices} devices:\n\n{memory_table(devices)}\n")
+        where = f"each of {devices} devices" if devices > 1 else "one device"
+        print(f"GiB on {where}:\n\n{memory_table(devices)}\n")
     if arguments.tokens_per_second is not None:
         print(days_table(arguments))
 

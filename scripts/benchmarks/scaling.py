@@ -51,7 +51,12 @@ class ScalingArguments:
 def main() -> None:
     arguments = read_options(ScalingArguments, __doc__)
     results = [{"size": size, **race(arguments, size)} for size in arguments.sizes]
-    header = ["size", *results[0]["speeds"], "target tokens per second of 1 process"]
+    write(arguments.output_dir, "scaling", results, to_markdown(results))
+
+
+def to_markdown(results: list[dict[str, Any]]) -> str:
+    """A table with a row per size."""
+    header = [f"speed, {ALONE} = 1", *results[0]["speeds"], f"target tokens per second of {ALONE}"]
     rows = [
         (
             result["size"],
@@ -60,7 +65,7 @@ def main() -> None:
         )
         for result in results
     ]
-    write(arguments.output_dir, "scaling", results, markdown(header, rows))
+    return markdown(header, rows)
 
 
 def race(arguments: ScalingArguments, size: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pytest
 from conftest import REPOSITORY, random_ids, run_module
 from transformers import TrainerCallback
 
-from scripts.benchmarks import ablations
+from scripts.benchmarks import ablations, plan
 from scripts.benchmarks.speed import with_setting
 from scripts.benchmarks.turns import Runner
 from scripts.checks import faults, load
@@ -271,6 +271,29 @@ def test_the_benchmark_of_programs_finds_shares_and_ratios(folder):
     assert 0 < shares["forward, backward, optimizer, of all steps"] <= 1
     assert sum(share for name, share in shares.items() if name.endswith(", of all")) <= 1
     assert results["translate"]["same"] > 0
+
+
+def test_the_estimate_of_memory_says_on_how_many_devices(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan", "--devices", "1", "8"])
+    plan.main()
+    one, eight = capsys.readouterr().out.split("GiB on each of 8 devices:\n\n")
+    assert one.startswith("GiB on one device:\n\n")
+    assert "| base | 63 | 0.94 | 0.94 | 0.94 | 0.94 | 0.94 |" in one
+    assert "| base | 63 | 0.94 | 0.53 | 0.32 | 0.20 | 0.12 |" in eight
+
+
+@pytest.mark.slow
+def test_several_processes_are_compared_with_one(folder):
+    flags = ["--sizes", "tiny", "--tokens", "100", "--rounds", "1", "--output_dir", "scaling"]
+    process = run_module("scripts.benchmarks.scaling", *flags, cwd=folder)
+    (result,) = json.loads((folder / "scaling/scaling.json").read_text())
+    assert {name: len(seconds) for name, seconds in result["seconds"].items()} == {
+        "1 process": 1, "2 processes": 1, "2 independent processes": 1,
+    }  # fmt: skip
+    table = (folder / "scaling/scaling.md").read_text()
+    assert table.startswith("| speed, 1 process = 1 | 2 processes | 2 independent processes |")
+    assert f"| tiny | {result['speeds']['2 processes']:.2f} |" in table
+    assert table.strip() in process.stdout
 
 
 @pytest.mark.slow
