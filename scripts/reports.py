@@ -14,8 +14,13 @@ Options = TypeVar("Options")
 
 
 def read_options(kind: type[Options], description: str | None) -> Options:
-    """The options of a command line. The description begins its `--help`."""
-    (options,) = CommandParser(kind, description=description).parse_args_into_dataclasses()
+    """The options of a command line. The description begins its `--help`. What is wrong with an
+    option ends the process in one line."""
+    parser = CommandParser(kind, description=description)
+    try:
+        (options,) = parser.parse_args_into_dataclasses()
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     return options
 
 

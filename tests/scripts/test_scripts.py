@@ -469,4 +469,5 @@ def test_broken_trainings_lose_nothing(folder):
 def test_a_benchmark_that_cannot_be_is_refused(folder, flags, message):
     process = run_module("scripts.benchmarks.speed", *flags, cwd=folder, check=False)
     assert process.returncode != 0
-    assert message in process.stderr
+    assert f"error: {message}" in process.stderr
+    assert "Traceback" not in process.stderr
