@@ -39,6 +39,8 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "VanillaTransformerConfig.from_preset",
             "VanillaTransformerForConditionalGeneration",
             "VanillaTransformerForConditionalGeneration.generate",
+            "VanillaTransformerForConditionalGeneration.resize_decoder_token_embeddings",
+            "VanillaTransformerForConditionalGeneration.resize_position_embeddings",
             "VanillaTransformerModel",
             "VanillaTransformerEncoderModel",
             "VanillaTransformerForCausalLM",
@@ -55,6 +57,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
     "Training": {
         "training.token_batches": ["TokenBudgetArguments", "TokenBudgetTrainer"],
         "training.averaging": ["average_checkpoints"],
+        "training.distributed": ["end_training"],
     },
     "Translation": {
         "inference.translation": ["translate", "translate_n_best", "Hypothesis"],
