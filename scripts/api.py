@@ -5,6 +5,7 @@ python -m scripts.api --write    # updates docs/api.md
 """
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -50,6 +51,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
     "Pipelines": {"": ["TranslationPipeline", "Text2TextGenerationPipeline"]},
     "Data": {
         "data.phrases": ["load_phrases"],
+        "data.data_options": ["DataArguments"],
         "data.parallel_text": ["load_parallel_dataset", "iter_texts", "tokenize_dataset"],
         "data.tokenization": ["train_tokenizer"],
         "data.collation": ["PairCollator"],
@@ -72,6 +74,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
     },
     "Conversion and export": {
         "conversion": ["convert", "convert_back"],
+        "conversion.core": ["ConversionOptions"],
         "export": ["export"],
     },
     "Analysis": {
@@ -119,6 +122,9 @@ def entry(package: Any, module: str, name: str) -> Iterator[str]:
             continue
         yield f"**{section.kind.value.capitalize()}{' of `forward`' if has_forward else ''}**"
         yield ""
+        if section.kind is DocstringSectionKind.returns:  # of the type in the signature
+            yield section.value[0].description
+            continue
         yield from (line for item in section.value for line in listed(item, found))
     yield from options(getattr(import_module(module), name_in_module))
 
@@ -129,7 +135,10 @@ def options(described: Any) -> Iterator[str]:
     if helped := [field for field in fields if "help" in field.metadata]:
         yield from ("", "**Fields**", "")
         for field in helped:
-            yield from wrapped(f"- `{field.name}` (`{field.default}`): {field.metadata['help']}")
+            is_made = field.default is dataclasses.MISSING
+            value = field.default_factory() if is_made else field.default  # type: ignore[misc]
+            told = re.sub(r"</?\w+>", r"`\g<0>`", field.metadata["help"])  # tags in Markdown
+            yield from wrapped(f"- `{field.name}` (`{value}`): {told}")
 
 
 def signature(name: str, function: Any) -> Iterator[str]:
@@ -138,12 +147,13 @@ def signature(name: str, function: Any) -> Iterator[str]:
     for parameter in function.parameters:
         if parameter.name in ("self", "cls"):
             continue
-        if parameter.kind is ParameterKind.keyword_only and "*" not in parameters:
+        has_star = any(text.startswith("*") for text in parameters)
+        if parameter.kind is ParameterKind.keyword_only and not has_star:
             parameters.append("*")
         stars = {ParameterKind.var_positional: "*", ParameterKind.var_keyword: "**"}
         text = f"{stars.get(parameter.kind, '')}{parameter.name}: {parameter.annotation}"
         has_default = parameter.default is not None and parameter.kind not in stars
-        parameters.append(f"{text} = {parameter.default}" if has_default else text)
+        parameters.append(f"{text} = {constant(parameter, function)}" if has_default else text)
     line = f"{name}({', '.join(parameters)}) -> {function.returns}"
     if len(line) <= WIDTH:
         yield line
@@ -151,6 +161,13 @@ def signature(name: str, function: Any) -> Iterator[str]:
     yield f"{name}("
     yield from (f"    {parameter}," for parameter in parameters)
     yield f") -> {function.returns}"
+
+
+def constant(parameter: Any, function: Any) -> str:
+    """The default of a parameter, also if it has a name in the function's module."""
+    text = str(parameter.default)
+    module = import_module(function.module.path)
+    return repr(getattr(module, text)) if hasattr(module, text) else text
 
 
 def listed(item: Any, found: Any) -> list[str]:

@@ -330,10 +330,10 @@ def compare_systems(
         test: "bootstrap", or "ar" for approximate randomization.
 
     Returns:
-        For each system, what `score_translations` returns, and for each metric, such as BLEU:
-        `bleu_p`, except for the first system, the probability of a difference at least as large if
-        both systems are equally good; from the bootstrap, `bleu_mean` and `bleu_ci`, the mean of
-        the samples and half the width of their 95% confidence interval.
+        For each system, what `score_translations` returns, with more numbers for each metric. Those
+        of BLEU are `bleu_p`, except for the first system, the probability of a difference at least
+        as large if both systems are equally good; and from the bootstrap, `bleu_mean` and
+        `bleu_ci`, the mean of the samples and half the width of their 95% confidence interval.
 
     Raises:
         ValueError: As `score_translations`.
