@@ -135,8 +135,8 @@ def options(described: Any) -> Iterator[str]:
     if helped := [field for field in fields if "help" in field.metadata]:
         yield from ("", "**Fields**", "")
         for field in helped:
-            is_made = field.default is dataclasses.MISSING
-            value = field.default_factory() if is_made else field.default  # type: ignore[misc]
+            make: Any = field.default_factory
+            value = field.default if make is dataclasses.MISSING else make()
             told = re.sub(r"</?\w+>", r"`\g<0>`", field.metadata["help"])  # tags in Markdown
             yield from wrapped(f"- `{field.name}` (`{value}`): {told}")
 
