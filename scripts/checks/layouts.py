@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm.auto import tqdm
 from transformers import AutoModelForSeq2SeqLM
 from transformers.hf_argparser import HfArg
@@ -173,16 +174,14 @@ def read_training(folder: Path) -> dict[str, Any]:
 
 
 def differences(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """The largest differences of the loss in any step, and of any weight."""
+    """The largest differences of the loss in any step, and of any weight. NaN if one is NaN, unlike
+    that of `max`."""
     losses, weights = expected["losses"], expected["weights"]
     assert actual["losses"].keys() == losses.keys(), "a step is missing"
     assert actual["weights"].keys() == weights.keys(), "a weight is missing"
-    return {
-        "loss": max(abs(actual["losses"][step] - losses[step]) for step in losses),
-        "weights": max(
-            (actual["weights"][name] - weights[name]).abs().max().item() for name in weights
-        ),
-    }
+    of_losses = [actual["losses"][step] - losses[step] for step in losses]
+    of_weights = [(actual["weights"][name] - weights[name]).abs().max().item() for name in weights]
+    return {"loss": float(np.abs(of_losses).max()), "weights": float(np.max(of_weights))}
 
 
 def to_markdown(results: list[dict[str, Any]]) -> str:

@@ -103,7 +103,7 @@ class Echo:
 @pytest.mark.parametrize(
     ("error", "of_targets_alone", "shown"),
     [(0.0, False, "0.0e+00"), (0.25, False, "2.5e-01"), (0.0, True, "0.0e+00"),
-     (0.25, True, "2.5e-01")],
+     (0.25, True, "2.5e-01"), (float("nan"), False, "nan")],
 )  # fmt: skip
 def test_a_check_reports_the_largest_difference(
     checkpoint, tmp_path, monkeypatch, error, of_targets_alone, shown

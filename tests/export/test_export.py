@@ -1,6 +1,8 @@
 """What `export` refuses before it works, what it leaves as it was, and its command."""
 
+import copy
 import json
+import math
 import shutil
 import sys
 
@@ -180,6 +182,23 @@ def test_scores_are_compared_for_equal_tokens_alone(saved, tokenizer):
     assert (same["equal"], same["difference"]) == (2, 0.0)
     different = compare((model, tokenizer), (another, tokenizer), lines)
     assert (different["equal"], different["difference"]) == (0, None)
+
+
+def test_a_score_that_is_no_number_is_a_difference(saved, tokenizer, monkeypatch):
+    model, _ = saved()
+    broken = copy.deepcopy(model)
+    generate = type(model).generate
+
+    def spoil(self, **inputs):
+        output = generate(self, **inputs)
+        if self is broken and hasattr(output, "sequences_scores"):
+            output["sequences_scores"][-1] = math.nan
+        return output
+
+    monkeypatch.setattr(type(model), "generate", spoil)
+    found = compare((model, tokenizer), (broken, tokenizer), ["the lake is deep", "a house"])
+    assert found["equal"] == 2
+    assert math.isnan(found["difference"])
 
 
 def test_a_model_that_samples_is_compared_without_sampling(saved, tmp_path, to):

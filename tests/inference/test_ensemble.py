@@ -128,10 +128,30 @@ def test_an_output_is_as_long_as_its_source_and_50(members, endless):
     assert (found[:, 1:] != 0).sum(1).tolist() == [55, 59, 53]
 
 
-def test_learned_positions_of_one_member_limit_all(members):
-    ensemble = VanillaTransformerEnsemble(members)
+def test_the_fewest_learned_positions_of_a_member_limit_all(members):
+    sinusoids = make(0, max_position_embeddings=8)  # which have no end
+    more = make(1, position_encoding="learned", max_position_embeddings=50)
+    ensemble = VanillaTransformerEnsemble([sinusoids, more, members[1]])
     found = ensemble.generate(**SOURCE, eos_token_id=None)
     assert found.shape[1] == 40
+
+
+def test_members_of_half_precision_lose_none_when_they_are_averaged():
+    members = [make(0), make(1).bfloat16()]
+    inputs = {**SOURCE, "decoder_input_ids": random_ids(3, 6)}
+    mean = sum(member(**inputs).logits.double().softmax(-1) for member in members) / 2
+    for order in (members, members[::-1]):
+        logits = VanillaTransformerEnsemble(order)(**inputs).logits
+        torch.testing.assert_close(logits.double().softmax(-1), mean, rtol=1e-5, atol=1e-7)
+
+
+def test_the_first_member_has_the_generation_config():
+    first = make(0)
+    first.generation_config.update(max_new_tokens=4, eos_token_id=None)
+    ensemble = VanillaTransformerEnsemble([first, make(1)])
+    assert ensemble.generate(**SOURCE).shape[1] == 1 + 4
+    ensemble.generation_config.max_new_tokens = 5
+    assert first.generation_config.max_new_tokens == 4
 
 
 def test_two_vocabularies(members):

@@ -24,6 +24,7 @@ from transformers import (
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.text_files import read_lines
+from vanilla_transformer.inference import translation as translating
 from vanilla_transformer.inference.decoding import expect_valid_options, position_limit
 from vanilla_transformer.inference.translation import (
     BATCHES_PER_WINDOW,
@@ -269,15 +270,34 @@ def test_a_limit_counts_the_tokens_after_a_prefix(model, tokenizer, options, lim
 
 
 def test_a_prefix_that_is_as_long_as_the_longest_target_is_named(model, tokenizer, monkeypatch):
-    prefixes = ["", "ein Haus am See ein Haus am See"]
-    tokens = len(tokenizer(text_target=prefixes[1])["input_ids"]) - 1
-    message = f"target prefix 2 has {tokens} tokens: expected fewer than 3, the length limit"
+    prefixes = ["", "", "ein Haus am See"]
+    tokens = len(tokenizer(text_target=prefixes[2])["input_ids"]) - 1
+    message = f"target prefix 3 has {tokens} tokens: expected fewer than {tokens}, the length limit"
+    monkeypatch.setattr(translating, "BATCHES_PER_WINDOW", 1)
+    options = {"prefixes": prefixes, "batch_size": 2}
+    assert list(translate(["see"] * 3, model, tokenizer, **options, max_length=1 + tokens + 1))
     with pytest.raises(ValueError, match=message):
-        list(translate(["see", "see"], model, tokenizer, prefixes=prefixes, max_length=4))
+        list(translate(["see"] * 3, model, tokenizer, **options, max_length=1 + tokens))
     monkeypatch.setattr(model.config, "position_encoding", "learned")
-    monkeypatch.setattr(model.config, "max_position_embeddings", 4)
+    monkeypatch.setattr(model.config, "max_position_embeddings", 1 + tokens)
     with pytest.raises(ValueError, match=message):
-        list(translate(["see", "see"], model, tokenizer, prefixes=prefixes))
+        list(translate(["see"] * 3, model, tokenizer, **options))
+
+
+def test_new_tokens_are_counted_after_a_prefix_that_max_length_would_refuse(
+    model, tokenizer, monkeypatch
+):
+    """`generate()` prefers `max_new_tokens`, wherever it is set."""
+    monkeypatch.setattr(model.generation_config, "max_new_tokens", 2)
+    options = {"max_length": 4, "suppress_tokens": [tokenizer.eos_token_id]}
+    prefixes = ["ein Haus am See"]
+    ((found,),) = translate_n_best(["see"], model, tokenizer, None, prefixes=prefixes, **options)
+    assert len(found.token_ids) == len(tokenizer(text_target=prefixes[0])["input_ids"]) - 1 + 2
+
+
+def test_a_blank_prefix_has_no_tokens(model, tokenizer):
+    assert len(tokenizer(text_target=" ")["input_ids"]) > 1
+    assert encode_prefixes(["", " \t"], model, tokenizer, {}) == [[], []]
 
 
 @pytest.mark.parametrize("ends", [2, [2, 9]])

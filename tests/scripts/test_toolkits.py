@@ -1,10 +1,14 @@
-"""The check of other toolkits takes nothing of an earlier run that would differ now."""
+"""The check of other toolkits takes nothing of an earlier run that would differ now, and does not
+hide NaN."""
+
+import math
 
 import pytest
+import torch
 
 pytest.importorskip("subword_nmt", reason="needs subword-nmt")
 
-from scripts.checks import toolkit_training, toolkits
+from scripts.checks import layouts, toolkit_training, toolkits
 
 
 def test_a_model_of_as_many_updates_is_trained_once(tmp_path, monkeypatch):
@@ -46,3 +50,14 @@ def test_a_checkpoint_is_converted_each_time(tmp_path, monkeypatch):
     monkeypatch.setattr(toolkits.conversion, "convert", convert)
     with pytest.raises(ConvertedError):
         toolkits.compare("mine", tmp_path, tmp_path / "converted", tmp_path, 1)
+
+
+def test_a_difference_that_is_no_number_is_the_largest(monkeypatch):
+    found = iter([0.5, math.nan, 0.25])
+    monkeypatch.setattr(toolkits, "largest_difference", lambda *arguments: next(found))
+    assert math.isnan(toolkits.log_probability_difference(None, None, [[], [], []], [[], [], []]))
+    runs = [
+        {"losses": {1: 0.5, 2: second}, "weights": dict(enumerate(torch.tensor([0.0, second])))}
+        for second in (1.0, math.nan)
+    ]
+    assert all(map(math.isnan, layouts.differences(*runs).values()))

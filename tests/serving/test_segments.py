@@ -80,6 +80,20 @@ def test_sentences_that_touch_get_a_space_where_the_target_has_one(target, joine
     assert join(spaced, ["It rains.", "Why?", "/ a?", "b"], is_html=False) == joined
 
 
+@pytest.mark.parametrize(
+    ("text", "spaced"),
+    [
+        ("于 3。为什么？", "于 3。 为什么？"),
+        ("好。\u3000好。", "好。\u3000好。"),
+        ("好 a?b", "好 a?b"),
+    ],
+)
+def test_the_end_of_a_sentence_decides_whether_it_touches_the_next(text, spaced):
+    segments = split_text(text, "zh", 1)
+    assert len(sentences(segments)) == 2
+    assert same(with_spaces(segments, "en")) == spaced
+
+
 @pytest.mark.parametrize("split", [split_text, split_html])
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\u2028", "\u2029\u2029"])
 def test_ends_of_lines_stay(split, end):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -194,15 +195,16 @@ def largest_difference(
     toolkit: Toolkit, ours: Converted, sources: list[list[int]], targets: list[list[int]]
 ) -> float:
     """The largest difference of log-probabilities, over all positions and all tokens that the
-    toolkit reports."""
+    toolkit reports. NaN if one is NaN."""
     theirs = toolkit.log_probs(sources, targets)
     found = ours.log_probs(sources, targets)
     if theirs[0].shape[1] == 1:
         found = of_targets(found, targets)
-    return max(
+    differences = [
         (expected - row[:, : expected.shape[1]]).abs().max().item()
         for expected, row in zip(theirs, found, strict=True)
-    )
+    ]
+    return float(np.max(differences))  # unlike `max`, it keeps NaN
 
 
 def compare(toolkit: Any, folder: str | Path, lines: list[str]) -> dict[str, Any]:
@@ -225,7 +227,7 @@ def compare(toolkit: Any, folder: str | Path, lines: list[str]) -> dict[str, Any
         for one, other in zip(theirs, translations, strict=True):
             found["equal"] += ours.text(one) == ours.text(other)
         difference = largest_difference(toolkit, ours, sources, theirs)
-        found["difference"] = max(found["difference"], difference)
+        found["difference"] = float(np.maximum(found["difference"], difference))
     return found
 
 

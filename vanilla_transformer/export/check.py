@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -86,7 +87,9 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
             if one.token_ids == other.token_ids:
                 differences.append(abs(one.score - other.score))
     speeds = [len(lines) / each for each in seconds]
-    return {"equal": equal, "difference": max(differences, default=None), "speeds": speeds}
+    # Unlike `max`, NumPy's keeps NaN.
+    difference = float(np.max(differences)) if differences else None
+    return {"equal": equal, "difference": difference, "speeds": speeds}
 
 
 def _limit(model: tuple[Any, Any], exported: Any, lines: list[str]) -> dict[str, Any]:
