@@ -17,7 +17,7 @@ from conftest import lines_of, run_command, run_ranks
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainerState
 
 from vanilla_transformer.cli.evaluate import EvaluateArguments
-from vanilla_transformer.cli.plan import measured_with, total_updates
+from vanilla_transformer.cli.plan import WARMUP, measure, measured_with, report, total_updates
 
 SHAPE = (
     "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,"
@@ -400,6 +400,51 @@ H200 = {
     "target_tokens_per_second": 1e-3,
     "gib": 7.0,
 }
+
+
+def test_a_plan_does_not_measure_the_first_updates(monkeypatch):
+    """Three slow ones, then two that take 1 and 2 seconds."""
+    now, durations = [100.0], [10.0, 20.0, 30.0, 1.0, 2.0]
+    assert WARMUP == 3
+    monkeypatch.setattr("vanilla_transformer.cli.plan.time.perf_counter", lambda: now[0])
+    callbacks = []
+
+    def train():
+        for seconds in durations[: trainer.args.max_steps]:
+            now[0] += seconds
+            callbacks[0].on_step_end(None, None, None)
+        now[0] += 50.0  # what comes after the last update
+
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(), add_callback=callbacks.append, train=train,
+        remove_callback=callbacks.remove,
+    )  # fmt: skip
+    assert measure(trainer, 2) == 1.5
+    assert trainer.args.max_steps == 5
+    assert not callbacks
+
+
+def test_a_plan_divides_the_tokens_among_the_devices():
+    """Here 5 epochs of 1.8 million, 9 million. A quarter at 1,000 per second and the rest at 500
+    take 0.25 / 1000 + 0.75 / 500 seconds each: 15,750 seconds on one device, 2.19 hours on two."""
+    size = SimpleNamespace(pairs=70_000, target_tokens=2_000_000)
+    model = SimpleNamespace(num_parameters=lambda: 12_345)
+    prepared = SimpleNamespace(size=size, target_tokens=1_800_000, model=model)
+    args = SimpleNamespace(max_steps=500, world_size=2)
+    fast = {**H200, "target_tokens_per_second": 1000.0, "gib": 2.0}
+    slow = {**H200, "target_tokens_per_second": 500.0, "gib": 3.0}
+    lines = report(prepared, args, H200, [(fast, 0.25), (slow, 0.75)], 100).splitlines()
+    assert dict(line.strip("| ").split(" | ") for line in lines[2:]) == {
+        "model": "d_model 16, 1+1 layers, d_ff 16, 12,345 weights",
+        "text": "70,000 pairs, 2,000,000 target tokens",
+        "hardware": "2 x NVIDIA H200, fp32",
+        "updates": "500",
+        "epochs": "5.0, 9.0 million target tokens",
+        "speed": "571 target tokens per second and device",
+        "duration": "2.19 hours",
+        "memory": "3.0 GiB per device",
+        "recipe for a text of this size": "iwslt14_de_en",  # 2.3 times as much, not 2.4 times less
+    }
 
 
 def test_a_plan_says_what_was_measured_with_another_update():

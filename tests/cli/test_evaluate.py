@@ -11,6 +11,7 @@ from conftest import run_module
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.cli import evaluate
+from vanilla_transformer.inference.translation import translate
 
 TEXTS = {
     "source": "one\ntwo words\nand three words\n",
@@ -48,6 +49,40 @@ def test_metrics_are_chosen_and_references_are_several(run):
     assert two["exact_match"] == pytest.approx(200 / 3)
     assert one["wer"] == pytest.approx(100 * 2 / 6)
     assert "nrefs:2" in two["ter_signature"]
+
+
+@pytest.mark.parametrize("metric", ["bleu", "chrf"])
+def test_case_is_ignored_in_each_metric_that_knows_it(run, metric):
+    flags = ["--predictions", "a.de", "--target", "ref0", "--metrics", metric]
+    assert "case:mixed" in json.loads(run(*flags))[f"{metric}_signature"]
+    assert "case:lc" in json.loads(run(*flags, "--lowercase"))[f"{metric}_signature"]
+
+
+def test_signatures_name_the_tokenizer_and_the_test(run):
+    flags = ["--predictions", "a.de", "b.de", "--target", "ref0", "--metrics", "bleu"]
+    for more, named in (
+        (["--tokenize", "char"], "tok:char"),
+        (["--paired", "bootstrap"], "bs:1000"),
+        (["--paired", "ar"], "ar:10000"),
+    ):
+        assert named in json.loads(run(*flags, *more))["a.de"]["bleu_signature"].split("|")
+
+
+def test_a_model_has_the_scores_of_its_translations(run, checkpoint, tmp_path):
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
+    model.generation_config.max_new_tokens = 9
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.save_pretrained(tmp_path / "model")
+    rest = ["--target", "ref0", "--metrics", "cer", "chrf"]
+    scores = []
+    for num_beams, flags in ((1, []), (4, ["--num_beams", "4"])):
+        lines = translate(TEXTS["source"].splitlines(), model, tokenizer, num_beams=num_beams)
+        (tmp_path / "mine").write_text("".join(f"{line}\n" for line in lines))
+        scores.append(json.loads(run("--predictions", "mine", *rest)))
+        flags = ["--model", "model", "--source", "source", "--device", "cpu", *flags]
+        assert json.loads(run(*flags, *rest)) == scores[-1]
+    assert scores[0] != scores[1]
 
 
 def test_a_model_that_samples_has_the_same_scores_each_time(run, checkpoint, tmp_path):

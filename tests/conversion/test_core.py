@@ -58,6 +58,28 @@ def test_two_of_three_matrices_may_be_one(tmp_path, tokenizer, projection_is_sou
         assert torch.equal(saved[name], matrix)
 
 
+def test_matrices_are_tied_that_are_equal():
+    source, target, projection = torch.randn(3, 5, 4)
+    longer = torch.randn(7, 4)
+    found = {
+        "all": tie(source, source.clone(), source.clone()),
+        "of the target": tie(source, target, target.clone()),
+        "of a longer target": tie(source, longer, longer.clone()),
+        "none": tie(source, target, projection),
+        "none, with a longer target": tie(source, longer, longer + 1),
+    }
+    fields = ("tie_word_embeddings", "vocab_size", "decoder_vocab_size")
+    assert {
+        name: (*map(tied.get, fields), *weights) for name, (weights, tied) in found.items()
+    } == {
+        "all": (True, 5, None, SHARED),
+        "of the target": (True, 5, 5, SOURCE, TARGET),
+        "of a longer target": (True, 5, 7, SOURCE, TARGET),
+        "none": (False, 5, None, SOURCE, TARGET, PROJECTION),
+        "none, with a longer target": (False, 5, 7, SOURCE, TARGET, PROJECTION),
+    }
+
+
 @pytest.mark.parametrize(
     ("languages", "named"),
     [

@@ -460,7 +460,7 @@ def test_quotes_of_a_writer_of_csv_are_told_once_in_a_tsv_file(tmp_path, caplog,
 
 
 def test_a_header_in_quotes_is_told_in_a_tsv_file(tmp_path, caplog):
-    file = write(tmp_path / "train.tsv", '"source"\t"target"\n"a"\t"b"\n')
+    file = write(tmp_path / "train.tsv", '"source"\t"target"\na\tb\n')
     load(train_file=file)
     (message,) = (text for text in caplog.messages if "in quotes" in text)
     assert message.startswith(file)
@@ -468,8 +468,8 @@ def test_a_header_in_quotes_is_told_in_a_tsv_file(tmp_path, caplog):
 
 @pytest.mark.parametrize("field", ['"open', '"a"', '""', 'a ""', '"" b', '"a" "" "b"', '"" "" ""'])
 def test_quotes_that_no_writer_of_csv_makes_are_text_without_a_word(tmp_path, caplog, field):
-    file = write(tmp_path / "train.tsv", f"source\ttarget\n{field}\tb\n")
-    assert pairs_of(load(train_file=file)["train"]) == [(field, "b")]
+    file = write(tmp_path / "train.tsv", f'source\ttarget\n{field}\t"b"\n')
+    assert pairs_of(load(train_file=file)["train"]) == [(field, '"b"')]
     assert not caplog.messages
 
 

@@ -113,6 +113,21 @@ def test_a_table_is_no_text(tmp_path, name):
     expect_output(path)  # which may have a name of any kind
 
 
+def test_an_output_replaces_no_input(tmp_path):
+    (tmp_path / "in").write_text("a\n")
+    (tmp_path / "link").symlink_to("in")
+    url = "s3://bucket/in"
+    for source, output in (("in", "in"), ("in", "link"), ("in", "./in")):
+        with pytest.raises(ValueError, match="expected another file than source"):
+            expect_output(tmp_path / output, target=None, source=tmp_path / source)
+    with pytest.raises(ValueError, match="output='s3://bucket/in': expected another file than so"):
+        expect_output(url, source=url)
+    expect_output(tmp_path / "out", source=tmp_path / "in")
+    expect_output(None, source=tmp_path / "in")
+    expect_output("s3://bucket/out", source=url)
+    expect_output(os.devnull, source=os.devnull)  # as a terminal may be both
+
+
 @pytest.mark.parametrize("name", ["tsv", "csv.en", "a.tsv.txt", "a.parts/0"])
 def test_a_name_that_only_mentions_a_table_is_text(tmp_path, name):
     path = tmp_path / name

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from conftest import REPOSITORY, run_ranks
+from conftest import REPOSITORY, run_ranks, seq2seq
 from tokenizers import normalizers
 from transformers import (
     BartConfig,
@@ -17,6 +17,8 @@ from transformers import (
     FSMTConfig,
     FSMTForConditionalGeneration,
     GPT2Config,
+    MarianConfig,
+    MarianMTModel,
     RobertaConfig,
     SynthIDTextWatermarkingConfig,
     pipeline,
@@ -396,6 +398,7 @@ def test_a_cache_that_transformers_does_not_know_is_refused_here(model):
         ({"watermarking_config": {"bias": "a"}}, "unsupported operand"),
         ({"watermarking_config": {"hashing_key": "a"}}, "manual_seed expected a long"),
         ({"watermarking_config": "kgw"}, "expected a WatermarkingConfig"),
+        ({"length_penalty_type": "mean"}, "expected one of power, gnmt"),
     ],
     ids=str,
 )
@@ -418,6 +421,25 @@ def test_what_only_a_step_of_the_search_reads_is_refused_before_the_work(model, 
 )
 def test_what_only_a_step_of_the_search_reads_is_allowed(model, options):
     expect_valid_options(model, options)
+
+
+@pytest.mark.parametrize("name", ["two vocabularies", "EncoderDecoderModel", "MarianMTModel"])
+def test_the_vocabulary_of_an_option_is_the_targets(name):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sides = [BertConfig(vocab_size=size, **sizes) for size in (50, 33)]
+    if name == "two vocabularies":
+        model = seq2seq(vocab_size=50, decoder_vocab_size=33)
+    elif name == "EncoderDecoderModel":
+        config = EncoderDecoderConfig.from_encoder_decoder_configs(*sides)
+        model = EncoderDecoderModel(config)
+    else:
+        heads = {f"{side}_attention_heads": 1 for side in ("encoder", "decoder")}
+        layers = {"encoder_layers": 1, "decoder_layers": 1}
+        config = MarianConfig(vocab_size=33, d_model=8, pad_token_id=0, **heads, **layers)
+        model = MarianMTModel(config)
+    expect_valid_options(model, {"sequence_bias": [[[32], 1.0]]})
+    with pytest.raises(ValueError, match="vocabulary size is 33"):
+        expect_valid_options(model, {"sequence_bias": [[[33], 1.0]]})
 
 
 def test_a_saved_option_of_another_search_does_not_matter(model, tokenizer, monkeypatch):
