@@ -443,7 +443,7 @@ def test_columns_that_are_not_there_are_the_languages(tmp_path, name, content, f
 
 
 def test_tsv_knows_no_quoting(tmp_path):
-    file = write(tmp_path / "test.tsv", 'en\tde\n"open, quote\tsay "a" ""\r\n\t\\n\n')
+    file = write(tmp_path / "test.TSV", 'en\tde\n"open, quote\tsay "a" ""\r\n\t\\n\n')
     assert pairs_of(load(test_file=file)["test"]) == [('"open, quote', 'say "a" ""'), ("", "\\n")]
 
 
@@ -480,6 +480,13 @@ def test_json_without_a_list_has_an_object_a_line(tmp_path):
     assert pairs_of(loaded["train"]) == [("b", "a"), ("d", "c")]
 
 
+@pytest.mark.parametrize("before", ["", " ", "\n \n\t"], ids=ascii)
+def test_json_in_a_list_may_come_after_white_space(tmp_path, before):
+    content = f'{before}[{{"source": "a",\n"target": "b"}},\n{{"source": "c", "target": "d"}}]\n'
+    file = write(tmp_path / "train.json", content)
+    assert pairs_of(load(train_file=file)["train"]) == [("a", "b"), ("c", "d")]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -494,6 +501,11 @@ def test_json_without_a_list_has_an_object_a_line(tmp_path):
         ),
         ("a.json", '[{"a": "b"},\n{"a": }]', r"a.json, line 2: not valid JSON \(Expecting"),
         ("a.jsonl", '{"a": "x", "b": "y"}\n7\n', "a.jsonl, line 2: int is not an object"),
+        (
+            "a.jsonl",
+            '{"a": 1}\n' + "7" * 5000,
+            r"a.jsonl, line 2: not readable JSON \(Exceeds the l",
+        ),
         ("a.jsonl", '{"a": "b", "c": 7}\n', "column 'c' must hold text, not 7"),
         ("a.csv", "en,de\n", "a.csv: there is no sentence pair"),
         ("a.csv", "", "a.csv: there is no sentence pair"),
@@ -602,6 +614,11 @@ def test_a_parquet_file_that_datasets_cannot_read_is_named(
             {"a": "s", "b": "t"},
             {"source_column": "a", "target_column": "c"},
             "no columns 'a' and 'c', only: 'a', 'b'$",
+        ),
+        (
+            {"a": "s", "b": "t"},
+            {"source_column": "c", "target_column": "b"},
+            "no columns 'c' and 'b', only: 'a', 'b'$",
         ),
         (
             {"a": "s", "b": "t", "c": "-"},
