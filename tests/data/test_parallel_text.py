@@ -503,8 +503,8 @@ def test_json_in_a_list_may_come_after_white_space(tmp_path, before):
         ("a.jsonl", '{"a": "x", "b": "y"}\n7\n', "a.jsonl, line 2: int is not an object"),
         (
             "a.jsonl",
-            '{"a": 1}\n' + "7" * 5000,
-            r"a.jsonl, line 2: not readable JSON \(Exceeds the l",
+            '{"a": ' + "7" * 5000 + "}",
+            r"a.jsonl, line 1: not readable JSON \(Exceeds the l",
         ),
         ("a.jsonl", '{"a": "b", "c": 7}\n', "column 'c' must hold text, not 7"),
         ("a.csv", "en,de\n", "a.csv: there is no sentence pair"),
@@ -762,24 +762,26 @@ def test_a_named_dataset_without_rows_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_phrases_are_generated_in_the_sizes_asked_for(streaming):
+@pytest.mark.parametrize("language", [None, "fr"])
+def test_phrases_are_generated_in_the_sizes_asked_for(streaming, language):
     pytest.importorskip("num2words")
     pytest.importorskip("babel")
     loaded = load(
         dataset_name="phrases",
-        target_lang="fr",
+        target_lang=language,
         phrases_train_size=20,
         phrases_validation_size=0,
-        phrases_test_size=5,
+        phrases_test_size=1,
         phrases_seed=3,
         streaming=streaming,
     )
     from vanilla_transformer.data.phrases import load_phrases
 
     assert set(loaded) == {"train", "test"}
-    assert len(pairs_of(loaded["test"])) == 5
-    expected = load_phrases(20, target_language="fr", split="train", seed=3)
-    assert pairs_of(loaded["train"]) == pairs_of(expected)
+    assert isinstance(loaded["train"], IterableDataset) == streaming
+    for split, size in (("train", 20), ("test", 1)):
+        expected = load_phrases(size, target_language=language or "de", split=split, seed=3)
+        assert pairs_of(loaded[split]) == pairs_of(expected)
 
 
 # Tokens
@@ -920,6 +922,14 @@ def test_two_columns_in_another_order_do_not_reverse_the_direction(tmp_path, oth
         load_parallel_dataset(DataArguments(**files))
     named = DataArguments(**files, source_column="en", target_column="de")
     assert load_parallel_dataset(named)["validation"][0] == {"source": "yes", "target": "ja"}
+
+
+def test_the_order_of_columns_says_nothing_with_several_corpora(tmp_path):
+    tables = [write(tmp_path / f"{name}.csv", "en,de\nyes,ja\n") for name in "abc"]
+    assert pairs_of(load(train_file=tables[0])["train"]) == [("yes", "ja")]
+    message = "no columns 'source' and 'target', only: 'en', 'de'"
+    with pytest.raises(ValueError, match=message):
+        load(train_file=tables[:2], validation_file=tables[2])
 
 
 def test_columns_are_named_for_tables_and_not_for_text_files(tmp_path):
