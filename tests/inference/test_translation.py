@@ -27,7 +27,12 @@ from transformers import (
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.text_files import read_lines
 from vanilla_transformer.inference import translation as translating
-from vanilla_transformer.inference.decoding import expect_valid_options, position_limit
+from vanilla_transformer.inference.decoding import (
+    expect_hypotheses,
+    expect_known_search,
+    expect_valid_options,
+    position_limit,
+)
 from vanilla_transformer.inference.translation import (
     BATCHES_PER_WINDOW,
     Hypothesis,
@@ -207,6 +212,27 @@ def test_n_best_lists_need_as_many_beams(model, tokenizer, n_best, beams):
         list(translate_n_best(["see"], model, tokenizer, n_best, num_beams=beams))
 
 
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, 0), ({"num_beams": 2}, 2), ({"do_sample": True}, 9),
+     ({"do_sample": True, "num_beams": 2}, 2)],
+    ids=str,
+)  # fmt: skip
+def test_there_are_as_many_hypotheses_as_beams_or_any_number_of_samples(
+    model, monkeypatch, options, most, saved
+):
+    """A single hypothesis of greedy search has no score."""
+    for name, value in options.items() if saved else ():
+        monkeypatch.setattr(model.generation_config, name, value)
+    for n_best in range(-1, 10):
+        if 1 <= n_best <= most:
+            expect_hypotheses(n_best, model, {} if saved else options)
+        else:
+            with pytest.raises(ValueError, match=f"n_best={n_best} with num_beams="):
+                expect_hypotheses(n_best, model, {} if saved else options)
+
+
 def test_a_batch_size_that_cannot_be_is_named(model, tokenizer):
     with pytest.raises(ValueError, match="batch_size=0: expected a positive integer"):
         list(translate(["see"], model, tokenizer, batch_size=0))
@@ -378,6 +404,29 @@ def test_what_transformers_cannot_do_is_refused_before_the_work(
     name, value = next(iter(options.items()))
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: expected {expected}")):
         list(translate([], model, tokenizer, **options))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("num_beams", [1, 2])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"low_memory": True},
+        {"prompt_lookup_num_tokens": 2},
+        {"cache_implementation": "static"},
+    ],
+    ids=str,
+)
+def test_nothing_is_refused_that_transformers_can_do(model, option, num_beams, batch_size):
+    options = {**option, "num_beams": num_beams}
+    inputs = {"input_ids": torch.tensor([[5, 6, 2]] * batch_size), "max_new_tokens": 3}
+    try:
+        model.generate(**inputs, **options)
+    except ValueError:
+        with pytest.raises(ValueError, match=f"{next(iter(option))}=.*: expected "):
+            expect_known_search(model, options, batch_size)
+    else:
+        expect_known_search(model, options, batch_size)
 
 
 def test_a_cache_that_transformers_does_not_know_is_refused_here(model):
