@@ -42,7 +42,7 @@ class Slow:
 
 
 def client(translator=None, **options):
-    pairs = dict.fromkeys([("en", "de"), ("en", "fr"), ("de", "en")], translator or UpperCase())
+    pairs = dict.fromkeys([("en", "fr"), ("en", "de"), ("de", "en")], translator or UpperCase())
     app = make_app(pairs, ServingArguments(**options))
     return TestClient(app, raise_server_exceptions=False)
 
@@ -154,6 +154,16 @@ def test_it_detects_the_languages_that_it_translates():
     assert answer["detectedLanguage"] == [other]
 
 
+def test_a_confidence_is_in_percent_and_each_text_has_one(monkeypatch):
+    found = [("de", 0.98765), ("en", 0.0042)]
+    monkeypatch.setattr("vanilla_transformer.serving.service.detect", lambda *arguments: found)
+    german = {"confidence": 98.8, "language": "de"}
+    expected = [german, {"confidence": 0.4, "language": "en"}]
+    assert client().post("/detect", data={"q": "x"}).json() == expected
+    answer = post(client(), q=["x", "y"], source="auto", target="en").json()
+    assert answer["detectedLanguage"] == [german] * 2
+
+
 def test_tags_have_no_language():
     pytest.importorskip("py3langid")
     tag = '<a href="https://www.example.com/the-news-of-the-day" title="more about this">'
@@ -200,13 +210,20 @@ def test_html_keeps_its_tags():
     assert post(client(), q=text, format="html").json() == {"translatedText": expected}
 
 
-def test_a_stream_adds_up_to_the_translation():
-    text = f"{LINE}.\n\n  {'b. ' * 3}\n"
-    with client().stream("POST", "/translate", json={"q": text, **PAIR, "stream": True}) as answer:
+@pytest.mark.parametrize(
+    ("format", "text", "expected"),
+    [
+        ("text", "a < b.\n\n  c. c. c. \n", "A < B.\n\n  C. C. C. \n"),
+        ("html", "a &lt; <b>b</b>.<br>", "A &lt; <b>B</b>.<br>"),
+    ],
+)
+def test_a_stream_adds_up_to_the_translation(format, text, expected):
+    fields = {"q": text, **PAIR, "format": format, "stream": True}
+    with client().stream("POST", "/translate", json=fields) as answer:
         assert answer.headers["content-type"] == "application/x-ndjson"
         pieces = [json.loads(line)["translatedText"] for line in answer.iter_lines()]
-    assert len(pieces) == 3
-    assert "".join(pieces) == text.upper()
+    assert len(pieces) > 2
+    assert "".join(pieces) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -232,7 +249,9 @@ def test_sentences_of_chinese_get_a_space_between_them(stream):
     ],
 )
 def test_a_bad_value_is_refused_by_name(fields, message):
-    answer = post(client(max_characters=50, max_texts=5), **fields)
+    server = client(max_characters=50, max_texts=5)
+    assert post(server, q=["x" * 10] * 5, alternatives=3).status_code == 200
+    answer = post(server, **fields)
     assert answer.status_code == 400
     assert message in answer.json()["error"]
 
