@@ -350,14 +350,14 @@ def test_an_error_before_the_first_piece_of_a_stream_has_its_status(caplog):
                 raise HTTPException(400, "a sentence of 9 tokens: expected at most 8")
             return await super().translate(sentences, n_best)
 
-    for translator, fields, status in (
-        (Choosy(), {"q": "short\nlong\nlong"}, 400),
-        (Failing(), {"q": "a\nb"}, 500),
-        (Slow(), {"q": "a\nb"}, 503),
+    for translator, fields, status, options in (
+        (Choosy(), {"q": "short\nlong\nlong"}, 400, {}),
+        (Failing(), {"q": "a\nb"}, 500, {}),
+        (Slow(), {"q": "a\nb"}, 503, {"timeout": 0.1}),
     ):
         counter = f'vanilla_transformer_requests_total{{path="/translate",status="{status}"}}'
         before = float(metrics(client()).get(counter, 0))
-        answer = post(client(translator, timeout=0.1), **fields, stream=True)
+        answer = post(client(translator, **options), **fields, stream=True)
         assert (answer.status_code, list(answer.json())) == (status, ["error"])
         assert float(metrics(client())[counter]) == before + 1
     gc.collect()
