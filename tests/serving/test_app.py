@@ -4,6 +4,7 @@ import asyncio
 import gc
 import io
 import json
+import sys
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from fastapi.testclient import TestClient
 from transformers import AutoModelForSeq2SeqLM
 
 from vanilla_transformer.inference.translation import translate, translate_n_best
+from vanilla_transformer.serving import languages
 from vanilla_transformer.serving.app import make_app
 from vanilla_transformer.serving.arguments import KEYS_VARIABLE, RayArguments, ServingArguments
 from vanilla_transformer.serving.batching import BatchingTranslator
@@ -162,6 +164,15 @@ def test_a_confidence_is_in_percent_and_each_text_has_one(monkeypatch):
     assert client().post("/detect", data={"q": "x"}).json() == expected
     answer = post(client(), q=["x", "y"], source="auto", target="en").json()
     assert answer["detectedLanguage"] == [german] * 2
+
+
+def test_a_missing_detector_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    languages._identifier.cache_clear()
+    for answer in (client().post("/detect", data={"q": "x"}), post(client(), source="auto")):
+        assert answer.status_code == 400
+        assert answer.json()["error"] == "no detection of languages: needs py3langid.langid"
+    assert post(client()).status_code == 200
 
 
 def test_tags_have_no_language():
