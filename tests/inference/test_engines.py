@@ -14,7 +14,7 @@ from vanilla_transformer.inference.decoding import position_limit
 from vanilla_transformer.inference.engines import find_engine, load
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.parallel_translation import fingerprint
-from vanilla_transformer.inference.scoring import add_token_scores, score_pairs
+from vanilla_transformer.inference.scoring import add_token_scores, score_pairs, token_scores
 from vanilla_transformer.inference.translation import translate, translate_n_best
 
 pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
@@ -76,6 +76,7 @@ OPTIONS = {
     "no penalty": {**BEAMS, "length_penalty": 0.0},
     "never": {**BEAMS, "early_stopping": "never"},
     "several": {**BEAMS, "num_return_sequences": 3},
+    "early": {**BEAMS, "length_penalty": 4.0, "eos_token_id": [2, 85]},
     "several ends": {**BEAMS, "eos_token_id": [2, 17]},
     "min_new_tokens": {**GREEDY, "min_new_tokens": 12},
     "min_length": {**AGAIN, "min_length": 11},
@@ -237,6 +238,28 @@ def test_sources_outside_the_model_are_refused(engine):
         engine.generate(torch.tensor([[4, 5]]), attention_mask=torch.tensor([[0, 0]]))
 
 
+def test_a_target_may_fill_the_table_of_positions_with_its_end(tokenizer, tmp_path):
+    """The engine adds an end to one that has none."""
+    size = {"position_encoding": "learned", "max_position_embeddings": 6}
+    model = random_model(vocab_size=len(tokenizer), **size).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    engine = load(export(tmp_path / "model", tmp_path / "exported", "ctranslate2"))
+    ids, mask = ragged(6, 4)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    for row in ([7, 8, 9, 10, 11, 2], [7, 8, 9, 10, 11, -100]):
+        labels = torch.tensor([row, [5, 2, *[-100] * 4]])
+        shifted = model.prepare_decoder_input_ids_from_labels(labels)
+        expected = token_scores(model, {**inputs, "labels": labels, "decoder_input_ids": shifted})
+        found = engine.token_scores(**inputs, labels=labels)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    labels[0, -1] = 12
+    with pytest.raises(
+        ValueError, match="labels of 7 tokens, the end included: expected at most 6"
+    ):
+        engine.token_scores(**inputs, labels=labels)
+
+
 def test_learned_positions_limit_the_output(tokenizer, tmp_path):
     learned = {"position_encoding": "learned", "max_position_embeddings": 9}
     model = random_model(vocab_size=len(tokenizer), **learned)
@@ -303,7 +326,7 @@ def test_tokens_of_cut_translations_have_scores(model, engine, tokenizer):
 
 
 def test_pairs_outside_the_model_are_refused(engine, tokenizer):
-    with pytest.raises(ValueError, match="labels of 2402 tokens: expected at most 2048"):
+    with pytest.raises(ValueError, match="labels of 2402 tokens, the end included: expected at mo"):
         list(score_pairs([("a", "z " * 1200)], engine, tokenizer))
     ids, mask = ragged(2)
     with pytest.raises(IndexError, match="label 10000 is out of range"):

@@ -233,19 +233,19 @@ class CTranslate2Engine:
             ValueError: A source or target is longer than the table of positions.
         """
         sources = self._rows(input_ids, attention_mask)
-        longest = self.config.max_position_embeddings
-        if labels.shape[1] > longest:
-            raise ValueError(f"labels of {labels.shape[1]} tokens: expected at most {longest}")
         kept = labels != -100
         raise_if_outside(labels[kept], len(self.targets), "label")
         targets = [label[known].tolist() for label, known in zip(labels, kept, strict=True)]
         end = [self.target_ids[self.config.eos_token]]  # the engine adds one to each target
+        given = [row[:-1] if row[-1:] == end else row for row in targets]
+        longest, most = 1 + max(map(len, given)), self.config.max_position_embeddings
+        if longest > most:
+            raise ValueError(
+                f"labels of {longest} tokens, the end included: expected at most {most}"
+            )
         results = self.translator.score_batch(
             [[self.sources[id_] for id_ in row] for row in sources],
-            [
-                [self.targets[id_] for id_ in (row[:-1] if row[-1:] == end else row)]
-                for row in targets
-            ],
+            [[self.targets[id_] for id_ in row] for row in given],
             max_input_length=0,
         )
         found = (result.log_probs[: len(row)] for result, row in zip(results, targets, strict=True))
