@@ -84,8 +84,8 @@ def test_a_model_goes_back_only_where_it_came_from(checkpoint, tmp_path):
 
 
 class Echo:
-    """A toolkit that is the converted model itself, perhaps with an error; perhaps it reports the
-    target's own tokens alone."""
+    """A toolkit that is the converted model itself, perhaps with an error, and then the first
+    translation has a word more; perhaps it reports the target's own tokens alone."""
 
     def __init__(self, folder, error, of_targets_alone):
         from vanilla_transformer.conversion.check import Converted
@@ -93,7 +93,8 @@ class Echo:
         self.model, self.error, self.of_targets_alone = Converted(folder), error, of_targets_alone
 
     def translate(self, sources):
-        return self.model.translate(sources)
+        first, *others = self.model.translate(sources)
+        return [[10, *first] if self.error else first, *others]
 
     def log_probs(self, sources, targets):
         rows = [row + self.error for row in self.model.log_probs(sources, targets)]
@@ -115,7 +116,8 @@ def test_a_check_reports_the_largest_difference(
     monkeypatch.setattr(module, "load_toolkit", lambda path, options: toolkit)
     table = check(checkpoint, tmp_path / "one", tmp_path / "lines.de", module)
     assert f"largest difference of log-probabilities  {shown}" in table
-    assert "equal greedy translations                3 (100.0%)" in table
+    equal = "2 (66.7%)" if error else "3 (100.0%)"
+    assert f"equal greedy translations                {equal}" in table
 
 
 def test_a_check_without_the_toolkit_says_so(checkpoint, tmp_path):

@@ -165,9 +165,15 @@ def test_8_bits_leave_room_for_sums_on_every_cpu(saved, tmp_path, monkeypatch):
     assert ((found / scale[:, None] - expected).abs() * scale[:, None]).max() <= 0.76
 
 
-def test_16_bits_never_become_8(saved, tmp_path):
+def test_16_bits_never_become_8(saved, tmp_path, monkeypatch):
     # Few CPUs multiply 16-bit integers, and CTranslate2 takes 8 bits elsewhere.
     model, folder = saved()
     engine = load(export(folder, tmp_path / "out", "ctranslate2", "int16"))
     assert engine.translator.compute_type in ("int16", "float32")
+    known = {"float32", "int8", "int8_float32"}
+    monkeypatch.setattr("ctranslate2.get_supported_compute_types", lambda *_: known)
+    assert load(tmp_path / "out").translator.compute_type == "float32"
+    in_8_bits = load(export(folder, tmp_path / "8", "ctranslate2", "int8"))
+    assert in_8_bits.translator.compute_type.startswith("int8")
+    assert in_8_bits.dtype == torch.float32
     expect_equal_scores(model, engine, 2e-2)

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,6 +157,8 @@ def test_the_command_exports_and_checks(saved, tmp_path, to):
     assert rows["lines"] == "3"
     assert rows["equal translations"] == "3 (100.0%)"
     assert float(rows["largest difference of scores, 4 beams"]) < 1e-4
+    size = (folder / "model.safetensors").stat().st_size
+    assert rows["MB of weights, model"] == f"{size / 1e6:.1f}"
     assert float(rows["MB of weights, export"]) > 0
 
 
@@ -182,6 +185,23 @@ def test_scores_are_compared_for_equal_tokens_alone(saved, tokenizer):
     assert (same["equal"], same["difference"]) == (2, 0.0)
     different = compare((model, tokenizer), (another, tokenizer), lines)
     assert (different["equal"], different["difference"]) == (0, None)
+
+
+def test_speeds_count_the_lines_of_all_batches(saved, tokenizer, monkeypatch):
+    """The model takes 2 seconds for each of two batches, the export 1."""
+    pair = saved()[0], tokenizer
+    clock = iter([0, 2, 10, 11, 20, 22, 30, 31])
+    fake = SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr("vanilla_transformer.export.check.time", fake)
+    lines = ["a house"] * 33
+    assert compare(pair, pair, lines)["speeds"] == [33 / 4, 33 / 2]
+    assert not list(clock)
+
+
+def test_an_empty_file_is_named(tmp_path):
+    (tmp_path / "lines").write_text("\n \n")
+    with pytest.raises(ValueError, match="lines: expected lines of the source language"):
+        check(tmp_path, tmp_path, tmp_path / "lines")
 
 
 def test_a_score_that_is_no_number_is_a_difference(saved, tokenizer, monkeypatch):
