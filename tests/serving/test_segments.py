@@ -131,6 +131,13 @@ def test_a_window_does_not_cut_a_sentence():
     assert set(sentences(split_text(text, "en", 200))) == {"This is one more sentence of it."}
 
 
+@pytest.mark.parametrize("word", ["dogs", "house"])
+def test_a_window_without_an_end_does_not_cut_a_word(word):
+    found = sentences(split_text(f"{word} " * 500, "en", 200))
+    assert len(found) > 1
+    assert " ".join(found).split() == [word] * 500
+
+
 # What means the same as it did.
 REWRITTEN = {
     "a &amp; b &lt;c&gt; &eacute;": "a &amp; b &lt;c&gt; é",
@@ -153,6 +160,7 @@ REWRITTEN = {
         ('<div translate="no">no <div>no</div> no</div>yes', ["yes"]),
         ('<div translate="no">no</p> <br> no</div>yes', ["yes"]),
         ("<div TRANSLATE=NO>no</div>yes", ["yes"]),
+        ('<label lang="no" title="no">yes</label>', ["yes"]),
         ('<p translate>yes</p><p translate="yes">yes</p>', ["yes", "yes"]),
         ('<ul><li translate="no">no<li>yes</ul>', ["yes"]),
         ('<ul><li translate="no">no <ul><li>no</ul> no</ul>yes', ["yes"]),
