@@ -234,8 +234,14 @@ def test_sources_outside_the_model_are_refused(engine):
         engine.generate(input_ids=torch.tensor([[4, 10_000]]))
     with pytest.raises(ValueError, match="2049 tokens: expected at most 2048"):
         engine.generate(input_ids=torch.full((1, 2049), 5))
-    with pytest.raises(ValueError, match="attention_mask"):
-        engine.generate(torch.tensor([[4, 5]]), attention_mask=torch.tensor([[0, 0]]))
+    for mask in ([[0, 0], [1, 1]], [[1, 1]], [[1], [1]]):
+        with pytest.raises(
+            ValueError, match=r"attention_mask: expected \(2, 2\) like input_ids, w"
+        ):
+            engine.generate(torch.tensor([[4, 5]] * 2), attention_mask=torch.tensor(mask))
+    for ids in (None, torch.tensor([4, 5])):
+        with pytest.raises(ValueError, match="input_ids=.*: expected a tensor"):
+            engine.generate(ids)
 
 
 def test_a_target_may_fill_the_table_of_positions_with_its_end(tokenizer, tmp_path):
@@ -269,6 +275,14 @@ def test_learned_positions_limit_the_output(tokenizer, tmp_path):
     expected, found = both(model, engine, 6, 3, bad_words_ids=[[2]])
     assert found.tolist() == expected.tolist()
     assert found.shape[1] == 9
+    # The last token has no position, as nothing reads it.
+    ids, mask = ragged(6, 3)
+    for prompt, most in (([1], 9), ([1, 50, 17], 7)):
+        options = {"attention_mask": mask, "bad_words_ids": [[2]]}
+        options["decoder_input_ids"] = torch.tensor([prompt] * 2)
+        expected = model.generate(ids, max_new_tokens=most, **options)
+        found = engine.generate(ids, max_new_tokens=50, **options)
+        assert found.tolist() == expected.tolist()
 
 
 # ---------------------------------------------------------------- in place of a model
