@@ -7,7 +7,11 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from vanilla_transformer.data.tokenization import TOKENIZER_TYPES, UNICODE_FORMS, train_tokenizer
-from vanilla_transformer.data.tokenizer_options import TokenizerArguments, warn_of_split_tokens
+from vanilla_transformer.data.tokenizer_options import (
+    TokenizerArguments,
+    log_coverage,
+    warn_of_split_tokens,
+)
 
 TEXTS = [
     "The dog <num> runs through the green grass.",
@@ -160,8 +164,13 @@ def test_each_side_has_a_vocabulary_of_its_own_from_a_saved_folder_too(tmp_path)
 
 
 def test_each_side_may_have_a_size_of_its_own():
-    tokenizer = two(vocab_size=300, target_vocab_size=6)
-    assert tokenizer.target_vocab_size == 6
+    texts = Dataset.from_dict({"source": ["abc"], "target": ["one two two three three"]})
+    for size in (6, 7):
+        arguments = TokenizerArguments(
+            tokenizer_type="word", separate_vocabularies=True, target_vocab_size=size
+        )
+        tokenizer = arguments.train(texts)
+        assert (len(tokenizer), tokenizer.target_vocab_size) == (4 + 1, size)
 
 
 def test_each_side_may_have_a_unicode_form_of_its_own(tmp_path):
@@ -169,7 +178,7 @@ def test_each_side_may_have_a_unicode_form_of_its_own(tmp_path):
     pairs = Dataset.from_dict({"source": ["한국", "말"], "target": ["ç ɐ n", "é"]})
     tokenizer = TokenizerArguments(
         tokenizer_type="char", separate_vocabularies=True, target_tokenizer_type="word",
-        unicode_normalization="jamo", target_unicode_normalization="nfc",
+        unicode_normalization="jamo", target_unicode_normalization="nfd",
     ).train(pairs)  # fmt: skip
     for one in (tokenizer, reloaded(tokenizer, tmp_path)):
         encoded = one("한", text_target="ç é")
@@ -180,7 +189,8 @@ def test_each_side_may_have_a_unicode_form_of_its_own(tmp_path):
             "</s>",
         ]
         assert len(encoded["labels"]) == 3
-        assert one.decode(encoded["labels"], skip_special_tokens=True) == "ç é"
+        decoded = one.decode(encoded["labels"], skip_special_tokens=True)
+        assert decoded == unicodedata.normalize("NFD", "ç é")
 
 
 @pytest.mark.parametrize(
@@ -203,6 +213,21 @@ def test_user_tokens_are_in_both_vocabularies():
     assert tokenizer.decode(encoded["labels"], skip_special_tokens=True) == "a: <t>"
 
 
+def test_coverage_leaves_out_unknown_words_and_the_bytes_of_characters(caplog):
+    """Of 4 words and 2 ends, one is unknown; of 5 letters and 2 ends, one is 3 bytes."""
+    caplog.set_level("INFO")
+    tokenizer = TokenizerArguments(
+        tokenizer_type="word", separate_vocabularies=True, target_tokenizer_type="char",
+    ).train(Dataset.from_dict({"source": ["a b"], "target": ["ab"]}))  # fmt: skip
+    encoded = tokenizer(["a b", "a c"], text_target=["ab中", "ab"])
+    columns = {name: encoded[name] for name in ("input_ids", "labels")}
+    log_coverage(Dataset.from_dict(columns), tokenizer)
+    assert caplog.messages[-2:] == [
+        "Source: 6 tokens in the vocabulary, 3.0 in a sentence, coverage 83.333%",  # 5 of 6
+        "Target: 263 tokens in the vocabulary, 4.5 in a sentence, coverage 66.667%",  # 6 of 9
+    ]
+
+
 # Vocabularies of other tools
 
 
@@ -223,6 +248,17 @@ def test_bpe_codes_split_as_their_tool_does(codes, tmp_path):
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
 
+def test_each_side_may_have_codes_of_its_own(codes, tmp_path):
+    other = tmp_path / "other"
+    other.write_text("#version: 0.2\ns l\n")
+    texts = Dataset.from_dict({"source": ["slow"], "target": ["slow"]})
+    tokenizer = TokenizerArguments(bpe_codes=[str(codes), str(other)]).train(texts)
+    encoded = tokenizer("slow", text_target="slow")
+    assert tokenizer.convert_ids_to_tokens(encoded["input_ids"]) == ["s", "low</w>", "</s>"]
+    target = tokenizer.target_tokenizer
+    assert list(map(target.id_to_token, encoded["labels"])) == ["sl", "o", "w</w>", "</s>"]
+
+
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
 def test_a_sentencepiece_model_keeps_its_pieces_and_ids(model_type, tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
@@ -241,6 +277,21 @@ def test_a_sentencepiece_model_keeps_its_pieces_and_ids(model_type, tmp_path):
     assert tokenizer.pad_token_id >= original.vocab_size()
     tag = tokenizer("<2fr>")["input_ids"][-2]
     assert tag in tokenizer("Hund<2fr>Hund")["input_ids"]
+
+
+def test_a_sentencepiece_model_keeps_its_special_tokens(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    prefix = str(tmp_path / "spm")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_prefix=prefix, vocab_size=70, minloglevel=2,
+        hard_vocab_limit=False, pad_id=0, bos_id=1, eos_id=2, unk_id=3, unk_piece="[?]",
+    )  # fmt: skip
+    original = sentencepiece.SentencePieceProcessor(f"{prefix}.model")
+    arguments = TokenizerArguments(sentencepiece_model=[f"{prefix}.model"])
+    tokenizer = reloaded(arguments.train(pairs()), tmp_path / "saved")
+    assert len(tokenizer) == original.vocab_size()
+    assert [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id] == [0, 1, 2]
+    assert tokenizer("Hund \u0416")["input_ids"] == [*original.encode("Hund \u0416"), 2]
 
 
 def test_user_tokens_that_a_sentencepiece_model_never_reads_are_whole(tmp_path, caplog):
@@ -271,7 +322,8 @@ def test_user_tokens_that_a_sentencepiece_model_never_reads_are_whole(tmp_path, 
             {"sentencepiece_model": ["codes"], "bpe_codes": ["codes"]},
             "expected no sentencepiece_model",
         ),
-        ({"bpe_codes": ["codes"], "lowercase": True}, "lowercase=True: expected neither"),
+        ({"bpe_codes": "codes", "lowercase": True}, "lowercase=True: expected neither"),
+        ({"sentencepiece_model": "codes", "lowercase": True}, "lowercase=True: expected neither"),
         (
             {
                 "bpe_codes": ["codes"],

@@ -240,7 +240,7 @@ def test_sources_outside_the_model_are_refused(engine):
         ):
             engine.generate(torch.tensor([[4, 5]] * 2), attention_mask=torch.tensor(mask))
     for ids in (None, torch.tensor([4, 5])):
-        with pytest.raises(ValueError, match="input_ids=.*: expected a tensor"):
+        with pytest.raises(ValueError, match=r"input_ids=.*: expected a tensor"):
             engine.generate(ids)
 
 
