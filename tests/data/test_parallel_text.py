@@ -221,6 +221,16 @@ def test_a_table_is_no_side_of_parallel_text(tmp_path):
         load(train_source=table, train_target=text)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_side_may_be_the_column_of_a_parquet_file(tmp_path, streaming):
+    files = {}
+    for side, texts in (("source", ["a", "b"]), ("target", ["c", "d"])):
+        files[f"train_{side}"] = str(tmp_path / f"{side}.parquet")
+        parquet.write_table(pyarrow.table({side[0]: texts}), files[f"train_{side}"])
+    loaded = load(**files, streaming=streaming)
+    assert pairs_of(loaded["train"]) == [("a", "c"), ("b", "d")]
+
+
 def test_a_damaged_gzip_file_is_named(tmp_path):
     whole = gzip.compress(b"".join(b"line %d\n" % i for i in range(1000)))
     cut, other = tmp_path / "cut.gz", tmp_path / "other.gz"
