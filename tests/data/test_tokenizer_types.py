@@ -173,6 +173,15 @@ def test_each_side_may_have_a_size_of_its_own():
         assert (len(tokenizer), tokenizer.target_vocab_size) == (4 + 1, size)
 
 
+def test_both_sides_are_lower_cased():
+    texts = Dataset.from_dict({"source": ["ABC"], "target": ["ÉA"]})
+    arguments = TokenizerArguments(
+        tokenizer_type="char", lowercase=True, separate_vocabularies=True
+    )
+    encoded = arguments.train(texts)("ABC", text_target="ÉA")
+    assert encoded == arguments.train(texts)("abc", text_target="éa")
+
+
 def test_each_side_may_have_a_unicode_form_of_its_own(tmp_path):
     """Korean to phones: syllables become letters, and phones stay as they are."""
     pairs = Dataset.from_dict({"source": ["한국", "말"], "target": ["ç ɐ n", "é"]})
@@ -246,6 +255,15 @@ def test_bpe_codes_split_as_their_tool_does(codes, tmp_path):
     text = "slow <num> lower"
     assert pieces(tokenizer, text) == ["s", "low</w>", "<num>", "lo", "w", "e", "r</w>", "</s>"]
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_the_vocabulary_of_codes_has_the_characters_in_order_then_what_is_merged(codes):
+    texts = Dataset.from_dict({"source": ["b a"], "target": ["l"]})
+    vocabulary = TokenizerArguments(bpe_codes=[str(codes)]).train(texts).get_vocab()
+    assert sorted(vocabulary, key=vocabulary.get) == [
+        "<pad>", "<s>", "</s>", "<unk>", "a", "b", "l", "a</w>", "b</w>", "l</w>",
+        "o", "lo", "w</w>", "low</w>",
+    ]  # fmt: skip
 
 
 def test_each_side_may_have_codes_of_its_own(codes, tmp_path):

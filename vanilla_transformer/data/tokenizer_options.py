@@ -202,8 +202,7 @@ def import_bpe_codes(
     merges = read_bpe_codes(path)
     characters = sorted(set().union(*texts) - {" "})
     symbols = [*SPECIAL_TOKENS, *characters, *(f"{character}</w>" for character in characters)]
-    symbols += [symbol for merge in merges for symbol in (*merge, "".join(merge))]
-    vocab = {symbol: number for number, symbol in enumerate(dict.fromkeys(symbols))}
+    vocab = {symbol: number for number, symbol in enumerate(symbols)}
     tokenizer = bpe_codes(merges, vocab, Specials(), separator=None)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_tokens])
     if user_tokens:  # they are words
