@@ -77,6 +77,9 @@ OPTIONS = {
     "never": {**BEAMS, "early_stopping": "never"},
     "several": {**BEAMS, "num_return_sequences": 3},
     "early": {**BEAMS, "length_penalty": 4.0, "eos_token_id": [2, 85]},
+    "another rank": {
+        **BEAMS, "length_penalty": 3.0, "length_penalty_type": "gnmt", "eos_token_id": [2, 85],
+    },
     "several ends": {**BEAMS, "eos_token_id": [2, 17]},
     "min_new_tokens": {**GREEDY, "min_new_tokens": 12},
     "min_length": {**AGAIN, "min_length": 11},
@@ -118,6 +121,13 @@ OPTIONS = {
 def test_an_option_means_the_same(model, engine, options):
     expected, found = both(model, engine, 6, 3, 5, **options)
     assert without_end(found) == without_end(expected)
+
+
+def test_what_fills_a_row_up_is_an_option(model, engine):
+    options = {**GREEDY, "eos_token_id": [2, 218], "pad_token_id": 9}
+    expected, found = both(model, engine, 6, 3, **options)
+    assert found.tolist() == expected.tolist()
+    assert found[0, -1] == 9
 
 
 def test_all_hypotheses_of_a_row_end_at_its_limit(model, engine):
