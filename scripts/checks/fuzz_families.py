@@ -378,7 +378,8 @@ GENERATION: dict[str, st.SearchStrategy[Any]] = {
     "output_scores": st.booleans(),
 }
 OUTSIDE = ANYTHING | st.integers(-5, 40) | st.lists(st.integers(-3, 20), max_size=3)
-LONGEST = 60  # tokens, where a case asks for no less
+LIMITS = {"max_new_tokens", "max_length", "min_length", "min_new_tokens"}
+LONGEST = 60  # tokens, more than which nobody waits for
 
 
 @st.composite
@@ -398,7 +399,10 @@ def generations(draw: Any) -> Call:
 
 def check_generation(call: Call) -> None:
     """Sequences are as many as asked for, of tokens of the vocabulary, and keep to their limits."""
-    model, asked = small_model(*call.model), call.arguments
+    model, asked = small_model(*call.model), dict(call.arguments)
+    for name in LIMITS & asked.keys():
+        if type(asked[name]) is int and LONGEST < asked[name] < 2**31:
+            asked[name] = LONGEST
     torch.manual_seed(0)
     output = model.generate(**{"max_new_tokens": 5, **asked} if no_limit(asked) else asked)
     sequences = getattr(output, "sequences", output)
@@ -415,7 +419,7 @@ def check_generation(call: Call) -> None:
 
 
 def no_limit(asked: dict[str, Any]) -> bool:
-    return not {"max_new_tokens", "max_length", "min_length", "min_new_tokens"} & asked.keys()
+    return not LIMITS & asked.keys()
 
 
 # ---------------------------------------------------------------- Files

@@ -239,6 +239,14 @@ def test_a_search_with_the_callers_cache_checks_its_inputs_too(whole_model):
     assert found.tolist() == steps(whole_model)[0].tolist()
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_step_beyond_learned_positions_is_named(beams):
+    config = small_config(position_encoding="learned", max_position_embeddings=6)
+    model = VanillaTransformerForConditionalGeneration(config).eval()
+    with pytest.raises(IndexError, match="position 6 is out of range: expected 0 <= position < 6"):
+        steps(model, num_beams=beams, max_new_tokens=9)
+
+
 def with_hook_of_a_library(model):
     def hook(*args):
         return None

@@ -1,5 +1,6 @@
 """`generate()`: the same tokens batched or alone, padded or not, cached or not."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -285,6 +286,18 @@ def test_marians_limit_is_a_multiple_of_the_longest_source(tmp_path):
     assert model.generate(ids, attention_mask=mask, max_new_tokens=4).shape[1] == 1 + 4
     with pytest.raises(ValueError, match=r"max_length_factor=0: expected a number above 0"):
         model.generate(ids, max_length_factor=0)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("length_penalty_type", ["gnmt"], "one of power, gnmt, avg, wu"),
+        ("pad_token_id", [0], "one token id"),
+    ],
+)
+def test_a_list_in_place_of_one_value_is_named(model, option, value, expected):
+    with pytest.raises(ValueError, match=re.escape(f"{option}={value}: expected {expected}")):
+        model.generate(random_ids(1, 5), **{option: value})
 
 
 @pytest.mark.parametrize("extra", [-1, 2.5, "many"])

@@ -69,9 +69,10 @@ def with_logits(model: Any, project: Callable[[torch.Tensor, nn.Linear], torch.T
     def forward(logits_to_keep: int = 1, **inputs: Any) -> ModelOutput:
         nonlocal is_first
         is_plain = is_generation_cache(inputs.get(CACHE_NAME)) and inputs.keys() <= OF_A_STEP
-        if is_ours and is_plain and not is_first:
-            outputs = decode(stacks.decoder, **inputs)
-        else:
+        try:
+            alone = is_ours and is_plain and not is_first
+            outputs = decode(stacks.decoder, **inputs) if alone else stacks(**inputs)
+        except IndexError:  # beyond learned positions: both stacks name the first one
             outputs = stacks(**inputs)
         is_first = False
         outputs["logits"] = project(outputs.last_hidden_state[:, -1:], model.lm_head)

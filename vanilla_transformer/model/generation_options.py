@@ -160,6 +160,8 @@ def expect_generation_options(
             raise ValueError(f"{name}={given[name]!r}: expected {least} <= id < {vocab_size}")
         if name in LISTS and is_a(Integral, given[name]):
             raise ValueError(f"{name}={given[name]!r}: expected a list")
+        if name == "pad_token_id" and isinstance(given[name], (list, tuple)):
+            raise ValueError(f"{name}={given[name]!r}: expected one token id")
     watermark = given.get("watermarking_config", {})
     if not (isinstance(watermark, dict) or hasattr(watermark, "validate")):
         raise ValueError(f"watermarking_config={watermark!r}: expected a WatermarkingConfig")
