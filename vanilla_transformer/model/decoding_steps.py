@@ -10,9 +10,10 @@ from torch import nn
 from transformers import GenerationMixin, LogitsProcessor
 from transformers.utils import ModelOutput
 
-from .cache import CACHE_NAME, is_generation_cache
+from .cache import CACHE_NAME, is_generation_cache, rename_cache
 from .hooks import are_all_watched, hooks_of
 from .loss import at_least_float32, is_plain_matrix
+from .validation import expect_in_range
 
 LARGE, PIECE = 2**24, 2**21  # bytes of a projection, and of as much as a CPU's caches hold
 FEW = 512  # rows of states
@@ -69,11 +70,8 @@ def with_logits(model: Any, project: Callable[[torch.Tensor, nn.Linear], torch.T
     def forward(logits_to_keep: int = 1, **inputs: Any) -> ModelOutput:
         nonlocal is_first
         is_plain = is_generation_cache(inputs.get(CACHE_NAME)) and inputs.keys() <= OF_A_STEP
-        try:
-            alone = is_ours and is_plain and not is_first
-            outputs = decode(stacks.decoder, **inputs) if alone else stacks(**inputs)
-        except IndexError:  # beyond learned positions: both stacks name the first one
-            outputs = stacks(**inputs)
+        alone = is_ours and is_plain and not is_first
+        outputs = decode(stacks, **inputs) if alone else stacks(**inputs)
         is_first = False
         outputs["logits"] = project(outputs.last_hidden_state[:, -1:], model.lm_head)
         return outputs
@@ -83,18 +81,27 @@ def with_logits(model: Any, project: Callable[[torch.Tensor, nn.Linear], torch.T
 
 
 def decode(
-    decoder: nn.Module,
+    stacks: Any,
     decoder_input_ids: torch.Tensor,
     encoder_outputs: Any,
     attention_mask: torch.Tensor | None = None,
     decoder_attention_mask: torch.Tensor | None = None,
     **cache: Any,
 ) -> ModelOutput:
-    """The decoder's output for the inputs of both stacks."""
-    outputs: ModelOutput = decoder(
-        decoder_input_ids, decoder_attention_mask, encoder_hidden_states=encoder_outputs[0],
-        encoder_attention_mask=attention_mask, **cache,
-    )  # fmt: skip
+    """The decoder's output for the inputs of both stacks.
+
+    Raises:
+        IndexError: A position is beyond the learned ones (on the CPU).
+    """
+    try:
+        outputs: ModelOutput = stacks.decoder(
+            decoder_input_ids, decoder_attention_mask, encoder_hidden_states=encoder_outputs[0],
+            encoder_attention_mask=attention_mask, **cache,
+        )  # fmt: skip
+    except IndexError:
+        tokens = {"decoder_input_ids": decoder_input_ids}
+        expect_in_range(stacks, {**tokens, **rename_cache(cache, "cache")})
+        raise
     return outputs
 
 

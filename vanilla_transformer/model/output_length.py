@@ -47,7 +47,7 @@ def use_length_penalty_type(options: GenerationOptions) -> None:
         ValueError: It names none, or alpha is negative or no number.
     """
     kind, alpha = options.take("length_penalty_type") or "power", options["length_penalty"]
-    if kind not in list(LENGTH_PENALTIES):  # which may be asked about a list
+    if kind not in list(LENGTH_PENALTIES):  # a list has no hash
         choices = ", ".join(LENGTH_PENALTIES)
         raise ValueError(f"length_penalty_type={kind!r}: expected one of {choices}")
     if kind == "power":
