@@ -9,11 +9,14 @@ from itertools import pairwise
 from operator import attrgetter
 
 import pytest
+import torch
 from conftest import REPOSITORY
 from huggingface_hub import ModelCard
 from transformers import Seq2SeqTrainingArguments
 
+from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.cli.generation_options import generation_option_names
+from vanilla_transformer.training.arguments import ModelArguments
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = {
@@ -21,11 +24,17 @@ DOCUMENTS = {
     for pattern in ("[!C]*.md", "CONTRIBUTING.md", "docs/**/*.md", "scripts/*/README.md")
     for path in sorted(REPOSITORY.glob(pattern))
 }
-BLOCKS = [
-    pytest.param(code, id=f"{name}-{number}")
-    for name, text in DOCUMENTS.items()
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-]
+
+
+def python_blocks():
+    for name, text in DOCUMENTS.items():
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if name == "docs/paper.md":  # a notebook: each block uses names of those before
+            blocks = ["".join(blocks)]
+        for number, code in enumerate(blocks):
+            yield pytest.param(code, id=f"{name}-{number}")
+
+
 every_document = pytest.mark.parametrize("name", DOCUMENTS)
 
 
@@ -53,7 +62,7 @@ def headings(text):
         yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("code", BLOCKS)
+@pytest.mark.parametrize("code", python_blocks())
 def test_python_runs(code, checkpoint, tmp_path, monkeypatch, capsys):
     if "import inseq" in code:
         pytest.importorskip("inseq")
@@ -62,7 +71,8 @@ def test_python_runs(code, checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     shorter = code.replace("10_000", "40").replace("max_steps=100", "max_steps=1, use_cpu=True")
-    exec(compile(shorter, "document", "exec"), {})
+    with torch.enable_grad():  # and after it as before, whatever the code sets
+        exec(compile(shorter, "document", "exec"), {})
     if "print(translate" in code:
         assert "translation_text" in capsys.readouterr().out
     elif "print(" in code:
@@ -150,6 +160,19 @@ def test_recipes_exist(name):
     recipes = {path.stem for path in (REPOSITORY / "vanilla_transformer/recipes").glob("*.yaml")}
     for recipe in re.findall(r"--config ([\w./]+)", DOCUMENTS[name]):
         assert recipe in recipes or recipe.endswith(".yaml"), recipe
+
+
+def test_changes_of_the_configuration_are_possible():
+    changes = re.findall(r"`--config_overrides ([^`]+)` \|", DOCUMENTS["docs/paper.md"])
+    assert len(changes) == 7
+    recipe = "encoder_layers=2,decoder_layers=2,dropout=0.0,label_smoothing=0.0"
+    assert recipe in (REPOSITORY / "vanilla_transformer/recipes/phrases.yaml").read_text()
+    configurations = set()
+    for change in ["", *changes]:
+        arguments = ModelArguments(preset="tiny", config_overrides=f"{recipe},{change}")
+        config = VanillaTransformerConfig.from_preset("tiny", **arguments.overrides())
+        configurations.add(config.to_json_string())
+    assert len(configurations) == 8
 
 
 def test_the_index_names_every_page():
