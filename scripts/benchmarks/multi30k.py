@@ -6,10 +6,11 @@ python -m scripts.benchmarks.multi30k --data FOLDER --output_dir outputs/raw --t
 FOLDER holds train, val and test_2016_flickr in English (.en) and German (.de). Every run is the
 command `vanilla-transformer train --config multi30k_tiny` with a seed; its folder has the seed's
 name. It stops at each of `--updates`, and the mean of its last checkpoints, which `train` leaves,
-translates the test set. `--options` adds to the command; `--processes 2` starts it with torchrun.
-Finished stages are kept in results.json, so that an interrupted command can be repeated. The table
-is written to multi30k.md, the picture to multi30k.png and multi30k.svg. CPU hours are those of all
-processes; hours are on the clock. If a stage was interrupted, they follow from the updates since.
+translates the test set. `--options` adds to the command, with the seed in place of {seed};
+`--processes 2` starts it with torchrun. Finished stages are kept in results.json, so that an
+interrupted command can be repeated. The table is written to multi30k.md, the picture to
+multi30k.png and multi30k.svg. CPU hours are those of all processes; hours are on the clock. If a
+stage was interrupted, they follow from the updates since.
 """
 
 import math
@@ -49,7 +50,7 @@ class Multi30kArguments:
     )
     tokenize: str = HfArg(default="none", help="sacreBLEU's tokenizer.")
     config: str = HfArg(default="multi30k_tiny", help="Recipe of `train`.")
-    options: str = HfArg(default="", help="Further options of `train`, in one text.")
+    options: str = HfArg(default="", help="Further options of `train`; {seed} is the seed.")
     processes: int = HfArg(default=1, help="Processes that train together.")
 
     def __post_init__(self) -> None:
@@ -88,13 +89,14 @@ def run(folder: Path, seed: int, updates: int, arguments: Multi30kArguments) -> 
         for name, split in SPLITS.items()
         for place, side in (("source", "en"), ("target", "de"))
     ]
+    options = arguments.options.replace("{seed}", str(seed)).split()
     begin = max((stage for stage in arguments.updates if stage < updates), default=0)
     done = max(checkpoints_by_step(folder), default=begin)
     before, started = cpu_seconds(), time.monotonic()
     train(
         [
             f"--config={arguments.config}", *files, f"--output_dir={folder}", f"--seed={seed}",
-            f"--max_steps={updates}", "--resume_from_checkpoint=auto", *arguments.options.split(),
+            f"--max_steps={updates}", "--resume_from_checkpoint=auto", *options,
         ],
         processes=arguments.processes,
     )  # fmt: skip

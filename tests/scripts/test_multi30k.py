@@ -33,7 +33,9 @@ def test_a_run_stops_at_each_stage_and_is_kept(multi30k_folder, tiny_options, tm
     assert len((tmp_path / "out/1/test.output").read_text().splitlines()) == 16
 
 
-def test_several_processes_train_together(multi30k_folder, monkeypatch, tmp_path):
+@pytest.fixture
+def commands(monkeypatch):
+    """Those of the trainings, which end at once."""
     commands = []
 
     def started(command, **_):
@@ -42,12 +44,24 @@ def test_several_processes_train_together(multi30k_folder, monkeypatch, tmp_path
 
     monkeypatch.setattr(subprocess, "run", started)
     monkeypatch.setattr(multi30k, "score", lambda *_: {})
+    return commands
+
+
+def test_several_processes_train_together(multi30k_folder, commands, tmp_path):
     arguments = Multi30kArguments(str(multi30k_folder), "out", updates=[2], processes=2)
     found = multi30k.run(tmp_path, 1, 2, arguments)
     assert set(found) == {"cpu_hours", "hours"}
     (command,) = commands
     assert command[1:3] == ["-m", "torch.distributed.run"]
     assert command[4:8] == ["--nproc_per_node=2", "-m", "vanilla_transformer", "train"]
+
+
+def test_options_may_name_the_seed(multi30k_folder, commands, tmp_path):
+    options = "--model_name_or_path=base/{seed} --bf16"
+    arguments = Multi30kArguments(str(multi30k_folder), "out", updates=[2], options=options)
+    for seed in (1, 2):
+        multi30k.run(tmp_path, seed, 2, arguments)
+        assert commands[-1][-2:] == [f"--model_name_or_path=base/{seed}", "--bf16"]
 
 
 def test_the_table_has_the_hours_so_far_and_the_spread_of_the_seeds():
