@@ -1,6 +1,6 @@
 """Measure exported models against the model that they were made from.
 
-    python -m scripts.benchmarks.engines MODEL [MODEL ...] --source test.en --target test.de \\
+    python -m scripts.benchmarks.engines --model outputs/mine --source test.en --target test.de \\
         --output_dir outputs/engines
 
 Each model is exported for every engine that is installed. All of them translate the source with the
@@ -19,8 +19,7 @@ from typing import Any
 from transformers.hf_argparser import HfArg
 
 from scripts.benchmarks.turns import in_own_process, settle
-from scripts.reports import markdown, write
-from vanilla_transformer.cli.parser import CommandParser
+from scripts.reports import markdown, read_options, write
 from vanilla_transformer.data.text_files import expect_parallel, read_file
 from vanilla_transformer.export import export
 from vanilla_transformer.export.check import size
@@ -41,6 +40,7 @@ HEADER = (
 
 @dataclass
 class EnginesArguments:
+    model: list[str] = HfArg(help="Model folders.")
     source: str = HfArg(help="File of source lines.")
     target: str = HfArg(help="File of their references.")
     output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
@@ -59,16 +59,13 @@ class EnginesArguments:
 
 
 def main() -> None:
-    usage = "%(prog)s [options] MODEL [MODEL ...]"
-    parser = CommandParser(EnginesArguments, description=__doc__, usage=usage)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="Model folders.")
-    arguments, rest = parser.parse_args_into_dataclasses()
+    arguments = read_options(EnginesArguments, __doc__)
     settle(arguments.threads)
     sources, references = (
         list(read_file(path))[: arguments.lines] for path in (arguments.source, arguments.target)
     )
     results = []
-    for model in rest.models:
+    for model in arguments.model:
         with tempfile.TemporaryDirectory() as scratch:
             folders = export_all(Path(model), Path(scratch))
             results += measure(Path(model).name, folders, sources, references, arguments)

@@ -52,6 +52,10 @@ class LoadArguments:
     seed: int = 0
     serve: str = HfArg(default="", help="More options of `serve`, such as --ray.")
 
+    def __post_init__(self) -> None:
+        if self.requests < 8:  # four parts, with percentiles of each
+            raise ValueError(f"--requests {self.requests}: expected at least 8")
+
 
 @dataclass
 class Target:
