@@ -27,7 +27,7 @@ from vanilla_transformer.model.modeling_vanilla_transformer import (
     scaled_dot_product_attention,
 )
 
-# ---------------------------------------------------------------- kernels of a GPU
+# ---------------------------------------------------------------- GPU kernels
 
 FLASH, EFFICIENT, MATH, CUDNN = (
     getattr(SDPBackend, name)
@@ -62,7 +62,7 @@ def attend_on_gpu(queries, mask=None, training=True):
     return attention.attend_on_gpu(module, queries, queries, queries, mask, **options)[0]
 
 
-def test_a_gpu_attends_without_cudnn_which_plans_every_shape(has_cudnn):
+def test_attention_on_a_gpu_avoids_cudnn_which_plans_every_shape(has_cudnn):
     queries = torch.randn(2, 3, 5, 4)
     output = attend_on_gpu(queries)
     expected = F.scaled_dot_product_attention(*[queries] * 3, is_causal=True, scale=0.5)
@@ -73,8 +73,8 @@ def test_a_gpu_attends_without_cudnn_which_plans_every_shape(has_cudnn):
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_threads_leave_the_choice_of_kernels_as_it_was(enabled, monkeypatch):
-    """Those of DataParallel and of a server: one must not restore what another has chosen."""
+def test_threads_do_not_change_each_others_enabled_kernels(enabled, monkeypatch):
+    """As in DataParallel or a server: a thread must not restore what a different one has chosen."""
     inside, both, left = (threading.Event() for _ in range(3))
 
     def attend(*args, **options):
@@ -98,7 +98,7 @@ def test_threads_leave_the_choice_of_kernels_as_it_was(enabled, monkeypatch):
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
-def test_cudnn_stays_where_it_is_the_callers_only_kernel(has_cudnn):
+def test_cudnn_stays_enabled_if_it_is_the_callers_only_kernel(has_cudnn):
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(RuntimeError):
         attend_on_gpu(torch.randn(2, 3, 5, 4))  # there is no such kernel on a CPU
     with sdpa_kernel(SDPBackend.MATH):
@@ -166,7 +166,7 @@ def test_a_compiled_attention_uses_what_the_caller_has_enabled(allowed, expected
     assert set(entered) == {kernel.name for kernel in expected}
 
 
-def test_a_compiled_attention_keeps_cudnn_where_it_is_the_only_kernel():
+def test_a_compiled_attention_keeps_cudnn_if_it_is_the_only_kernel():
     with sdpa_kernel(CUDNN):
         assert attention.kernels_to_choose_from(False) == [CUDNN]
 
@@ -176,7 +176,7 @@ def test_a_compiled_attention_keeps_cudnn_where_it_is_the_only_kernel():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_unfused_attention_is_the_fused_one(causal, masked):
+def test_unfused_attention_equals_fused_attention(causal, masked):
     torch.manual_seed(0)
     module = nn.Module()
     module.is_causal = causal
@@ -194,7 +194,7 @@ def test_unfused_attention_is_the_fused_one(causal, masked):
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_training_in_half_precision_does_without_the_fused_one(monkeypatch):
+def test_training_in_half_precision_uses_unfused_attention(monkeypatch):
     called = []
     for name in ("fused_attention", "unfused_attention", "sdpa_attention_forward"):
         spy = lambda *args, name=name, **options: (called.append(name), None)  # noqa: E731
@@ -220,7 +220,7 @@ def test_training_in_half_precision_does_without_the_fused_one(monkeypatch):
     assert chosen(query.repeat(1, 1, 256, 1)) == "sdpa_attention_forward"
 
 
-def test_other_attentions_are_transformers_own():
+def test_other_attention_implementations_are_those_of_transformers():
     interface = FastAttention()
     eager = interface.get_interface("eager", scaled_dot_product_attention)
     assert eager is scaled_dot_product_attention
@@ -233,7 +233,7 @@ def test_other_attentions_are_transformers_own():
         del AttentionInterface._global_mapping["mine"]
 
 
-def test_no_attention_of_a_training_step_in_half_precision_is_fused(monkeypatch):
+def test_a_training_step_in_half_precision_uses_no_fused_attention(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("fused attention")
 
@@ -246,7 +246,7 @@ def test_no_attention_of_a_training_step_in_half_precision_is_fused(monkeypatch)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("masked", [False, True])
-def test_fused_attention_is_transformers(causal, queries, masked):
+def test_fused_attention_equals_that_of_transformers(causal, queries, masked):
     torch.manual_seed(0)
     module = nn.Module()
     module.is_causal = causal
@@ -257,11 +257,11 @@ def test_fused_attention_is_transformers(causal, queries, masked):
     assert torch.equal(ours, theirs)
 
 
-# ---------------------------------------------------------------- masks of padding
+# ---------------------------------------------------------------- padding masks
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_mask_of_padding_is_the_same_for_each_query(attention):
+def test_a_padding_mask_is_the_same_for_each_query(attention):
     config = small_config(attn_implementation=attention)
     _, mask = ragged(7, 4)
     states = torch.zeros(2, 7, 24)
@@ -273,7 +273,7 @@ def test_a_mask_of_padding_is_the_same_for_each_query(attention):
 
 
 @pytest.mark.parametrize("length", [5, 16, 17])
-def test_a_mask_of_a_gpu_is_what_its_kernels_take(length):
+def test_a_padding_mask_on_a_gpu_has_the_form_its_kernels_need(length):
     config, states = small_config(attn_implementation="sdpa"), torch.zeros(2, length, 24)
     is_token = torch.ones(2, length, dtype=torch.bool)
     is_token[1, 3:] = False
@@ -286,7 +286,7 @@ def test_a_mask_of_a_gpu_is_what_its_kernels_take(length):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_padding_on_a_gpu_is_as_on_a_cpu(dtype, autocast):
+def test_padding_is_masked_on_a_gpu_as_on_a_cpu(dtype, autocast):
     model = seq2seq(attn_implementation="sdpa").eval().to(dtype)
     source, mask = ragged(7, 4)
     batch = {"input_ids": source, "attention_mask": mask, "decoder_input_ids": random_ids(2, 5)}
@@ -300,8 +300,8 @@ def test_padding_on_a_gpu_is_as_on_a_cpu(dtype, autocast):
     torch.testing.assert_close(actual, expected, **close)
 
 
-def test_a_mask_of_another_type_than_the_heads_is_cast_on_a_gpu():
-    """As layers that are quantized may multiply in a type of their own."""
+def test_a_mask_is_cast_to_the_dtype_of_the_heads_on_a_gpu():
+    """Quantized layers can compute in a different dtype."""
     heads, module = torch.randn(2, 2, 4, 8, dtype=torch.bfloat16), nn.Module()
     module.is_causal = False
     mask = torch.zeros(2, 1, 1, 4).masked_fill_(torch.arange(4) > 1, -torch.inf)
@@ -316,7 +316,7 @@ def test_a_mask_of_another_type_than_the_heads_is_cast_on_a_gpu():
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("added", [False, True])
-def test_a_mask_of_four_dimensions_is_the_callers(added, with_gradients, narrow):
+def test_a_4d_mask_is_used_as_it_is(added, with_gradients, narrow):
     seen = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     seen[0, :, :, 3:] = False  # as if these were padding
     own = torch.where(seen, 0.0, torch.finfo(torch.float32).min) if added else seen
@@ -336,7 +336,7 @@ def test_without_padding_there_is_no_mask():
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_several_targets_for_a_source_are_as_with_the_source_repeated(attention):
+def test_several_targets_per_source_equal_repeated_sources(attention):
     model = seq2seq(attn_implementation=attention).eval()
     source, mask = ragged(6, 3)
     target = random_ids(6, 5)
@@ -363,7 +363,7 @@ def test_several_targets_for_a_source_are_as_with_the_source_repeated(attention)
 
 @pytest.fixture
 def sizes(monkeypatch):
-    """Rows and columns that layers and attention of a batch see."""
+    """The shapes of the inputs that layers and attention get for a batch."""
     seen = {"layers": [], "attention": []}
     attend, layer = attention.fused_attention, VanillaTransformerEncoderLayer.forward
 
@@ -371,7 +371,7 @@ def sizes(monkeypatch):
         seen["attention"].append((query.shape[0], query.shape[2]))
         return attend(module, query, *args, **kwargs)
 
-    @wraps(layer)  # or it would be a user's own, which ends the fast path
+    @wraps(layer)  # otherwise it counts as a user's own, which disables the fast path
     def layer_seen(self, states, *args, **kwargs):
         seen["layers"].append(tuple(states.shape[:2]))
         return layer(self, states, *args, **kwargs)
@@ -383,7 +383,7 @@ def sizes(monkeypatch):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_padding_takes_no_part_in_encoding(side, attention):
+def test_padding_does_not_affect_encoding(side, attention):
     encoder = seq2seq(attn_implementation=attention).eval().get_encoder()
     ids, mask = ragged(17, 2, 9, 16, 1, 3, 8, padding_side=side)
     with torch.no_grad():
@@ -396,7 +396,7 @@ def test_padding_takes_no_part_in_encoding(side, attention):
         assert not alone[~real].any()
 
 
-def test_only_attention_sees_padding_and_little_of_it(sizes):
+def test_only_attention_processes_padding_and_as_little_as_possible(sizes):
     encoder = seq2seq().eval().get_encoder()
     ids, mask = ragged(17, 2, 9, 16, 1, 3, 8)
     with torch.no_grad():
@@ -407,7 +407,7 @@ def test_only_attention_sees_padding_and_little_of_it(sizes):
 
 
 @pytest.mark.parametrize("lengths", [(9, 0, 2), (9, 8, 0), (0, 0)], ids=str)
-def test_a_row_of_padding_alone_is_zero_and_disturbs_no_other(lengths):
+def test_a_row_of_only_padding_is_zero_and_affects_no_other_row(lengths):
     encoder = seq2seq().eval().get_encoder()
     mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
     ids = random_ids(len(lengths), 9)
@@ -415,11 +415,11 @@ def test_a_row_of_padding_alone_is_zero_and_disturbs_no_other(lengths):
         grouped = encoder(ids, mask).last_hidden_state
     together = encoder(ids, mask).last_hidden_state
     torch.testing.assert_close(grouped[mask.bool()], together[mask.bool()])
-    if lengths != (9, 8, 0):  # which has too little padding to be taken apart
+    if lengths != (9, 8, 0):  # which has too little padding to be split
         assert not grouped[torch.tensor(lengths) == 0].any()
 
 
-def test_states_of_each_layer_come_from_one_batch():
+def test_hidden_states_and_attentions_cover_the_whole_batch():
     encoder = seq2seq(attn_implementation="eager").eval().get_encoder()
     ids, mask = ragged(17, 2, 3)
     with torch.no_grad():

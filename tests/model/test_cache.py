@@ -34,7 +34,7 @@ from vanilla_transformer.model.generation import VanillaTransformerGenerationMix
     ],
     ids=str,
 )
-def test_generation_is_as_with_transformers_own_caches(monkeypatch, options):
+def test_generation_is_the_same_as_with_transformers_caches(monkeypatch, options):
     if options.get("cache_implementation") == "offloaded" and not torch.cuda.is_available():
         pytest.skip("transformers offloads caches from a GPU, and there is none")
     if options.get("cache_implementation") == "offloaded" and not OFFLOADS_IN_ORDER:
@@ -65,7 +65,7 @@ def causal_lm():
 
 @pytest.mark.parametrize("name", CACHE_NAMES)
 @pytest.mark.parametrize("make", [seq2seq, causal_lm])
-def test_a_cache_goes_by_either_name(make, name):
+def test_a_cache_can_be_passed_under_either_name(make, name):
     model, ids = make().eval(), random_ids(2, 6)
     target = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     source = {"input_ids": random_ids(2, 4)} if model.config.is_encoder_decoder else {}
@@ -83,7 +83,7 @@ def test_a_cache_goes_by_either_name(make, name):
     assert torch.equal(more.sequences, at_once.sequences)
 
 
-def test_the_older_name_is_deprecated_where_it_is_in_transformers():
+def test_the_older_name_is_deprecated_if_transformers_deprecates_it():
     model, ids = seq2seq(), random_ids(1, 3)
     cache = generation_cache(model.config, 1, 4)
     with warnings.catch_warnings(record=True) as warned:
@@ -97,7 +97,7 @@ def test_the_older_name_is_deprecated_where_it_is_in_transformers():
     )
 
 
-def test_two_caches_are_refused():
+def test_a_cache_under_both_names_is_refused():
     model = seq2seq()
     caches = dict.fromkeys(CACHE_NAMES, generation_cache(model.config, 1, 4))
     with pytest.raises(ValueError, match="cache and past_key_values are the same: expected one"):
@@ -107,7 +107,7 @@ def test_two_caches_are_refused():
 
 
 @pytest.mark.parametrize("make", [seq2seq, causal_lm])
-def test_the_cache_is_called_as_in_bart(make):
+def test_the_cache_argument_has_the_same_name_as_in_bart(make):
     for part in (model := make(), model.get_decoder(), model.get_decoder().layers[0].self_attn):
         ours = inspect.signature(part.forward).parameters.keys() & set(CACHE_NAMES)
         assert ours == inspect.signature(BartModel.forward).parameters.keys() & set(CACHE_NAMES)
@@ -124,7 +124,7 @@ def test_generation_uses_no_deprecated_name(options):
     assert "deprecated" not in captured.out
 
 
-def test_a_source_is_kept_once_for_its_beams_until_the_cache_is_handed_out(monkeypatch):
+def test_beams_share_the_cached_source_until_the_cache_is_returned(monkeypatch):
     model = seq2seq().eval()
     source, mask = ragged(9, 5)
     kept, update = [], SourceLayer.update
@@ -145,7 +145,7 @@ def test_a_source_is_kept_once_for_its_beams_until_the_cache_is_handed_out(monke
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_rows_of_a_cache_that_is_handed_out_change_places(num_beams):
+def test_a_returned_cache_can_be_reordered(num_beams):
     source, mask = ragged(9, 5)
     options = {"num_beams": num_beams, "max_new_tokens": 4, "return_dict_in_generate": True}
     outputs = seq2seq().eval().generate(source, attention_mask=mask, **options)
@@ -166,7 +166,7 @@ def test_nothing_is_copied_while_beams_share_their_source():
     assert layer.values is values
 
 
-def test_a_growing_layer_holds_what_transformers_does():
+def test_a_growing_layer_holds_the_same_as_transformers_layer():
     torch.manual_seed(0)
     ours, theirs = GrowingLayer([], 12), DynamicLayer()
     for step, length in enumerate((3, 1, 1, 4, 1, 1, 1, 1, 9)):
@@ -183,7 +183,7 @@ def test_a_growing_layer_holds_what_transformers_does():
 
 
 def tensors_in(value):
-    """Each tensor that the attributes and items of a value lead to, as an exporter finds them."""
+    """Each tensor reachable through attributes and items of a value, as an exporter finds them."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -194,8 +194,8 @@ def tensors_in(value):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_a_cache_leads_to_no_tensor_but_keys_and_values(num_beams):
-    # An exporter makes an output of each: a mask kept beside the source's keys broke every graph.
+def test_a_cache_holds_no_tensors_except_keys_and_values(num_beams):
+    # Exporters make each tensor an output: a mask next to the source's keys broke every graph.
     seen = []
 
     def look(args, kwargs, output):
@@ -213,7 +213,7 @@ def test_a_cache_leads_to_no_tensor_but_keys_and_values(num_beams):
     assert all(seen)
 
 
-def test_a_growing_layer_copies_seldom():
+def test_a_growing_layer_rarely_copies():
     layer, rooms, last = GrowingLayer([], 300), [], None
     for _ in range(500):
         layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
@@ -225,7 +225,7 @@ def test_a_growing_layer_copies_seldom():
     assert rooms == [2, 6, 14, 30, 62, 126, 300, 602]
 
 
-def test_layers_of_several_types_change_places():
+def test_layers_of_different_dtypes_can_be_reordered():
     spare = []
     for dtype in (torch.float32, torch.bfloat16):
         layer, states = GrowingLayer(spare, 4), torch.randn(2, 1, 1, 2, dtype=dtype)
@@ -234,7 +234,7 @@ def test_layers_of_several_types_change_places():
         assert torch.equal(layer.keys, states.flip(0))
 
 
-def test_beams_of_all_layers_change_places_through_one_spare_buffer():
+def test_all_layers_reorder_beams_through_one_spare_buffer():
     spare = []
     layers = [GrowingLayer(spare, 40) for _ in range(3)]
     for layer in layers:
@@ -251,7 +251,7 @@ def test_beams_of_all_layers_change_places_through_one_spare_buffer():
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
-def test_what_was_generated_may_be_trained_on(options):
+def test_generated_tokens_can_be_trained_on(options):
     model = seq2seq()
     ids = random_ids(2, 5)
     generated = model.eval().generate(ids, max_new_tokens=4, **options)
@@ -260,11 +260,11 @@ def test_what_was_generated_may_be_trained_on(options):
 
 
 class QuantizedParameter(torch.nn.Parameter):
-    """As libraries hold quantized matrices, in a type of their own."""
+    """Libraries store quantized matrices in a tensor type of their own."""
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_generation_leaves_autograd_out_where_only_tokens_are_left(num_beams):
+def test_generation_uses_inference_mode_if_it_returns_only_tokens(num_beams):
     model = seq2seq().eval()
     modes = []
     watch(model.model.decoder, lambda *seen: modes.append(torch.is_inference_mode_enabled()))
@@ -287,7 +287,7 @@ def test_generation_leaves_autograd_out_where_only_tokens_are_left(num_beams):
     assert modes_of() == {False}
 
 
-def test_a_step_takes_the_inputs_that_transformers_would_prepare(monkeypatch):
+def test_a_step_gets_the_inputs_that_transformers_would_prepare(monkeypatch):
     model, prepared = seq2seq().eval(), []
 
     def both(self, input_ids, **kwargs):
@@ -318,7 +318,7 @@ def test_a_step_takes_the_inputs_that_transformers_would_prepare(monkeypatch):
             assert ours[name] is theirs[name] or torch.equal(ours[name], theirs[name])
 
 
-def test_inputs_on_another_device_than_the_model_are_left_to_transformers(monkeypatch):
+def test_inputs_on_a_different_device_are_prepared_by_transformers(monkeypatch):
     def theirs(self, input_ids, **kwargs):
         return "theirs"
 

@@ -1,5 +1,5 @@
-"""Libraries made for any model of torch or transformers work with ours. They are skipped unless
-these are installed: captum, inseq, nnsight, lightning, optuna, optimum-quanto.
+"""Libraries for any torch or transformers model work with ours. They are skipped unless these are
+installed: captum, inseq, nnsight, lightning, optuna, optimum-quanto.
 """
 
 import pytest
@@ -17,7 +17,7 @@ def tokenizer():
     return train_tokenizer([TEXT, TRANSLATION], 300, show_progress=False)
 
 
-def test_captum_shares_a_probability_out_among_the_source_tokens():
+def test_captum_attributes_a_probability_to_the_source_tokens():
     """Integrated gradients are complete: they add up to what the source changes."""
     attr = pytest.importorskip("captum.attr")
     model = seq2seq().eval()
@@ -65,7 +65,7 @@ def test_inseq_attributes_what_the_model_predicts(tokenizer):
     torch.testing.assert_close(found.step_scores["probability"], expected.detach())
 
 
-def test_nothing_tells_inseq_to_scale_embeddings():
+def test_the_model_has_no_embed_scale_that_inseq_would_use():
     assert not any(hasattr(module, "embed_scale") for module in seq2seq().modules())
 
 
@@ -122,7 +122,7 @@ def test_lightning_trains_and_loads_a_module_that_holds_a_model(tmp_path, precis
     "batches", [{"max_tokens": 12}, {"per_device_train_batch_size": 2}], ids=str
 )
 def test_optuna_searches_for_options(tokenizer, tmp_path, batches):
-    """Each trial trains a new model, in a folder of its own."""
+    """Each trial trains a new model, in a separate folder."""
     optuna = pytest.importorskip("optuna")
     rates = [1e-9, 1e-2]
     options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2, "save_strategy": "steps"}
@@ -148,7 +148,7 @@ def test_optuna_searches_for_options(tokenizer, tmp_path, batches):
 
 @pytest.mark.parametrize("bits", ["qint4", "qint8"])
 def test_quanto_rounds_weights_of_a_model_that_generates(bits):
-    """torch's inference mode does not know the type of 4 bits."""
+    """torch's inference mode does not support quanto's 4-bit tensors."""
     quanto = pytest.importorskip("optimum.quanto")
     model, source = seq2seq(d_model=64).eval(), random_ids(2, 6)
     quanto.quantize(model, weights=getattr(quanto, bits), exclude="lm_head")

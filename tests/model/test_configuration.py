@@ -1,4 +1,4 @@
-"""The configuration: the paper's numbers, and an error for each value that can't be."""
+"""The configuration: the paper's numbers, and an error for each invalid value."""
 
 import json
 
@@ -23,13 +23,13 @@ def test_the_defaults_are_the_papers_base_model():
     assert config.shares_embeddings
 
 
-def test_transformers_names_lead_to_ours():
+def test_transformers_attribute_names_are_aliases_of_ours():
     config = VanillaTransformerConfig(d_model=64, encoder_layers=2, encoder_attention_heads=4)
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (64, 2, 4)
 
 
 @pytest.mark.parametrize("decoder_vocab_size", [None, 70])
-def test_each_stack_can_be_seen_as_a_model_of_its_own(decoder_vocab_size):
+def test_each_stack_has_a_text_config_of_its_own(decoder_vocab_size):
     config = VanillaTransformerConfig(
         vocab_size=50,
         decoder_vocab_size=decoder_vocab_size,
@@ -46,7 +46,7 @@ def test_each_stack_can_be_seen_as_a_model_of_its_own(decoder_vocab_size):
     assert config.decoder_vocab_size == decoder_vocab_size
 
 
-def test_it_survives_saving(tmp_path):
+def test_it_is_the_same_after_saving_and_loading(tmp_path):
     config = VanillaTransformerConfig.from_preset("B-dk16", vocab_size=99, norm_position="pre")
     config.save_pretrained(tmp_path)
     assert VanillaTransformerConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
@@ -72,14 +72,14 @@ def test_a_preset_takes_overrides():
     assert (config.d_model, config.dropout, config.vocab_size) == (1024, 0.1, 100)
 
 
-def test_the_heads_of_a_preset_follow_another_width():
+def test_the_heads_of_a_preset_adapt_to_a_different_d_model():
     config = VanillaTransformerConfig.from_preset("tiny", d_model=256)
     assert (config.head_dim, config.encoder_attention_heads) == (64, 4)
     assert VanillaTransformerConfig.from_preset("big", d_model=512).head_dim == 32
     assert VanillaTransformerConfig.from_preset("B-dk16", d_model=256).head_dim == 16
 
 
-def test_an_unknown_preset_is_named():
+def test_an_unknown_preset_is_reported():
     with pytest.raises(ValueError, match=r"unknown preset 'huge': expected one of base, A-h1"):
         VanillaTransformerConfig.from_preset("huge")
 
@@ -115,7 +115,7 @@ def test_an_unknown_preset_is_named():
         ),
     ],
 )
-def test_a_value_that_cannot_be_is_named(fields, message):
+def test_an_invalid_value_is_reported(fields, message):
     with pytest.raises(StrictDataclassError, match=message):
         VanillaTransformerConfig(**fields)
 
@@ -142,17 +142,17 @@ def test_d_k_and_d_v_are_independent():
         ({"dropout": 0.3}, 64),
     ],
 )
-def test_the_width_of_a_head_follows_sizes_that_change_on_loading(tmp_path, fields, d_k):
+def test_head_dim_adapts_to_sizes_that_are_changed_on_loading(tmp_path, fields, d_k):
     VanillaTransformerConfig().save_pretrained(tmp_path)
     assert VanillaTransformerConfig.from_pretrained(tmp_path, **fields).head_dim == d_k
 
 
-def test_a_width_of_heads_of_its_own_stays(tmp_path):
+def test_an_explicit_head_dim_is_kept(tmp_path):
     VanillaTransformerConfig(head_dim=16, value_head_dim=64).save_pretrained(tmp_path)
     assert VanillaTransformerConfig.from_pretrained(tmp_path, d_model=256).head_dim == 16
 
 
-def test_other_names_of_a_field_set_it_before_anything_follows():
+def test_aliases_of_a_field_are_applied_before_defaults_are_derived():
     config = VanillaTransformerConfig(hidden_size=64, num_attention_heads=4)
     assert (config.d_model, config.encoder_attention_heads) == (64, 4)
     assert VanillaTransformerConfig(hidden_size=64).head_dim == 8

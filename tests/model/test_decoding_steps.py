@@ -1,5 +1,5 @@
-"""Steps of the decoder alone, and logits of what is asked for, in pieces or of the likeliest tokens
-alone: the search finds the same."""
+"""Steps that only run the decoder, and logits in pieces or of the most likely tokens only: the
+search finds the same."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,7 +43,7 @@ def model(request):
 
 @pytest.fixture(params=[False, True], ids=["whole", "in pieces"])
 def in_pieces(request, monkeypatch):
-    """As for a large matrix: pieces of seven tokens."""
+    """As for a large matrix: the logits come in pieces of seven tokens."""
     if request.param:
         monkeypatch.setattr(decoding_steps, "LARGE", 0)
         monkeypatch.setattr(decoding_steps, "PIECE", 7 * SMALL["d_model"] * 4)
@@ -52,7 +52,7 @@ def in_pieces(request, monkeypatch):
 
 @pytest.fixture
 def uses(monkeypatch):
-    """How often beam search looked at the best tokens alone."""
+    """How often beam search looked at the best tokens only."""
     calls = []
     logits = BestTokens.logits
     monkeypatch.setattr(BestTokens, "logits", lambda *args: (calls.append(1), logits(*args))[1])
@@ -64,7 +64,7 @@ def search(model, ids, **options):
 
 
 @pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
-def test_the_best_tokens_are_all_that_beam_search_needs(model, options, in_pieces, uses):
+def test_beam_search_only_needs_the_best_tokens(model, options, in_pieces, uses):
     ids = random_ids(3, 6)
     found = search(model, ids, **options)
     assert bool(uses) == COUNTS_TOKENS_BY_SCORES
@@ -75,7 +75,7 @@ def test_the_best_tokens_are_all_that_beam_search_needs(model, options, in_piece
     assert found.tolist() == expected.tolist()
 
 
-def test_a_source_and_a_target_vocabulary_of_different_sizes(in_pieces):
+def test_source_and_target_vocabulary_can_have_different_sizes(in_pieces):
     torch.manual_seed(0)
     config = small_config(decoder_vocab_size=61)
     model = VanillaTransformerForConditionalGeneration(config).eval()
@@ -87,8 +87,8 @@ def test_a_source_and_a_target_vocabulary_of_different_sizes(in_pieces):
     assert found.max() >= SMALL["vocab_size"]
 
 
-class Contrary(VanillaTransformerForConditionalGeneration):
-    """Prefers what its parent dislikes."""
+class NegatedLogits(VanillaTransformerForConditionalGeneration):
+    """Negates the logits of its parent class."""
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
@@ -116,21 +116,21 @@ def with_another_forward(model):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_whoever_changes_scores_sees_them_all(model, options, uses):
+def test_logits_processors_get_the_scores_of_all_tokens(model, options, uses):
     search(model, random_ids(3, 6), num_beams=3, **options)
     assert not uses
 
 
 @pytest.mark.parametrize("change", [with_hook, with_another_forward])
-def test_whoever_changes_logits_sees_them_all(model, change, uses):
+def test_code_that_changes_logits_gets_those_of_all_tokens(model, change, uses):
     change(model)
     search(model, random_ids(3, 6), num_beams=3)
     assert not uses
 
 
-def test_a_subclass_that_changes_logits_sees_them_all(uses, monkeypatch):
+def test_a_subclass_that_changes_logits_gets_those_of_all_tokens(uses, monkeypatch):
     torch.manual_seed(0)
-    contrary, ids = Contrary(small_config()).eval(), random_ids(3, 6)
+    contrary, ids = NegatedLogits(small_config()).eval(), random_ids(3, 6)
     found = search(contrary, ids, num_beams=3, eos_token_id=None)
     assert not uses
     scored = {"return_dict_in_generate": True, "output_scores": True}
@@ -141,17 +141,17 @@ def test_a_subclass_that_changes_logits_sees_them_all(uses, monkeypatch):
     assert torch.equal(search(contrary, ids), whole)
 
 
-def test_hooks_of_the_projection_see_all_logits_and_may_keep_them(model):
+def test_hooks_of_the_projection_get_all_logits_and_can_keep_them(model):
     seen = []
     model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
     search(model, random_ids(3, 6), num_beams=3)
     kept = [logits.clone() for logits in seen]
     assert {logits.shape for logits in seen} == {(9, 1, SMALL["vocab_size"])}  # as without beams
-    assert (seen[0] < 0).any()  # not taken for exponentials
+    assert (seen[0] < 0).any()  # not overwritten by exponentials
     torch.testing.assert_close(seen, kept)
 
 
-def test_each_thread_searches_for_itself(model):
+def test_threads_can_search_at_the_same_time(model):
     sources = [random_ids(2, 6, seed=seed) for seed in range(8)]
     beams = [2 + seed % 3 for seed in range(8)]
     expected = [
@@ -168,7 +168,7 @@ def test_each_thread_searches_for_itself(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_log_probabilities_are_among_all_tokens(dtype, in_pieces):
+def test_log_probabilities_are_normalized_over_all_tokens(dtype, in_pieces):
     torch.manual_seed(0)
     projection = nn.Linear(24, 50, bias=False, dtype=dtype)
     states = torch.randn(6, 1, 24, dtype=dtype) * 5
@@ -204,7 +204,7 @@ def whole_model():
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_after_the_first_step_the_decoder_alone_is_called(whole_model, beams):
+def test_only_the_decoder_is_called_after_the_first_step(whole_model, beams):
     found, calls = steps(whole_model, num_beams=beams)
     assert calls == 1
     whole_model.set_attn_implementation("eager")
@@ -214,7 +214,7 @@ def test_after_the_first_step_the_decoder_alone_is_called(whole_model, beams):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_on_a_gpu_too(whole_model, beams):
+def test_the_decoder_is_called_without_the_encoder_on_a_gpu_too(whole_model, beams):
     expected, _ = steps(whole_model, num_beams=beams)
     with on_gpu():
         found, calls = steps(whole_model, num_beams=beams)
@@ -222,7 +222,7 @@ def test_on_a_gpu_too(whole_model, beams):
     assert found.tolist() == expected.tolist()
 
 
-def test_a_target_with_padding_is_decoded_alike(whole_model):
+def test_a_padded_target_is_decoded_the_same(whole_model):
     prompt = torch.tensor([[1, 5, 6], [0, 1, 5], [0, 0, 1]])
     given = {"decoder_input_ids": prompt, "decoder_attention_mask": (prompt != 0).long()}
     found, calls = steps(whole_model, **given)
@@ -231,7 +231,7 @@ def test_a_target_with_padding_is_decoded_alike(whole_model):
     assert found.tolist() == steps(whole_model, **given)[0].tolist()
 
 
-def test_a_search_with_the_callers_cache_checks_its_inputs_too(whole_model):
+def test_inputs_are_checked_with_a_cache_from_the_caller_too(whole_model):
     begun, _ = steps(whole_model, max_new_tokens=3, return_dict_in_generate=True)
     cache = {CACHE_NAME: begun[CACHE_NAME]}
     found, calls = steps(whole_model, decoder_input_ids=begun.sequences, max_new_tokens=4, **cache)
@@ -240,7 +240,7 @@ def test_a_search_with_the_callers_cache_checks_its_inputs_too(whole_model):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_step_beyond_learned_positions_is_named(beams):
+def test_a_step_beyond_learned_positions_is_reported(beams):
     config = small_config(position_encoding="learned", max_position_embeddings=6)
     model = VanillaTransformerForConditionalGeneration(config).eval()
     with pytest.raises(IndexError, match="position 6 is out of range: expected 0 <= position < 6"):
@@ -261,7 +261,7 @@ def with_another_forward_of_both(model):
 
 
 @pytest.mark.parametrize("change", [with_hook_of_a_library, with_another_forward_of_both])
-def test_whoever_changes_what_both_stacks_do_is_asked_in_each_step(whole_model, change):
+def test_hooks_and_overrides_of_both_stacks_are_called_in_each_step(whole_model, change):
     expected, _ = steps(whole_model)
     change(whole_model)
     found, calls = steps(whole_model)
@@ -270,13 +270,13 @@ def test_whoever_changes_what_both_stacks_do_is_asked_in_each_step(whole_model, 
 
 
 @pytest.mark.parametrize("option", ["output_attentions", "output_hidden_states"])
-def test_outputs_that_are_asked_for_come_from_both_stacks(whole_model, option):
+def test_requested_outputs_come_from_both_stacks(whole_model, option):
     asked = {option: True, "return_dict_in_generate": True}
     assert steps(whole_model, **asked)[1] == 7
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 24), (3, 1, 24), (2, 5, 24)])
-def test_pieces_make_the_whole(shape, in_pieces):
+def test_logits_in_pieces_equal_those_of_one_product(shape, in_pieces):
     torch.manual_seed(0)
     projection, states = nn.Linear(24, 50, bias=False), torch.randn(shape)
     expected, rows = projection(states), states.flatten(0, 1)
@@ -286,7 +286,7 @@ def test_pieces_make_the_whole(shape, in_pieces):
     assert project(states, projection).requires_grad
 
 
-def test_autocast_and_biases_are_left_to_torch(monkeypatch):
+def test_autocast_and_biases_are_handled_by_torch(monkeypatch):
     monkeypatch.setattr(decoding_steps, "LARGE", 0)
     states = torch.randn(3, 1, 24)
     with torch.no_grad():
@@ -299,7 +299,7 @@ def test_autocast_and_biases_are_left_to_torch(monkeypatch):
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 24, 63, 64, 72, 800, 1001])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_the_best_of_columns_are_the_best(columns, count):
+def test_topk_by_columns_equals_torchs(columns, count):
     torch.manual_seed(0)
     scores, count = torch.randn(5, columns), min(columns, count)
     values, places = scores.topk(count)

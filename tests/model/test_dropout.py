@@ -1,4 +1,4 @@
-"""Dropout with fewer random bits drops and scales as torch's does."""
+"""Dropout with fewer random bits drops and scales like torch's."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_dropout_of_neighbours_is_independent():
         assert both.item() == pytest.approx(0.25, abs=0.002)
 
 
-def test_dropout_at_the_ends():
+def test_dropout_with_rates_of_0_and_1_and_without_rows():
     ones = torch.ones(3, 5)
     assert torch.equal(dropout(ones, 0.0, True), ones)
     assert torch.equal(dropout(ones, 0.5, False), ones)

@@ -1,4 +1,4 @@
-"""The ends of what sizes and numbers may be: finite, or one clear error."""
+"""Extreme sizes and numbers: results are finite, or there is one clear error."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_fifty_layers(norm_position, dtype):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_scores_near_the_end_of_half_precision(dtype, attention):
+def test_scores_near_the_maximum_of_half_precision(dtype, attention):
     """Queries and keys whose products come near the largest number, 65504 in float16."""
     model = new_model(attn_implementation=attention).to(dtype).eval()
     for stack in (model.model.encoder, model.model.decoder):
@@ -59,7 +59,7 @@ def test_scores_near_the_end_of_half_precision(dtype, attention):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_source_of_padding_alone_in_half_precision(dtype, attention):
+def test_a_source_of_only_padding_in_half_precision(dtype, attention):
     model = new_model(attn_implementation=attention).to(dtype).eval()
     mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
     logits = model(
@@ -78,7 +78,7 @@ def test_a_source_of_five_thousand_tokens_and_of_one(dtype):
         assert 2 <= sequences.shape[1] <= 4
 
 
-def test_the_long_and_the_short_in_one_batch():
+def test_very_long_and_short_sequences_in_one_batch():
     model = tiny(dropout=0.0).eval()
     source, mask = random_ids(2, 5000), torch.ones(2, 5000, dtype=torch.long)
     mask[1, 1:] = 0
@@ -98,7 +98,7 @@ def test_a_vocabulary_of_four_and_of_a_million(vocab_size):
         assert ((sequences >= 0) & (sequences < vocab_size)).all()
 
 
-def test_a_vocabulary_of_three_has_no_room_for_a_word_and_one_is_refused():
+def test_a_vocabulary_of_only_special_tokens_works_and_of_one_token_is_refused():
     assert_trains(tiny(vocab_size=3), torch.tensor([[1, 2]]), torch.tensor([[2]]))
     with pytest.raises(Exception, match="is outside the vocabulary: expected 0 <= id < 1"):
         tiny(vocab_size=1)

@@ -1,4 +1,4 @@
-"""`generate()`: every option of transformers does what it does for transformers' own models."""
+"""`generate()`: every option does the same as for transformers' own models."""
 
 import threading
 from itertools import pairwise
@@ -28,7 +28,7 @@ START, EOS = 1, 2
 STEPS = 10
 
 
-# Random models that say many different things. Post-norm and tied ones repeat themselves.
+# Random models with varied outputs. Post-norm and tied ones repeat themselves.
 SEEDS = dict(zip(CLASSES, (25, 55), strict=True))
 
 
@@ -39,7 +39,7 @@ def build(cls, seed=None, **fields):
 
 
 @pytest.fixture(params=CLASSES, ids=["seq2seq", "causal"])
-def talker(request):
+def any_model(request):
     return build(request.param)
 
 
@@ -55,7 +55,7 @@ def causal():
 
 @pytest.fixture
 def prompts():
-    """Three sources of a seq2seq model, or three beginnings for a causal one."""
+    """Three sources for a seq2seq model, or three prompts for a causal one."""
     return random_ids(3, 6)
 
 
@@ -89,13 +89,13 @@ def until_eos(tokens):
     return row[: row.index(EOS) + 1] if EOS in row else row
 
 
-def test_the_model_says_more_than_one_thing(talker, prompts):
-    tokens = generate(talker, prompts)
+def test_the_model_has_varied_outputs(any_model, prompts):
+    tokens = generate(any_model, prompts)
     assert all(len(set(row.tolist())) >= 4 for row in tokens if EOS not in row)
     assert len({tuple(row.tolist()) for row in tokens}) == 3
 
 
-# ---------------------------------------------------------------- what leaves the tokens alone
+# ---------------------------------------------------------------- what does not change the tokens
 
 
 def own_loop(model, input_ids, **rest):
@@ -113,25 +113,25 @@ SAME_AS_GREEDY = {
 
 
 @pytest.mark.parametrize("options", SAME_AS_GREEDY.values(), ids=SAME_AS_GREEDY)
-def test_the_tokens_are_those_of_greedy_search(talker, prompts, options):
-    expected = generate(talker, prompts, do_sample=False)
-    assert generate(talker, prompts, **options).tolist() == expected.tolist()
+def test_the_tokens_are_those_of_greedy_search(any_model, prompts, options):
+    expected = generate(any_model, prompts, do_sample=False)
+    assert generate(any_model, prompts, **options).tolist() == expected.tolist()
 
 
-def test_a_compiled_step_changes_no_token(talker, prompts):
+def test_a_compiled_step_changes_no_token(any_model, prompts):
     compiled = CompileConfig(backend="eager", mode=None, fullgraph=True)
     compiled._compile_all_devices = True  # or else accelerators only
-    expected = generate(talker, prompts)
+    expected = generate(any_model, prompts)
     options = {"cache_implementation": "static", "compile_config": compiled}
-    assert generate(talker, prompts, **options).tolist() == expected.tolist()
-    assert hasattr(talker, "_compiled_call")
+    assert generate(any_model, prompts, **options).tolist() == expected.tolist()
+    assert hasattr(any_model, "_compiled_call")
 
 
 @pytest.mark.slow
-def test_two_lengths_of_sources_are_enough_to_compile_for_all(seq2seq):
-    """One graph for the beginning and one for all other steps, whole ones; for the second length
-    again, and for no other."""
-    torch._dynamo.reset()  # what others have compiled
+def test_two_source_lengths_are_enough_to_compile_for_all(seq2seq):
+    """One full graph for the first step and one for all others; both again for the second length,
+    and never after that."""
+    torch._dynamo.reset()  # what other tests have compiled
     counter = CompileCounter()
     sources = [random_ids(2, length) for length in (6, 8, 5, 20)]
     expected = [generate(seq2seq, source).tolist() for source in sources]
@@ -144,7 +144,7 @@ def test_two_lengths_of_sources_are_enough_to_compile_for_all(seq2seq):
     assert graphs == [2, 4, 4, 4]
 
 
-def test_a_static_cache_masks_what_a_target_prompt_does(seq2seq, prompts):
+def test_a_static_cache_respects_the_mask_of_a_target_prompt(seq2seq, prompts):
     target = torch.tensor([[3, 3, 8], [3, 9, 10], [3, 3, 3]])[: len(prompts)]
     mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])[: len(prompts)]
     prompt = {"decoder_input_ids": target, "decoder_attention_mask": mask}
@@ -153,19 +153,19 @@ def test_a_static_cache_masks_what_a_target_prompt_does(seq2seq, prompts):
     assert actual.tolist() == expected.tolist()
 
 
-def test_a_prompt_may_be_read_in_pieces(causal, prompts):
+def test_a_prompt_can_be_read_in_chunks(causal, prompts):
     expected = generate(causal, prompts)
     assert generate(causal, prompts, prefill_chunk_size=4).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("strategy", [{}, {"num_beams": 3}], ids=["greedy", "beam"])
-def test_a_static_cache_may_have_room_to_spare(talker, prompts, strategy):
+def test_a_static_cache_can_be_longer_than_needed(any_model, prompts, strategy):
     cache = {"cache_implementation": "static", "max_cache_len": 40}
-    expected = generate(talker, prompts, **strategy)
-    assert generate(talker, prompts, **strategy, **cache).tolist() == expected.tolist()
+    expected = generate(any_model, prompts, **strategy)
+    assert generate(any_model, prompts, **strategy, **cache).tolist() == expected.tolist()
 
 
-# ---------------------------------------------------------------- speculation
+# ---------------------------------------------------------------- speculative decoding
 
 
 class Calls:
@@ -180,55 +180,57 @@ class Calls:
 
 
 @pytest.mark.parametrize("row", range(3))
-def test_a_small_draft_model_changes_no_token(talker, prompts, row):
+def test_a_small_draft_model_changes_no_token(any_model, prompts, row):
     draft = build(
-        type(talker), seed=1, d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=50
+        type(any_model), seed=1, d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=50
     )
     drafted = Calls(draft)
     one = prompts[row : row + 1]
-    expected = generate(talker, one)
-    assert generate(talker, one, assistant_model=draft).tolist() == expected.tolist()
+    expected = generate(any_model, one)
+    assert generate(any_model, one, assistant_model=draft).tolist() == expected.tolist()
     assert drafted.count
 
 
-def test_a_draft_that_is_always_right_saves_steps(talker, prompts):
+def test_a_draft_model_that_is_always_right_saves_steps(any_model, prompts):
     prompt = prompts[:1]
-    expected = generate(talker, prompt, eos_token_id=None)
-    calls = Calls(talker.lm_head)
-    same = build(type(talker))
+    expected = generate(any_model, prompt, eos_token_id=None)
+    calls = Calls(any_model.lm_head)
+    same = build(type(any_model))
     same.generation_config.assistant_confidence_threshold = 0.0
-    assisted = generate(talker, prompt, eos_token_id=None, assistant_model=same)
+    assisted = generate(any_model, prompt, eos_token_id=None, assistant_model=same)
     assert assisted.tolist() == expected.tolist()
     assert calls.count <= 2
 
 
-def test_minus_one_is_no_token(talker, prompts):
+def test_token_id_minus_one_means_no_token(any_model, prompts):
     """As transformers' users have it: no sentence ends, and nothing in a prompt is padding."""
-    expected = generate(talker, prompts, eos_token_id=None)
-    assert generate(talker, prompts, eos_token_id=-1, pad_token_id=-1).tolist() == expected.tolist()
+    expected = generate(any_model, prompts, eos_token_id=None)
+    assert (
+        generate(any_model, prompts, eos_token_id=-1, pad_token_id=-1).tolist() == expected.tolist()
+    )
 
 
-def test_padding_says_nothing_to_a_draft(talker, prompts):
+def test_padding_does_not_affect_a_draft_model(any_model, prompts):
     ids, mask = pad([prompts[0, :4], prompts[1]], "left")
-    draft = build(type(talker), seed=1, encoder_layers=1, decoder_layers=1)
-    padded = generate(talker, ids[:1], attention_mask=mask[:1], assistant_model=draft)
-    assert padded.tolist() == generate(talker, prompts[:1, :4]).tolist()
+    draft = build(type(any_model), seed=1, encoder_layers=1, decoder_layers=1)
+    padded = generate(any_model, ids[:1], attention_mask=mask[:1], assistant_model=draft)
+    assert padded.tolist() == generate(any_model, prompts[:1, :4]).tolist()
 
 
-def test_what_the_prompt_says_already_is_looked_up(talker, prompts):
+def test_prompt_lookup_saves_steps(any_model, prompts):
     prompt = prompts[:1]
-    expected = generate(talker, prompt, eos_token_id=None)
-    if is_causal(talker):
-        # What the model is going to say stands in the prompt, which it may then copy.
+    expected = generate(any_model, prompt, eos_token_id=None)
+    if is_causal(any_model):
+        # The prompt contains what the model will generate, so that it can be looked up.
         prompt = torch.cat([prompt, expected], 1)
-        expected = generate(talker, prompt, eos_token_id=None)
-    calls = Calls(talker.lm_head)
-    looked_up = generate(talker, prompt, eos_token_id=None, prompt_lookup_num_tokens=4)
+        expected = generate(any_model, prompt, eos_token_id=None)
+    calls = Calls(any_model.lm_head)
+    looked_up = generate(any_model, prompt, eos_token_id=None, prompt_lookup_num_tokens=4)
     assert looked_up.tolist() == expected.tolist()
     assert calls.count < STEPS
 
 
-def test_prompt_lookup_ends_where_its_padded_source_says():
+def test_prompt_lookup_has_the_length_limit_of_a_padded_source():
     # Also within a block of accepted tokens.
     source = random_ids(1, 3)
     padded = torch.cat([source, torch.zeros_like(source)], dim=1)
@@ -255,11 +257,11 @@ def best_pairs(model, prompt):
 
 
 @pytest.mark.parametrize("row", range(3))
-def test_a_beam_as_wide_as_the_vocabulary_finds_the_best(talker, prompts, row):
+def test_as_many_beams_as_tokens_find_the_best(any_model, prompts, row):
     prompt = prompts[row : row + 1]
-    pairs, scores = best_pairs(talker, prompt)
+    pairs, scores = best_pairs(any_model, prompt)
     options = {"num_beams": SMALL["vocab_size"], "num_return_sequences": 5, "max_new_tokens": 2}
-    found = talker.generate(
+    found = any_model.generate(
         prompt,
         **options,
         eos_token_id=None,
@@ -272,8 +274,8 @@ def test_a_beam_as_wide_as_the_vocabulary_finds_the_best(talker, prompts, row):
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
-def test_a_beams_score_is_its_log_probability_over_its_length(talker, prompts, length_penalty):
-    found = talker.generate(
+def test_a_beams_score_is_its_log_probability_over_its_length(any_model, prompts, length_penalty):
+    found = any_model.generate(
         prompts,
         num_beams=3,
         max_new_tokens=STEPS,
@@ -282,7 +284,7 @@ def test_a_beams_score_is_its_log_probability_over_its_length(talker, prompts, l
         return_dict_in_generate=True,
         output_scores=True,
     )
-    expected = log_probability(talker, prompts, found.sequences[:, -STEPS:])
+    expected = log_probability(any_model, prompts, found.sequences[:, -STEPS:])
     assert_close(found.sequences_scores, expected / STEPS**length_penalty)
 
 
@@ -295,11 +297,11 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("options", SAMPLING.values(), ids=SAMPLING)
-def test_sampling_follows_its_seed(talker, prompts, options):
+def test_sampling_follows_its_seed(any_model, prompts, options):
     samples = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        samples.append(generate(talker, prompts, **options).tolist())
+        samples.append(generate(any_model, prompts, **options).tolist())
     assert samples[0] == samples[1] != samples[2]
     assert len(samples[0]) == 3 * options.get("num_return_sequences", 1)
 
@@ -319,12 +321,12 @@ LIKELIEST = {
 
 
 @pytest.mark.parametrize(("options", "candidates"), LIKELIEST.values(), ids=LIKELIEST)
-def test_samples_come_from_the_likeliest_tokens(talker, prompts, options, candidates):
+def test_samples_come_from_the_most_likely_tokens(any_model, prompts, options, candidates):
     prompt = prompts[:1]
-    probabilities = next_logits(talker, prompt, prompts[:1, :0])[0, -1].softmax(-1)
+    probabilities = next_logits(any_model, prompt, prompts[:1, :0])[0, -1].softmax(-1)
     torch.manual_seed(0)
     options = {"do_sample": True, "top_k": 0, "num_return_sequences": 300, **options}
-    samples = generate(talker, prompt, max_new_tokens=1, **options)
+    samples = generate(any_model, prompt, max_new_tokens=1, **options)
     expected = set(candidates(probabilities).tolist())
     assert 1 < len(expected) < SMALL["vocab_size"]
     assert set(samples[:, 0].tolist()) == expected
@@ -391,20 +393,20 @@ SEARCHES = {"greedy": {}, "beam": {"num_beams": 3}, "sample": {"do_sample": True
 
 @pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
 @pytest.mark.parametrize("constraint", CONSTRAINTS.values(), ids=CONSTRAINTS)
-def test_constraints_are_kept(talker, prompts, constraint, search):
+def test_constraints_are_kept(any_model, prompts, constraint, search):
     torch.manual_seed(0)
-    plain = generate(talker, prompts, suppress_tokens=[EOS])
+    plain = generate(any_model, prompts, suppress_tokens=[EOS])
     options, holds = constraint(plain)
-    start = prompts.shape[1] if is_causal(talker) else 1
+    start = prompts.shape[1] if is_causal(any_model) else 1
     if not search:
         assert not all(holds(row.tolist(), start) for row in plain)
     stops = options.get("eos_token_id", [EOS])
-    for row in generate(talker, prompts, **search, **options).tolist():
+    for row in generate(any_model, prompts, **search, **options).tolist():
         ends = [place for place, token in enumerate(row) if token in stops]
         assert holds(row[: ends[0] + 1] if ends else row, start)
 
 
-def test_guidance_leads_away_from_what_the_prompt_does_not_matter_for(causal, prompts):
+def test_guidance_scales_the_effect_of_the_prompt(causal, prompts):
     alone = next_logits(causal, prompts[:, -1:], prompts[:, :0])[:, -1].log_softmax(-1)
     given = next_logits(causal, prompts, prompts[:, :0])[:, -1].log_softmax(-1)
     expected = (alone + 3.0 * (given - alone)).argmax(-1)
@@ -413,7 +415,7 @@ def test_guidance_leads_away_from_what_the_prompt_does_not_matter_for(causal, pr
     assert guided.tolist() != generate(causal, prompts, max_new_tokens=1)[:, 0].tolist()
 
 
-def test_guidance_is_for_a_decoder_alone(seq2seq, prompts):
+def test_guidance_is_only_for_decoder_only_models(seq2seq, prompts):
     generate(seq2seq, prompts, guidance_scale=1.0, max_new_tokens=1)
     with pytest.raises(
         ValueError, match=r"guidance_scale=3\.0: expected None or 1 for an encoder-d"
@@ -422,26 +424,26 @@ def test_guidance_is_for_a_decoder_alone(seq2seq, prompts):
 
 
 @pytest.mark.parametrize("strategy", [{}, {"num_beams": 3}], ids=["greedy", "beam"])
-def test_a_repetition_penalty_makes_tokens_new(talker, prompts, strategy):
+def test_a_high_repetition_penalty_prevents_repeated_tokens(any_model, prompts, strategy):
     options = {"min_new_tokens": STEPS, **strategy}
-    plain = generate(talker, prompts, **options)
-    new = generate(talker, prompts, repetition_penalty=1e6, **options)
+    plain = generate(any_model, prompts, **options)
+    new = generate(any_model, prompts, repetition_penalty=1e6, **options)
     for row, prompt in zip(new.tolist(), prompts.tolist(), strict=True):
-        seen = prompt if is_causal(talker) else [START]
+        seen = prompt if is_causal(any_model) else [START]
         assert len(set(row)) == STEPS
         assert not set(row) & set(seen)
     assert all(len(set(row)) < STEPS for row in plain.tolist())
 
 
-def test_the_first_token_may_be_forced(seq2seq, prompts):
+def test_the_first_token_can_be_forced(seq2seq, prompts):
     free = generate(seq2seq, prompts)
     forced = generate(seq2seq, prompts, forced_bos_token_id=44)
     assert 44 not in free[:, 0]
     assert (forced[:, 0] == 44).all()
 
 
-def test_a_source_may_be_held_to_or_kept_out(seq2seq, prompts):
-    """`encoder_repetition_penalty` asks for the source's tokens; its n-grams may be forbidden."""
+def test_tokens_of_the_source_can_be_preferred_or_forbidden(seq2seq, prompts):
+    """`encoder_repetition_penalty` prefers the source's tokens; its n-grams can be forbidden."""
     held = generate(seq2seq, prompts, encoder_repetition_penalty=1e6)
     out = generate(seq2seq, prompts, encoder_no_repeat_ngram_size=1)
     free = generate(seq2seq, prompts)
@@ -459,10 +461,10 @@ class Until(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
-def test_ones_own_criterion_stops_each_row(talker, prompts):
-    plain = generate(talker, prompts)
+def test_a_custom_stopping_criterion_stops_each_row(any_model, prompts):
+    plain = generate(any_model, prompts)
     token = int(plain[0, 3])
-    stopped = generate(talker, prompts, stopping_criteria=[Until(token)])
+    stopped = generate(any_model, prompts, stopping_criteria=[Until(token)])
     for row, full in zip(stopped.tolist(), plain.tolist(), strict=True):
         end = full.index(token) + 1 if token in full else len(full)
         assert row[:end] == full[:end]
@@ -470,12 +472,12 @@ def test_ones_own_criterion_stops_each_row(talker, prompts):
     assert token in stopped
 
 
-# ---------------------------------------------------------------- what generate returns besides
+# ---------------------------------------------------------------- what else generate returns
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("cls", CLASSES, ids=["seq2seq", "causal"])
-def test_all_that_was_computed_may_be_asked_for(cls, prompts, beams):
+def test_scores_logits_attentions_and_hidden_states_can_be_returned(cls, prompts, beams):
     model = build(cls, attn_implementation="eager")
     outputs = model.generate(
         prompts,
@@ -510,7 +512,7 @@ def test_all_that_was_computed_may_be_asked_for(cls, prompts, beams):
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=["seq2seq", "causal"])
-def test_what_was_computed_step_by_step_is_one_forward_pass(cls, prompts):
+def test_outputs_of_all_steps_equal_those_of_one_forward_pass(cls, prompts):
     model = build(cls, attn_implementation="eager")
     asked = {"output_attentions": True, "output_hidden_states": True}
     outputs = model.generate(
@@ -538,7 +540,7 @@ def test_what_was_computed_step_by_step_is_one_forward_pass(cls, prompts):
             assert_close(torch.cat(steps, 2), weights)
 
 
-# ---------------------------------------------------------------- what generate may be given
+# ---------------------------------------------------------------- inputs of generate
 
 
 @pytest.mark.parametrize(
@@ -551,7 +553,7 @@ def test_what_was_computed_step_by_step_is_one_forward_pass(cls, prompts):
     ],
     ids=["greedy", "greedy-tuple", "beam", "beam-tuple"],
 )
-def test_a_source_may_be_encoded_beforehand(seq2seq, form, strategy):
+def test_encoder_outputs_can_be_passed(seq2seq, form, strategy):
     ids, mask = pad([random_ids(1, n, seed=n)[0] for n in (3, 6)], "right")
     encoded = seq2seq.get_encoder()(ids, attention_mask=mask)
     expected = seq2seq.generate(ids, attention_mask=mask, max_new_tokens=STEPS, **strategy)
@@ -565,7 +567,7 @@ def test_a_source_may_be_encoded_beforehand(seq2seq, form, strategy):
 
 
 @pytest.mark.parametrize("strategy", [{}, {"num_beams": 3}], ids=["greedy", "beam"])
-def test_a_translation_may_be_begun(seq2seq, prompts, strategy):
+def test_a_translation_can_start_with_given_tokens(seq2seq, prompts, strategy):
     free = seq2seq.generate(prompts, max_new_tokens=STEPS, eos_token_id=None)
     begun = seq2seq.generate(
         prompts,
@@ -581,7 +583,7 @@ def test_a_translation_may_be_begun(seq2seq, prompts, strategy):
     assert seq2seq.generate(prompts, decoder_input_ids=other)[:, :3].tolist() == other.tolist()
 
 
-def test_beginnings_of_several_lengths_are_padded_on_the_left(seq2seq, prompts):
+def test_target_prompts_of_different_lengths_are_padded_on_the_left(seq2seq, prompts):
     begun = [torch.tensor([START, 44]), torch.tensor([START, 20, 31, 7]), torch.tensor([START])]
     ids, mask = pad(begun, "left")
     together = seq2seq.generate(
@@ -602,15 +604,15 @@ def test_beginnings_of_several_lengths_are_padded_on_the_left(seq2seq, prompts):
 
 
 @pytest.mark.parametrize("strategy", [{}, {"num_beams": 3}], ids=["greedy", "beam"])
-def test_embeddings_may_stand_for_the_prompt(talker, prompts, strategy):
-    expected = generate(talker, prompts, **strategy)
-    embeddings = talker.get_input_embeddings()(prompts)
-    given = talker.generate(inputs_embeds=embeddings, max_new_tokens=STEPS, **strategy)
-    start = 0 if is_causal(talker) else 1
+def test_embeddings_can_replace_the_prompts_ids(any_model, prompts, strategy):
+    expected = generate(any_model, prompts, **strategy)
+    embeddings = any_model.get_input_embeddings()(prompts)
+    given = any_model.generate(inputs_embeds=embeddings, max_new_tokens=STEPS, **strategy)
+    start = 0 if is_causal(any_model) else 1
     assert given[:, start:].tolist() == expected.tolist()
 
 
-def test_padding_is_known_without_a_mask(causal):
+def test_padding_is_recognized_without_a_mask(causal):
     ids, mask = pad([random_ids(1, n, seed=n)[0] for n in (3, 6)], "left")
     expected = generate(causal, ids, attention_mask=mask)
     assert generate(causal, ids).tolist() == expected.tolist()
@@ -618,7 +620,7 @@ def test_padding_is_known_without_a_mask(causal):
     assert blind.tolist() != expected.tolist()
 
 
-def test_a_conversation_goes_on_from_its_cache(causal, prompts):
+def test_a_conversation_continues_from_its_cache(causal, prompts):
     first = causal.generate(
         prompts, max_new_tokens=4, eos_token_id=None, return_dict_in_generate=True
     )
@@ -634,8 +636,8 @@ def test_a_conversation_goes_on_from_its_cache(causal, prompts):
     assert calls == [3] + [1] * (STEPS - 1)  # the last answer's last token, and the two new ones
 
 
-def test_requests_are_batched_as_they_come(causal):
-    """Continuous batching, in which each request's keys and values lie in pages of one cache."""
+def test_requests_are_batched_continuously(causal):
+    """Each request's keys and values are in pages of one cache."""
     requests = [random_ids(1, n, seed=n)[0].tolist() for n in (3, 9, 6)]
     results = causal.generate_batch(
         requests,
@@ -673,19 +675,19 @@ class Collect(BaseStreamer):
         self.ended = True
 
 
-def test_tokens_are_streamed_one_by_one(talker, prompts):
+def test_tokens_are_streamed_one_by_one(any_model, prompts):
     streamer = Collect()
-    tokens = talker.generate(prompts[:1], max_new_tokens=5, eos_token_id=None, streamer=streamer)
+    tokens = any_model.generate(prompts[:1], max_new_tokens=5, eos_token_id=None, streamer=streamer)
     prompt, *new = streamer.pieces
-    assert prompt == (prompts[0].tolist() if is_causal(talker) else [START])
+    assert prompt == (prompts[0].tolist() if is_causal(any_model) else [START])
     assert [token for [token] in new] == tokens[0, -5:].tolist()
     assert streamer.ended
 
 
 @pytest.fixture
-def writer(talker, tokenizer):
-    """A model of either class that writes something readable."""
-    model = build(type(talker), vocab_size=len(tokenizer))
+def writer(any_model, tokenizer):
+    """A model of either class that generates readable text."""
+    model = build(type(any_model), vocab_size=len(tokenizer))
     model.generation_config.update(suppress_tokens=NO_LETTERS, max_new_tokens=STEPS)
     return model
 
@@ -697,7 +699,7 @@ def written(model, tokenizer, text="a house by", **options):
     return tokenizer.decode(tokens[start:], skip_special_tokens=True)
 
 
-def test_text_is_streamed_to_the_screen(writer, tokenizer, capsys):
+def test_text_is_streamed_to_standard_output(writer, tokenizer, capsys):
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     expected = written(writer, tokenizer, streamer=streamer)
     assert capsys.readouterr().out.strip("\n") == expected
@@ -705,7 +707,7 @@ def test_text_is_streamed_to_the_screen(writer, tokenizer, capsys):
     assert len(expected) >= STEPS
 
 
-def test_text_is_streamed_to_another_thread(writer, tokenizer):
+def test_text_is_streamed_to_a_different_thread(writer, tokenizer):
     streamer = TextIteratorStreamer(
         tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=60
     )
@@ -717,7 +719,7 @@ def test_text_is_streamed_to_another_thread(writer, tokenizer):
     assert text == written(writer, tokenizer)
 
 
-def test_a_string_stops_the_text(writer, tokenizer):
+def test_a_stop_string_ends_the_text(writer, tokenizer):
     full = written(writer, tokenizer)
     stop = full[4:6]
     text = written(writer, tokenizer, stop_strings=[stop])
@@ -747,7 +749,7 @@ def test_a_saved_folder_is_a_text_generation_pipeline(text_folder, tokenizer):
     assert len({answer["generated_text"] for answer in several}) == 3
 
 
-def test_the_pipeline_gives_a_batch_what_it_gives_one(text_folder):
+def test_the_pipeline_returns_the_same_for_a_batch_as_for_each_text(text_folder):
     pipe = pipeline("text-generation", model=str(text_folder))
     texts = ["a house by", "the lake is deep der See", "ein"]
     alone = [pipe(text, do_sample=False) for text in texts]

@@ -48,15 +48,15 @@ def test_batching_and_padding_change_nothing(any_model, strategy, side):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_without_a_mask_is_hidden(strategy, side):
-    # transformers makes a mask from padding only for a decoder alone.
+def test_padding_is_masked_if_no_mask_is_given(strategy, side):
+    # transformers only makes a mask from padding for decoder-only models.
     model = seq2seq(initializer="tensor2tensor").eval()
     ids, mask = pad([random_ids(1, n, seed=n)[0] for n in (3, 9, 6)], side)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, **strategy)
     assert model.generate(ids, max_new_tokens=8, **strategy).tolist() == expected.tolist()
 
 
-def test_an_encoders_output_can_be_used_again():
+def test_encoder_outputs_can_be_reused():
     model, source = seq2seq().eval(), random_ids(3, 6)
     encoded = model.get_encoder()(source)
     first, second = (
@@ -68,7 +68,7 @@ def test_an_encoders_output_can_be_used_again():
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("length", [1, 6, 10])
-def test_a_mask_of_another_length_than_the_source_is_refused(length, rows):
+def test_a_mask_of_a_different_length_than_the_source_is_refused(length, rows):
     model, source = seq2seq().eval(), random_ids(rows, 8)
     mask = (torch.arange(length) < 3).long().expand(rows, length)
     message = rf"attention mask of shape \({rows}, {length}\) for {rows} rows of 8 tokens"
@@ -126,8 +126,8 @@ def state_of(model):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_nothing_that_threads_share_changes_while_generating(any_model, num_beams):
-    # Such as `config.vocab_size`: another thread could save what beam search needs.
+def test_generating_does_not_change_state_that_threads_share(any_model, num_beams):
+    # Such as `config.vocab_size`: a different thread could save a value that beam search has set.
     before, during = state_of(any_model), []
     watch(any_model.model.decoder, lambda *seen: during.append(state_of(any_model)))
     any_model.generate(random_ids(2, 6), num_beams=num_beams)
@@ -136,7 +136,7 @@ def test_nothing_that_threads_share_changes_while_generating(any_model, num_beam
 
 
 @pytest.mark.parametrize("fields", [{}, {"decoder_vocab_size": 60}], ids=["one", "two"])
-def test_threads_generate_what_each_would_alone(fields):
+def test_threads_generate_the_same_as_one_at_a_time(fields):
     torch.manual_seed(0)
     model = VanillaTransformerForConditionalGeneration(small_config(**fields)).eval()
     sources = [random_ids(2, 4 + n % 5, seed=n) for n in range(12)]
@@ -160,7 +160,7 @@ def test_threads_generate_what_each_would_alone(fields):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_a_watermark_is_of_the_targets_vocabulary(num_beams):
+def test_a_watermark_covers_the_target_vocabulary(num_beams):
     fields = {"decoder_vocab_size": 60}
     torch.manual_seed(0)
     model = VanillaTransformerForConditionalGeneration(small_config(**fields)).eval()
@@ -176,7 +176,7 @@ def test_a_watermark_is_of_the_targets_vocabulary(num_beams):
 
 @pytest.mark.parametrize("source_length", [1, 30])
 def test_the_output_is_at_most_50_tokens_longer_than_the_source(source_length):
-    config = small_config(eos_token_id=None, max_position_embeddings=7)  # of learned ones alone
+    config = small_config(eos_token_id=None, max_position_embeddings=7)  # only limits learned ones
     model = VanillaTransformerForConditionalGeneration(config)
     source = random_ids(1, source_length)
     assert model.generate(source).shape[1] == 1 + source_length + 50
@@ -189,7 +189,7 @@ def test_the_output_is_at_most_50_tokens_longer_than_the_source(source_length):
 @pytest.mark.parametrize(("side", "use_cache"), [("left", True), ("right", False)])
 @pytest.mark.parametrize("eos", [None, 2, list(range(2, 40))], ids=["endless", "one", "many"])
 def test_each_row_ends_at_its_own_limit(monkeypatch, strategy, eos, side, use_cache):
-    # Not at that of the longest source: an output must not depend on its neighbours.
+    # Not at the limit of the longest source: an output must not depend on the rest of its batch.
     torch.manual_seed(0)
     model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=eos)).eval()
     monkeypatch.setattr(model, "extra_output_tokens", 4)
@@ -206,7 +206,7 @@ def test_each_row_ends_at_its_own_limit(monkeypatch, strategy, eos, side, use_ca
         assert not together[:, tokens.shape[1] :].any()  # padding
 
 
-def test_each_row_has_its_forced_end_at_its_own_limit(monkeypatch, strategy):
+def test_each_row_has_its_forced_eos_at_its_own_limit(monkeypatch, strategy):
     model = seq2seq(initializer="tensor2tensor").eval()  # no output ends early
     monkeypatch.setattr(model, "extra_output_tokens", 4)
     sources = [random_ids(1, n, seed=n)[0] for n in (2, 9, 5)]
@@ -221,7 +221,7 @@ def test_each_row_has_its_forced_end_at_its_own_limit(monkeypatch, strategy):
         assert not together[:, alone.shape[1] :].any()
 
 
-def test_beams_that_are_cut_at_their_own_limit_have_scores_of_their_tokens_alone():
+def test_scores_of_truncated_beams_are_those_of_their_own_tokens():
     model = seq2seq().eval()
     ids, mask = ragged(2, 9, 5)
     found = model.generate(
@@ -237,7 +237,7 @@ def test_beams_that_are_cut_at_their_own_limit_have_scores_of_their_tokens_alone
 
 
 @pytest.mark.parametrize(("given", "length"), [("padding", 2), (None, 2), ("no padding", 9)])
-def test_each_sample_ends_at_its_own_limit_with_a_mask_or_without(given, length):
+def test_each_sample_ends_at_its_own_limit_with_or_without_a_mask(given, length):
     model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None)).eval()
     ids, mask = pad([random_ids(1, 2)[0], random_ids(1, 9)[0]], "right")
     masks = {"padding": mask, "no padding": torch.ones_like(mask), None: None}
@@ -248,7 +248,7 @@ def test_each_sample_ends_at_its_own_limit_with_a_mask_or_without(given, length)
     assert samples.count_nonzero(1).tolist() == [1 + length + 50] * 2 + [1 + 9 + 50] * 2
 
 
-def test_another_limit_is_saved_with_the_model_and_a_call_goes_before_it(tmp_path):
+def test_a_custom_limit_is_saved_with_the_model_and_a_call_overrides_it(tmp_path):
     model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None))
     model.generation_config.extra_output_tokens = 70
     model.save_pretrained(tmp_path)
@@ -264,7 +264,7 @@ def test_another_limit_is_saved_with_the_model_and_a_call_goes_before_it(tmp_pat
 @pytest.mark.parametrize(
     "saved", [{"max_length": 10}, {"max_new_tokens": 9}, {"max_length_factor": 3}], ids=str
 )
-def test_a_limit_by_the_source_in_a_call_goes_before_any_that_is_saved(saved):
+def test_a_limit_relative_to_the_source_in_a_call_overrides_a_saved_one(saved):
     model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None))
     vars(model.generation_config).update(saved)
     source = random_ids(1, 5)
@@ -295,13 +295,13 @@ def test_marians_limit_is_a_multiple_of_the_longest_source(tmp_path):
         ("pad_token_id", [0], "one token id"),
     ],
 )
-def test_a_list_in_place_of_one_value_is_named(model, option, value, expected):
+def test_a_list_instead_of_one_value_is_reported(model, option, value, expected):
     with pytest.raises(ValueError, match=re.escape(f"{option}={value}: expected {expected}")):
         model.generate(random_ids(1, 5), **{option: value})
 
 
 @pytest.mark.parametrize("extra", [-1, 2.5, "many"])
-def test_another_limit_that_is_none_is_named(model, extra):
+def test_an_invalid_custom_limit_is_reported(model, extra):
     with pytest.raises(
         ValueError, match=rf"extra_output_tokens={extra!r}: expected a whole number"
     ):
@@ -309,7 +309,7 @@ def test_another_limit_that_is_none_is_named(model, extra):
 
 
 @pytest.mark.parametrize("limit", [{"max_new_tokens": 12}, {"max_length": 13}], ids=str)
-def test_a_limit_that_is_given_holds_for_all_rows(monkeypatch, limit):
+def test_an_explicit_limit_holds_for_all_rows(monkeypatch, limit):
     model = VanillaTransformerForConditionalGeneration(small_config(eos_token_id=None)).eval()
     monkeypatch.setattr(model, "extra_output_tokens", 1)
     ids, mask = pad([random_ids(1, 2)[0], random_ids(1, 9)[0]], "right")
@@ -317,7 +317,7 @@ def test_a_limit_that_is_given_holds_for_all_rows(monkeypatch, limit):
     assert tokens.count_nonzero(1).tolist() == [13, 13]
 
 
-def test_the_output_ends_where_learned_positions_do():
+def test_the_output_ends_at_the_last_learned_position():
     model = VanillaTransformerForConditionalGeneration(
         small_config(eos_token_id=None, position_encoding="learned", max_position_embeddings=12)
     )
@@ -337,7 +337,7 @@ def test_a_saved_limit_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("side", ["left"])
-def test_the_decoder_alone_continues_prompts_of_any_length(strategy, side):
+def test_the_causal_model_continues_prompts_of_any_length(strategy, side):
     torch.manual_seed(0)
     model = VanillaTransformerForCausalLM(small_config()).eval()
     prompts = [random_ids(1, n, seed=n)[0] for n in (3, 7)]
@@ -360,7 +360,7 @@ def test_the_decoder_alone_continues_prompts_of_any_length(strategy, side):
 
 
 @pytest.mark.parametrize("option", ["num_beams", "num_return_sequences"])
-def test_none_of_a_count_is_one(option):
+def test_none_for_a_number_of_beams_or_sequences_means_one(option):
     model = seq2seq(initializer="tensor2tensor").eval()
     model.generation_config.num_beams = 2
     expected = model.generate(random_ids(2, 5), max_new_tokens=6, **{option: 1})
@@ -368,7 +368,7 @@ def test_none_of_a_count_is_one(option):
 
 
 def test_none_turns_off_an_option_of_the_model():
-    """As for transformers, which writes keywords into a copy of the generation config."""
+    """As in transformers, which writes keyword arguments into a copy of the generation config."""
     default = GenerationConfig(max_new_tokens=200, suppress_tokens=[3], num_beams=4)
     given = {"max_new_tokens": None, "max_length": 5, "suppress_tokens": None}
     options = GenerationOptions(default, None, given)

@@ -77,7 +77,7 @@ def learn(model, inputs):
     return loss.detach().cpu(), gradients
 
 
-def assert_rough(actual, expected, dtype):
+def assert_roughly_equal(actual, expected, dtype):
     assert actual.isfinite().all()
     error = (actual.float().cpu() - expected.float()).abs().max()
     assert error <= ROUGH[dtype] * expected.abs().max()
@@ -111,7 +111,7 @@ def test_autocast_trains_with_gradients_close_to_those_of_float32(attention, dty
     model = build(attention=attention).to(GPU)
     with torch.autocast(GPU, dtype=dtype):
         rough_loss, rough_gradients = learn(model, on_gpu(batch_of()))
-    assert_rough(rough_loss, loss, dtype)
+    assert_roughly_equal(rough_loss, loss, dtype)
     assert {gradient.dtype for gradient in rough_gradients.values()} == {torch.float32}
     flat = [
         torch.cat([grads[name].flatten() for name in gradients])
@@ -188,7 +188,7 @@ def test_the_fused_loss_is_that_of_logits(dtype, vocab_size):
         torch.testing.assert_close(actual, expected, **CLOSE)
     else:
         for one, other in zip(actual, expected, strict=True):
-            assert_rough(one, other, dtype)
+            assert_roughly_equal(one, other, dtype)
 
 
 @pytest.mark.parametrize("view", [np.s_[:, :1], np.s_[:1, ::2]], ids=["column", "every other"])
@@ -229,7 +229,7 @@ def test_logits_are_those_of_a_cpu(dtype, attention):
     if dtype == torch.float32:
         torch.testing.assert_close(logits.cpu(), expected, **CLOSE)
     else:
-        assert_rough(logits, expected, dtype)
+        assert_roughly_equal(logits, expected, dtype)
 
 
 def test_a_checkpoint_written_on_a_gpu_is_read_on_a_cpu(tmp_path):
@@ -281,8 +281,8 @@ def generate(model, **options):
     return model.eval().generate(**inputs, max_new_tokens=10, **options).tolist()
 
 
-def talkative(attention="sdpa"):
-    """A random model that says many different things."""
+def varied_model(attention="sdpa"):
+    """A random model with varied outputs."""
     return build(attention=attention, norm_position="pre", tie_word_embeddings=False)
 
 
@@ -295,8 +295,8 @@ def talkative(attention="sdpa"):
     ],
 )
 def test_the_tokens_are_those_of_a_cpu(attention, search):
-    expected = generate(talkative(), **SEARCHES[search])
-    assert generate(talkative(attention).to(GPU), **SEARCHES[search]) == expected
+    expected = generate(varied_model(), **SEARCHES[search])
+    assert generate(varied_model(attention).to(GPU), **SEARCHES[search]) == expected
 
 
 @pytest.mark.parametrize("search", ["greedy", "beams"])
@@ -305,15 +305,15 @@ def test_the_tokens_are_those_of_a_cpu(attention, search):
     [pytest.param(name, marks=[in_order] if name == "offloaded" else []) for name in CACHES],
 )
 def test_every_cache_gives_the_same_tokens(cache, search):
-    expected = generate(talkative(), **SEARCHES[search])
-    model = talkative().to(GPU)
+    expected = generate(varied_model(), **SEARCHES[search])
+    model = varied_model().to(GPU)
     assert generate(model, **SEARCHES[search], **CACHES[cache]) == expected
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("search", ["greedy", "beams"])
 def test_half_precision_generates_with_finite_scores(search, dtype):
-    model = talkative().to(GPU, dtype).eval()
+    model = varied_model().to(GPU, dtype).eval()
     inputs = on_gpu(batch_of())
     del inputs["labels"]
     outputs = model.generate(

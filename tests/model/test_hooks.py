@@ -1,4 +1,4 @@
-"""Who looks at what modules compute sees whole batches, as in any model of transformers."""
+"""Hooks on modules get whole batches, as in any model of transformers."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ EXACT = {"atol": 2e-5, "rtol": 1e-4}
 
 @pytest.fixture
 def model():
-    """Of weights so large that its targets differ."""
+    """Its weights are so large that its targets differ."""
     model = seq2seq(dropout=0.3, tie_word_embeddings=False).eval()
     for weights in model.parameters():
         if weights.ndim == 2:
@@ -29,7 +29,7 @@ def model():
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre"])
 @torch.no_grad()
-def test_what_a_hook_does_to_a_batch_it_does_to_its_rows(model, kind):
+def test_a_hook_changes_each_row_of_a_batch_as_it_changes_the_row_alone(model, kind):
     def mute(module, args, output=None):
         states = (args[0] if output is None else output).clone()
         states[:, 1] = 0
@@ -44,7 +44,7 @@ def test_what_a_hook_does_to_a_batch_it_does_to_its_rows(model, kind):
 
 
 @pytest.mark.parametrize(("num_beams", "rows"), [(1, 4), (3, 12)])
-def test_a_hook_sees_the_rows_of_all_beams_in_each_step(model, num_beams, rows):
+def test_a_hook_gets_the_rows_of_all_beams_in_each_step(model, num_beams, rows):
     seen = []
     for layer in model.get_decoder().layers:
         for part in (layer, layer.encoder_attn.k_proj):
@@ -61,8 +61,8 @@ def test_a_hook_sees_the_rows_of_all_beams_in_each_step(model, num_beams, rows):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_a_hook_of_all_modules_sees_what_theirs_see(model, num_beams):
-    """Logits of all tokens, which beam search must not write into, as a hook may keep them."""
+def test_a_global_hook_gets_the_same_as_hooks_on_each_module(model, num_beams):
+    """Logits of all tokens, which beam search must not overwrite, because a hook can keep them."""
     ids, mask = ragged(*LENGTHS)
 
     def outputs(register):
@@ -102,7 +102,7 @@ class Streamer(BaseStreamer):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_what_is_kept_of_a_generation_may_be_trained_on(model, num_beams):
+def test_tensors_kept_during_generation_can_be_trained_on(model, num_beams):
     class Keeper(LogitsProcessor):
         def __call__(self, input_ids, scores):
             kept.append(scores)
@@ -120,7 +120,7 @@ def test_what_is_kept_of_a_generation_may_be_trained_on(model, num_beams):
         assert probe.weight.grad is not None
 
 
-def test_streamed_tokens_may_be_trained_on(model):
+def test_streamed_tokens_can_be_trained_on(model):
     kept = []
     model.generate(random_ids(1, 5), max_new_tokens=3, streamer=Streamer(kept))
     embedding = torch.nn.Embedding(len(model.lm_head.weight), 3)
@@ -128,7 +128,7 @@ def test_streamed_tokens_may_be_trained_on(model):
     assert embedding.weight.grad.any()
 
 
-def test_gradients_come_in_whole_batches(model, monkeypatch):
+def test_a_backward_hook_gets_gradients_of_whole_batches(model, monkeypatch):
     seen, (ids, mask) = [], ragged(*LENGTHS)
     layer = model.train().get_encoder().layers[0]
     layer.register_full_backward_hook(lambda module, given, grads: seen.append(grads[0].shape))
@@ -137,7 +137,7 @@ def test_gradients_come_in_whole_batches(model, monkeypatch):
     assert seen == [(*ids.shape, model.config.d_model)]
 
 
-def test_what_transformers_itself_records_does_not_end_the_fast_paths(model):
+def test_hooks_of_transformers_that_record_outputs_keep_the_fast_paths(model):
     ids, mask = ragged(*LENGTHS)
     model.get_encoder()(ids, attention_mask=mask, output_hidden_states=True)
     assert model.get_encoder().layers[0]._forward_hooks
@@ -160,7 +160,7 @@ class Convolution(torch.nn.Module):
 
 
 class OwnAttention(type(seq2seq().get_encoder().layers[0].self_attn)):
-    """The model's, but for what a subclass does to the states of a row."""
+    """The model's attention; a subclass also changes the states of a row."""
 
     def forward(self, hidden_states, *args, **kwargs):
         return super().forward(hidden_states.cumsum(1), *args, **kwargs)
@@ -183,19 +183,19 @@ def replace_method(layer, config):
 
 
 @pytest.mark.parametrize("change", [convolve, recur, attend, replace_method])
-def test_modules_of_ones_own_see_batches_and_not_one_long_row(model, change):
+def test_custom_modules_get_batches_and_not_one_long_row(model, change):
     """Without gradients on a CPU, our own modules get all sentences as one row."""
     change(model.get_encoder().layers[0], model.config)
     model.eval()
     ids, mask = ragged(*LENGTHS)
-    ids = ids * mask  # what they see of the padding
+    ids = ids * mask  # how they see padding
     with torch.no_grad():
         states = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
     expected = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(states[mask.bool()], expected[mask.bool()], **EXACT)
 
 
-def test_a_linear_adapter_does_not_end_the_fast_paths(model):
+def test_a_linear_adapter_keeps_the_fast_paths(model):
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "fc1"]))
     shapes, (ids, mask) = [], ragged(*LENGTHS)
@@ -205,7 +205,7 @@ def test_a_linear_adapter_does_not_end_the_fast_paths(model):
     assert shapes == [(1, sum(LENGTHS))]
 
 
-def test_adapters_may_differ_from_row_to_row(model):
+def test_adapters_can_differ_from_row_to_row(model):
     peft = pytest.importorskip("peft")
     lora = {"target_modules": ["q_proj", "k_proj", "v_proj"], "init_lora_weights": False}
     config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", **lora)
@@ -233,7 +233,7 @@ def test_a_compiled_model_searches_as_before():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_torchs_default_device_may_be_another(model, training):
+def test_torchs_default_device_can_differ_from_the_models(model, training):
     model.train(training)
     (ids, mask), labels, results = ragged(*LENGTHS), random_ids(4, 5), []
     for default in ("cpu", "meta"):
@@ -256,7 +256,7 @@ def test_functional_gradients_are_those_of_autograd():
         torch.testing.assert_close(found[name], weight.grad, **EXACT)
 
 
-def test_a_gradient_for_each_pair_is_that_of_the_pair_alone():
+def test_per_sample_gradients_are_those_of_each_pair_alone():
     model = seq2seq(dropout=0.0).train()
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     pairs = random_ids(3, 6), random_ids(3, 5)
@@ -271,7 +271,7 @@ def test_a_gradient_for_each_pair_is_that_of_the_pair_alone():
             torch.testing.assert_close(found[name][row], gradient, **EXACT)
 
 
-def test_functional_gradients_take_dropout():
+def test_functional_gradients_work_with_dropout():
     model = VanillaTransformerForConditionalGeneration(small_config(dropout=0.5)).train()
     batch = {"input_ids": random_ids(3, 6), "labels": random_ids(3, 5)}
     weights = {name: weight.detach() for name, weight in model.named_parameters()}

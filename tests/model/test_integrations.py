@@ -1,4 +1,4 @@
-"""What transformers and its companions do with any model, they do with these.
+"""What transformers and related libraries do with any model works with these.
 
 Attention implementations, outputs, checkpointing, loading, half precision, compilers and exporters,
 adapters, quantization. `generate()` has a file of its own, `test_generate_options.py`.
@@ -48,8 +48,8 @@ NAMES = {SEQ2SEQ: "seq2seq", CAUSAL: "causal", ENCODER: "encoder"}
 every_class = pytest.mark.parametrize("cls", NAMES, ids=NAMES.values())
 every_generator = pytest.mark.parametrize("cls", [SEQ2SEQ, CAUSAL], ids=["seq2seq", "causal"])
 
-LOW = {"encoder_layers": 1, "decoder_layers": 1}  # for compilers, which take their time
-# A random model of this kind says many different things.
+LOW = {"encoder_layers": 1, "decoder_layers": 1}  # for compilers, which are slow
+# Random models of this kind have varied outputs.
 TALKATIVE = {"norm_position": "pre", "tie_word_embeddings": False}
 
 
@@ -59,8 +59,8 @@ def build(cls, **fields):
 
 
 def inputs_for(model, rows=2, length=6, labels=False):
-    """Token ids with padding in the first row, a target if there is a decoder to take it, and
-    labels, if asked for, for a model that learns from any."""
+    """Token ids with padding in the first row, a target if there is a decoder, and labels if
+    requested and the model takes them."""
     ids = random_ids(rows, length)
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0
@@ -78,7 +78,7 @@ def layers_of(model):
 
 
 def learn(model, inputs):
-    """The loss, or something like it for an encoder, and its gradients."""
+    """The loss, or a stand-in for it with an encoder, and its gradients."""
     model.zero_grad()
     outputs = model(**inputs)
     loss = outputs.loss if "labels" in inputs else outputs.last_hidden_state[..., ::2].sum()
@@ -89,7 +89,7 @@ def learn(model, inputs):
 
 
 def of_tokens(model, outputs, inputs):
-    """The outputs where they are not those of padding, which mean nothing."""
+    """The outputs except those of padding, which are meaningless."""
     if model.config.is_encoder_decoder:
         return outputs[0]
     return outputs[0][inputs["attention_mask"].bool()]
@@ -131,7 +131,7 @@ def attention(request, compiler):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @every_class
-def test_attention_may_be_chosen_on_loading_and_changed_later(cls, attention, tmp_path):
+def test_attention_can_be_chosen_on_loading_and_changed_later(cls, attention, tmp_path):
     build(cls, **LOW, head_dim=8, attn_implementation="eager").save_pretrained(tmp_path)
     options, tolerance = {}, 2e-5
     if attention == "flash_attention_2":
@@ -150,7 +150,7 @@ def test_attention_may_be_chosen_on_loading_and_changed_later(cls, attention, tm
 
 
 @every_class
-def test_an_attention_of_ones_own_takes_the_place_of_all(cls):
+def test_a_registered_attention_function_is_used_in_all_layers(cls):
     calls = []
 
     def doubled(module, query, key, value, attention_mask, **kwargs):
@@ -195,7 +195,7 @@ def tensors(value):
 
 @every_class
 @pytest.mark.parametrize("labels", [False, True])
-def test_a_tuple_holds_what_the_names_hold(cls, labels):
+def test_a_tuple_holds_the_same_as_named_outputs(cls, labels):
     model = build(cls, attn_implementation="eager")
     inputs = inputs_for(model, labels=labels)
     named = model(**inputs, **ASKED)
@@ -210,7 +210,7 @@ def test_a_tuple_holds_what_the_names_hold(cls, labels):
 
 
 @every_class
-def test_outputs_may_be_asked_for_in_the_configuration(cls):
+def test_outputs_can_be_requested_in_the_configuration(cls):
     asked = build(cls, attn_implementation="eager", **ASKED)
     model = build(cls, attn_implementation="eager")
     inputs = inputs_for(model)
@@ -224,7 +224,7 @@ def test_outputs_may_be_asked_for_in_the_configuration(cls):
 @needs("transformers", "5.23", "an index of a hidden state, counted from the embeddings on")
 @every_class
 @pytest.mark.parametrize("selection", [[0, -1], [1], -1, [-2]], ids=str)
-def test_some_hidden_states_may_be_selected(cls, selection):
+def test_selected_hidden_states_can_be_returned(cls, selection):
     model = build(cls)
     inputs = inputs_for(model)
     everything = model(**inputs, output_hidden_states=True)
@@ -244,7 +244,7 @@ def test_some_hidden_states_may_be_selected(cls, selection):
 
 @pytest.mark.parametrize("first", [SEQ2SEQ, CAUSAL], ids=["seq2seq", "causal"])
 def test_models_of_both_kinds_record_their_attentions_in_one_process(first):
-    """transformers keeps what to record by class, and both kinds have a decoder."""
+    """transformers stores what to record by class, and both kinds have a decoder."""
     second = CAUSAL if first is SEQ2SEQ else SEQ2SEQ
     models = {cls: build(cls, attn_implementation="eager") for cls in (first, second)}
     recorded = {
@@ -256,7 +256,7 @@ def test_models_of_both_kinds_record_their_attentions_in_one_process(first):
 
 
 @pytest.mark.parametrize("cls", [CAUSAL, ENCODER], ids=["causal", "encoder"])
-def test_embeddings_may_stand_for_tokens_in_a_single_stack(cls):
+def test_a_single_stack_accepts_embeddings_in_place_of_token_ids(cls):
     model = build(cls)
     inputs = inputs_for(model)
     expected = model(**inputs)[0]
@@ -264,7 +264,7 @@ def test_embeddings_may_stand_for_tokens_in_a_single_stack(cls):
     assert_close(model(**inputs, inputs_embeds=embeddings)[0], expected)
 
 
-def test_labels_may_come_with_target_embeddings():
+def test_labels_can_be_combined_with_target_embeddings():
     model = build(SEQ2SEQ)
     inputs = inputs_for(model, labels=True)
     expected = model(**inputs)
@@ -276,7 +276,7 @@ def test_labels_may_come_with_target_embeddings():
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
-def test_given_encoder_outputs_come_back_whole(as_tuple):
+def test_given_encoder_outputs_are_returned_unchanged(as_tuple):
     model = build(SEQ2SEQ, attn_implementation="eager")
     inputs = inputs_for(model)
     expected = model(**inputs, **ASKED)
@@ -292,21 +292,21 @@ def test_given_encoder_outputs_come_back_whole(as_tuple):
 @pytest.mark.parametrize(
     "given", [torch.zeros(3, 5, 8), ()], ids=["without a tuple", "an empty tuple"]
 )
-def test_encoder_outputs_are_an_output_or_a_tuple(given):
+def test_encoder_outputs_can_be_a_model_output_or_a_tuple(given):
     model = build(SEQ2SEQ)
     message = f"encoder_outputs of type {type(given).__name__}: expected a BaseModelOutput, or a"
     with pytest.raises(TypeError, match=message):
         model(encoder_outputs=given, labels=random_ids(3, 4))
 
 
-def test_a_decoder_alone_attends_to_no_source():
+def test_a_causal_model_refuses_encoder_hidden_states():
     model = build(CAUSAL)
     with pytest.raises(ValueError, match="encoder_hidden_states for one stack alone: expected no"):
         model(random_ids(2, 4), encoder_hidden_states=torch.zeros(2, 3, model.config.d_model))
 
 
 @every_generator
-def test_only_some_positions_need_be_predicted(cls):
+def test_logits_can_be_limited_to_some_positions(cls):
     model = build(cls)
     inputs = inputs_for(model)
     logits = model(**inputs).logits
@@ -320,7 +320,7 @@ def test_only_some_positions_need_be_predicted(cls):
 
 
 @every_generator
-def test_a_cache_is_returned_on_request_only(cls):
+def test_a_cache_is_only_returned_on_request(cls):
     model = build(cls)
     inputs = inputs_for(model)
     kind = EncoderDecoderCache if cls is SEQ2SEQ else DynamicCache
@@ -335,7 +335,7 @@ def test_a_cache_is_returned_on_request_only(cls):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("is_padded", [True, False])
 @pytest.mark.filterwarnings("ignore")
-def test_a_trace_knows_batches_of_all_shapes_and_paddings(cls, attention, is_padded):
+def test_a_traced_model_works_for_all_batch_shapes_and_paddings(cls, attention, is_padded):
     model = build(cls, attn_implementation=attention).requires_grad_(False)
 
     def outputs(*inputs):
@@ -373,7 +373,7 @@ def test_a_copy_is_the_same_model(cls):
 
 @every_class
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_are_computed_twice_and_learn_the_same(cls, reentrant):
+def test_checkpointed_layers_run_twice_and_have_the_same_gradients(cls, reentrant):
     model = build(cls, dropout=0.3).train()
     inputs = inputs_for(model, labels=True)
     torch.manual_seed(1)
@@ -392,7 +392,7 @@ def test_checkpointed_layers_are_computed_twice_and_learn_the_same(cls, reentran
 
 @every_generator
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_goes_without_a_cache_and_says_so(cls, reentrant):
+def test_gradient_checkpointing_disables_the_cache_with_a_warning(cls, reentrant):
     model = build(cls, dropout=0.0).train()
     inputs = inputs_for(model)
     expected = model(**inputs).logits
@@ -453,7 +453,7 @@ places = [
 @every_class
 @pytest.mark.parametrize("place", places)
 @pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
-def test_a_sharded_model_may_lie_anywhere(cls, place, fields, tmp_path):
+def test_a_sharded_model_can_be_placed_on_any_device(cls, place, fields, tmp_path):
     model = build(cls, **fields)
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     options = place(model)
@@ -472,7 +472,7 @@ def test_a_sharded_model_may_lie_anywhere(cls, place, fields, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @every_class
-def test_an_offloaded_model_may_be_saved_again(cls, tmp_path):
+def test_an_offloaded_model_can_be_saved_again(cls, tmp_path):
     model = build(cls)
     model.save_pretrained(tmp_path / "first")
     options = {"offload_folder": tmp_path / "offload", **PLACES["auto, too large"](model)}
@@ -496,7 +496,7 @@ def test_shards_hold_each_weight_once(cls, tmp_path):
 
 
 @every_class
-def test_a_model_may_be_built_before_there_is_memory_for_it(cls):
+def test_a_model_can_be_created_on_the_meta_device(cls):
     model = build(cls)
     with torch.device("meta"):
         empty = cls(small_config()).eval()
@@ -512,7 +512,7 @@ def test_a_model_may_be_built_before_there_is_memory_for_it(cls):
         assert torch.equal(other(**inputs)[0], model(**inputs)[0])
 
 
-def test_what_a_checkpoint_lacks_or_has_in_excess_is_reported(tmp_path):
+def test_missing_and_unexpected_keys_of_a_checkpoint_are_reported(tmp_path):
     model = build(SEQ2SEQ)
     model.save_pretrained(tmp_path)
     loaded, report = SEQ2SEQ.from_pretrained(
@@ -533,7 +533,7 @@ def test_what_a_checkpoint_lacks_or_has_in_excess_is_reported(tmp_path):
     assert not new.ffn.fc1.bias.any()
 
 
-def test_weights_of_another_size_are_refused_or_begun_anew(tmp_path):
+def test_weights_of_a_different_size_are_rejected_or_reinitialized(tmp_path):
     model = build(SEQ2SEQ)
     model.save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
@@ -574,7 +574,7 @@ def test_a_checkpoint_keeps_its_precision(cls, dtype, tmp_path):
 
 
 def padded_rows(model, length):
-    """A row without padding, one with some, and one of nothing else."""
+    """A row without padding, one with some, and one of only padding."""
     inputs = inputs_for(model, rows=3, length=length, labels=True)
     inputs["attention_mask"][1, length // 2 :] = 0
     inputs["attention_mask"][2] = 0
@@ -585,7 +585,7 @@ def padded_rows(model, length):
 @half
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
-def test_half_precision_is_near_full_precision(cls, dtype, attention, norm_position):
+def test_half_precision_is_close_to_full_precision(cls, dtype, attention, norm_position):
     model = build(cls, norm_position=norm_position, attn_implementation=attention, **LOW)
     inputs = padded_rows(model, 400)
     outputs = "logits" if "labels" in inputs else "last_hidden_state"
@@ -608,7 +608,7 @@ def test_half_precision_is_near_full_precision(cls, dtype, attention, norm_posit
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("gain", [10, 60])
 def test_large_attention_scores_do_not_overflow(cls, dtype, attention, gain):
-    """Even where all keys are padding, and a low score is added to the lowest number there is."""
+    """Even if all keys are padding, and a low score is added to the lowest representable number."""
     model = build(cls, attn_implementation=attention)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -616,7 +616,7 @@ def test_large_attention_scores_do_not_overflow(cls, dtype, attention, gain):
                 weight.mul_(gain)
     inputs = padded_rows(model, 7)
     if cls is CAUSAL:
-        inputs["attention_mask"] = inputs["attention_mask"].flip(-1)  # left padding sees no key
+        inputs["attention_mask"] = inputs["attention_mask"].flip(-1)  # padding sees no key
     model.to(dtype)
     assert model(**inputs)[0].isfinite().all()
     loss, gradients = learn(model, inputs)
@@ -643,7 +643,7 @@ def test_large_logits_do_not_overflow_in_the_loss(dtype, eps):
 @every_class
 @half
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_autocast_is_near_full_precision(cls, dtype, attention):
+def test_autocast_is_close_to_full_precision(cls, dtype, attention):
     model = build(cls, attn_implementation=attention, dropout=0.0).train()
     inputs = padded_rows(model, 7)
     expected_loss, expected = learn(model, inputs)
@@ -708,7 +708,7 @@ def test_a_compiled_model_learns_the_same(cls, attention):
 @every_class
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.usefixtures("compiler")
-def test_a_model_compiled_to_machine_code_learns_the_same(cls, attention):
+def test_a_model_compiled_by_inductor_learns_the_same(cls, attention):
     assert_compiles(cls, attention, "inductor")
 
 
@@ -738,7 +738,7 @@ def test_an_exported_program_takes_any_batch_and_length(cls, attention):
     shapes = {name: {0: batch, 1: length} for name in inputs}
     if cls is SEQ2SEQ:
         shapes["decoder_input_ids"] = {0: batch, 1: target}
-    # A cache among the outputs is no kind of output that torch knows.
+    # torch does not support a cache among the outputs.
     options = {} if cls is ENCODER else {"use_cache": False}
     shapes.update(dict.fromkeys(options))
     program = torch.export.export(model, (), {**inputs, **options}, dynamic_shapes=shapes).module()
@@ -756,8 +756,8 @@ runs_graphs = needs("transformers", "5.23", "a runner of exported graphs and the
 
 @pytest.fixture
 def export():
-    """A function from a model and its inputs to what runs in ONNX Runtime, every size left open:
-    one graph, or two to generate with, for the beginning and for a step on from a cache."""
+    """A function that exports a model with its inputs to ONNX Runtime, with dynamic sizes: one
+    graph, or two for generation, for the first step and for a step with a cache."""
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
@@ -889,7 +889,8 @@ def test_an_adapter_learns_loads_and_merges(cls, checkpointing, tmp_path):
 
 @pytest.mark.parametrize("fields", [{}, {"decoder_vocab_size": 60}], ids=["one", "two"])
 def test_a_merged_adapter_is_saved_with_its_projection(fields, tmp_path):
-    # Of two vocabularies, PEFT compares the projection with the source's, and calls it untied.
+    # With two vocabularies, PEFT compares the projection with the source embedding, and marks it as
+    # untied.
     peft = pytest.importorskip("peft")
     model = adapted(peft, seq2seq(**fields), target_modules=["q_proj"], init_lora_weights=False)
     merged, inputs = model.merge_and_unload().eval(), inputs_for(model.get_base_model())
@@ -901,9 +902,9 @@ def test_a_merged_adapter_is_saved_with_its_projection(fields, tmp_path):
 
 @every_generator
 @pytest.mark.parametrize("apart", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
-def test_a_matrix_that_was_trained_apart_is_saved_apart(cls, apart, tmp_path):
-    """PEFT called the model untied without `shared` in its parts, which started anew on loading; or
-    the configuration called different matrices one, and exporters believed it."""
+def test_a_matrix_that_was_trained_untied_is_saved_untied(cls, apart, tmp_path):
+    """PEFT marked the model as untied without saving `shared`, which was reinitialized on loading;
+    or the configuration marked different matrices as tied, and exporters relied on that."""
     peft = pytest.importorskip("peft")
     model = adapted(peft, build(cls), target_modules=["q_proj"], modules_to_save=apart)
     with torch.no_grad():
@@ -916,13 +917,13 @@ def test_a_matrix_that_was_trained_apart_is_saved_apart(cls, apart, tmp_path):
     assert not any(report.values())
     assert not loaded.config.tie_word_embeddings
     assert torch.equal(loaded(**inputs).logits, merged(**inputs).logits)
-    loaded.resize_token_embeddings(SMALL["vocab_size"] + 3, mean_resizing=False)  # ties what is one
+    loaded.resize_token_embeddings(SMALL["vocab_size"] + 3, mean_resizing=False)  # ties weights
     logits = loaded(**inputs).logits[..., : SMALL["vocab_size"]]
     assert_close(logits, merged(**inputs).logits)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_body_is_saved_as_tied_as_it_is_built(is_tied, tmp_path):
+def test_a_saved_base_model_keeps_its_tie_word_embeddings(is_tied, tmp_path):
     fields = {"decoder_vocab_size": 60, "tie_word_embeddings": is_tied}
     seq2seq(**fields).model.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).tie_word_embeddings == is_tied
@@ -950,7 +951,7 @@ ADAPTERS = {
 def test_each_kind_of_adapter_learns_generates_and_loads(cls, name, tmp_path):
     """Padding changes nothing that is generated."""
     peft = pytest.importorskip("peft")
-    # PEFT takes all layers for those of the configuration's first stack.
+    # PEFT assumes that all layers are like those of the configuration's first stack.
     plain = {"dropout": 0.0, "decoder_layers": 2, "decoder_attention_heads": 2}
     base = build(cls, **plain)
     config, options = ADAPTERS[name]
@@ -979,7 +980,7 @@ def test_each_kind_of_adapter_learns_generates_and_loads(cls, name, tmp_path):
 
 
 @every_class
-def test_int8_weights_are_near_the_float_ones(cls, tmp_path):
+def test_int8_weights_give_outputs_close_to_those_of_float_weights(cls, tmp_path):
     pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig

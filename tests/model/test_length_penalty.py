@@ -1,4 +1,5 @@
-"""Beam search ranks by the penalties' formulas, and full-width it finds what enumeration finds."""
+"""Beam search ranks by the penalties' formulas, and at full width it finds what enumeration
+finds."""
 
 import itertools
 
@@ -20,7 +21,7 @@ PENALTIES = {
 
 
 def tiny(seed):
-    """A model of six tokens that is sure of itself, so that penalties decide now and then."""
+    """A model of six tokens with confident predictions, so that penalties sometimes decide."""
     torch.manual_seed(seed)
     config = small_config(
         vocab_size=VOCABULARY,
@@ -99,7 +100,7 @@ def test_the_penalties_choose_different_targets():
     assert choices == {True, False}
 
 
-def test_an_n_best_list_comes_with_scores_in_order():
+def test_an_n_best_list_has_scores_in_descending_order():
     model, source = tiny(1), random_ids(1, 5, VOCABULARY)
     _, log_probabilities, lengths = enumerate_targets(model, source)
     scores = (log_probabilities / PENALTIES["gnmt"](lengths, 0.6)).sort(descending=True).values
@@ -115,7 +116,7 @@ def test_an_n_best_list_comes_with_scores_in_order():
     torch.testing.assert_close(found.double(), scores[:10], atol=1e-5, rtol=1e-5)
 
 
-def test_the_kind_is_saved_with_the_model_and_a_call_goes_before_it(tmp_path):
+def test_the_penalty_type_is_saved_with_the_model_and_a_call_overrides_it(tmp_path):
     model, source = tiny(1), random_ids(1, 5, VOCABULARY)
     options = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": "never"}
     expected = {
@@ -133,7 +134,7 @@ def test_the_kind_is_saved_with_the_model_and_a_call_goes_before_it(tmp_path):
     assert search(loaded, source, generation_config=given)[1] == expected["power"]
     given = GenerationConfig(length_penalty_type="gnmt", **options)
     assert search(model, source, generation_config=given)[1] == expected["gnmt"]
-    loaded.save_pretrained(tmp_path / "again")  # what a call was given is not kept
+    loaded.save_pretrained(tmp_path / "again")  # arguments of a call are not kept
     assert loaded.generation_config.length_penalty_type == "gnmt"
 
 
@@ -154,6 +155,6 @@ def test_the_kind_is_saved_with_the_model_and_a_call_goes_before_it(tmp_path):
         ),
     ],
 )
-def test_a_penalty_that_cannot_be_is_refused(options, message):
+def test_an_invalid_penalty_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         tiny(0).generate(random_ids(1, 3, VOCABULARY), num_beams=2, **options)

@@ -1,4 +1,4 @@
-"""The loss and its gradients: those of torch's cross-entropy, without all logits in memory."""
+"""The loss and its gradients equal those of torch's cross-entropy, without all logits in memory."""
 
 from functools import partial
 
@@ -24,16 +24,16 @@ from vanilla_transformer.model.validation import expect_labels
 CLASSES = [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
 
 
-# ---------------------------------------------------------------- logits that are there
+# ---------------------------------------------------------------- given logits
 
 
 def of_logits(states, projection, *rest):
-    """The loss of logits that exist, as a function of states."""
+    """The loss of materialized logits, as a function of states."""
     return label_smoothed_cross_entropy(projection(states), *rest)
 
 
 def projected_cross_entropy(states, projection, *rest):
-    """The loss of logits that never exist."""
+    """The loss without materialized logits."""
     return fused_linear_cross_entropy(states, projection.weight, *rest)
 
 
@@ -41,7 +41,7 @@ LOSSES = pytest.mark.parametrize("loss", [of_logits, projected_cross_entropy])
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.1])
-def test_a_forbidden_token_costs_what_it_costs_torch(eps):
+def test_a_token_with_logit_minus_infinity_has_the_same_loss_as_in_torch(eps):
     # The mean of a row with -inf is -inf, and 0 * inf is NaN.
     logits, labels = torch.randn(2, 3, 11), torch.tensor([[1, 2, -100], [10, 4, 0]])
     logits[:, :, 7] = -torch.inf
@@ -53,7 +53,7 @@ def test_a_forbidden_token_costs_what_it_costs_torch(eps):
 
 @LOSSES
 @pytest.mark.parametrize("eps", [0.0, 0.1])
-def test_a_nan_in_a_row_without_label_reaches_no_gradient(loss, eps):
+def test_a_nan_in_a_row_without_a_label_affects_no_gradient(loss, eps):
     torch.manual_seed(0)
     projection, labels = nn.Linear(8, 50, bias=False), torch.tensor([[3, -100, 4]])
     states = torch.randn(1, 3, 8)
@@ -67,11 +67,11 @@ def test_a_nan_in_a_row_without_label_reaches_no_gradient(loss, eps):
     expected, found = results
     torch.testing.assert_close(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1])
-    if loss is projected_cross_entropy:  # a product with the row is not ours to prevent
+    if loss is projected_cross_entropy:  # the caller computes the product with that row
         torch.testing.assert_close(found[2], expected[2])
 
 
-# ---------------------------------------------------------------- logits that never exist
+# ---------------------------------------------------------------- projected logits
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -112,7 +112,7 @@ def test_a_batch_without_labels_has_no_loss_and_no_gradient():
 
 
 @LOSSES
-def test_a_single_label_is_the_whole_mean(loss):
+def test_with_a_single_label_the_loss_is_that_of_its_token(loss):
     projection, labels = nn.Linear(8, 50, bias=False), torch.tensor([[-100, 7, -100]])
     states = torch.randn(1, 3, 8)
     expected = F.cross_entropy(projection(states[:, 1]), labels[:, 1])
@@ -125,8 +125,8 @@ def test_a_batch_of_no_rows_has_no_loss():
 
 
 @pytest.mark.parametrize("view", [np.s_[:, :1], np.s_[:1, ::2]], ids=["column", "every other"])
-def test_labels_that_are_a_view_are_copied(monkeypatch, view):
-    # The kernel of a GPU reads them next to each other in memory.
+def test_labels_that_are_a_view_are_made_contiguous(monkeypatch, view):
+    # The GPU kernel expects them to be contiguous in memory.
     seen, softmax = [], loss_module._softmax_less_label
     labels = torch.randint(50, (6, 9))[view]
 
@@ -141,15 +141,15 @@ def test_labels_that_are_a_view_are_copied(monkeypatch, view):
 
 
 @LOSSES
-def test_labels_may_be_32_bit(loss):
+def test_labels_can_be_32_bit(loss):
     states, projection, labels = torch.randn(2, 3, 8), nn.Linear(8, 50, bias=False), IDS[:, :3]
     labels = labels.repeat(2, 1)
     expected = loss(states, projection, labels)
     torch.testing.assert_close(loss(states, projection, labels.int()), expected)
 
 
-def test_second_derivatives_are_those_of_the_equations_or_refused():
-    """As in a penalty of the gradient, for which it must not be a constant."""
+def test_second_derivatives_work_with_eager_and_are_refused_otherwise():
+    """A gradient penalty needs them: there the gradient must not be a constant."""
     gradients = []
     for name in ("eager", "sdpa"):
         model = seq2seq(dropout=0.0, attn_implementation=name).train()
@@ -163,7 +163,7 @@ def test_second_derivatives_are_those_of_the_equations_or_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_projected_loss_in_half_precision_is_near(dtype):
+def test_the_projected_loss_in_half_precision_is_close(dtype):
     torch.manual_seed(0)
     states, projection = torch.randn(4, 9, 32), nn.Linear(32, 300, bias=False)
     labels = torch.randint(300, (4, 9))
@@ -183,7 +183,7 @@ def test_the_projected_loss_in_half_precision_is_near(dtype):
         assert (narrow - gradient).norm() < 2e-2 * gradient.norm()
 
 
-def test_autocast_leaves_float64_alone():
+def test_autocast_keeps_float64():
     torch.manual_seed(0)
     states, projection = torch.randn(4, 9, 32).double(), nn.Linear(32, 300, bias=False).double()
     labels = torch.randint(300, (4, 9))
@@ -192,7 +192,7 @@ def test_autocast_leaves_float64_alone():
         assert torch.equal(projected_cross_entropy(states, projection, labels), expected)
 
 
-def test_a_label_outside_the_vocabulary_is_named():
+def test_a_label_outside_the_vocabulary_is_reported():
     for label in (50, -1):
         labels = torch.tensor([[3, -100, label]])
         with pytest.raises(IndexError, match=f"label {label} is out of range: expected 0 <= label"):
@@ -202,7 +202,7 @@ def test_a_label_outside_the_vocabulary_is_named():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_as_many_labels_in_another_shape_are_refused(training):
+def test_as_many_labels_in_a_different_shape_are_refused(training):
     inputs = {"input_ids": random_ids(2, 4), "decoder_input_ids": random_ids(2, 3)}
     with pytest.raises(
         ValueError, match=r"labels of shape \(3, 2\) for predictions of shape \(2, 3\)"
@@ -213,7 +213,7 @@ def test_as_many_labels_in_another_shape_are_refused(training):
 @pytest.mark.parametrize(
     "hook", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
 )
-def test_a_projection_that_is_more_than_a_matrix_is_called(hook):
+def test_hooks_of_the_projection_are_called(hook):
     torch.manual_seed(0)
     model = seq2seq(dropout=0.0).train()
     inputs = {"input_ids": random_ids(2, 6), "labels": random_ids(2, 5)}
@@ -228,7 +228,7 @@ def test_a_projection_that_is_more_than_a_matrix_is_called(hook):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("frozen", ["states", "projection", "both", "no_grad"])
-def test_a_gradient_that_nobody_wants_is_not_computed(monkeypatch, frozen, dtype):
+def test_a_gradient_that_is_not_required_is_not_computed(monkeypatch, frozen, dtype):
     # A frozen head, as under LoRA, cost a matrix of its size and half of the products.
     torch.manual_seed(0)
     states, projection = torch.randn(2, 5, 8, dtype=dtype), nn.Linear(8, 50, bias=False).to(dtype)
@@ -255,7 +255,7 @@ def test_a_gradient_that_nobody_wants_is_not_computed(monkeypatch, frozen, dtype
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is computed."""
+    """Counts operations."""
 
     count = 0
 
@@ -264,9 +264,9 @@ class Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_off_the_cpu_a_larger_vocabulary_is_not_more_kernels():
+def test_off_the_cpu_a_larger_vocabulary_needs_no_more_kernels():
     """Slices of 256 tokens, as in bfloat16 on a CPU, would be thousands of kernels in each step of
-    a GPU. ("meta" stands for any other device.)"""
+    a GPU. ("meta" represents any device that is not a CPU.)"""
     counts = []
     for vocab_size in (1000, 30_000):
         options = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
@@ -279,8 +279,8 @@ def test_off_the_cpu_a_larger_vocabulary_is_not_more_kernels():
     assert counts[0] == counts[1]
 
 
-def test_softmax_is_not_asked_to_write_over_its_input(monkeypatch):
-    # torch promises nothing of an output that shares memory with the input.
+def test_softmax_does_not_overwrite_its_input(monkeypatch):
+    # torch guarantees nothing for an output that shares memory with the input.
     softmax, shared = torch.softmax, []
 
     def spy(scores, *args, out=None, **kwargs):
@@ -296,7 +296,7 @@ def test_softmax_is_not_asked_to_write_over_its_input(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel can be built")
-def test_where_triton_cannot_build_the_kernel_torch_computes_the_loss(caplog):
+def test_torch_computes_the_loss_if_triton_cannot_build_the_kernel(caplog):
     loss_module._gpu_kernel.cache_clear()
     assert loss_module._gpu_kernel(torch.device("cuda")) is None
     assert loss_module._gpu_kernel(torch.device("cuda")) is None
@@ -333,7 +333,7 @@ def compiled(model):
 
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("way", [plainly, under_autocast, by_accelerate, *slow(compiled)])
-def test_a_training_step_returns_the_same_everywhere(cls, way):
+def test_a_training_step_returns_the_same_with_and_without_wrappers(cls, way):
     # Logits too, also under a wrapper of accelerate's, which copies outputs.
     torch.manual_seed(0)
     sizes = {"encoder_layers": 1, "decoder_layers": 1}
@@ -356,7 +356,7 @@ def test_a_training_step_returns_the_same_everywhere(cls, way):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_logits_may_be_skipped_in_evaluation(cls):
+def test_logits_can_be_skipped_in_evaluation(cls):
     model, inputs = cls(small_config()).eval(), {"input_ids": IDS, "labels": IDS}
     skipped = model(**inputs, skip_logits=True)
     assert skipped.logits is None

@@ -1,4 +1,4 @@
-"""The model: what each of the four classes computes, and what may not change it."""
+"""The model: what each of the four classes computes, and what must not change it."""
 
 import math
 
@@ -57,7 +57,7 @@ def pad(rows, side, value=0):
     return ids, mask
 
 
-# ---------------------------------------------------------------- what may not change the result
+# ---------------------------------------------------------------- what must not change the result
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -81,7 +81,7 @@ def test_padding_and_batching_change_nothing(any_model, side):
     "cls", [VanillaTransformerForConditionalGeneration, VanillaTransformerEncoderModel]
 )
 def test_padding_without_a_mask_gives_a_warning(cls, side):
-    """A loop that trains without masks learns from other states than `generate()` decodes."""
+    """A training loop without masks learns from different states than `generate()` decodes."""
     model = cls(small_config())
     ids, mask = pad([random_ids(1, 3)[0], random_ids(1, 5)[0]], side)
     target = {"labels": ids} if cls is VanillaTransformerForConditionalGeneration else {}
@@ -162,7 +162,7 @@ def test_attention_implementations_agree(any_model, attention):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
-def test_rows_of_nothing_but_padding_stay_finite(attention, norm_position):
+def test_rows_of_only_padding_stay_finite(attention, norm_position):
     model = VanillaTransformerForConditionalGeneration(
         small_config(norm_position=norm_position, attn_implementation=attention)
     )
@@ -211,7 +211,7 @@ def test_embeddings_and_projection_are_one_matrix(model, tmp_path):
     assert loaded.lm_head.weight.shape[0] == loaded.config.vocab_size == 60
 
 
-def test_two_vocabularies_share_target_embedding_and_projection_only():
+def test_two_vocabularies_only_share_target_embedding_and_projection():
     config = small_config(decoder_vocab_size=60)
     model = VanillaTransformerForConditionalGeneration(config)
     assert model.model.encoder.embed_tokens.weight.shape[0] == 50
@@ -220,12 +220,12 @@ def test_two_vocabularies_share_target_embedding_and_projection_only():
     assert not hasattr(model.model, "shared")
 
 
-def test_two_vocabularies_may_be_of_one_size():
+def test_two_vocabularies_can_have_the_same_size():
     model = VanillaTransformerModel(small_config(decoder_vocab_size=SMALL["vocab_size"]))
     assert model.encoder.embed_tokens.weight is not model.decoder.embed_tokens.weight
 
 
-def test_untied_matrices_are_three():
+def test_there_are_three_untied_matrices():
     model = VanillaTransformerForConditionalGeneration(small_config(tie_word_embeddings=False))
     encoder, decoder = (
         model.model.encoder.embed_tokens.weight,
@@ -236,7 +236,7 @@ def test_untied_matrices_are_three():
     assert not hasattr(model.model, "shared")
 
 
-def test_every_weight_takes_part(any_model):
+def test_every_weight_has_a_gradient(any_model):
     any_model.train()
     any_model(input_ids=random_ids(2, 6), labels=random_ids(2, 5)).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in any_model.parameters())
@@ -252,13 +252,13 @@ def test_positions_are_the_papers_formula():
             assert encodings[0, column, 2 * i + 1] == pytest.approx(math.cos(angle), abs=1e-9)
 
 
-def test_positions_have_no_limit_and_leave_nothing_in_the_checkpoint(model):
+def test_sinusoidal_positions_have_no_limit_and_are_not_in_the_checkpoint(model):
     outputs = model(input_ids=random_ids(1, 5000), decoder_input_ids=random_ids(1, 1500))
     assert outputs.logits.isfinite().all()
     assert not [name for name in model.state_dict() if "position" in name]
 
 
-def test_learned_positions_end_where_the_table_does():
+def test_positions_beyond_the_learned_ones_are_refused():
     model = VanillaTransformerForConditionalGeneration(
         small_config(position_encoding="learned", max_position_embeddings=8)
     )
@@ -284,7 +284,7 @@ def test_embeddings_are_scaled_on_input_only(model):
     assert_close(model.lm_head(states), states @ model.get_input_embeddings().weight.T)
 
 
-def test_embeddings_may_be_given_in_place_of_ids(any_model):
+def test_embeddings_can_replace_token_ids(any_model):
     source, target = random_ids(2, 6), random_ids(2, 4)
     encoder, decoder = any_model.get_encoder(), any_model.get_decoder()
     expected = any_model(input_ids=source, decoder_input_ids=target).logits
@@ -296,7 +296,7 @@ def test_embeddings_may_be_given_in_place_of_ids(any_model):
 
 
 @pytest.mark.parametrize("initializer", ["depth_scaled", "tensor2tensor"])
-def test_initialisation_follows_its_table(initializer):
+def test_initialization_follows_its_table(initializer):
     config = VanillaTransformerConfig(
         vocab_size=5000, d_model=128, encoder_layers=2, decoder_layers=3, attention_bias=True,
         initializer=initializer,
@@ -349,7 +349,7 @@ def test_the_loss_is_smoothed_cross_entropy_over_real_labels(eps):
 
 
 @pytest.mark.parametrize("rows", [1, 255, 256, 700])
-def test_the_loss_and_its_gradient_are_torchs(rows):
+def test_the_loss_and_its_gradient_equal_those_of_torch(rows):
     logits = torch.randn(1, rows, 7, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 7, (1, rows))
     labels[0, 1::3] = -100
@@ -370,7 +370,7 @@ def test_suppressed_tokens_get_no_smoothing():
     assert not added.grad.any()
 
 
-def test_labels_are_smoothed_while_training_only():
+def test_labels_are_only_smoothed_in_training():
     config = small_config(label_smoothing=0.3, dropout=0.0)
     model = VanillaTransformerForConditionalGeneration(config)
     inputs = {"input_ids": random_ids(2, 5), "labels": random_ids(2, 4)}
@@ -379,7 +379,7 @@ def test_labels_are_smoothed_while_training_only():
     assert_close(model.eval()(**inputs).loss, smoothed_loss(logits, inputs["labels"], 0.0))
 
 
-def test_the_loss_over_parts_of_a_batch_adds_up(model):
+def test_losses_of_parts_of_a_batch_add_up_to_that_of_the_batch(model):
     source, labels = random_ids(4, 5), random_ids(4, 6)
     labels[1, 2:] = labels[3, 1:] = -100
     whole = model(input_ids=source, labels=labels).loss
@@ -391,7 +391,7 @@ def test_the_loss_over_parts_of_a_batch_adds_up(model):
     assert_close(sum(parts), whole)
 
 
-def test_a_batch_without_labels_to_predict_costs_nothing(model):
+def test_a_batch_without_labels_to_predict_has_loss_0(model):
     loss = model(input_ids=random_ids(1, 3), labels=torch.full((1, 4), -100)).loss
     assert loss == 0
 
@@ -405,7 +405,7 @@ def test_labels_are_shifted_right_for_the_decoder(model):
     assert torch.equal(model(input_ids=source, labels=labels).loss, expected.loss)
 
 
-def test_labels_as_the_decoders_own_input_give_a_warning(model, caplog):
+def test_unshifted_labels_as_decoder_input_give_a_warning(model, caplog):
     """It would learn to copy them, with a loss near 0, and generate nothing of use."""
     labels, blank = torch.tensor([[7, 8, 2], [9, 2, -100]]), torch.tensor([[2], [2]])
     copied = labels.masked_fill(labels == -100, 0)
@@ -430,7 +430,7 @@ def test_half_precision_losses_are_summed_in_float32():
 # ---------------------------------------------------------------- the other classes
 
 
-def test_the_decoder_alone_is_a_causal_language_model():
+def test_the_decoder_by_itself_is_a_causal_language_model():
     torch.manual_seed(0)
     model = VanillaTransformerForCausalLM(small_config(label_smoothing=0.0)).eval()
     ids = random_ids(2, 6)
@@ -444,7 +444,7 @@ def test_the_decoder_alone_is_a_causal_language_model():
     assert_close(model(ids, logits_to_keep=2).logits, outputs.logits[:, -2:])
 
 
-def test_the_decoder_alone_takes_labels_that_are_shifted_already():
+def test_the_causal_model_accepts_shift_labels():
     decoder = VanillaTransformerForCausalLM(small_config(is_encoder_decoder=False)).eval()
     ids = random_ids(2, 6)
     shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], dim=1)
@@ -470,7 +470,7 @@ def test_a_trainer_of_transformers_shifts_labels_and_evaluates_a_causal_model(tm
 @pytest.mark.parametrize(
     "cls", [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
 )
-def test_another_embedding_is_read_and_saved(cls, tmp_path):
+def test_a_replaced_embedding_is_used_and_saved(cls, tmp_path):
     model, ids = cls(small_config()).eval(), random_ids(2, 5)
     inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder:
@@ -485,7 +485,7 @@ def test_another_embedding_is_read_and_saved(cls, tmp_path):
 
 @pytest.mark.parametrize("use_cache", [False, None], ids=["no cache", "default"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_decoder_alone_takes_sequences_packed_into_one_row(attention, use_cache):
+def test_the_causal_model_accepts_sequences_packed_into_one_row(attention, use_cache):
     decoder = VanillaTransformerForCausalLM(small_config(is_encoder_decoder=False)).eval()
     decoder.set_attn_implementation(attention)
     rows = [random_ids(1, n, seed=n) for n in (3, 7, 5)]
@@ -499,7 +499,7 @@ def test_the_decoder_alone_takes_sequences_packed_into_one_row(attention, use_ca
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_decoder_alone_takes_padding_on_either_side(side):
+def test_the_causal_model_accepts_padding_on_either_side(side):
     model = VanillaTransformerForCausalLM(small_config()).eval()
     rows = [random_ids(1, n, seed=n)[0] for n in (3, 7)]
     ids, mask = pad(rows, side)
@@ -508,7 +508,7 @@ def test_the_decoder_alone_takes_padding_on_either_side(side):
         assert_close(logits[row][mask[row].bool()], model(tokens[None]).logits[0])
 
 
-def test_the_encoder_alone_is_the_whole_models(model, tmp_path):
+def test_the_encoder_model_equals_the_encoder_of_the_whole_model(model, tmp_path):
     model.save_pretrained(tmp_path)
     encoder = VanillaTransformerEncoderModel.from_pretrained(tmp_path)
     source = random_ids(2, 5)
@@ -520,7 +520,7 @@ def test_the_encoder_alone_is_the_whole_models(model, tmp_path):
 
 
 @pytest.mark.parametrize("fields", VARIANTS, ids=variant_name)
-def test_every_class_loads_what_every_other_saved(fields, tmp_path):
+def test_every_class_loads_checkpoints_of_every_other_class(fields, tmp_path):
     classes = (
         VanillaTransformerModel,
         VanillaTransformerForConditionalGeneration,
@@ -532,7 +532,7 @@ def test_every_class_loads_what_every_other_saved(fields, tmp_path):
         saved(small_config(**fields)).save_pretrained(folder)
         for loaded in classes:
             if "decoder_vocab_size" in fields and saved in classes[2:] and saved is not loaded:
-                continue  # one stack's vocabulary says nothing of the other's
+                continue  # one stack's vocabulary does not determine the other's
             model, report = loaded.from_pretrained(folder, output_loading_info=True)
             assert not report["mismatched_keys"]
             missing, unexpected = (
@@ -547,7 +547,7 @@ def test_every_class_loads_what_every_other_saved(fields, tmp_path):
             assert model.config.is_encoder_decoder is expected
 
 
-# ---------------------------------------------------------------- what callers may ask for
+# ---------------------------------------------------------------- optional outputs
 
 
 def test_hidden_states_and_attentions_on_request(model):
@@ -576,7 +576,7 @@ def test_tuples_on_request(model):
     assert torch.equal(as_tuple[1], expected.logits)
 
 
-def test_encoder_outputs_may_come_from_an_earlier_call(model):
+def test_encoder_outputs_can_come_from_an_earlier_call(model):
     source, target = random_ids(2, 6), random_ids(2, 5)
     expected = model(input_ids=source, decoder_input_ids=target).logits
     encoded = model.get_encoder()(source)
@@ -599,7 +599,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
             assert_close(parameter.grad, expected[name])
 
 
-# ---------------------------------------------------------------- bad input
+# ---------------------------------------------------------------- invalid input
 
 
 @pytest.mark.parametrize(
@@ -636,13 +636,13 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         ({"input_ids": None}, ValueError, "exactly one of input_ids"),
     ],
 )
-def test_input_that_cannot_be_is_named(model, inputs, error, message):
+def test_invalid_input_is_reported(model, inputs, error, message):
     inputs = {"input_ids": random_ids(1, 5), "labels": random_ids(1, 4), **inputs}
     with pytest.raises(error, match=message):
         model(**inputs)
 
 
-def test_a_target_is_needed(model):
+def test_a_missing_target_is_reported(model):
     expected = "exactly one of decoder_input_ids and decoder_.*; AutoModelForTextEncoding loads the"
     with pytest.raises(ValueError, match=expected):
         model(input_ids=random_ids(1, 5))
@@ -670,7 +670,7 @@ def test_shifting_labels_needs_a_start_token():
     ],
 )
 @pytest.mark.parametrize("fields", VARIANTS, ids=variant_name)
-def test_every_matrix_has_a_place_in_the_tensor_parallel_plan(model_class, fields):
+def test_the_tensor_parallel_plan_includes_every_matrix(model_class, fields):
     model = model_class(small_config(**fields))
     parts = {name for name, _ in model.named_modules()}
     plan = {name.replace("*", "0"): style for name, style in model.tp_plan.items()}
@@ -695,8 +695,8 @@ def test_the_plan_for_sharded_data_parallelism_wraps_each_layer(model):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("hooked", [True, False])
-def test_what_was_computed_stays_as_it_was(model, training, with_gradients, hooked):
-    # An activation may overwrite its input only where nothing else reads it.
+def test_later_operations_do_not_overwrite_tensors(model, training, with_gradients, hooked):
+    # An activation can only overwrite its input if nothing else reads it.
     model.train(training)
     seen = []
 

@@ -1,4 +1,4 @@
-"""What other toolkits' models have and the paper has not: fields of the configuration."""
+"""What other toolkits' models have and the paper does not: fields of the configuration."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_the_bias_is_saved_and_resized(tmp_path):
         ("none", False, False),
     ],
 )
-def test_each_stack_may_end_in_a_layer_norm(norm_position, choice, encoder, decoder):
+def test_each_stack_can_end_in_a_layer_norm(norm_position, choice, encoder, decoder):
     model = seq2seq(norm_position=norm_position, final_layer_norm=choice).model
     assert isinstance(model.encoder.layer_norm, nn.LayerNorm) == encoder
     assert isinstance(model.decoder.layer_norm, nn.LayerNorm) == decoder
@@ -72,20 +72,20 @@ def test_each_stack_may_end_in_a_layer_norm(norm_position, choice, encoder, deco
 
 @pytest.mark.parametrize("encoder", ["post", "pre"])
 @pytest.mark.parametrize("decoder", [None, "post", "pre"])
-def test_without_a_choice_a_stack_with_pre_norm_ends_in_one(encoder, decoder):
+def test_by_default_a_pre_norm_stack_ends_in_a_layer_norm(encoder, decoder):
     model = seq2seq(norm_position=encoder, decoder_norm_position=decoder).model
     assert isinstance(model.encoder.layer_norm, nn.LayerNorm) == (encoder == "pre")
     assert isinstance(model.decoder.layer_norm, nn.LayerNorm) == ((decoder or encoder) == "pre")
 
 
-def test_a_norm_after_a_post_norm_stack_changes_nothing_but_rounding_at_the_start():
-    """The normalization of what is normalized already."""
+def test_an_initial_norm_after_a_post_norm_stack_only_changes_rounding():
+    """It normalizes what is already normalized."""
     torch.testing.assert_close(
         logits(seq2seq(final_layer_norm="both")), logits(seq2seq()), atol=1e-4, rtol=1e-4
     )
 
 
-def test_embedding_plus_position_may_be_normalised():
+def test_embedding_plus_position_can_be_normalized():
     encoder = seq2seq(embedding_layer_norm=True).model.encoder.eval()
     nn.init.normal_(encoder.embed_layer_norm.weight)
     states = encoder.embed(random_ids(2, 5), None, None, None)
@@ -130,6 +130,6 @@ def test_the_cache_changes_no_output(options, num_beams):
         ),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_named(options, message):
+def test_invalid_options_are_reported(options, message):
     with pytest.raises(StrictDataclassError, match=message):
         small_config(**options)

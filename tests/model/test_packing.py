@@ -1,7 +1,8 @@
-"""Attentions that keep packed rows apart give what padded rows give, without the padding.
+"""Attention implementations that keep packed rows apart compute the same as with padded rows,
+without the padding.
 
-Kernels for a GPU are not to be had everywhere: `flash` puts attention written out, row by row, in
-the place of the kernels behind transformers' flash attention, and leaves all around them as it is.
+GPU kernels are not available everywhere: `flash` replaces the kernels behind transformers' flash
+attention with a row-by-row implementation, and leaves everything else as it is.
 """
 
 import pytest
@@ -45,7 +46,7 @@ def attend_to_rows(
             states.transpose(0, 1) for states in (q[start:end], k[first:last], v[first:last])
         )
         scores = query @ key.transpose(1, 2) * softmax_scale
-        if causal:  # the last query sees the last key
+        if causal:  # the last query attends to the last key
             later = torch.ones(scores.shape[1:], dtype=torch.bool)
             scores = scores.masked_fill(later.triu(1 + last - first - end + start), -torch.inf)
         rows.append((scores.softmax(-1) @ value).transpose(0, 1))
@@ -85,7 +86,7 @@ def without_compiler():
 
 
 def with_attention(cls, name, **options):
-    """The same model for each name; transformers would first ask for an installed kernel."""
+    """The same model for each name; otherwise transformers would require an installed kernel."""
     torch.manual_seed(0)
     model = cls(small_config(**NO_DROPOUT, **options))
     for part in model.modules():
@@ -99,7 +100,8 @@ def seq2seq(name, **options):
 
 
 def batch_of(cls):
-    """Rows with padding left, right, everywhere and nowhere; labels missing at each place."""
+    """Rows with padding on the left, on the right, everywhere and nowhere; likewise missing
+    labels."""
     ids, mask, labels = random_ids(4, 9), torch.ones(4, 9).long(), random_ids(4, 12, seed=1)
     mask[0, 5:] = mask[1, :3] = 0
     labels[1, 4:] = labels[2, :2] = labels[3, 5] = labels[3, 11] = -100
@@ -151,7 +153,7 @@ every_class = pytest.mark.parametrize(
 def test_packed_rows_train_as_padded_rows_do(monkeypatch, flash, cls, name):
     inputs = batch_of(cls)
     loss, grads, padded = train_once(with_attention(cls, "sdpa"), inputs)
-    # masks of that attention keep packed rows apart too, at the cost of all pairs of tokens
+    # masks for flex attention keep packed rows apart too, at the cost of all pairs of tokens
     monkeypatch.setattr(packing, "is_flex", lambda name: not packing.is_flash(name))
     packed_loss, packed_grads, packed = train_once(with_attention(cls, name), inputs)
     expect_equal((packed_loss, packed_grads), (loss, grads))
@@ -164,7 +166,7 @@ def test_packed_rows_train_as_padded_rows_do(monkeypatch, flash, cls, name):
 
 
 @every_class
-def test_flex_attention_sees_packed_rows(without_compiler, cls):
+def test_flex_attention_gets_packed_rows(without_compiler, cls):
     inputs = batch_of(cls)
     with torch.no_grad():  # torch has no backward pass of it on a CPU
         loss, _, _ = train_once(with_attention(cls, "sdpa"), inputs)
@@ -191,8 +193,8 @@ def test_packed_rows_train_as_padded_rows_do_on_a_gpu(cls):
     assert {rows for rows, _ in packed} == {1}
 
 
-def test_all_layers_share_where_rows_end(monkeypatch, flash):
-    """They ask once, because a GPU waits for every answer."""
+def test_all_layers_share_the_ends_of_rows(monkeypatch, flash):
+    """They are read once, because each read makes the CPU wait for the GPU."""
     asked, ends = [], packing.PackedRows.ends
     monkeypatch.setattr(packing.PackedRows, "ends", lambda rows: asked.append(1) or ends(rows))
     model = seq2seq("flash_attention_2", encoder_layers=3, decoder_layers=4)
@@ -201,7 +203,7 @@ def test_all_layers_share_where_rows_end(monkeypatch, flash):
     assert len(asked) == 2 * len(["encoder", "target", "source"])
 
 
-def test_gradient_checkpointing_takes_packed_rows(flash):
+def test_gradient_checkpointing_works_with_packed_rows(flash):
     inputs = batch_of(VanillaTransformerForConditionalGeneration)
     loss, grads, _ = train_once(seq2seq("flash_attention_2"), inputs)
     model = seq2seq("flash_attention_2")
@@ -211,20 +213,20 @@ def test_gradient_checkpointing_takes_packed_rows(flash):
     assert {rows for rows, _ in packed} == {1}
 
 
-def test_a_mask_of_the_target_goes_before_its_labels(flash):
+def test_a_target_mask_takes_precedence_over_labels(flash):
     inputs = batch_of(VanillaTransformerForConditionalGeneration)
     inputs["decoder_attention_mask"] = torch.ones(4, 12).long()
     _, _, packed = train_once(seq2seq("flash_attention_2"), inputs)
     assert packed[1] == (1, 48)
 
 
-def test_nothing_is_packed_where_nothing_is_padding(flash):
+def test_batches_without_padding_are_not_packed(flash):
     ids = random_ids(3, 7)
     _, _, shapes = train_once(seq2seq("flash_attention_2"), {"input_ids": ids, "labels": ids})
     assert shapes == [(3, 7), (3, 7)]
 
 
-def test_states_of_each_layer_come_in_one_padded_batch(flash):
+def test_hidden_states_are_returned_as_a_padded_batch(flash):
     inputs = batch_of(VanillaTransformerForConditionalGeneration)
     inputs["attention_mask"][3] = 1
     expected = seq2seq("sdpa")(**inputs, output_hidden_states=True)
@@ -269,9 +271,7 @@ def test_padded_sources_are_decoded_as_with_sdpa(flash, without_compiler, name, 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", "flex_attention"])
-def test_a_mask_of_four_dimensions_says_the_same_to_every_attention(
-    flash, without_compiler, name, kind
-):
+def test_a_4d_mask_has_the_same_effect_with_every_attention(flash, without_compiler, name, kind):
     # Booleans too, which "eager" and flex attention must not add to the scores.
     model, ids, mask = seq2seq(name).eval(), random_ids(2, 5), torch.ones(2, 5, dtype=torch.bool)
     mask[0, 3:] = False

@@ -1,4 +1,4 @@
-"""The translation pipelines: what transformers 4 gave, with any encoder-decoder, and more."""
+"""The translation pipelines: they do what those of transformers 4 did, with any encoder-decoder."""
 
 import json
 import logging
@@ -56,7 +56,7 @@ BART_TINY = {
 
 
 def make_tokenizer(cls=PreTrainedTokenizerFast, closing="$A </s>", **kwargs):
-    """A byte-level BPE in which no text is unknown."""
+    """A byte-level BPE without unknown tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -96,7 +96,7 @@ def make_model(kind):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Models of this size only lose by waiting for other threads."""
+    """Models of this size are slower with several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -120,7 +120,7 @@ def folders(tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def translator(tokenizer):
-    """A pipeline whose answers are short."""
+    """A pipeline with short outputs."""
     model = make_model("marian")
     return pipeline("translation", model=model, tokenizer=tokenizer, max_new_tokens=6)
 
@@ -140,7 +140,7 @@ def generate_calls(translator, monkeypatch):
 
 
 def spy(pipe, monkeypatch):
-    """What `generate()` would be called with; it answers with one token per row."""
+    """What `generate()` would be called with; it returns one token per row."""
     calls = []
 
     def record(input_ids, **kwargs):
@@ -152,7 +152,7 @@ def spy(pipe, monkeypatch):
 
 
 def beams_used(pipe):
-    """For one source the decoder gets a row for each beam."""
+    """The number of beams: for one source the decoder gets a row for each."""
     rows = []
     decoder = pipe.model.get_decoder()
     hook = decoder.register_forward_pre_hook(
@@ -170,7 +170,7 @@ def translations(results):
 class TestTasks:
     @pytest.mark.parametrize("kind", ["marian", "t5", "ours"])
     @pytest.mark.parametrize("task", ["translation", "text2text-generation"])
-    def test_gives_what_generate_gives(self, folders, tokenizer, kind, task):
+    def test_returns_what_generate_returns(self, folders, tokenizer, kind, task):
         pipe = pipeline(task, model=str(folders / kind), max_new_tokens=8)
         assert type(pipe) is TASKS[task]
         model = AutoModelForSeq2SeqLM.from_pretrained(folders / kind)
@@ -188,11 +188,11 @@ class TestTasks:
         assert type(pipeline(task, model=make_model("t5"), tokenizer=tokenizer)) is TASKS[task]
 
     @pytest.mark.parametrize("task", TASKS)
-    def test_without_a_model_says_what_to_pass(self, task):
+    def test_without_a_model_the_error_says_what_to_pass(self, task):
         with pytest.raises(ValueError, match=r"no default model.*model="):
             pipeline(task)
 
-    def test_without_a_tokenizer_says_what_to_pass(self):
+    def test_without_a_tokenizer_the_error_says_what_to_pass(self):
         with pytest.raises(Exception, match="tokenizer"):
             pipeline("translation", model=make_model("marian"))
 
@@ -202,7 +202,7 @@ class TestTasks:
             pipeline(task, model=make_model("marian"), tokenizer=make_tokenizer())
 
     @pytest.mark.parametrize("model", ["decoder", "speech"])
-    def test_refuses_other_kinds_of_model(self, tokenizer, model):
+    def test_other_kinds_of_models_are_refused(self, tokenizer, model):
         if model == "decoder":
             model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=9))
         else:
@@ -246,7 +246,7 @@ class TestNesting:
         assert translator(TEXTS[:2], num_return_sequences=3)[0] == one
 
     @pytest.mark.parametrize("own", [None, 2])
-    def test_a_given_config_leaves_the_models_number_of_sequences(
+    def test_a_config_without_a_number_of_sequences_keeps_the_models(
         self, translator, monkeypatch, own
     ):
         config = GenerationConfig(num_beams=3, num_return_sequences=own)
@@ -307,10 +307,10 @@ class TestParameters:
         (stopped,) = translator(TEXTS[0], num_beams=1, max_new_tokens=8, stop_sequence=text[1])
         assert len(stopped["translation_text"]) < len(text)
 
-    def test_a_generate_output_object_is_understood(self, translator):
+    def test_return_dict_in_generate_is_supported(self, translator):
         assert translator(TEXTS[0], return_dict_in_generate=True) == translator(TEXTS[0])
 
-    def test_parameters_of_the_call_win_over_the_constructors(self, tokenizer, monkeypatch):
+    def test_parameters_of_the_call_override_the_constructors(self, tokenizer, monkeypatch):
         model = make_model("marian")
         pipe = pipeline("translation", model=model, tokenizer=tokenizer, num_beams=2, max_length=7)
         calls = spy(pipe, monkeypatch)
@@ -318,7 +318,7 @@ class TestParameters:
         assert (calls[0]["num_beams"], calls[0]["max_length"]) == (3, 7)
         assert "max_new_tokens" not in calls[0]
 
-    def test_defaults_fill_only_what_is_unset(self, tokenizer, monkeypatch):
+    def test_defaults_only_apply_to_unset_parameters(self, tokenizer, monkeypatch):
         model = make_model("marian")
         pipe = pipeline("translation", model=model, tokenizer=tokenizer)
         calls = spy(pipe, monkeypatch)
@@ -337,10 +337,10 @@ class TestParameters:
         trainer.save_model()
         assert beams_used(pipeline("translation", model=str(tmp_path))) == beams
 
-    def test_a_model_that_says_nothing_of_beams_gets_four(self, folders):
+    def test_a_model_without_a_number_of_beams_gets_four(self, folders):
         assert beams_used(pipeline("translation", model=str(folders / "ours"))) == 4
 
-    def test_a_generation_config_is_used_as_it_is(self, translator, monkeypatch):
+    def test_a_given_generation_config_is_used_unchanged(self, translator, monkeypatch):
         calls = spy(translator, monkeypatch)
         translator._forward_params.clear()
         config = GenerationConfig(num_beams=1, max_new_tokens=2)
@@ -348,7 +348,7 @@ class TestParameters:
         assert calls[0]["generation_config"] is config
         assert not {"num_beams", "max_new_tokens"} & calls[0].keys()
 
-    def test_our_models_bring_their_own_length_limit(self, folders, monkeypatch):
+    def test_our_models_keep_their_own_length_limit(self, folders, monkeypatch):
         pipe = pipeline("translation", model=str(folders / "ours"))
         calls = spy(pipe, monkeypatch)
         pipe("a")
@@ -356,7 +356,7 @@ class TestParameters:
         assert "max_new_tokens" not in calls[0]
 
     @pytest.mark.parametrize("kind", ["marian", "ours"])
-    def test_nothing_is_warned_about(self, folders, caplog, monkeypatch, recwarn, kind):
+    def test_there_are_no_warnings(self, folders, caplog, monkeypatch, recwarn, kind):
         monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
         pipe = pipeline("translation_en_to_de", model=str(folders / kind))
         pipe.model.generation_config.max_length = 9
@@ -385,25 +385,25 @@ class TestTaskSpecificParams:
         assert (call["num_beams"], call["max_length"]) == (2, 9)
         assert "max_new_tokens" not in call
 
-    def test_give_way_to_the_users(self, calls):
+    def test_are_overridden_by_the_users(self, calls):
         call = calls("translation_en_to_de", "a dog", num_beams=3, max_new_tokens=4)
         assert (call["num_beams"], call["max_new_tokens"]) == (3, 4)
         assert "max_length" not in call
 
     @pytest.mark.parametrize("limit", [{"extra_output_tokens": 3}, {"max_length_factor": 2.0}])
-    def test_give_way_to_any_limit_of_the_users(self, limit, folders, monkeypatch):
+    def test_are_overridden_by_any_length_limit_of_the_users(self, limit, folders, monkeypatch):
         pipe = pipeline("translation", model=str(folders / "ours"))
         monkeypatch.setattr(pipe, "_task_params", {"max_length": 9})
         calls = spy(pipe, monkeypatch)
         pipe("a dog", **limit)
         assert "max_length" not in calls[0]
 
-    def test_do_not_reach_other_tasks(self, calls):
+    def test_do_not_apply_to_other_tasks(self, calls):
         call = calls("translation", "a dog")
         assert call["source"] == "a dog</s>"
         assert call["num_beams"] == 4
 
-    def test_a_prefix_of_the_config_holds_for_all_tasks(self, tokenizer, monkeypatch):
+    def test_a_prefix_in_the_config_applies_to_all_tasks(self, tokenizer, monkeypatch):
         model = make_model("marian")
         model.config.prefix = ">>de<< "
         pipe = pipeline("text2text-generation", model=model, tokenizer=tokenizer)
@@ -431,7 +431,7 @@ class TestLanguages:
         return make
 
     @pytest.mark.parametrize("batch_size", [1, 2])
-    def test_the_target_language_opens_the_output(self, multilingual, batch_size):
+    def test_the_output_starts_with_the_target_language(self, multilingual, batch_size):
         pipe = multilingual("translation_en_to_de", max_new_tokens=3, return_tensors=True)
         for result in pipe(["", *TEXTS], batch_size=batch_size)[1:]:
             assert result["translation_token_ids"][1] == pipe.tokenizer.convert_tokens_to_ids("de")
@@ -442,9 +442,9 @@ class TestLanguages:
         pipe(TEXTS, batch_size=3)
         assert calls[0]["forced_bos_token_id"] == pipe.tokenizer.convert_tokens_to_ids("de")
 
-    def test_a_token_that_the_call_forces_replaces_the_languages(self, multilingual):
+    def test_a_forced_token_of_the_call_overrides_the_languages(self, multilingual):
         pipe = multilingual("translation_en_to_de", max_new_tokens=3, return_tensors=True)
-        pipe._task_params["forced_bos_token_id"] = 5  # weaker than the languages
+        pipe._task_params["forced_bos_token_id"] = 5  # overridden by the language
         german = pipe.tokenizer.convert_tokens_to_ids("de")
         for call, first in (({}, german), ({"forced_bos_token_id": 7}, 7)):
             (result,) = pipe(TEXTS[0], **call)
@@ -475,31 +475,31 @@ class TestLanguages:
         pipe("a dog", max_new_tokens=2, **call)
         assert seen == [languages]
 
-    def test_mean_nothing_to_other_tokenizers(self, translator):
+    def test_are_ignored_by_other_tokenizers(self, translator):
         assert translator("a dog", src_lang="en", tgt_lang="de") == translator("a dog")
 
 
 class TestUnusualSources:
     @pytest.mark.parametrize("batch_size", [1, 2, 5])
-    def test_blank_gives_empty_text_in_its_place(self, translator, batch_size):
+    def test_blank_source_has_an_empty_translation(self, translator, batch_size):
         sources = ["", TEXTS[0], " \t\n", TEXTS[2], "\u00a0\u3000"]
         one, other = translations(translator([TEXTS[0], TEXTS[2]]))
         results = translations(translator(sources, batch_size=batch_size))
         assert results == ["", one, "", other, ""]
 
-    def test_blank_never_reaches_the_model(self, translator, generate_calls):
+    def test_blank_source_never_reaches_the_model(self, translator, generate_calls):
         assert translator("") == [{"translation_text": ""}]
         translator(["", TEXTS[0]], batch_size=2)
         (call,) = generate_calls
         assert call["input_ids"].shape[0] == 1
         assert call["attention_mask"].all()
 
-    def test_blank_is_nested_like_other_texts(self, translator):
+    def test_blank_source_is_nested_like_other_texts(self, translator):
         results = translator(["", TEXTS[0]], num_return_sequences=2)
         assert [len(result) for result in results] == [2, 2]
         assert results[0] == [{"translation_text": ""}] * 2
 
-    def test_blank_has_no_token_ids(self, translator):
+    def test_blank_source_has_no_token_ids(self, translator):
         (result,) = translator(" ", return_tensors=True)
         assert result["translation_token_ids"].shape == (0,)
         assert result["translation_token_ids"].dtype == torch.long
@@ -514,7 +514,7 @@ class TestUnusualSources:
         assert results[0] == ""
         assert results[1] == translations(pipe("dog", max_new_tokens=3))[0] != ""
 
-    def test_long_and_odd_texts_pass(self, folders):
+    def test_long_and_unusual_texts_are_translated(self, folders):
         pipe = pipeline("translation", model=str(folders / "ours"), num_beams=1, max_new_tokens=2)
         sources = ["x" * 5000, "👩‍👩‍👧 🏳️‍🌈", "שלום עולם‏", "a\x00b\x07\x1b[0m\u2028", "\u200b"]
         assert len(pipe.tokenizer(sources[0])["input_ids"]) > 5000
@@ -525,7 +525,7 @@ class TestUnusualSources:
         ("source", "name"),
         [(5, "int"), (None, "NoneType"), (b"ab", "bytes"), ({"en": "a"}, "dict")],
     )
-    def test_a_non_string_is_named(self, translator, generate_calls, source, name):
+    def test_a_non_string_is_reported(self, translator, generate_calls, source, name):
         expected = rf"TranslationPipeline expects a string.*, but got {name}"
         for sources in (source, (text for text in [source])):
             with pytest.raises(TypeError, match=f"{expected}$"):
@@ -576,7 +576,7 @@ def saved(folders):
 
 @pytest.fixture(scope="module")
 def outcome(folders, saved, tmp_path_factory):
-    """What a process without this package makes of the folders."""
+    """What a process without this package gets from the folders."""
     folder = tmp_path_factory.mktemp("without")
     paths = [folders / "marian", saved, folder / "copy"]
     found = in_new_process(WITHOUT_PACKAGE, False, folder, *paths, TEXTS[0])
@@ -584,7 +584,7 @@ def outcome(folders, saved, tmp_path_factory):
 
 
 class TestCheckpoints:
-    def test_config_names_pipelines_that_the_folder_carries(self, saved):
+    def test_config_names_pipelines_that_the_folder_contains(self, saved):
         tasks = json.loads((saved / "config.json").read_text())["custom_pipelines"]
         assert set(tasks) == {"translation", "text2text-generation"}
         for task, entry in tasks.items():
@@ -599,7 +599,7 @@ class TestCheckpoints:
             assert type(pipe) is TranslationPipeline
             assert type(pipe.model) is VanillaTransformerForConditionalGeneration
 
-    def test_another_model_is_saved_as_transformers_4_saved_it(self, folders, tmp_path):
+    def test_a_different_model_is_saved_as_in_transformers_4(self, folders, tmp_path):
         pipe = pipeline("translation", model=str(folders / "t5"), max_new_tokens=6)
         pipe.save_pretrained(tmp_path)
         assert not list(tmp_path.glob("*.py"))
@@ -619,7 +619,7 @@ class TestCheckpoints:
         pipe = pipeline(task, model=str(saved), max_new_tokens=6)
         assert outcome[f"ours {task}"] == ["transformers_modules", pipe(TEXTS[0])]
 
-    def test_without_the_package_trust_is_asked_for(self, outcome):
+    def test_without_the_package_trust_remote_code_is_required(self, outcome):
         error, message = outcome["ours without trust"]
         assert error == "ValueError"
         assert "trust_remote_code=True" in message
@@ -635,7 +635,7 @@ class TestCheckpoints:
         assert type(pipe) is TranslationPipeline
         assert pipe(TEXTS[0]) == outcome["copy"][1]
 
-    def test_the_file_stands_alone(self):
+    def test_the_file_only_imports_torch_and_transformers(self):
         path = Path(our_pipelines.__file__)
         assert set(get_imports(path)) - set(sys.stdlib_module_names) == {"torch", "transformers"}
         assert get_relative_imports(path) == []

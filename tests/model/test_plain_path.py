@@ -103,7 +103,7 @@ def test_generation(options, decoding):
     assert results[0].tolist() == results[1].tolist()
 
 
-def test_the_plain_path_takes_nothing_that_is_only_faster(monkeypatch):
+def test_the_plain_path_uses_no_fast_path(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a fast path")
 

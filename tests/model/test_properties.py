@@ -1,4 +1,4 @@
-"""What holds for every input and size, and which matrices are one whatever is done to a model."""
+"""What holds for every input and size, and which matrices stay tied after every operation."""
 
 import copy
 import math
@@ -43,7 +43,7 @@ CONFIGURATIONS = st.builds(
 
 
 def random_model(model_class, config, seed):
-    """In float64, and with biases and gains that are not 0 and 1."""
+    """A model in float64, with biases and gains that are not 0 and 1."""
     torch.manual_seed(seed)
     model = model_class(config).double().eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -57,8 +57,8 @@ def tokens(*shape):
 
 
 def padded(rows, lefts, length):
-    """Rows of tokens, each after its number of padding tokens, as (ids, mask). Padding may be any
-    token, because the mask alone says what is padding."""
+    """Rows of tokens, each after its number of padding tokens, as (ids, mask). Padding can be any
+    token, because only the mask says what is padding."""
     ids, mask = tokens(len(rows), length), torch.zeros(len(rows), length, dtype=torch.long)
     for row, (content, left) in enumerate(zip(rows, lefts, strict=True)):
         ids[row, left : left + len(content)] = content
@@ -114,16 +114,17 @@ def test_later_tokens_change_no_earlier_prediction_of_a_language_model(config, s
     assert (second[real[:, keep], keep] != first[real[:, keep], keep]).any(-1).all()
 
 
-def told(mask):
-    """The mask, or none where there is nothing to tell."""
+def mask_if_needed(mask):
+    """The mask, or None if nothing is masked."""
     return None if mask.all() else mask
 
 
-def assert_read_alike_in_pieces(read, ids, mask, widths, expected):
-    """`read(ids, mask, cache)` gives, piece by piece, the logits that are expected of the whole."""
+def assert_same_in_chunks(read, ids, mask, widths, expected):
+    """`read(ids, mask, cache)` gives, chunk by chunk, the logits that are expected for the
+    whole."""
     past, ends = None, list(accumulate(widths))
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        outputs = read(ids[:, start:end], told(mask[:, :end]), past)
+        outputs = read(ids[:, start:end], mask_if_needed(mask[:, :end]), past)
         past = outputs.past_key_values
         real = mask[:, start:end].bool()
         assert_same(outputs.logits[real], expected[:, start:end][real])
@@ -131,7 +132,7 @@ def assert_read_alike_in_pieces(read, ids, mask, widths, expected):
 
 @EXAMPLES
 @given(CONFIGURATIONS, SEEDS, batches(2), batches(2, right=False), st.lists(st.integers(1, 3)))
-def test_decoding_in_any_pieces_with_a_cache_is_decoding_at_once(
+def test_decoding_in_any_chunks_with_a_cache_equals_decoding_at_once(
     config, seed, sources, prompts, pieces
 ):
     model = random_model(VanillaTransformerForConditionalGeneration, config, seed)
@@ -157,14 +158,12 @@ def test_decoding_in_any_pieces_with_a_cache_is_decoding_at_once(
             use_cache=True,
         )
 
-    assert_read_alike_in_pieces(read, target, mask, [width, *pieces], expected)
+    assert_same_in_chunks(read, target, mask, [width, *pieces], expected)
 
 
 @EXAMPLES
 @given(CONFIGURATIONS, SEEDS, batches(2, right=False), st.lists(st.integers(1, 3)))
-def test_a_language_model_reads_in_any_pieces_with_a_cache_as_at_once(
-    config, seed, prompts, pieces
-):
+def test_a_language_model_predicts_the_same_in_chunks_with_a_cache(config, seed, prompts, pieces):
     model = random_model(VanillaTransformerForCausalLM, config, seed)
     lengths, lefts, width = prompts
     total = width + sum(pieces)
@@ -174,7 +173,7 @@ def test_a_language_model_reads_in_any_pieces_with_a_cache_as_at_once(
     def read(ids, known, past):
         return model(ids, attention_mask=known, past_key_values=past, use_cache=True)
 
-    assert_read_alike_in_pieces(read, ids, mask, [width, *pieces], expected)
+    assert_same_in_chunks(read, ids, mask, [width, *pieces], expected)
 
 
 # ---------------------------------------------------------------- padding and order
@@ -247,7 +246,7 @@ def encode(positions, d_model):
 
 @EXAMPLES
 @given(D_MODELS, POSITIONS, st.integers(-50, 5_000))
-def test_a_step_of_k_positions_is_one_rotation_wherever_it_starts(d_model, positions, k):
+def test_an_offset_of_k_positions_is_the_same_rotation_everywhere(d_model, positions, k):
     """The paper's reason for sinusoids (section 3.5)."""
     positions = [position + max(0, -k) for position in positions]
     rotation = torch.zeros(d_model, d_model, dtype=torch.float64)
@@ -262,7 +261,7 @@ def test_a_step_of_k_positions_is_one_rotation_wherever_it_starts(d_model, posit
 
 @EXAMPLES
 @given(D_MODELS, POSITIONS, st.integers(0, 5_000))
-def test_the_inner_product_of_two_positions_tells_their_distance_alone(d_model, positions, k):
+def test_the_inner_product_of_two_positions_only_depends_on_their_distance(d_model, positions, k):
     here, there = encode(positions, d_model), encode([p + k for p in positions], d_model)
     frequencies = [10000 ** (-2 * i / d_model) for i in range(d_model // 2)]
     expected = sum(math.cos(k * frequency) for frequency in frequencies)
@@ -275,7 +274,7 @@ def test_the_inner_product_of_two_positions_tells_their_distance_alone(d_model, 
 
 @EXAMPLES
 @given(CONFIGURATIONS, SEEDS, batches(3), batches(3))
-def test_attention_is_a_probability_distribution_over_what_the_mask_leaves(
+def test_attention_is_a_probability_distribution_over_unmasked_positions(
     config, seed, source_batch, target_batch
 ):
     config._attn_implementation = "eager"
@@ -312,7 +311,7 @@ def test_attention_is_a_probability_distribution_over_what_the_mask_leaves(
 
 @EXAMPLES
 @given(CONFIGURATIONS, SEEDS)
-def test_predictions_are_states_times_the_unscaled_matrix(config, seed):
+def test_logits_are_states_times_the_unscaled_embedding_matrix(config, seed):
     model = random_model(VanillaTransformerForConditionalGeneration, config, seed)
     inputs = {"input_ids": tokens(2, 5), "decoder_input_ids": tokens(2, 4)}
     states = model.model(**inputs).last_hidden_state
@@ -322,7 +321,7 @@ def test_predictions_are_states_times_the_unscaled_matrix(config, seed):
 
 @EXAMPLES
 @given(CONFIGURATIONS, SEEDS, st.sampled_from(["encoder", "decoder"]))
-def test_embeddings_enter_the_first_layer_times_the_root_of_d_model(config, seed, stack):
+def test_embeddings_are_scaled_by_the_root_of_d_model(config, seed, stack):
     model = random_model(VanillaTransformerForConditionalGeneration, config, seed)
     stack = getattr(model.model, stack)
     entered = []
@@ -355,7 +354,7 @@ def test_an_unscaled_model_given_scaled_embeddings_predicts_the_same(config, see
     assert_same(given_embeddings.logits, expected.logits)
 
 
-# ---------------------------------------------------------------- which matrices are one
+# ---------------------------------------------------------------- which matrices are tied
 
 SHARED, UNTIED = {}, {"tie_word_embeddings": False}
 TWO_VOCABULARIES = {"decoder_vocab_size": 60}
@@ -366,7 +365,7 @@ CLASSES = (
     VanillaTransformerEncoderModel,
     VanillaTransformerForCausalLM,
 )
-# Which of the source's embedding, the target's and the projection are one.
+# Which of source embedding, target embedding and projection are tied.
 VARIANTS = [
     (SHARED, [{"source", "target", "head"}]),
     (UNTIED, [{"source"}, {"target"}, {"head"}]),
@@ -396,7 +395,7 @@ def new_model(fields=SHARED, model_class=VanillaTransformerForConditionalGenerat
 
 
 def matrices(model):
-    """The embedding of the source, that of the target and the projection, where they are there."""
+    """Source embedding, target embedding and projection, if the model has them."""
     body = model.base_model
     modules = {
         "source": getattr(body, "encoder", None) and body.encoder.embed_tokens,
@@ -406,8 +405,8 @@ def matrices(model):
     return {name: module.weight for name, module in modules.items() if module is not None}
 
 
-def one_and_the_same(model):
-    """Groups of names of one parameter, which are groups of one storage too."""
+def tied_groups(model):
+    """Groups of names of the same parameter, which share storage too."""
     found = matrices(model)
     groups = []
     for weight in found.values():
@@ -438,7 +437,7 @@ def load_state_dict(model, folder):
 
 
 def assign_state_dict(model, folder):
-    """Weights taken over as they are, into a model without any, and then tied."""
+    """Assign the weights to a model on the meta device, and then tie them."""
     with torch.device("meta"):
         other = type(model)(model.config)
     other.load_state_dict(copy.deepcopy(model).state_dict(), assign=True)
@@ -496,10 +495,10 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize(("model_class", "fields", "groups"), MODELS, ids=name_of)
-def test_matrices_stay_one_or_apart(model_class, fields, groups, operation, tmp_path):
+def test_matrices_stay_tied_or_untied(model_class, fields, groups, operation, tmp_path):
     model = operation(new_model(fields, model_class), tmp_path)
     found = matrices(model)
-    assert one_and_the_same(model) == groups
+    assert tied_groups(model) == groups
     parameters = [id(parameter) for parameter in model.parameters()]
     assert sum(parameters.count(key) for key in set(map(id, found.values()))) == len(groups)
     assert model.get_input_embeddings().weight is next(iter(found.values()))
@@ -508,7 +507,7 @@ def test_matrices_stay_one_or_apart(model_class, fields, groups, operation, tmp_
 
 
 @pytest.mark.parametrize(("fields", "groups"), VARIANTS, ids=name_of)
-def test_the_meta_device_tells_what_will_be_one(fields, groups):
+def test_tied_matrices_are_tied_on_the_meta_device_too(fields, groups):
     with torch.device("meta"):
         found = matrices(new_model(fields))
     together = [{other for other in found if found[other] is weight} for weight in found.values()]
@@ -521,7 +520,7 @@ def test_the_meta_device_tells_what_will_be_one(fields, groups):
 
 @pytest.mark.parametrize(("fields", "groups"), VARIANTS, ids=name_of)
 @pytest.mark.parametrize("rows", [66, 45])
-def test_resizing_the_vocabulary_keeps_rows_and_leaves_another_vocabulary_alone(
+def test_resizing_the_vocabulary_keeps_rows_and_the_target_vocabulary(
     fields, groups, rows, tmp_path
 ):
     model = new_model(fields)
@@ -537,7 +536,7 @@ def test_resizing_the_vocabulary_keeps_rows_and_leaves_another_vocabulary_alone(
         assert weight.shape == (rows, 24)
         assert torch.equal(weight[:kept], before[name][:kept])
         assert weight.requires_grad
-    assert one_and_the_same(model) == groups
+    assert tied_groups(model) == groups
     target_rows = 60 if "decoder_vocab_size" in fields else rows
     assert (model.config.vocab_size, model.config.target_vocab_size) == (rows, target_rows)
     assert (model.lm_head.in_features, model.lm_head.out_features) == (24, target_rows)
@@ -548,15 +547,15 @@ def test_resizing_the_vocabulary_keeps_rows_and_leaves_another_vocabulary_alone(
 @pytest.mark.parametrize(
     ("rows", "multiple", "expected"), [(75, None, 75), (40, None, 40), (61, 8, 64)]
 )
-def test_resizing_the_targets_vocabulary_keeps_rows_and_leaves_the_sources_alone(
+def test_resizing_the_target_vocabulary_keeps_rows_and_the_source_vocabulary(
     fields, rows, multiple, expected, tmp_path
 ):
     model = new_model(fields)
     before = {name: weight.detach().clone() for name, weight in matrices(model).items()}
-    groups = one_and_the_same(model)
+    groups = tied_groups(model)
     returned = model.resize_decoder_token_embeddings(rows, multiple)
     assert returned is model.get_decoder().embed_tokens
-    assert one_and_the_same(model) == groups
+    assert tied_groups(model) == groups
     found = matrices(model)
     assert torch.equal(found["source"], before["source"])
     kept = min(expected, 60)
@@ -582,7 +581,7 @@ def assert_works_and_survives_saving(model, source_rows, target_rows, folder):
 
 
 @pytest.mark.parametrize("fields", [SHARED, UNTIED], ids=["shared", "untied"])
-def test_there_is_no_vocabulary_of_the_target_to_resize_where_it_is_shared(fields):
+def test_a_shared_vocabulary_cannot_be_resized_for_the_target_only(fields):
     model = new_model(fields)
     with pytest.raises(ValueError, match="source and target share a vocabulary, expected a call"):
         model.resize_decoder_token_embeddings(60)
@@ -619,7 +618,7 @@ def test_resizing_learned_positions_keeps_the_old_ones(model_class, rows, dtype)
 
 
 @pytest.mark.parametrize("rows", [20, 7])
-def test_a_model_with_resized_positions_reads_as_far_as_they_go(rows, tmp_path):
+def test_a_model_with_resized_positions_accepts_that_many_tokens(rows, tmp_path):
     model = learned()
     short = {"input_ids": random_ids(1, 5), "decoder_input_ids": random_ids(1, 5)}
     expected = model(**short).logits
@@ -634,7 +633,7 @@ def test_a_model_with_resized_positions_reads_as_far_as_they_go(rows, tmp_path):
             resized(input_ids=random_ids(1, 1), decoder_input_ids=random_ids(1, rows + 1))
 
 
-def test_the_positions_are_those_of_encoder_and_decoder():
+def test_get_position_embeddings_returns_those_of_encoder_and_decoder():
     model = learned()
     assert model.get_position_embeddings() == (
         model.model.encoder.embed_positions,
@@ -654,7 +653,7 @@ def test_sinusoids_have_no_table_to_get_or_resize(model_class):
     assert model.config.max_position_embeddings == 1024
 
 
-def test_frozen_positions_stay_frozen_and_there_is_at_least_one():
+def test_resized_positions_stay_frozen_and_there_is_at_least_one():
     model = VanillaTransformerModel(small_config(position_encoding="learned"))
     model.requires_grad_(False)
     model.resize_position_embeddings(9)

@@ -1,4 +1,4 @@
-"""The oracle: the paper's formulas by themselves, then our model against them, in float64."""
+"""The reference: the paper's formulas by themselves, then our model against them, in float64."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_layer_norm_gives_each_row_mean_and_variance_before_gain_and_bias():
     assert_equal(reference.layer_norm(X[:1], scaled, 0), [[-1.5, 12.0]])
 
 
-def test_post_norm_normalises_the_sum_and_pre_norm_the_sub_layers_input():
+def test_post_norm_normalizes_the_sum_and_pre_norm_the_sub_layers_input():
     layer = {"ffn_layer_norm.weight": np.ones(2), "ffn_layer_norm.bias": np.zeros(2)}
     X = np.array([[1.0, 3.0]])
     for pre_norm, expected in ((False, [[1, -1]]), (True, [[1 - 3, 3 - 3]])):
@@ -49,14 +49,14 @@ def test_attention_divides_scores_by_the_root_of_d_k():
     assert_equal(reference.attention(Q, K, np.array([[4.0, 0], [0, 8.0]])), [[3, 2]])
 
 
-def test_attention_without_preference_is_the_mean_of_what_may_be_seen():
+def test_attention_with_equal_scores_is_the_mean_of_visible_values():
     Q, K = np.zeros((3, 2)), np.random.default_rng(0).normal(size=(3, 2))
     V = np.array([[3.0], [6.0], [0.0]])
     assert_equal(reference.attention(Q, K, V), [[3]] * 3)
     assert_equal(reference.attention(Q, K, V, reference.causal_mask(3)), [[3], [4.5], [3]])
 
 
-def test_heads_are_attentions_side_by_side():
+def test_heads_are_concatenated_attentions():
     identity = {f"{name}_proj.weight": np.eye(2) for name in ("q", "k", "v", "out")}
     X = np.random.default_rng(0).normal(size=(4, 2))
     left, right = X[:, :1], X[:, 1:]
@@ -64,8 +64,8 @@ def test_heads_are_attentions_side_by_side():
     assert_equal(reference.multi_head_attention(X, X, X, identity, h=2), expected)
 
 
-def test_queries_see_keys_and_values_of_another_sequence_through_every_matrix_and_bias():
-    # one key: whatever the query, the output is its value, through W^V, b^V, W^O and b^O
+def test_cross_attention_uses_every_matrix_and_bias():
+    # one key: for any query, the output is its value, projected by W^V, b^V, W^O and b^O
     weights = {
         "q_proj.weight": np.ones((4, 2)),
         "k_proj.weight": np.ones((4, 2)),
@@ -95,7 +95,7 @@ def test_embeddings_are_scaled_on_input_and_not_on_output():
     assert_equal(reference.project(np.array([[1.0, 0, 0, 0]]), E), [[0, 4, 8]])
 
 
-def test_the_first_positions_are_these():
+def test_the_first_positional_encodings_have_known_values():
     sin, cos = math.sin, math.cos
     expected = [
         [0, 1, 0, 1],
@@ -135,7 +135,7 @@ def test_the_learning_rate_is_transformers_inverse_sqrt(d_model, warmup):
         assert scheduler.get_last_lr()[0] == pytest.approx(expected, rel=1e-12)
 
 
-def test_label_smoothing_takes_from_the_label_and_gives_to_all_alike():
+def test_label_smoothing_moves_probability_from_the_label_evenly_to_all_tokens():
     assert_equal(reference.smoothed_target(1, 4, 0.2), [0.05, 0.85, 0.05, 0.05])
 
 
@@ -145,7 +145,7 @@ def test_the_loss_of_uniform_logits_is_the_vocabularys_logarithm(epsilon):
     assert_equal(losses, [math.log(7)] * 2)
 
 
-def test_the_loss_is_the_label_without_smoothing_and_least_at_the_smoothed_target():
+def test_the_loss_is_cross_entropy_with_its_minimum_at_the_smoothed_target():
     p = np.array([[0.5, 0.3, 0.2]])
     assert_equal(reference.token_losses(np.log(p) + 9, np.array([2]), 0.0), [-math.log(0.2)])
     # at the target itself, the loss is the target's entropy
@@ -184,7 +184,7 @@ any_attention = pytest.mark.parametrize("attention", ["eager", "sdpa"])
 
 
 def randomize(model, seed=0):
-    """Move every weight, so that no gain is 1, no bias 0, and no two layers are alike."""
+    """Change every weight, so that no gain is 1, no bias is 0, and no two layers are the same."""
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         weight.data += 0.2 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
@@ -198,7 +198,7 @@ def random_model(model_class, norm="post", attention="sdpa", **fields):
 
 
 def weights_of(model):
-    """By name, each once: a tied projection is not its own."""
+    """By name, each once: a tied projection is left out."""
     weights = {
         name.removeprefix("model."): weight.detach().numpy()
         for name, weight in model.named_parameters()
@@ -259,8 +259,8 @@ def mean_loss(logits, labels, epsilon):
 
 @any_variant
 @any_norm
-def test_the_configuration_decides_which_weights_there_are(fields, norm):
-    """The reference takes what it is given, and would not miss a bias."""
+def test_the_configuration_determines_which_weights_exist(fields, norm):
+    """The reference uses the weights it gets, and would not notice a missing bias."""
     model = random_model(VanillaTransformerForConditionalGeneration, norm, **fields)
     config, names = model.config, {name for name, _ in model.named_parameters()}
 
@@ -355,7 +355,7 @@ def test_the_loss_is_the_papers_over_ragged_targets(fields, norm, side, training
 
 
 @any_norm
-def test_labels_alone_are_shifted_right_behind_the_start_token(norm):
+def test_labels_without_a_target_are_shifted_right_after_the_start_token(norm):
     model = random_model(VanillaTransformerForConditionalGeneration, norm).train()
     sources, labels = sources_and_targets(model)
     start = torch.tensor([model.config.decoder_start_token_id])
@@ -369,7 +369,7 @@ def test_labels_alone_are_shifted_right_behind_the_start_token(norm):
 @any_variant
 @any_norm
 @any_side
-def test_tokens_fed_one_by_one_through_the_cache_have_the_papers_logits(fields, norm, side):
+def test_tokens_decoded_one_by_one_with_a_cache_have_the_papers_logits(fields, norm, side):
     model = random_model(VanillaTransformerForConditionalGeneration, norm, **fields)
     sources = sentences(3, 9, 5)
     targets = sentences(4, 4, 4, vocab_size=model.config.target_vocab_size, seed=1)
@@ -389,10 +389,10 @@ def test_tokens_fed_one_by_one_through_the_cache_have_the_papers_logits(fields, 
     assert_rows_agree(logits, torch.ones(3, 4), transform(model, sources, targets))
 
 
-# A relu that bends within a step would spoil a slope, the smooth function can't.
+# A relu with its kink within a step would give a wrong slope; a smooth function has none.
 @any_norm
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_of_every_weight_are_the_slopes_of_the_papers_loss(norm, activation):
+def test_gradients_of_every_weight_are_finite_differences_of_the_papers_loss(norm, activation):
     """Along one random direction for each weight, by central differences."""
     model = random_model(
         VanillaTransformerForConditionalGeneration,

@@ -1,6 +1,6 @@
 """One saved folder loads through every Auto class and the pipeline, with the package and without.
 
-Models are loaded in fresh processes: what is registered there is what their imports register.
+Models are loaded in fresh processes: only their own imports register anything there.
 """
 
 import importlib
@@ -58,7 +58,7 @@ LOAD_EVERYTHING = """
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint, tmp_path_factory):
-    """What a process with the package saw, and one without, which loads the new folders too."""
+    """What a process with the package loaded, and one without, which also loads the new folders."""
     root = tmp_path_factory.mktemp("processes")
     runs, again, piped = {}, root / "without/0/model", root / "with/0/pipeline"
     for name, folders in [("with", [checkpoint]), ("without", [checkpoint, again, piped])]:
@@ -70,11 +70,11 @@ def loaded(checkpoint, tmp_path_factory):
     return runs
 
 
-def test_the_package_serves_where_it_is_installed(loaded):
+def test_the_package_is_used_if_it_is_installed(loaded):
     assert loaded["with"]["module"] == "vanilla_transformer.model.modeling_vanilla_transformer"
 
 
-def test_the_folders_own_code_serves_where_it_is_not(loaded):
+def test_the_code_in_the_folder_is_used_if_the_package_is_not_installed(loaded):
     assert loaded["without"]["module"].startswith("transformers_modules.")
 
 
@@ -93,7 +93,7 @@ def test_results_are_the_same_everywhere(loaded, run):
     assert actual == expected
 
 
-def test_the_results_are_this_processs_own(loaded, checkpoint):
+def test_results_in_a_new_process_equal_those_of_this_process(loaded, checkpoint):
     model = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint)
     ids = torch.tensor([[5, 6, 7, 8]])
     logits = model(input_ids=ids, decoder_input_ids=ids).logits
@@ -105,7 +105,7 @@ def test_the_results_are_this_processs_own(loaded, checkpoint):
 
 
 @pytest.mark.parametrize("save", ["model", "config"])
-def test_whatever_is_saved_carries_all_the_code(model, tmp_path, save):
+def test_every_saved_folder_contains_all_the_code(model, tmp_path, save):
     (model if save == "model" else model.config).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert set(config["auto_map"]) == {
@@ -157,8 +157,8 @@ LOAD_OWN = """
 """
 
 
-def test_a_subclass_comes_back_from_the_folder_that_names_it(tmp_path, monkeypatch):
-    """And not its base class."""
+def test_a_registered_subclass_is_loaded_from_its_folder(tmp_path, monkeypatch):
+    """Its base class is not."""
     (tmp_path / "own_model.py").write_text(OWN_MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     ids, expected = torch.tensor([[5, 6, 7, 8]]), {}
@@ -214,8 +214,8 @@ LOAD_OLD = """
     [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=renamed_cache)],
     ids=["with the package", "with its own code"],
 )
-def test_a_checkpoint_of_the_flat_package_gives_what_it_gave(tmp_path, package):
-    """Saved before the package had rooms, with code of its own whose files have other names."""
+def test_a_checkpoint_of_version_0_1_0_gives_the_same_results(tmp_path, package):
+    """Saved before the package had subpackages, with its own code in files with different names."""
     expectation = OLD.with_name("expected_0.1.0.json")
     expected = json.loads(expectation.read_text())
     found = in_new_process(LOAD_OLD, package, tmp_path, OLD, expectation)

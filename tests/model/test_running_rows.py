@@ -1,4 +1,4 @@
-"""Rows that have ended are not computed, which changes nothing."""
+"""Rows that have ended are not computed, and the results stay the same."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ CONFIGS = {
 
 
 def make_model(**changes):
-    """Of weights so large that its targets differ."""
+    """Its weights are so large that its targets differ."""
     torch.manual_seed(1)
     config = small_config(tie_word_embeddings=False, **changes)
     model = VanillaTransformerForConditionalGeneration(config).eval()
@@ -78,18 +78,18 @@ def expect_the_same(monkeypatch, rows_computed, model, **options):
 
 
 @pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
-def test_what_is_found_is_the_same(monkeypatch, rows_computed, options):
+def test_searches_find_the_same(monkeypatch, rows_computed, options):
     expect_the_same(monkeypatch, rows_computed, make_model(), **options)
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 4}], ids=["greedy", "beams"])
-def test_with_any_configuration(monkeypatch, rows_computed, options, changes):
+def test_models_of_any_configuration_find_the_same(monkeypatch, rows_computed, options, changes):
     expect_the_same(monkeypatch, rows_computed, make_model(**changes), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_with_prompts(monkeypatch, rows_computed, options):
+def test_searches_with_prompts_find_the_same(monkeypatch, rows_computed, options):
     prompt = random_ids(24, 4)
     prompt_mask = torch.ones_like(prompt)
     prompt_mask[::2, :2] = 0  # padding on the left
@@ -97,7 +97,7 @@ def test_with_prompts(monkeypatch, rows_computed, options):
     expect_the_same(monkeypatch, rows_computed, make_model(), **options, **prompts)
 
 
-def test_a_step_computes_at_most_a_third_more_rows_than_run(rows_computed):
+def test_a_step_computes_at_most_a_third_more_rows_than_are_unfinished(rows_computed):
     ends, options = list(range(10)), {"do_sample": True, "temperature": 5.0}
     found = search(make_model(), rows_computed, sources=40, eos_token_id=ends, **options)
     have_ended = torch.isin(found[:, 1:], torch.tensor(ends)).cumsum(1) > 0
@@ -118,7 +118,7 @@ def test_each_source_ends_at_its_own_limit(monkeypatch, rows_computed):
     expect_the_same(monkeypatch, rows_computed, make_model(), **options)
 
 
-# ---------------------------------------------------------------- Where somebody looks
+# ---------------------------------------------------------------- Where rows are observed
 
 
 class AfterThree(StoppingCriteria):
@@ -136,7 +136,7 @@ class AfterThree(StoppingCriteria):
         {"num_beams": 3, "do_sample": True},
         {"cache_implementation": "static"},
         {"use_cache": False},
-        # Without an end of sentence, transformers goes on with rows that have ended.
+        # Without an EOS token, transformers continues rows that have ended.
         {"eos_token_id": None, "stopping_criteria": StoppingCriteriaList([AfterThree()])},
     ],
     ids=[
@@ -148,7 +148,7 @@ class AfterThree(StoppingCriteria):
         "no end",
     ],
 )
-def test_whole_batches_are_computed(monkeypatch, rows_computed, options):
+def test_whole_batches_are_computed_if_rows_cannot_be_dropped(monkeypatch, rows_computed, options):
     model = make_model()
     found = search(model, rows_computed, **options)
     assert len(set(rows_computed)) == 1
@@ -157,7 +157,7 @@ def test_whole_batches_are_computed(monkeypatch, rows_computed, options):
     assert found.tolist() == again.tolist()
 
 
-def test_a_caller_keeps_the_cache_that_it_passes(rows_computed):
+def test_a_cache_passed_by_the_caller_stays_complete(rows_computed):
     model = make_model()
     first = search(model, return_dict_in_generate=True, max_new_tokens=2, eos_token_id=None)
     cache, prompt = first.past_key_values, first.sequences
@@ -168,7 +168,7 @@ def test_a_caller_keeps_the_cache_that_it_passes(rows_computed):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_hooks_and_eager_attention_see_whole_batches(rows_computed, attention):
+def test_hooks_and_eager_attention_get_whole_batches(rows_computed, attention):
     model = make_model()
     model.set_attn_implementation(attention)
     if attention == "sdpa":
@@ -177,7 +177,7 @@ def test_hooks_and_eager_attention_see_whole_batches(rows_computed, attention):
     assert len(set(rows_computed)) == 1
 
 
-def test_other_criteria_end_rows_too(monkeypatch, rows_computed):
+def test_custom_stopping_criteria_end_rows_too(monkeypatch, rows_computed):
     model = make_model()
     criteria = StoppingCriteriaList([MaxTimeCriteria(60), AfterThree()])
     expect_the_same(monkeypatch, rows_computed, model, stopping_criteria=criteria)

@@ -1,4 +1,4 @@
-"""A tokenizer with a vocabulary per side: which side reads what, from a saved folder too."""
+"""A tokenizer with a vocabulary for each side: which side is used when, from a saved folder too."""
 
 import copy
 import json
@@ -65,51 +65,51 @@ def test_moses_splits_each_side_in_its_language(tmp_path):
         tokenizer.save_pretrained(tmp_path)
 
 
-def test_moses_may_leave_a_side_as_it_is():
+def test_moses_can_be_turned_off_for_a_side():
     pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
     tokenizer = make_pair([*SOURCE, "it's"], moses={"source_lang": None, "target_lang": "en"})
     assert tokenizer("it's")["input_ids"] == [len(SOURCE)]
 
 
-def test_without_sacremoses_the_error_says_what_brings_it(monkeypatch):
+def test_without_sacremoses_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacremoses", None)
     with pytest.raises(ImportError, match=r"vanilla-transformer\[moses\]"):
         make_pair(moses={"source_lang": "de", "target_lang": "en"})
 
 
-# ---------------------------------------------------------------- which side reads
+# ---------------------------------------------------------------- which side is used
 
 
-def test_a_text_is_the_sources_and_a_text_target_the_targets(two_sided):
+def test_text_is_read_with_the_source_vocabulary_and_text_target_with_the_targets(two_sided):
     assert two_sided("ein haus")["input_ids"] == [2, 3]
     assert two_sided(text_target="a house")["input_ids"] == [6, 7, 3]
     both = two_sided("ein haus", text_target="a house")
     assert (both["input_ids"], both["labels"]) == ([2, 3], [6, 7, 3])
 
 
-def test_decoding_reads_target_ids_unless_told_otherwise(two_sided):
+def test_decoding_uses_the_target_vocabulary_by_default(two_sided):
     assert two_sided.decode([6, 7, 3], skip_special_tokens=True) == "a house"
     assert two_sided.batch_decode([[6, 7], [5, 4]]) == ["a house", "the lake"]
     assert two_sided.batch_decode(torch.tensor([[6, 7]])) == ["a house"]
     assert two_sided.decode([2, 3], use_source_tokenizer=True) == "ein haus"
 
 
-def test_a_vocabulary_is_the_sources_and_the_targets_is_at_hand(two_sided):
+def test_get_vocab_is_the_sources_and_the_targets_is_accessible(two_sided):
     assert (len(two_sided), two_sided.vocab_size, two_sided.target_vocab_size) == (10, 10, 11)
     assert two_sided.get_vocab()["see"] == 5
     assert two_sided.convert_ids_to_tokens([2, 3]) == ["ein", "haus"]
     assert two_sided.target_tokenizer.token_to_id("lake") == 4
 
 
-def test_special_tokens_have_the_ids_that_a_model_needs(two_sided):
+def test_special_tokens_have_the_ids_that_the_model_uses(two_sided):
     assert two_sided.pad_token_id == 0
     assert two_sided.bos_token_id == 2
     assert two_sided.eos_token_id == 3
-    assert "</s>" not in two_sided.get_vocab()  # nothing is added to a source that lacks it
+    assert "</s>" not in two_sided.get_vocab()  # a missing token is not added to the source
 
 
 @pytest.mark.parametrize("bad", [5, [["a"], 3]])
-def test_after_an_error_it_reads_sources_again(two_sided, bad):
+def test_after_an_error_it_switches_back_to_the_source(two_sided, bad):
     with pytest.raises((ValueError, TypeError)):
         two_sided(text_target=bad)
     assert two_sided.vocab_size == len(SOURCE)
@@ -131,7 +131,7 @@ def test_both_sides_pad_and_truncate(two_sided):
 
 
 @pytest.mark.parametrize("tensors", [None, "pt", "np"])
-def test_symbols_that_the_model_lacks_become_unknown_in_targets_alone(tensors):
+def test_symbols_that_the_model_lacks_only_become_unknown_in_targets(tensors):
     tokenizer = make_pair(target_size=6, target_unk_id=1)
     encoded = tokenizer(["ein"], text_target=["a lake"], return_tensors=tensors)
     assert [list(map(int, row)) for row in encoded["labels"]] == [[1, 4, 3]]
@@ -141,7 +141,7 @@ def test_symbols_that_the_model_lacks_become_unknown_in_targets_alone(tensors):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_copies_switch_too(two_sided, copied):
+def test_copies_switch_between_vocabularies_too(two_sided, copied):
     other = copied(two_sided)
     assert other("ein", text_target="a")["labels"] == [6, 3]
     assert other("ein")["input_ids"] == [2]
@@ -149,7 +149,7 @@ def test_copies_switch_too(two_sided, copied):
 
 
 def test_threads_do_not_change_each_others_side(two_sided):
-    """As in a server, which reads sources while it decodes targets."""
+    """As in a server, which encodes sources while it decodes targets."""
     at_target, asked = threading.Event(), threading.Event()
 
     def decode():
@@ -170,7 +170,7 @@ def test_threads_do_not_change_each_others_side(two_sided):
 # ---------------------------------------------------------------- what is refused
 
 
-def test_ids_of_padding_that_differ_are_refused():
+def test_different_padding_ids_are_refused():
     with pytest.raises(ValueError, match="pad_token='<pad>' has id 0 in the source and 1"):
         make_pair(target=["<unk>", "<pad>", "<s>", "</s>", "a"])
 
@@ -185,7 +185,7 @@ def test_a_single_side_is_refused():
         VanillaTransformerTokenizer(tokenizer_object=word_backend(SOURCE, "$A"), **NAMES)
 
 
-def test_half_of_what_the_model_lacks_is_refused():
+def test_a_target_size_without_an_unknown_id_is_refused():
     with pytest.raises(ValueError, match="target_size=6, target_unk_id=None"):
         make_pair(target_size=6)
 
@@ -221,7 +221,7 @@ LOAD = """
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder as training leaves it: a small random model and a tokenizer of two sides."""
+    """A folder as training leaves it: a small random model and a two-sided tokenizer."""
     folder = tmp_path_factory.mktemp("two_sided")
     model = seq2seq(
         vocab_size=len(SOURCE), decoder_vocab_size=len(TARGET), bos_token_id=2, eos_token_id=3
@@ -247,7 +247,7 @@ def test_a_saved_folder_loads_with_the_package_and_without(folder, tmp_path, mon
     assert found[True]["decoded"] == "a house"
     assert found[True]["ids"] == [0, 2, 3]
     assert found[True]["limits"] == [7, 11]
-    for saved in (folder, tmp_path / "True", tmp_path / "False"):  # each carries all
+    for saved in (folder, tmp_path / "True", tmp_path / "False"):  # each contains all of it
         names = {file.name for file in saved.iterdir() if "token" in file.name}
         assert names == {
             "tokenization_vanilla_transformer.py",
@@ -269,7 +269,7 @@ def test_special_tokens_that_are_added_are_the_same_after_loading(two_sided, tmp
 
 
 @pytest.mark.parametrize("decoder_vocab_size", [31, 17])
-def test_an_assistant_of_two_vocabularies_changes_no_token(decoder_vocab_size):
+def test_an_assistant_model_with_two_vocabularies_changes_no_token(decoder_vocab_size):
     sizes = {"vocab_size": 24, "decoder_vocab_size": decoder_vocab_size}
     model, assistant = seq2seq(**sizes).eval(), seq2seq(**sizes, decoder_layers=1).eval()
     ids = torch.tensor([[5, 23, 9, 2]])
@@ -278,7 +278,7 @@ def test_an_assistant_of_two_vocabularies_changes_no_token(decoder_vocab_size):
 
 
 @pytest.mark.parametrize("stop", ["x", "a"])
-def test_a_string_that_stops_is_one_of_the_target(stop):
+def test_a_stop_string_is_matched_in_the_target_vocabulary(stop):
     options = {"tokenizer_type": "char", "show_progress": False}
     source = train_tokenizer(["abcdef fed"] * 5, 300, **options)
     target = train_tokenizer(["abcdef wax xyz"] * 5, 300, **options)
@@ -301,7 +301,7 @@ def test_a_string_that_stops_is_one_of_the_target(stop):
     assert text == "wax xyz"[: "wax xyz".index(stop) + 1]
 
 
-def test_a_folder_that_names_no_tokenizer_has_a_stock_one(folder, tokenizer, tmp_path):
+def test_a_folder_without_a_tokenizer_config_loads_a_stock_tokenizer(folder, tokenizer, tmp_path):
     shutil.copy(folder / "config.json", tmp_path)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
@@ -326,7 +326,8 @@ def test_saving_twice_gives_the_same_files(two_sided, tmp_path):
         assert first.to_str() == second.to_str()
 
 
-# ---------------------------------------------------------------- with everything else
+# ---------------------------------------------------------------- with collator, trainer, pipeline
+# and commands
 
 
 def test_a_collator_pads_both_sides(two_sided):

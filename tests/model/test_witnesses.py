@@ -1,4 +1,4 @@
-"""Three implementations that are not ours, given our weights, as witnesses: `torch.nn.Transformer`,
+"""Three independent implementations, given our weights, predict the same: `torch.nn.Transformer`,
 and Marian and FSMT of transformers. Weights are copied by name, exactly, there and back."""
 
 import pytest
@@ -48,7 +48,7 @@ def padded_batch(model, source_side="right", target_side="right"):
 
 
 def assert_same_logits(ours, theirs, batch, tolerance):
-    """Of every target token; padding is nobody's business."""
+    """Of every target token; padding does not count."""
     tokens = batch["decoder_attention_mask"].bool()
     torch.testing.assert_close(theirs[tokens], ours[tokens], rtol=0, atol=tolerance)
 
@@ -60,7 +60,7 @@ def assert_same_weights(actual, expected):
 
 
 def rename(state, names):
-    """Each old part of a name gives way to the new one, in the order of the pairs."""
+    """Replace parts of names, old by new, in the order of the pairs."""
     renamed = {}
     for name, weight in state.items():
         for old, new in names:
@@ -101,7 +101,7 @@ TORCH_NAMES = {
 
 
 def layers_of(state, prefix=""):
-    """What torch has of a stack: its layers and its last norm, but not its embedding."""
+    """torch's part of a stack: its layers and its last norm, but not its embedding."""
     return {
         name: weight
         for name, weight in state.items()
@@ -148,7 +148,7 @@ def torch_witness(config):
 
 
 def torch_logits(witness, model, batch):
-    """Embedded and projected by ours, which torch leaves to its user."""
+    """torch has no embedding or projection, so ours are used."""
     source_mask, target_mask = batch["attention_mask"], batch["decoder_attention_mask"]
     length = target_mask.shape[1]
     states = witness(
@@ -178,7 +178,7 @@ def test_torchs_transformer_predicts_the_same(torch_pair, side):
     assert_same_logits(model(**batch).logits, theirs, batch, 1e-10)
 
 
-def test_weights_survive_the_way_to_torchs_transformer_and_back(torch_pair):
+def test_weights_are_unchanged_after_conversion_to_torchs_transformer_and_back(torch_pair):
     model, witness = torch_pair
     ours, theirs = model.state_dict(), randomize(witness, seed=1).state_dict()
     assert_same_weights(from_torch(to_torch(ours)), layers_of(ours))
@@ -193,7 +193,7 @@ MARIANS_OWN = {
     "model.encoder.embed_positions.weight",
     "model.decoder.embed_positions.weight",
 }
-# All sines, then all cosines, where the paper has them by turns.
+# All sines, then all cosines; the paper interleaves them.
 HALVES = torch.cat([torch.arange(0, D_MODEL, 2), torch.arange(1, D_MODEL, 2)])
 D_MODEL_AXIS = {
     "embed_tokens.weight": 1,
@@ -257,7 +257,7 @@ def marian_pair(request):
     return model, witness
 
 
-def test_marians_positions_are_the_papers_in_another_order(marian_pair):
+def test_marians_positions_are_the_papers_in_a_different_order(marian_pair):
     model, witness = marian_pair
     for stack in (witness.model.encoder, witness.model.decoder):
         theirs = stack.embed_positions.weight
@@ -275,7 +275,7 @@ def test_marian_predicts_the_same(marian_pair):
     assert_same_logits(ours, witness(**batch).logits, batch, 1e-10)
 
 
-def test_weights_survive_the_way_to_marian_and_back(marian_pair):
+def test_weights_are_unchanged_after_conversion_to_marian_and_back(marian_pair):
     model, witness = marian_pair
     ours = model.state_dict()
     assert_same_weights(from_marian({**witness.state_dict(), **to_marian(ours)}), ours)
@@ -291,7 +291,7 @@ FSMT_NAMES = [*MARIAN_NAMES, ("lm_head.", "model.decoder.output_projection.")]
 
 
 def to_fsmt(state):
-    """FSMT names no shared matrix: each place that uses it does."""
+    """FSMT has no name for a shared matrix: it is listed under each of its uses."""
     return rename({k: weight for k, weight in state.items() if "shared" not in k}, FSMT_NAMES)
 
 
@@ -307,7 +307,7 @@ def from_fsmt(state, shares_embeddings):
     params=[{}, {"decoder_vocab_size": 60, "tie_word_embeddings": False}], ids=variant_name
 )
 def fsmt_pair(request):
-    """Its sinusoids, tensor2tensor's, put aside for the paper's, from row 2 on."""
+    """The paper's sinusoids, from row 2 on, replace its own, which are tensor2tensor's."""
     model = our_model(**request.param)
     config = model.config
     witness = FSMTForConditionalGeneration(
@@ -329,7 +329,7 @@ def fsmt_pair(request):
 
 @any_side
 def test_fsmt_predicts_the_same(fsmt_pair, side, monkeypatch):
-    # its own version takes a number of double precision through single precision, and overflows
+    # FSMT's own version converts a double precision number to single precision, and overflows
     monkeypatch.setattr(
         modeling_fsmt, "fill_with_neg_inf", lambda t: t.fill_(torch.finfo(t.dtype).min)
     )
@@ -339,7 +339,7 @@ def test_fsmt_predicts_the_same(fsmt_pair, side, monkeypatch):
     assert_same_logits(model(**batch).logits, theirs, batch, 1e-10)
 
 
-def test_weights_survive_the_way_to_fsmt_and_back(fsmt_pair):
+def test_weights_are_unchanged_after_conversion_to_fsmt_and_back(fsmt_pair):
     model, witness = fsmt_pair
     shares_embeddings = model.config.shares_embeddings
     ours = model.state_dict()
