@@ -1,4 +1,4 @@
-"""The mean of checkpoints is what the formula says, and of one architecture."""
+"""The mean of checkpoints follows the formula, and they must have the same architecture."""
 
 import json
 import re
@@ -28,18 +28,18 @@ def save(folder, seed, **options):
 
 @pytest.fixture
 def run(tmp_path, tokenizer):
-    """A training's folder: checkpoints of the steps 5, 10 and 100."""
+    """A training's output folder, with checkpoints of steps 5, 10 and 100."""
     for step in (5, 10, 100):
         folder = tmp_path / f"run/checkpoint-{step}"
         save(folder, seed=step)
         tokenizer.save_pretrained(folder)
         for name in ("trainer_state.json", "optimizer.pt", "rng_state_0.pth"):
             (folder / name).write_text("{}")
-    (tmp_path / "run/checkpoint-200").mkdir()  # it holds no weights
+    (tmp_path / "run/checkpoint-200").mkdir()  # it has no weights
     return tmp_path / "run"
 
 
-def test_the_mean_is_that_of_each_weight(run, tmp_path):
+def test_each_weight_becomes_its_mean(run, tmp_path):
     output = average_checkpoints(select_checkpoints(run, last=2), tmp_path / "mean")
     parts = [load_file(run / f"checkpoint-{step}/model.safetensors") for step in (10, 100)]
     mean = load_file(output / "model.safetensors")
@@ -49,8 +49,8 @@ def test_the_mean_is_that_of_each_weight(run, tmp_path):
         torch.testing.assert_close(weight.double(), expected, atol=1e-8, rtol=1e-6)
 
 
-def test_a_mean_is_a_model_without_the_trainers_state(run, tmp_path):
-    (run / "checkpoint-100/global_step100").mkdir()  # of DeepSpeed
+def test_an_average_is_a_model_without_the_trainers_state(run, tmp_path):
+    (run / "checkpoint-100/global_step100").mkdir()  # as DeepSpeed saves it
     output = average_checkpoints(select_checkpoints(run, last=3), tmp_path / "mean")
     model = AutoModelForSeq2SeqLM.from_pretrained(output)
     assert model.lm_head.weight is model.model.shared.weight
@@ -61,7 +61,7 @@ def test_a_mean_is_a_model_without_the_trainers_state(run, tmp_path):
 
 
 def test_a_card_keeps_its_languages_but_not_its_scores(run, tmp_path):
-    """They are those of one model."""
+    """The scores are those of a single checkpoint."""
     last = run / "checkpoint-100"
     (last / "curves.png").write_bytes(b"a picture")
     (last / "README.md").write_text(
@@ -87,14 +87,14 @@ def test_the_average_of_a_trainings_checkpoints_has_the_card_of_the_training(run
     assert not (tmp_path / "another").exists()
 
 
-def test_notes_in_the_output_folder_stay(run, tmp_path):
+def test_a_readme_in_the_output_folder_is_kept(run, tmp_path):
     (tmp_path / "README.md").write_text("my notes")
     average_checkpoints([run / "checkpoint-10"], tmp_path)
     assert (tmp_path / "README.md").read_text() == "my notes"
 
 
-def test_an_average_takes_the_place_of_no_model(run, tmp_path):
-    """Its card and its other files would stay."""
+def test_an_average_does_not_overwrite_a_model(run, tmp_path):
+    """The old model's card and other files would remain."""
     output = average_checkpoints([run / "checkpoint-5"], tmp_path / "mean")
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     for folder in (output, run / "checkpoint-5"):
@@ -111,7 +111,7 @@ def test_the_mean_of_equal_models_is_that_model(run, tmp_path):
         assert torch.equal(weight, load_file(folder / "model.safetensors")[name])
 
 
-def test_weights_in_several_files_are_averaged_alike(run, tmp_path):
+def test_sharded_weights_are_averaged_the_same(run, tmp_path):
     folders = [tmp_path / str(step) for step in (5, 10)]
     for folder, step in zip(folders, (5, 10), strict=True):
         model = AutoModelForSeq2SeqLM.from_pretrained(run / f"checkpoint-{step}")
@@ -124,14 +124,14 @@ def test_weights_in_several_files_are_averaged_alike(run, tmp_path):
         assert torch.equal(weight, expected)
 
 
-def test_no_checkpoint_is_in_memory_as_a_whole(run, tmp_path, monkeypatch):
+def test_checkpoints_are_never_completely_in_memory(run, tmp_path, monkeypatch):
     size = sum(
         weight.numel() for weight in load_file(run / "checkpoint-5/model.safetensors").values()
     )
     alive, most = 0, 0
 
     class Watched:
-        """A file that counts how much of what was read of it is still there."""
+        """A file that counts how many of the values read from it are still in memory."""
 
         def __init__(self, *args, **kwargs):
             self.file = real(*args, **kwargs)
@@ -177,12 +177,12 @@ def test_no_checkpoint_is_in_memory_as_a_whole(run, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_steps_that_do_not_exist_are_named(run, wanted, message):
+def test_missing_steps_are_reported(run, wanted, message):
     with pytest.raises(FileNotFoundError, match=re.escape(message)):
         select_checkpoints(run, **wanted)
 
 
-def test_a_checkpoint_that_only_a_signal_made_is_none_of_the_last(run):
+def test_a_checkpoint_saved_on_a_signal_is_not_among_the_last(run):
     state = {"stateful_callbacks": {"off_schedule": {}}}
     (run / "checkpoint-100/trainer_state.json").write_text(json.dumps(state))
     last = [run / "checkpoint-5", run / "checkpoint-10"]
@@ -190,13 +190,13 @@ def test_a_checkpoint_that_only_a_signal_made_is_none_of_the_last(run):
     assert select_checkpoints(run, steps=[100]) == [run / "checkpoint-100"]
 
 
-def test_a_step_counts_once(run):
+def test_a_repeated_step_is_refused(run):
     message = "steps=[5, 100]: expected each once"
     with pytest.raises(ValueError, match=re.escape(message)):
         select_checkpoints(run, steps=[100, 5, 10, 5, 100, 100])
 
 
-def test_a_folder_counts_once_however_it_is_spelled(run, tmp_path, monkeypatch):
+def test_a_repeated_folder_is_refused_however_it_is_spelled(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(run / "checkpoint-5")
     names = ["run/checkpoint-5/", "run/checkpoint-10", "link", run / "checkpoint-5"]
@@ -208,8 +208,8 @@ def test_a_folder_counts_once_however_it_is_spelled(run, tmp_path, monkeypatch):
     assert not (tmp_path / "mean").exists()
 
 
-def test_quantized_models_have_no_mean(run, tmp_path):
-    """Their integers would be the last one's, and their scales the mean's."""
+def test_quantized_models_are_not_averaged(run, tmp_path):
+    """The integers would come from the last model, and the scales from the mean."""
     for step in (5, 10):
         path = run / f"checkpoint-{step}/config.json"
         config = json.loads(path.read_text())
@@ -226,7 +226,7 @@ def test_quantized_models_have_no_mean(run, tmp_path):
         ({"decoder_layers": 2}, "its decoder_layers is 2, not 3"),
     ],
 )
-def test_another_architecture_is_refused_before_anything_is_written(
+def test_a_different_architecture_is_refused_before_anything_is_written(
     run, tmp_path, options, message
 ):
     save(tmp_path / "other", seed=0, **options)
@@ -235,7 +235,7 @@ def test_another_architecture_is_refused_before_anything_is_written(
     assert not (tmp_path / "mean").exists()
 
 
-def test_models_may_have_been_trained_with_different_dropout(run, tmp_path):
+def test_models_trained_with_different_dropout_can_be_averaged(run, tmp_path):
     save(tmp_path / "other", seed=0, dropout=0.3, label_smoothing=0.0)
     folders = [run / "checkpoint-5", tmp_path / "other"]
     output = average_checkpoints(folders, tmp_path / "mean")
@@ -245,7 +245,7 @@ def test_models_may_have_been_trained_with_different_dropout(run, tmp_path):
     assert json.loads((output / "config.json").read_text())["dropout"] == 0.3  # the last one's
 
 
-def test_integers_are_those_of_the_last_folder(tmp_path):
+def test_integer_tensors_are_taken_from_the_last_folder(tmp_path):
     folders = [tmp_path / "1", tmp_path / "4"]
     for folder in folders:
         folder.mkdir()
@@ -253,7 +253,7 @@ def test_integers_are_those_of_the_last_folder(tmp_path):
     assert averaging._mean(folders) == {"count": torch.tensor(4)}
 
 
-def test_tensors_of_another_name_are_refused(run, tmp_path):
+def test_tensors_with_different_names_are_refused(run, tmp_path):
     config = json.loads((run / "checkpoint-5/config.json").read_text())
     save(tmp_path / "other", seed=0, tie_word_embeddings=False)
     (tmp_path / "other/config.json").write_text(json.dumps(config))
@@ -261,7 +261,7 @@ def test_tensors_of_another_name_are_refused(run, tmp_path):
         average_checkpoints([run / "checkpoint-5", tmp_path / "other"], tmp_path / "mean")
 
 
-def test_nothing_and_no_model_are_refused(run, tmp_path):
+def test_an_empty_list_and_a_folder_without_a_model_are_refused(run, tmp_path):
     with pytest.raises(ValueError, match="there is no checkpoint to average"):
         average_checkpoints([], tmp_path / "mean")
     with pytest.raises(FileNotFoundError, match=re.escape("expected a model's config.json")):
@@ -303,7 +303,7 @@ def test_the_script_averages_and_refuses(run, tmp_path):
         ({"models": ["a", "b"], "steps": [2]}, r"steps=\[2\]: expected --checkpoints_of"),
     ],
 )
-def test_bad_options_of_averaging_are_named(options, message):
+def test_invalid_options_of_averaging_are_reported(options, message):
     with pytest.raises(ValueError, match=message):
         AveragingArguments("mean", **options)
 

@@ -1,4 +1,5 @@
-"""Checkpoints are whole or not there, and what was stopped ends as if it had not been."""
+"""Checkpoints are complete or absent, and an interrupted training ends as if it had not been
+interrupted."""
 
 import errno
 import fcntl
@@ -40,7 +41,7 @@ def trained(tmp_path_factory, tokenizer):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy of the folder of a training, which a test may change."""
+    """A copy of a training's output folder, which a test can change."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -58,8 +59,8 @@ def test_a_checkpoint_holds_all_files_and_their_checksums(run):
     assert not (run / STAGING_DIR).exists()
 
 
-def test_a_checkpoint_is_flushed_where_folders_cannot_be_opened(run, monkeypatch):
-    """As on Windows, which also flushes only what is open for writing."""
+def test_a_checkpoint_is_flushed_if_folders_cannot_be_opened(run, monkeypatch):
+    """As on Windows, which also flushes only files that are open for writing."""
     opened, flush, names, flushed = os.open, os.fsync, {}, set()
 
     def open_on_windows(path, flags, *args, **kwargs):
@@ -88,10 +89,10 @@ def test_a_checkpoint_is_flushed_where_folders_cannot_be_opened(run, monkeypatch
 
 
 @pytest.mark.parametrize("mode", [0o444, 0o644])
-def test_what_may_be_read_only_is_flushed_and_what_may_not_be_read_is_named(
+def test_a_read_only_file_is_flushed_and_an_unreadable_file_is_reported(
     tmp_path, monkeypatch, mode
 ):
-    """A copy of the model's code is read-only where the package is."""
+    """A copy of the model's code is read-only if the package is."""
     file, opened = tmp_path / "modeling.py", os.open
     file.touch(mode)
 
@@ -109,8 +110,8 @@ def test_what_may_be_read_only_is_flushed_and_what_may_not_be_read_is_named(
 
 
 @pytest.mark.parametrize("file", ["trainer_state.json", "optimizer.pt", CHECKSUMS_NAME])
-def test_what_is_being_written_has_no_name_yet(tokenizer, tmp_path, monkeypatch, file):
-    """As a disk that is full while the third checkpoint is written."""
+def test_a_checkpoint_gets_its_name_when_it_is_complete(tokenizer, tmp_path, monkeypatch, file):
+    """As when the disk is full while the third checkpoint is written."""
 
     def stop(args):
         if any("checkpoint-6" in str(arg) for arg in args):
@@ -136,7 +137,7 @@ def test_what_is_being_written_has_no_name_yet(tokenizer, tmp_path, monkeypatch,
 def test_a_folder_removed_while_it_is_written_is_written_again(
     tokenizer, tmp_path, monkeypatch, caplog, file, leave_folder
 ):
-    """Of what was written before the folder disappeared nothing may lack in the end."""
+    """In the end, nothing that was written before the folder disappeared is missing."""
     disturbed = []
 
     def remove(args):
@@ -168,8 +169,9 @@ def test_a_folder_removed_while_it_is_written_is_written_again(
     assert find_defect(tmp_path / "checkpoint-6") is None
 
 
-def test_one_that_was_whole_but_had_no_name_yet_gets_it(run):
-    """As when the power went between the two renames that replace a checkpoint of the same step."""
+def test_a_complete_checkpoint_in_the_staging_folder_gets_its_name(run):
+    """As after a power failure between the two renames that replace a checkpoint of the same
+    step."""
     (run / STAGING_DIR).mkdir(exist_ok=True)
     (run / "checkpoint-8").rename(run / STAGING_DIR / "checkpoint-8")
     assert last_complete_checkpoint(run) == run / "checkpoint-8"
@@ -178,7 +180,7 @@ def test_one_that_was_whole_but_had_no_name_yet_gets_it(run):
     assert last_complete_checkpoint(run) == run / "checkpoint-6"
 
 
-def test_what_an_earlier_run_left_half_written_is_removed(tokenizer, tmp_path):
+def test_an_incomplete_checkpoint_of_an_earlier_run_is_removed(tokenizer, tmp_path):
     (tmp_path / STAGING_DIR / "checkpoint-2").mkdir(parents=True)
     (tmp_path / STAGING_DIR / "checkpoint-2/nonsense").touch()
     small_trainer(tmp_path, tokenizer, max_steps=2).train()
@@ -189,7 +191,7 @@ def test_what_an_earlier_run_left_half_written_is_removed(tokenizer, tmp_path):
 BEST = {
     "load_best_model_at_end": True,
     "metric_for_best_model": "loss",
-    "greater_is_better": True,  # the first is the worst, hence the best
+    "greater_is_better": True,  # the first is the worst, and so the best
     "eval_strategy": "steps",
     "eval_steps": 2,
     "learning_rate": 1e-2,
@@ -201,7 +203,7 @@ def assert_loaded(trainer, checkpoint):
         assert torch.equal(trainer.model.get_parameter(name), weight), name
 
 
-def test_so_many_are_kept_and_the_best_among_them(tokenizer, tmp_path):
+def test_save_total_limit_checkpoints_are_kept_including_the_best(tokenizer, tmp_path):
     trainer = small_trainer(tmp_path, tokenizer, save_total_limit=2, **BEST)
     trainer.train()
     assert list(checkpoints_by_step(tmp_path)) == [2, 8]
@@ -218,7 +220,7 @@ def test_the_best_is_a_checkpoint_even_if_another_evaluation_was_better(tokenize
 
 
 @pytest.mark.parametrize(("folder", "limit"), [("./out", 1), ("../here/out", 2), (".", 1)])
-def test_the_best_is_found_however_the_folder_is_written(
+def test_the_best_is_found_however_the_folder_is_spelled(
     tokenizer, tmp_path, monkeypatch, folder, limit
 ):
     here = tmp_path / "here"
@@ -239,9 +241,11 @@ def test_the_best_is_found_however_the_folder_is_written(
         ("elsewhere", "./out/checkpoint-4/"),
     ],
 )
-def test_the_best_is_found_again_by_another_name(tokenizer, tmp_path, monkeypatch, folder, resumed):
-    """It is neither removed in favour of newer ones, nor forgotten where training goes on in
-    another folder."""
+def test_the_best_is_found_after_resuming_under_a_different_path(
+    tokenizer, tmp_path, monkeypatch, folder, resumed
+):
+    """It is neither removed in favour of newer ones, nor forgotten if training continues in a
+    different folder."""
     monkeypatch.chdir(tmp_path)
     small_trainer("./out", tokenizer, max_steps=4, **BEST).train()
     folder, resumed = (name.format(here=tmp_path) for name in (folder, resumed))
@@ -251,7 +255,7 @@ def test_the_best_is_found_again_by_another_name(tokenizer, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_the_best_is_found_again_where_the_folder_is_now(tokenizer, tmp_path, monkeypatch, copied):
+def test_the_best_is_found_after_the_folder_was_moved(tokenizer, tmp_path, monkeypatch, copied):
     monkeypatch.chdir(tmp_path)
     small_trainer("out", tokenizer, max_steps=4, **BEST).train()
     (shutil.copytree if copied else shutil.move)("out", "now")
@@ -262,8 +266,8 @@ def test_the_best_is_found_again_where_the_folder_is_now(tokenizer, tmp_path, mo
     assert_loaded(trainer, tmp_path / "now/checkpoint-2")
 
 
-def test_another_metric_chooses_the_best_anew(tokenizer, tmp_path):
-    """No loss is below the score of the first: the seconds of an evaluation."""
+def test_a_different_metric_selects_a_new_best(tokenizer, tmp_path):
+    """The first metric is the evaluation's runtime, and no loss is below it."""
     by_loss = {**BEST, "greater_is_better": False}
     trainer = small_trainer(tmp_path, tokenizer, max_steps=4, **by_loss)
     trainer.args.metric_for_best_model = "runtime"
@@ -277,7 +281,7 @@ def test_another_metric_chooses_the_best_anew(tokenizer, tmp_path):
 
 
 def test_after_outdated_scores_the_first_new_one_is_the_best(tokenizer, tmp_path):
-    """Without a new one, that of the old ones is loaded."""
+    """Without a new score, the best of the old ones is loaded."""
     small_trainer(tmp_path, tokenizer, max_steps=4, **BEST).train()
     for steps, best, scored in ((4, 2, []), (8, 6, [8, 6])):
         trainer = small_trainer(tmp_path, tokenizer, max_steps=steps, **BEST)
@@ -287,15 +291,15 @@ def test_after_outdated_scores_the_first_new_one_is_the_best(tokenizer, tmp_path
         assert from_worst_to_best(trainer.args, trainer.state, [2, 4, 6, 8]) == scored
 
 
-def test_a_step_that_is_saved_again_replaces_its_checkpoint(run, tokenizer):
+def test_saving_a_step_again_replaces_its_checkpoint(run, tokenizer):
     trainer = small_trainer(run, tokenizer)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
     assert list(checkpoints_by_step(run)) == [2, 4, 6, 8]
     assert all(find_defect(path) is None for path in checkpoints_by_step(run).values())
 
 
-def test_later_checkpoints_than_the_resumed_one_are_named(run, caplog):
-    """The next "auto" continues from them, wherever this training will be."""
+def test_checkpoints_later_than_the_resumed_one_are_reported(run, caplog):
+    """The next "auto" would continue from them, and not from this training."""
     for step, warnings in ((8, []), (4, ["6, 8"])):
         caplog.clear()
         wanted = str(run / f"checkpoint-{step}")
@@ -327,7 +331,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("kind", ["truncated", "one bit", "missing"])
-def test_damage_is_named_and_passed_over(run, caplog, kind):
+def test_a_damaged_checkpoint_is_reported_and_skipped(run, caplog, kind):
     for file in FILES:
         newest = max(checkpoints_by_step(run).values(), key=lambda path: int(path.name[11:]))
         path = newest / file
@@ -342,7 +346,7 @@ def test_damage_is_named_and_passed_over(run, caplog, kind):
     assert last_complete_checkpoint(run) == newest
 
 
-def test_a_damaged_checkpoint_that_is_asked_for_is_refused(run):
+def test_a_damaged_checkpoint_that_is_named_is_refused(run):
     damage_by("one bit", run / "checkpoint-6/optimizer.pt")
     arguments = TranslationTrainingArguments(
         output_dir=str(run), use_cpu=True, resume_from_checkpoint=str(run / "checkpoint-6")
@@ -353,7 +357,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused(run):
         find_checkpoint(arguments)
 
 
-def test_where_none_is_whole_all_are_named(run):
+def test_if_no_checkpoint_is_complete_all_are_reported(run):
     for path in checkpoints_by_step(run).values():
         damage_by("truncated", path / "optimizer.pt")
     message = r"is complete: .*checkpoint-8/optimizer.pt has \d+ bytes.*checkpoint-2/optimizer.pt"
@@ -361,7 +365,7 @@ def test_where_none_is_whole_all_are_named(run):
         last_complete_checkpoint(run)
 
 
-def test_other_trainers_checkpoints_are_looked_at_too(run):
+def test_checkpoints_of_other_trainers_are_checked_too(run):
     folder = run / "checkpoint-8"
     (folder / CHECKSUMS_NAME).unlink()
     assert find_defect(folder) is None
@@ -380,15 +384,15 @@ def test_other_trainers_checkpoints_are_looked_at_too(run):
         ("rng_state.pth", "random number state"),
     ],
 )
-def test_a_checkpoint_that_has_lost_its_checksums_and_more_is_not_whole(run, file, part):
-    """As where somebody removes the folder while it gets its name: without one of these, training
-    would go on, and go elsewhere."""
+def test_a_checkpoint_without_checksums_and_a_necessary_file_is_incomplete(run, file, part):
+    """As when somebody removes the folder while it is renamed: without one of these files, training
+    would continue, but with a different result."""
     for name in (CHECKSUMS_NAME, file):
         (run / "checkpoint-8" / name).unlink()
     assert find_defect(run / "checkpoint-8") == f"{run / 'checkpoint-8'} holds no {part}"
 
 
-def test_checksums_that_are_none_are_a_defect(run):
+def test_invalid_checksums_are_a_defect(run):
     (run / "checkpoint-8" / CHECKSUMS_NAME).write_text("[1]")
     assert find_defect(run / "checkpoint-8").endswith("can't be read")
 
@@ -398,7 +402,7 @@ def test_checksums_that_are_none_are_a_defect(run):
 
 @contextmanager
 def another_training(folder):
-    """Another process at work in a folder, with a worker, which lives on for a moment after it."""
+    """A second process that trains in a folder, with a worker that outlives it for a moment."""
     (told, tell), (alive, life) = os.pipe(), os.pipe()
     other = os.fork()
     if other == 0:
@@ -423,7 +427,7 @@ def another_training(folder):
             os.close(handle)
 
 
-def test_a_folder_in_which_another_training_is_at_work_is_refused(tmp_path):
+def test_a_folder_that_another_training_is_using_is_refused(tmp_path):
     message = f"output_dir={tmp_path}: expected a folder in which no other training is at work"
     with (
         another_training(tmp_path),
@@ -433,7 +437,7 @@ def test_a_folder_in_which_another_training_is_at_work_is_refused(tmp_path):
         pass
 
 
-def test_a_training_that_was_killed_leaves_its_folder_free(tmp_path):
+def test_a_killed_training_releases_its_folder(tmp_path):
     with another_training(tmp_path) as other:
         os.kill(other, signal.SIGKILL)
         os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
@@ -489,7 +493,7 @@ state.destroy_process_group()
 
 
 def test_processes_that_see_different_folders_are_refused_before_they_train(tmp_path):
-    """The second host found no model to score when all updates were made."""
+    """Otherwise the second host would find no model to score after all updates."""
     (tmp_path / "program.py").write_text(OTHER_HOST)
     failed, output = run_ranks(2, tmp_path / "program.py", cwd=tmp_path)
     assert not failed, output
@@ -501,7 +505,7 @@ def test_processes_that_see_different_folders_are_refused_before_they_train(tmp_
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_where_there_are_no_locks_training_goes_on_without(tmp_path, monkeypatch, number):
+def test_training_works_on_file_systems_without_locks(tmp_path, monkeypatch, number):
     def lock(*args):
         raise OSError(number, os.strerror(number))
 
@@ -510,7 +514,7 @@ def test_where_there_are_no_locks_training_goes_on_without(tmp_path, monkeypatch
         pass
 
 
-def test_a_file_is_locked_by_nobody_and_refused_as_output_folder(tmp_path):
+def test_a_file_as_output_folder_is_not_locked_but_refused(tmp_path):
     (tmp_path / "file").touch()
     with locked(tmp_path / "file"), pytest.raises(FileExistsError, match="is a file: expected a"):
         find_checkpoint(TranslationTrainingArguments(str(tmp_path / "file"), use_cpu=True))

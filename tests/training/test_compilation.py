@@ -44,10 +44,10 @@ def test_compiled_layers_learn_the_same_from_batches_of_any_shape(attention):
     compile_layers(model, backend=counting(graphs))
     for rows, length in ((3, 7), (5, 9), (4, 12)):
         torch.testing.assert_close(learn(model, rows, length), learn(plain, rows, length))
-    assert len(graphs) == 2  # of encoder and decoder, each for all layers and batches
+    assert len(graphs) == 2  # encoder and decoder, each for all layers and batches
 
 
-def test_what_is_not_a_layer_stays_as_it_is():
+def test_parts_that_are_not_layers_are_not_compiled():
     model, graphs = seq2seq(dropout=0.0), []
     names = list(model.state_dict())
     compile_layers(model, backend=counting(graphs))
@@ -56,10 +56,10 @@ def test_what_is_not_a_layer_stays_as_it_is():
     assert graphs == []
     output = model.train()(random_ids(2, 5), labels=random_ids(2, 4))
     assert graphs
-    assert output.logits is None  # the loss without logits
+    assert output.logits is None  # computed without logits
 
 
-def test_a_copy_learns_with_its_own_weights():
+def test_a_copy_of_a_compiled_model_learns_with_its_own_weights():
     model = seq2seq(dropout=0.0).train()
     compile_layers(model, backend="eager")
     copied = copy.deepcopy(model)
@@ -83,7 +83,7 @@ def test_layers_of_other_models_are_compiled_too():
     assert graphs
 
 
-def test_a_model_without_layers_that_are_known_as_such_is_left_alone():
+def test_a_model_without_recognized_layers_is_not_compiled():
     assert compile_layers(seq2seq(), backend="eager")
     assert not compile_layers(torch.nn.Transformer(16, 2, 1, 1, 16), backend="eager")
 

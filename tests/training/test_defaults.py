@@ -1,4 +1,5 @@
-"""What a training from scratch chooses for options that are left open, and why it says so."""
+"""The values that a training from scratch chooses for unset options, and the reasons that it
+logs."""
 
 import logging
 from pathlib import Path
@@ -56,13 +57,13 @@ def test_a_small_text_gets_small_batches_and_fewer_updates(tmp_path):
     assert warmup_steps == pytest.approx(max_steps / 10, abs=1)
 
 
-def test_a_schedule_without_a_warm_up_gets_none(tmp_path, caplog):
+def test_a_schedule_without_warmup_gets_no_warmup_steps(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     assert chosen(tmp_path, MULTI30K, lr_scheduler_type="constant")[2] == 0
     assert "warmup_steps" not in caplog.text
 
 
-def test_long_sources_count_as_long_targets_do(tmp_path):
+def test_long_sources_count_like_long_targets(tmp_path):
     """A batch is full when either side is: 30 epochs of summaries are as many as of articles."""
     summaries = MULTI30K._replace(source_tokens=8_000_000, target_tokens=420_000)
     reverse = MULTI30K._replace(source_tokens=420_000, target_tokens=8_000_000)
@@ -71,7 +72,7 @@ def test_long_sources_count_as_long_targets_do(tmp_path):
     assert max_steps == round(30 * 8_000_000 / max_tokens)
 
 
-def test_a_model_without_a_width_leaves_the_learning_rate(tmp_path):
+def test_a_model_without_d_model_keeps_the_default_learning_rate(tmp_path):
     """An `EncoderDecoderModel` that is fine-tuned has no d_model, and needs none."""
     arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True)
     arguments.left_open &= {"max_tokens"}
@@ -81,7 +82,7 @@ def test_a_model_without_a_width_leaves_the_learning_rate(tmp_path):
 
 
 @pytest.mark.parametrize(("tokens", "batch"), [(10, 1000), (1_000_000, 3000), (10**9, 25_000)])
-def test_a_batch_grows_with_the_root_of_the_text(tokens, batch):
+def test_the_batch_size_grows_with_the_square_root_of_the_text_size(tokens, batch):
     assert tokens_per_update(MULTI30K._replace(source_tokens=1, target_tokens=tokens)) == batch
 
 
@@ -96,7 +97,7 @@ def test_a_batch_grows_with_the_root_of_the_text(tokens, batch):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_an_option_that_is_given_stays(tmp_path, option, expected):
+def test_an_option_that_is_set_is_kept(tmp_path, option, expected):
     assert chosen(tmp_path, MULTI30K, **option)[:3] == expected
 
 
@@ -107,18 +108,18 @@ def test_an_option_that_is_given_stays(tmp_path, option, expected):
         ({"train_sampling_strategy": "group_by_length"}, 100_000),
     ],
 )
-def test_batches_of_rows_stay_batches_of_rows(tmp_path, option, max_steps):
+def test_batches_of_rows_are_kept(tmp_path, option, max_steps):
     assert chosen(tmp_path, MULTI30K, **option)[:2] == (None, max_steps)  # 30 * 29,000 / 32
 
 
 @pytest.mark.parametrize("option", [{}, {"per_device_train_batch_size": 8}])
-def test_a_tiny_text_gets_enough_updates_and_no_less_than_one_in_an_epoch(tmp_path, option):
+def test_a_tiny_text_gets_enough_updates_and_at_least_one_per_epoch(tmp_path, option):
     tiny = TextSize(3, 30, 30, longest_excess=0, distinct_target_tokens=9)
     assert chosen(tmp_path, tiny, **option)[1:3] == (3000, 300)
     assert chosen(tmp_path, tiny, num_train_epochs=50, **option)[1:3] == (-1, 5)
 
 
-def test_a_streams_size_is_unknown(tmp_path):
+def test_the_size_of_a_stream_is_unknown(tmp_path):
     assert TextSize.of(iter([])) is None
     max_tokens, max_steps, warmup_steps, _ = chosen(tmp_path, None, max_steps=2000)
     assert (max_tokens, max_steps, warmup_steps) == (4096, 2000, 200)
@@ -144,13 +145,13 @@ def test_every_choice_is_logged_with_its_reason(tmp_path, caplog):
         ({"neon": True, "bf16": True}, True),
     ],
 )
-def test_bfloat16_products_need_their_own_instructions(monkeypatch, capabilities, expected):
+def test_bfloat16_products_need_special_cpu_instructions(monkeypatch, capabilities, expected):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert defaults.has_bfloat16_products() is expected
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
-def test_bfloat16_products_are_among_what_linux_lists():
+def test_bfloat16_support_agrees_with_the_cpu_flags_of_linux():
     listed = Path("/proc/cpuinfo").read_text().split()
     expected = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(listed)
     assert defaults.has_bfloat16_products() is expected
@@ -158,7 +159,7 @@ def test_bfloat16_products_are_among_what_linux_lists():
 
 @pytest.mark.parametrize("has_products", [True, False])
 @pytest.mark.parametrize("bf16", [True, False])
-def test_the_precision_that_does_not_suit_the_cpu_is_named(
+def test_a_precision_that_does_not_suit_the_cpu_is_reported(
     tmp_path, caplog, monkeypatch, has_products, bf16
 ):
     monkeypatch.setattr(defaults, "has_bfloat16_products", lambda: has_products)
@@ -177,7 +178,7 @@ def test_float16_has_no_effect_on_a_cpu(tmp_path, caplog):
     assert "fp16=True has no effect on a CPU: training is in float32" in caplog.messages
 
 
-def test_a_gpu_is_not_judged_by_the_cpu(caplog, monkeypatch):
+def test_there_is_no_advice_about_precision_on_a_gpu(caplog, monkeypatch):
     monkeypatch.setattr(defaults, "has_bfloat16_products", lambda: False)
     gpu = SimpleNamespace(device=torch.device("cuda"), fp16=True, bf16=True)
     with caplog.at_level(logging.INFO):
@@ -185,7 +186,7 @@ def test_a_gpu_is_not_judged_by_the_cpu(caplog, monkeypatch):
     assert not caplog.messages
 
 
-def test_without_a_choice_transformers_defaults_remain(tmp_path):
+def test_without_chosen_values_transformers_defaults_are_kept(tmp_path):
     """As for a plain `Seq2SeqTrainer`, and for fine-tuning."""
     arguments = TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     values = (arguments.learning_rate, arguments.warmup_steps, arguments.num_train_epochs)
@@ -202,7 +203,7 @@ def test_without_a_choice_transformers_defaults_remain(tmp_path):
         ("tiny", 420_000, 0.3),  # Multi30k, as in Wu et al. (2021)
     ],
 )
-def test_the_rule_for_dropout_gives_the_published_choices(preset, tokens, dropout):
+def test_the_rule_for_dropout_gives_the_published_values(preset, tokens, dropout):
     config = VanillaTransformerConfig.from_preset(preset, vocab_size=37_000)
     assert choose_dropout(config, WMT._replace(target_tokens=tokens)) == dropout
 
@@ -217,7 +218,7 @@ def test_the_rule_for_dropout_gives_the_published_choices(preset, tokens, dropou
     ],
     ids=["scan", "multi30k", "g2p", "wmt"],
 )
-def test_a_few_symbols_that_occur_often_need_little_dropout(size, dropout, reason, caplog):
+def test_a_small_vocabulary_of_frequent_symbols_needs_little_dropout(size, dropout, reason, caplog):
     config = VanillaTransformerConfig.from_preset("tiny", vocab_size=10_000)
     with caplog.at_level(logging.INFO):
         assert choose_dropout(config, size) == dropout
@@ -228,7 +229,7 @@ def test_a_few_symbols_that_occur_often_need_little_dropout(size, dropout, reaso
     ("overrides", "preset", "dropout"),
     [("", "base", 0.3), ("dropout=0.2", "base", 0.2), ("", "D-drop0.2", 0.2)],
 )
-def test_a_stated_dropout_stays(overrides, preset, dropout):
+def test_a_given_dropout_is_kept(overrides, preset, dropout):
     shape = ",".join(f"{name}={value}" for name, value in SMALL.items() if name != "vocab_size")
     arguments = ModelArguments(
         preset=preset, config_overrides=",".join(filter(None, (shape, "head_dim=12", overrides)))
@@ -241,7 +242,7 @@ def test_a_stated_dropout_stays(overrides, preset, dropout):
     assert make_model(arguments, tokenizer, None).config.dropout != 0.3  # no size, no rule
 
 
-def test_outputs_may_be_as_long_as_the_targets_of_the_text():
+def test_outputs_can_be_as_long_as_the_targets_of_the_text():
     model = seq2seq()
     extend_output_limit(model, MULTI30K)
     assert not hasattr(model.generation_config, "extra_output_tokens")  # the paper's 50 are enough
@@ -251,7 +252,7 @@ def test_outputs_may_be_as_long_as_the_targets_of_the_text():
     assert model.generation_config.extra_output_tokens == 220
 
 
-def test_the_limit_of_another_model_is_its_own():
+def test_a_stock_model_keeps_its_own_length_limit():
     marian = MarianMTModel(
         MarianConfig(
             vocab_size=9,
@@ -277,7 +278,7 @@ def test_the_limit_of_another_model_is_its_own():
 
 
 @pytest.mark.parametrize("side", ["input_ids", "labels"])
-def test_a_text_that_is_longer_than_learned_positions_is_named(side):
+def test_a_text_longer_than_learned_positions_is_reported(side):
     model = seq2seq(position_encoding="learned", max_position_embeddings=3)
     row = {"input_ids": [4, 2], "labels": [4, 2]}
     expect_positions(model, {"train": [row], "validation": [{**row, side: [4, 5, 2]}]})

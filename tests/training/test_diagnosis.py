@@ -37,7 +37,7 @@ def ignore_the_source(trainer):
         torch.nn.init.zeros_(layer.encoder_attn.out_proj.weight)
 
 
-def test_a_decoder_that_ignores_its_source_is_named(trainer, caplog):
+def test_a_decoder_that_ignores_its_source_is_reported(trainer, caplog):
     ignore_the_source(trainer)
     step_of(trainer, SourceUseCallback(), 500)
     (message,) = [text for text in caplog.messages if IGNORES in text]
@@ -45,8 +45,8 @@ def test_a_decoder_that_ignores_its_source_is_named(trainer, caplog):
     assert f"learning_rate (now {trainer.args.learning_rate})" in message
 
 
-def test_a_decoder_that_reads_its_source_is_not(trainer, caplog):
-    """Its positions copy the source: a state of the encoder is added to what predicts a token."""
+def test_a_decoder_that_uses_its_source_is_not_reported(trainer, caplog):
+    """It copies by position: the encoder's state is added to the state that predicts a token."""
     optimizer = torch.optim.Adam(trainer.model.parameters(), 5e-3)
     batch = trainer.data_collator(list(trainer.train_dataset))
     for _ in range(60):
@@ -63,10 +63,10 @@ def test_a_decoder_that_reads_its_source_is_not(trainer, caplog):
     ("own", "exchanged", "warns"),
     [(2.0, 2.04, 1), (2.0, 2.06, 0), (0.0009, 0.034, 0), (0.03, 0.031, 1)],
 )
-def test_one_word_of_a_long_target_may_be_all_that_a_source_decides(
+def test_a_source_that_decides_one_word_of_a_long_target_is_used(
     trainer, caplog, monkeypatch, own, exchanged, warns
 ):
-    """The loss is the mean over a target's tokens, which may be nearly certain."""
+    """The loss is the mean over a target's tokens, most of which can be nearly certain."""
     monkeypatch.setattr(diagnosis, "_losses", lambda model, inputs: (own, exchanged))
     step_of(trainer, SourceUseCallback(), 500)
     assert sum(IGNORES in text for text in caplog.messages) == warns
@@ -75,7 +75,7 @@ def test_one_word_of_a_long_target_may_be_all_that_a_source_decides(
 @pytest.mark.parametrize(
     ("step", "warns"), [(499, 0), (500, 1), (750, 0), (1000, 1), (1500, 0), (2000, 1)]
 )
-def test_the_check_comes_at_500_updates_and_whenever_they_have_doubled(
+def test_the_check_runs_at_500_updates_and_each_time_they_have_doubled(
     trainer, caplog, step, warns
 ):
     ignore_the_source(trainer)
@@ -83,7 +83,7 @@ def test_the_check_comes_at_500_updates_and_whenever_they_have_doubled(
     assert sum(IGNORES in text for text in caplog.messages) == warns
 
 
-def test_the_check_leaves_the_training_as_it_was(trainer):
+def test_the_check_does_not_change_the_training(trainer):
     trainer.model.train()
     random = torch.get_rng_state()
     step_of(trainer, SourceUseCallback(), 500)
@@ -92,7 +92,7 @@ def test_the_check_leaves_the_training_as_it_was(trainer):
     assert all(weight.grad is None for weight in trainer.model.parameters())
 
 
-def test_a_single_source_can_not_be_exchanged(trainer, caplog):
+def test_a_single_source_cannot_be_exchanged(trainer, caplog):
     trainer.train_dataset = trainer.train_dataset[:1] * 4
     ignore_the_source(trainer)
     step_of(trainer, SourceUseCallback(), 500)
@@ -117,7 +117,7 @@ def evaluated(args, training_loss, evaluation_loss, callback=None):
         (2.0, 3.1, True),
     ],
 )
-def test_losses_that_disagree_are_named(trainer, caplog, training_loss, evaluation_loss, warns):
+def test_inconsistent_losses_are_reported(trainer, caplog, training_loss, evaluation_loss, warns):
     callback = evaluated(trainer.args, training_loss, evaluation_loss)
     assert callback.warned == warns
     assert bool(caplog.messages) == warns
@@ -129,12 +129,12 @@ def test_losses_that_disagree_are_named(trainer, caplog, training_loss, evaluati
 
 
 @pytest.mark.parametrize(("start", "warns"), [(0, True), (9, True), (10, False)])
-def test_r_drop_has_the_loss_of_two_passes(trainer, start, warns):
+def test_the_summed_loss_of_r_drop_is_not_reported(trainer, start, warns):
     trainer.args.r_drop_alpha, trainer.args.r_drop_start = 5.0, start
     assert evaluated(trainer.args, 6.0, 5.0).warned == warns
 
 
-def test_batches_sorted_by_length_are_named_as_a_cause(trainer, caplog):
+def test_batches_sorted_by_length_are_reported_as_a_cause(trainer, caplog):
     trainer.args.train_sampling_strategy = "group_by_length"
     evaluated(trainer.args, 0.044, 0.192)
     assert "train_sampling_strategy=group_by_length" in caplog.text

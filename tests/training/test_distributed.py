@@ -1,5 +1,5 @@
-"""Sharded checkpoints, which torch pickles: they are read, and no code in them is run. Training in
-shards is in test_layouts.py."""
+"""Sharded checkpoints, which torch pickles: they are read without running any code in them.
+Training in shards is in test_layouts.py."""
 
 import os
 import pickle
@@ -52,7 +52,7 @@ def test_shards_are_read(shards):
     assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
 
 
-def test_a_payload_in_the_index_stays_asleep(shards, mark):
+def test_a_payload_in_the_index_is_not_executed(shards, mark):
     folder, _ = shards
     (folder / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
     message = r"\.metadata is not a checkpoint's index: \w+\.mkdir is not allowed"
@@ -67,7 +67,7 @@ def test_a_payload_in_the_index_stays_asleep(shards, mark):
         ("torch.serialization", "tarfile.TarFile"),
     ],
 )
-def test_no_class_that_opens_files_is_in_an_index(shards, mark, module, name):
+def test_an_index_cannot_contain_classes_that_open_files(shards, mark, module, name):
     folder, _ = shards
     call = b"".join(
         [
@@ -82,8 +82,8 @@ def test_no_class_that_opens_files_is_in_an_index(shards, mark, module, name):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_getattr_in_an_index_finds_members_of_enums_alone(shards):
-    """Python 3.11.0 to 3.11.3 pickle these so; getattr itself would find any function."""
+def test_getattr_in_an_index_only_finds_enum_members(shards):
+    """Python 3.11.0 to 3.11.3 pickle them with getattr, which itself would find any function."""
     folder, _ = shards
 
     class Planted:
@@ -102,14 +102,14 @@ def test_getattr_in_an_index_finds_members_of_enums_alone(shards):
     check_index(folder.parent)
 
 
-def test_a_payload_among_the_values_stays_asleep(tmp_path, mark):
+def test_a_payload_among_the_values_is_not_executed(tmp_path, mark):
     state = {"model": {"weight": torch.ones(2)}, "optimizer": {"lr": Payload(mark)}}
     checkpoint.save(state, checkpoint_id=tmp_path / SHARDED_MODEL, no_dist=True)
     with pytest.raises(ValueError, match=r"(?s)shards can't be read: .*(?i:weights.only)"):
         read(tmp_path / SHARDED_MODEL)
 
 
-def test_an_index_that_is_cut_off_is_named(shards):
+def test_a_truncated_index_is_reported(shards):
     folder, _ = shards
     content = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(content[: len(content) // 2])
@@ -117,7 +117,7 @@ def test_an_index_that_is_cut_off_is_named(shards):
         read(folder)
 
 
-def test_what_the_environment_said_before_it_says_again(shards, monkeypatch):
+def test_the_environment_variable_is_restored(shards, monkeypatch):
     name = FORCE_WEIGHTS_ONLY
     for before in (None, "0"):
         monkeypatch.delenv(name, raising=False)
@@ -157,7 +157,7 @@ assert left == [True], "the wrapped model was the last to refer to the group"
 """
 
 
-def test_the_wrapped_model_is_gone_before_processes_leave_their_group(tmp_path):
+def test_the_wrapped_model_is_freed_before_the_process_group_ends(tmp_path):
     (tmp_path / "program.py").write_text(LEAVING)
     program = [tmp_path / "program.py", REPOSITORY / "tests"]
     failed, output = run_ranks(2, *program, cwd=tmp_path)

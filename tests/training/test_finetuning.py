@@ -119,13 +119,13 @@ def m2m100(folder):
     files = str(folder / "vocab.json"), str(folder / "both.spm")
     languages = [*M2M100Tokenizer(*files).lang_token_to_id]
     tokenizer = M2M100Tokenizer(*files, additional_special_tokens=languages)
-    size = max(tokenizer.lang_token_to_id.values()) + 1  # which `len(tokenizer)` does not count
+    size = max(tokenizer.lang_token_to_id.values()) + 1  # `len(tokenizer)` does not count them
     config = M2M100Config(vocab_size=size, **WIDTH)
     return save(folder, M2M100ForConditionalGeneration(config), tokenizer)
 
 
 def bert2bert(folder):
-    """Its parts have configurations of their own, without the special tokens."""
+    """Its encoder and decoder have their own configurations, without the special tokens."""
     tokenizer = train_tokenizer(SOURCES + TARGETS, 300, show_progress=False)
     shape = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_attention_heads": 2}
     shape |= {"num_hidden_layers": 1, "intermediate_size": 16}
@@ -168,7 +168,7 @@ def prepared(folder, model, **data):
 
 
 def trained(folder, model, **data):
-    """A trainer after one step, which left a checkpoint, and what was prepared for it."""
+    """A trainer after one step, which saved a checkpoint, and what was prepared for it."""
     ready = prepared(folder, model, **data)
     arguments = TranslationTrainingArguments(
         str(folder / "out"), max_steps=1, save_steps=1, use_cpu=True, report_to="none"
@@ -188,14 +188,14 @@ def batch_of(ready):
     }
 
 
-def test_a_target_prefix_ends_before_what_marks_the_end_and_the_language(tmp_path):
+def test_a_target_prefix_has_neither_eos_nor_language_token(tmp_path):
     ready = prepared(tmp_path, mbart(tmp_path / "mbart"), source_lang="en_XX", target_lang="fr_XX")
     (ids,) = encode_prefixes(["un lac"], ready.model, ready.tokenizer, {"max_new_tokens": 20})
     assert ready.tokenizer.decode(ids) == "un lac"
 
 
 @pytest.mark.parametrize("make", [t5, mbart50])
-def test_a_plan_knows_the_size_of_a_stock_model(make, tmp_path):
+def test_a_plan_uses_the_size_of_a_stock_model(make, tmp_path):
     languages = {"source_lang": "en_XX", "target_lang": "fr_XX"}
     ready = prepared(tmp_path, make(tmp_path / "stock"), **languages)
     arguments = TranslationTrainingArguments(str(tmp_path / "out"), use_cpu=True)
@@ -239,7 +239,7 @@ def test_nllb_marks_languages_at_the_start_and_forces_the_targets(tmp_path):
 
 
 def test_m2m100_marks_languages_at_the_start_and_forces_the_targets(tmp_path):
-    # Its tokenizer has no target language at first, and can't read a target without one.
+    # Its tokenizer has no target language at first, and cannot encode a target without one.
     ready = prepared(tmp_path, m2m100(tmp_path / "m2m"), source_lang="en", target_lang="fr")
     batch = batch_of(ready)
     assert (batch["input_ids"][0], batch["input_ids"][-1]) == ("__en__", "</s>")
@@ -257,7 +257,7 @@ def test_an_adapter_is_refused_before_the_text_is_read(tmp_path):
         prepare(model, data, TranslationTrainingArguments(output_dir=str(tmp_path)))
 
 
-def test_overrides_are_fields_of_the_model_that_is_tuned(tmp_path):
+def test_overrides_are_fields_of_the_fine_tuned_models_configuration(tmp_path):
     folder, tokenizer = t5(tmp_path / "t5"), AutoTokenizer.from_pretrained(tmp_path / "t5")
     options = {"model_name_or_path": str(folder), "config_overrides": "dropout_rate=0.25"}
     assert make_model(ModelArguments(**options), tokenizer, None).config.dropout_rate == 0.25
@@ -274,8 +274,9 @@ def test_overrides_are_fields_of_the_model_that_is_tuned(tmp_path):
         (marian, "encoder_layers=9", "model.encoder.layers."),
     ],
 )
-def test_overrides_that_need_other_weights_are_refused(tmp_path, make, override, lacking):
-    """New layers would start at random, and transformers only reports other shapes."""
+def test_overrides_that_need_different_weights_are_refused(tmp_path, make, override, lacking):
+    """New layers would start with random weights, and transformers only reports different
+    shapes."""
     folder = make(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     options = {"model_name_or_path": str(folder), "config_overrides": override}
@@ -284,8 +285,8 @@ def test_overrides_that_need_other_weights_are_refused(tmp_path, make, override,
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_model_in_half_precision_is_tuned_resumed_and_saved_in_float32(tmp_path, dtype):
-    """Half precision rounds away what it learns, and Adam's epsilon."""
+def test_a_model_in_half_precision_is_trained_resumed_and_saved_in_float32(tmp_path, dtype):
+    """Half precision would round away small updates, and Adam's epsilon."""
     folder = mbart(tmp_path / "model")
     half = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype)
     half.save_pretrained(folder)
@@ -303,7 +304,7 @@ def test_a_model_in_half_precision_is_tuned_resumed_and_saved_in_float32(tmp_pat
     assert trainer.model.dtype == torch.float32
 
 
-def test_the_positions_of_marian_which_are_not_saved_stay_as_they_are(tmp_path):
+def test_marians_positions_which_are_not_saved_are_unchanged(tmp_path):
     folder = marian(tmp_path / "model")
     before = AutoModelForSeq2SeqLM.from_pretrained(folder).model.encoder.embed_positions.weight
     trainer, _ = trained(tmp_path, folder)
@@ -314,7 +315,7 @@ def test_the_positions_of_marian_which_are_not_saved_stay_as_they_are(tmp_path):
     )
 
 
-def test_a_model_without_a_limit_is_not_cut_at_transformers_20_tokens(tmp_path):
+def test_a_model_without_a_limit_does_not_stop_at_transformers_20_tokens(tmp_path):
     saved = t5(tmp_path / "t5")
     assert AutoModelForSeq2SeqLM.from_pretrained(saved).generation_config.max_length is None
     model, tokenizer = LoadingArguments().load(saved)
@@ -339,8 +340,8 @@ def test_a_table_of_positions_limits_texts_and_translations(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "most"), [("max_length", 10), ("max_new_tokens", 9)])
-def test_a_limit_of_length_beyond_the_table_of_positions(caplog, name, most):
-    """A saved one is lowered. One that is given is refused."""
+def test_a_length_limit_beyond_the_table_of_positions_is_lowered_or_refused(caplog, name, most):
+    """A saved limit is lowered, and an explicit one is refused."""
     shape = {"vocab_size": 30, "pad_token_id": 3, "decoder_start_token_id": 3, **WIDTH}
     model = MarianMTModel(MarianConfig(max_position_embeddings=9, eos_token_id=2, **shape)).eval()
     model.generation_config.update(
@@ -387,7 +388,7 @@ def test_the_recipe_fine_tunes_a_marian(tmp_path, train_here):
     tuned = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "tuned")
     assert isinstance(tuned, MarianMTModel)
     assert tuned.generation_config.num_beams == 4
-    assert not torch.backends.cuda.cudnn_sdp_enabled()  # which would plan each shape of batch
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # which would plan each batch shape
 
 
 @pytest.mark.parametrize(
@@ -459,7 +460,7 @@ def test_a_model_that_returns_no_attentions_aligns_nothing(monkeypatch, tmp_path
     ("make", "languages"),
     [(mbart, ("en_XX", "xx_XX")), (nllb, ("english", "fra_Latn")), (mbart, (None, None))],
 )
-def test_a_language_that_a_tokenizer_lacks_is_named(make, languages, tmp_path):
+def test_a_language_that_a_tokenizer_lacks_is_reported(make, languages, tmp_path):
     source, target = languages
     with pytest.raises(ValueError, match=r"_lang=.*: expected a language code of"):
         prepared(tmp_path, make(tmp_path / "model"), source_lang=source, target_lang=target)
@@ -477,8 +478,11 @@ def test_a_language_that_a_tokenizer_lacks_is_named(make, languages, tmp_path):
         (marian, []),
     ],
 )
-def test_train_fine_tunes_it_and_saves_what_translation_needs(make, flags, tmp_path, train_here):
-    """The saved folder alone reads a source as training did, and starts in the target language."""
+def test_train_fine_tunes_a_stock_model_and_saves_what_translation_needs(
+    make, flags, tmp_path, train_here
+):
+    """The saved folder by itself encodes a source as in training, and starts with the target
+    language."""
     model = make(tmp_path / "model")
     for name, texts in (("source", SOURCES), ("target", TARGETS)):
         (tmp_path / name).write_text("".join(f"{text}\n" for text in texts))
@@ -517,8 +521,8 @@ def test_train_fine_tunes_it_and_saves_what_translation_needs(make, flags, tmp_p
     ("make", "languages"),
     [(nllb, ("eng_Latn", "fra_Latn")), (mbart, ("en_XX", "fr_XX")), (mbart50, ("en_XX", "fr_XX"))],
 )
-def test_a_pipeline_refuses_languages_that_the_tokenizer_does_not_know(tmp_path, make, languages):
-    # It translated from and into the language of unknown tokens.
+def test_a_pipeline_refuses_languages_that_the_tokenizer_lacks(tmp_path, make, languages):
+    # Otherwise it would use the unknown token as the language.
     folder = make(tmp_path / "model")
     source, target = languages
     for known, task in ((True, (source, target)), (False, ("en", target)), (False, (source, "fr"))):
@@ -543,7 +547,7 @@ def test_a_fine_tuned_stock_model_is_resumed(tmp_path, make, languages):
 
 
 @pytest.mark.parametrize("make", [nllb, mbart, t5])
-def test_attention_is_drawn_of_any_model_and_given_target(tmp_path, make):
+def test_attention_maps_work_for_any_model_and_a_given_target(tmp_path, make):
     folder = make(tmp_path / "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(folder, attn_implementation="eager").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""A loss that is NaN or infinite reaches no weight: its step is left out, or training ends."""
+"""A loss that is NaN or infinite changes no weight: its step is skipped, or training ends."""
 
 import math
 
@@ -13,7 +13,7 @@ from vanilla_transformer.training.finite_gradients import FiniteGradientsCallbac
 
 
 def poison(trainer, value, steps):
-    """Let the loss of these steps be multiplied by NaN or infinity."""
+    """Multiply the loss of these steps by NaN or infinity."""
     compute_loss = trainer.compute_loss
 
     def poisoned(*args, **kwargs):
@@ -41,7 +41,7 @@ CLIPPING = pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 
 @POISONS
 @CLIPPING
-def test_training_ends_before_the_weights_are_touched(tokenizer, tmp_path, value, max_grad_norm):
+def test_training_ends_before_the_weights_change(tokenizer, tmp_path, value, max_grad_norm):
     record = Record()
     trainer = small_trainer(tmp_path, tokenizer, record, max_grad_norm=max_grad_norm)
     with pytest.raises(FloatingPointError, match=r"the gradient of step 5 is NaN or infinite"):
@@ -51,8 +51,8 @@ def test_training_ends_before_the_weights_are_touched(tokenizer, tmp_path, value
     assert list(checkpoints_by_step(tmp_path)) == [2, 4]
 
 
-def test_half_precision_that_a_cpu_does_not_have_allows_no_step(tokenizer, tmp_path):
-    """There, accelerate makes no scaler whose overflows would be normal."""
+def test_on_a_cpu_fp16_without_a_scaler_allows_no_overflow(tokenizer, tmp_path):
+    """There, accelerate creates no gradient scaler, for which overflows are normal."""
     trainer = small_trainer(tmp_path, tokenizer, fp16=True)
     with pytest.raises(FloatingPointError, match="the gradient of step 3 is NaN or infinite"):
         poison(trainer, math.nan, {3}).train()
@@ -61,8 +61,8 @@ def test_half_precision_that_a_cpu_does_not_have_allows_no_step(tokenizer, tmp_p
 @POISONS
 @CLIPPING
 @pytest.mark.parametrize("accumulation", [1, *slow(3)])
-def test_a_step_may_be_left_out(tokenizer, tmp_path, caplog, value, max_grad_norm, accumulation):
-    """With all that the optimizer would have remembered of it: no moment moves a weight."""
+def test_a_step_can_be_skipped(tokenizer, tmp_path, caplog, value, max_grad_norm, accumulation):
+    """The optimizer's state is unchanged too: no moment moves a weight."""
     record = Record()
     options = {
         "max_skipped_steps": 1,
@@ -78,7 +78,7 @@ def test_a_step_may_be_left_out(tokenizer, tmp_path, caplog, value, max_grad_nor
     assert torch.isfinite(record.weights[-1]).all()
 
 
-def test_not_more_in_a_row_than_allowed(tokenizer, tmp_path):
+def test_training_ends_after_more_skipped_steps_in_a_row_than_allowed(tokenizer, tmp_path):
     trainer = small_trainer(tmp_path, tokenizer, max_skipped_steps=2)
     with pytest.raises(
         FloatingPointError, match=r"step 7 is NaN or infinite, for 3 steps in a row"
@@ -86,8 +86,8 @@ def test_not_more_in_a_row_than_allowed(tokenizer, tmp_path):
         poison(trainer, math.nan, {2, 3, 5, 6, 7}).train()
 
 
-def test_transformers_alone_would_go_on(tokenizer, tmp_path):
-    """The reason for all this: without it the weights are lost, and the log tells of no NaN."""
+def test_transformers_by_itself_would_continue(tokenizer, tmp_path):
+    """The reason for the check: without it the weights become NaN, and the log does not show it."""
     trainer = poison(small_trainer(tmp_path, tokenizer), math.nan, {5})
     trainer.remove_callback(FiniteGradientsCallback)
     trainer.train()
@@ -96,6 +96,6 @@ def test_transformers_alone_would_go_on(tokenizer, tmp_path):
     assert all(map(math.isfinite, losses[:5]))
 
 
-def test_a_negative_number_is_refused(tmp_path):
+def test_a_negative_max_skipped_steps_is_refused(tmp_path):
     with pytest.raises(ValueError, match="max_skipped_steps=-1: expected 0 or more"):
         TranslationTrainingArguments(str(tmp_path), max_skipped_steps=-1)

@@ -1,5 +1,5 @@
-"""Two hosts, which are two network namespaces here, train what one process does; and where one of
-them is lost, the other continues."""
+"""Two hosts, here two network namespaces, learn the same as one process; and if one of them is
+lost, the other continues."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ def namespace(host):
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Two namespaces, joined by a cable; each calls its end as the host is called."""
+    """Two namespaces, joined by a virtual cable whose ends have the names of the hosts."""
     try:
         for host in ADDRESSES:
             ip("netns", "add", namespace(host))
@@ -52,7 +52,7 @@ def harness(tmp_path):
 
 @pytest.fixture
 def start(hosts, tmp_path):
-    """Starts a host's torchrun; all that it has started is gone in the end."""
+    """Starts a host's torchrun; its processes are ended after the test."""
 
     def start(host, nodes, script):
         command = [
@@ -87,7 +87,7 @@ def wait_for(path, seconds):
 
 
 @pytest.mark.slow
-def test_two_hosts_learn_what_one_process_does(harness, start, tmp_path):
+def test_two_hosts_learn_the_same_as_one_process(harness, start, tmp_path):
     script = harness.script(tmp_path / "hosts")
     nodes = [start(host, "2", script) for host in ADDRESSES]
     for node, host in zip(nodes, ADDRESSES, strict=True):
@@ -97,22 +97,22 @@ def test_two_hosts_learn_what_one_process_does(harness, start, tmp_path):
 
 
 def kill_processes(host):
-    """Of torchrun and of what it has started, each in a session of its own."""
+    """Kill torchrun and the processes that it has started, each in its own session."""
     for process in ip("netns", "pids", namespace(host), check=False).stdout.split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
 
 
 def cut_cable(host):
-    """No packet comes through any more, and nobody says so."""
+    """Packets are lost from now on, without an error."""
     ip("-n", namespace(host), "link", "set", host, "down")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lose", [kill_processes, cut_cable])
-def test_one_host_goes_on_when_the_other_is_lost(harness, start, tmp_path, lose):
-    """In mid-epoch, and without a word. torchrun continues with one node, from the last checkpoint,
-    and as updates are still of as many batches, to the same end."""
+def test_one_host_continues_when_the_other_is_lost(harness, start, tmp_path, lose):
+    """In mid-epoch, and without an error. torchrun continues with one node, from the last
+    checkpoint, and with as many batches in an update, so that the result is the same."""
     options = ["--resume_from_checkpoint", "auto", "--ddp_timeout", "20"]
     script = [*harness.script(tmp_path / "hosts"), *options]
     one, _ = (start(host, "1:2", script) for host in ADDRESSES)
@@ -122,7 +122,7 @@ def test_one_host_goes_on_when_the_other_is_lost(harness, start, tmp_path, lose)
     history = json.loads((tmp_path / "hosts/trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history if "loss" in entry] == list(range(1, 61))
     log = (tmp_path / "one.log").read_text()
-    assert log.count(" parameters, ") == 2  # it began twice,
+    assert log.count(" parameters, ") == 2  # it started twice,
     assert log.count("Training a tokenizer") == 1  # the second time from a checkpoint
     harness.train("1 process", tmp_path / "alone", None)
     assert_same(tmp_path / "hosts", tmp_path / "alone")

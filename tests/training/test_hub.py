@@ -1,4 +1,5 @@
-"""What reaches the Hub, over HTTP: a model that loads from there, our card, and no secret."""
+"""What is uploaded to the Hub, over HTTP: a model that loads from there, our card, and no
+secrets."""
 
 import json
 import os
@@ -24,7 +25,7 @@ from vanilla_transformer.training.model_card import ModelCardTrainer, write_mode
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A stand-in of the Hub, for this process too."""
+    """A stand-in for the Hub, used by this process too."""
     with serving() as running:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", running.endpoint)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -36,7 +37,7 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def finished(checkpoint, tmp_path):
-    """A folder as training leaves it, with files that must stay in it."""
+    """A folder as training leaves it, with files that must not be uploaded."""
     folder = tmp_path / "finished"
     shutil.copytree(checkpoint, folder)
     private = ("training_args.bin", "optimizer.pt", "scaler.pt", ".env")
@@ -60,7 +61,7 @@ def metadata(files):
 # ---------------------------------------------------------------- a folder
 
 
-def test_one_commit_holds_all_that_loading_needs_and_nothing_else(hub, finished, checkpoint):
+def test_one_commit_holds_all_files_for_loading_and_nothing_else(hub, finished, checkpoint):
     commit = push_folder(finished, "mine", private=True)
     assert hub.visibility == {"me/mine": "private"}
     assert hub.log("me/mine") == ["initial commit", "Upload model"]
@@ -74,7 +75,7 @@ def test_one_commit_holds_all_that_loading_needs_and_nothing_else(hub, finished,
     assert "revision=" in card
 
 
-def test_the_card_stays_but_for_the_names_of_the_repository(hub, finished):
+def test_the_card_only_changes_in_the_name_of_the_repository(hub, finished):
     card = """---
 language: [en, de]
 my_key: my value
@@ -122,7 +123,7 @@ def test_a_checkpoint_has_the_languages_and_the_licence_of_its_training(hub, fin
     assert "12.5" not in card
 
 
-def test_a_folder_without_code_and_card_is_downloaded_to_be_used(hub, finished):
+def test_the_card_of_a_folder_without_code_says_how_to_download_it(hub, finished):
     (finished / "README.md").unlink(missing_ok=True)
     for code in finished.glob("*.py"):
         code.unlink()
@@ -132,25 +133,25 @@ def test_a_folder_without_code_and_card_is_downloaded_to_be_used(hub, finished):
     assert "trust_remote_code" not in card
 
 
-def test_the_card_of_an_export_says_where_to_download_it(hub, finished):
+def test_the_card_of_an_export_says_how_to_download_it(hub, finished):
     text = "```bash\nvanilla-transformer translate --model FOLDER --source FILE\n```\n"
     title = f"# {finished.name}\n\n## {finished.name}\n\n"
     (finished / "README.md").write_text(title + text)
     push_folder(finished, "my-team/engine")
     card = hub.files("my-team/engine")["README.md"].decode()
-    assert f"# engine\n\n## {finished.name}\n" in card  # the title alone
+    assert f"# engine\n\n## {finished.name}\n" in card  # only the title
     command = "hf download my-team/engine --local-dir FOLDER\nvanilla-transformer translate --model"
     assert card.count(command) == 1
 
 
-def test_a_revision_is_a_branch_that_is_made_if_need_be(hub, finished):
+def test_a_revision_is_a_branch_that_is_created_if_missing(hub, finished):
     push_folder(finished, "mine", revision="v2")
     push_folder(finished, "mine", revision="v2")
     assert hub.files("me/mine") == {}
     assert "config.json" in hub.files("me/mine", "v2")
 
 
-def test_weights_of_an_earlier_upload_do_not_stay_where_loading_would_prefer_them(hub, finished):
+def test_weights_of_an_earlier_upload_that_loading_would_prefer_are_removed(hub, finished):
     (finished / "model.bin").write_bytes(b"of an engine")
     (finished / "onnx").mkdir()
     (finished / "onnx" / "encoder.onnx").write_bytes(b"in a folder of its own")
@@ -210,21 +211,21 @@ def test_an_unfinished_folder_is_refused_before_a_repository_is_made(hub, finish
     assert hub.requests == []
 
 
-def test_a_folder_of_several_models_is_none(hub, finished, tmp_path):
+def test_a_folder_of_several_models_is_refused(hub, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "runs" / "1")
     with pytest.raises(ValueError, match="runs holds no configuration: expected config"):
         push_folder(tmp_path / "runs", "mine")
     assert hub.requests == []
 
 
-def test_a_wrong_token_makes_nothing(hub, finished, monkeypatch):
+def test_a_wrong_token_creates_nothing(hub, finished, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(HfHubHTTPError, match="401"):
         push_folder(finished, "mine")
     assert hub.commits == {}
 
 
-def test_without_a_token_the_command_says_where_one_comes_from(finished, tmp_path):
+def test_without_a_token_the_command_says_how_to_get_one(finished, tmp_path):
     process = run_command("push", finished, "mine", cwd=tmp_path, check=False)
     assert process.returncode == 2
     assert "hf auth login" in process.stderr
@@ -243,7 +244,9 @@ TINY = [
 
 
 @pytest.mark.curves
-def test_every_push_of_a_training_loads_and_tells_no_secret(hub, train_here, tmp_path, monkeypatch):
+def test_every_push_of_a_training_can_be_loaded_and_contains_no_secret(
+    hub, train_here, tmp_path, monkeypatch
+):
     monkeypatch.delenv("HF_TOKEN")
     push = ["--push_to_hub", "--hub_token", TOKEN, "--hub_always_push", "--license", "mit"]
     folder = tmp_path / "mine"
@@ -254,7 +257,7 @@ def test_every_push_of_a_training_loads_and_tells_no_secret(hub, train_here, tmp
     for message, files in hub.commits["me/mine"].values():
         assert not any(TOKEN.encode() in content for content in files.values())
         if message == "initial commit" or "README.md" not in files:
-            continue  # the two uploads of a checkpoint may come in any order
+            continue  # the two uploads of a checkpoint can come in any order
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
         assert "modeling_vanilla_transformer.py" in files
         header = metadata(files)
@@ -266,7 +269,7 @@ def test_every_push_of_a_training_loads_and_tells_no_secret(hub, train_here, tmp
     assert [one["name"] for one in header["model-index"]] == ["mine"]
     assert files["curves.png"].startswith(b"\x89PNG")
     assert b"![Loss and scores over steps](curves.png)" in files["README.md"]
-    # The checkpoint was uploaded whole, while it was given its name and an older one was deleted.
+    # The checkpoint was uploaded completely, while it was renamed and an older one was deleted.
     for name, content in files.items():
         path = tmp_path / "downloaded" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -274,14 +277,14 @@ def test_every_push_of_a_training_loads_and_tells_no_secret(hub, train_here, tmp
     assert find_defect(tmp_path / "downloaded" / "last-checkpoint") is None
 
 
-def test_a_training_makes_the_branch_that_it_pushes_to(hub, tokenizer, tmp_path):
+def test_a_training_creates_the_branch_that_it_pushes_to(hub, tokenizer, tmp_path):
     push = {"push_to_hub": True, "hub_token": TOKEN}
     for revision in ("v2", "v2", "refs/pr/1"):
         small_trainer(tmp_path / "mine", tokenizer, hub_revision=revision, **push)
     assert hub.branches["me/mine"].keys() == {"main", "v2"}
 
 
-def test_uploads_that_fail_end_a_training_after_its_scores(hub, train_here, tmp_path, caplog):
+def test_failing_uploads_end_a_training_only_after_its_scores(hub, train_here, tmp_path, caplog):
     hub.refusals.append("/api/models/me/mine/commit")
     folder = tmp_path / "mine"
     with pytest.raises(ConnectionError, match=r"mine, but their upload failed: .*500") as raised:
@@ -312,7 +315,7 @@ def test_the_last_upload_repeats_one_that_failed(hub, train_here, tmp_path, monk
     assert not any(name.startswith(("checkpoint-", "_incomplete")) for name in files)
 
 
-def test_a_model_that_is_fine_tuned_names_its_base_and_its_data(model, tmp_path):
+def test_the_card_of_a_fine_tuned_model_names_its_base_model_and_data(model, tmp_path):
     arguments = (
         ModelArguments(model_name_or_path="team/base"),
         DataArguments(dataset_name="wmt14", dataset_config_name="de-en"),
@@ -328,7 +331,7 @@ def test_a_model_that_is_fine_tuned_names_its_base_and_its_data(model, tmp_path)
     assert (dataset["type"], dataset["config"], dataset["split"]) == ("wmt14", "de-en", "test")
 
 
-def test_the_example_of_a_stock_model_asks_for_no_code_but_for_the_pipeline(tmp_path):
+def test_the_example_of_a_stock_model_only_needs_our_pipeline(tmp_path):
     shape = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "pad_token_id": 0}
     heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
     config = transformers.MarianConfig(vocab_size=8, max_position_embeddings=8, **shape, **heads)
@@ -343,7 +346,7 @@ def test_the_example_of_a_stock_model_asks_for_no_code_but_for_the_pipeline(tmp_
     assert 'import vanilla_transformer  # adds the pipeline\n\ntranslate = pipeline("tr' in card
 
 
-# ---------------------------------------------------------------- a stranger
+# ---------------------------------------------------------------- a later commit
 
 LOAD = """
 import json, sys
@@ -357,7 +360,7 @@ print(json.dumps([type(translate.model).__module__, type(translate).__module__, 
 
 
 @pytest.mark.slow
-def test_who_pins_a_commit_never_runs_later_code(hub, finished, tmp_path):
+def test_a_pinned_commit_never_runs_later_code(hub, finished, tmp_path):
     def run(*command, check=True):
         environment = {**os.environ, **hub.environment, "HF_HOME": str(tmp_path / "home")}
         environment |= {"PYTHONPATH": str(REPOSITORY), "PYTHONSAFEPATH": "1"}

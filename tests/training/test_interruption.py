@@ -1,4 +1,5 @@
-"""A signal ends training with a checkpoint; what continues from it ends as if none had come."""
+"""A signal ends training with a checkpoint; a training resumed from it ends as if there had been no
+signal."""
 
 import os
 import signal
@@ -25,13 +26,14 @@ BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """A process that loads data and is left in mid-epoch is ended after 5 seconds by torch."""
+def short_worker_timeout(monkeypatch):
+    """Without this, torch takes 5 seconds to end a data loading process that is left in
+    mid-epoch."""
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
 
 class Signal(TrainerCallback):
-    """Sends this process a signal in the midst of a step, or of the evaluation after it."""
+    """Sends this process a signal during a step, or during the evaluation after it."""
 
     def __init__(self, number, step, times=1, evaluating=False):
         self.number, self.step, self.times, self.evaluating = number, step, times, evaluating
@@ -98,7 +100,7 @@ BEST = {
 @pytest.mark.parametrize(
     ("evaluating", "folder"), [(False, "stopped"), (True, "stopped"), (True, "elsewhere")]
 )
-def test_an_evaluation_ends_at_once_and_is_made_later(
+def test_an_evaluation_is_interrupted_at_once_and_repeated_on_resuming(
     tokenizer, tmp_path, options, evaluating, folder
 ):
     """Six steps are an epoch, and two times three: the signal comes before or in their
@@ -120,8 +122,8 @@ def test_an_evaluation_ends_at_once_and_is_made_later(
     assert torch.equal(weights_of(again), weights_of(whole))
 
 
-def test_an_interrupted_evaluation_leaves_no_frame_of_the_training(tokenizer, tmp_path):
-    """It would refer to the wrapped model, which must go before processes leave their group."""
+def test_an_interrupted_evaluation_keeps_no_frame_of_the_training_loop(tokenizer, tmp_path):
+    """It would refer to the wrapped model, which must be freed before the process group ends."""
     one = Signal(signal.SIGTERM, 3, evaluating=True)
     trainer = small_trainer(tmp_path, tokenizer, one, eval_strategy="steps", eval_steps=3)
     with pytest.raises(SystemExit) as ended:
@@ -131,7 +133,7 @@ def test_an_interrupted_evaluation_leaves_no_frame_of_the_training(tokenizer, tm
 
 
 @EVALUATING
-def test_the_last_step_is_evaluated_later_too(tokenizer, tmp_path, options):
+def test_a_missed_evaluation_of_the_last_step_is_made_on_resuming_too(tokenizer, tmp_path, options):
     """Its number is no multiple of three, nor is it the last of an epoch."""
     one = Signal(signal.SIGTERM, 8, evaluating=True)
     stopped = small_trainer(tmp_path, tokenizer, one, **options, **BEST)
@@ -143,7 +145,7 @@ def test_the_last_step_is_evaluated_later_too(tokenizer, tmp_path, options):
     assert evaluations(again)[-1][0] == 8
 
 
-def test_an_evaluation_that_is_made_later_sets_the_learning_rate_too(tokenizer, tmp_path):
+def test_an_evaluation_made_on_resuming_sets_the_learning_rate_too(tokenizer, tmp_path):
     options = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
     options |= {"eval_steps": 1, "max_steps": 4}
     options["lr_scheduler_kwargs"] = {"factor": 0.5, "patience": 0, "threshold": 0.9}
@@ -160,7 +162,7 @@ def test_an_evaluation_that_is_made_later_sets_the_learning_rate_too(tokenizer, 
     assert rates(whole)[-1] < rates(whole)[-2]
 
 
-def test_an_evaluation_that_is_made_later_may_be_stopped_too(tokenizer, tmp_path):
+def test_an_evaluation_made_on_resuming_can_be_interrupted_too(tokenizer, tmp_path):
     """The checkpoint of its step is there, with the random numbers to continue with."""
     options = {"eval_strategy": "steps", "eval_steps": 3, **BEST}
     whole = small_trainer(tmp_path / "whole", tokenizer, **options)
@@ -193,7 +195,7 @@ def test_an_evaluation_that_is_made_later_may_be_stopped_too(tokenizer, tmp_path
     ],
     ids=str,
 )
-def test_a_run_that_is_resumed_at_its_end_makes_no_more_steps(tokenizer, tmp_path, options):
+def test_a_run_resumed_at_its_end_makes_no_more_steps(tokenizer, tmp_path, options):
     """As one that is killed while its checkpoints are averaged, or in its last evaluation."""
 
     def train(resumed=None):
@@ -227,7 +229,7 @@ DIFFERENT = [{"input_ids": [n, *[6] * (n % 3), 2], "labels": [n + 1, 2]} for n i
     ],
     ids=str,
 )
-def test_the_second_epoch_resumes_with_the_pair_that_comes_next(options, tokenizer, tmp_path):
+def test_the_second_epoch_resumes_with_the_next_pair(options, tokenizer, tmp_path):
     """The epoch has 6 batches of pairs that all differ."""
     options = {"pairs": DIFFERENT, "max_steps": 10, **options}
     whole = small_trainer(tmp_path / "whole", tokenizer, **options)
@@ -238,8 +240,8 @@ def test_the_second_epoch_resumes_with_the_pair_that_comes_next(options, tokeniz
 
 
 @pytest.mark.parametrize("batches", [{}, {"max_tokens": 6}], ids=str)
-def test_workers_that_live_on_do_not_change_what_follows_a_resumption(batches, tokenizer, tmp_path):
-    """Their start drew a number from the generator that dropout uses."""
+def test_persistent_workers_do_not_change_a_resumed_training(batches, tokenizer, tmp_path):
+    """Starting them draws a number from the random generator that dropout uses."""
     options = {"pairs": DIFFERENT, "max_steps": 14, "dataloader_num_workers": 1, **batches}
     options["dataloader_persistent_workers"] = True
     whole = small_trainer(tmp_path / "whole", tokenizer, **options)
@@ -249,7 +251,7 @@ def test_workers_that_live_on_do_not_change_what_follows_a_resumption(batches, t
     assert torch.equal(weights_of(resumed), weights_of(whole))
 
 
-def test_an_update_may_begin_in_one_pass_over_a_stream_and_end_in_the_next(tokenizer, tmp_path):
+def test_an_update_can_start_in_one_pass_over_a_stream_and_end_in_the_next(tokenizer, tmp_path):
     """An update has 4 batches, a pass 6, so that two passes are 3 updates."""
     options = {"streaming": True, "gradient_accumulation_steps": 4, "max_steps": 3}
     options["config"] = {"dropout": 0.0}
@@ -261,14 +263,14 @@ def test_an_update_may_begin_in_one_pass_over_a_stream_and_end_in_the_next(token
     assert torch.equal(*weights)
 
 
-def test_a_run_with_more_steps_goes_on_from_the_end_of_another(tokenizer, tmp_path):
+def test_a_finished_run_can_be_continued_with_more_steps(tokenizer, tmp_path):
     small_trainer(tmp_path, tokenizer, max_steps=4).train()
     trainer = small_trainer(tmp_path, tokenizer)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert trainer.state.global_step == 8
 
 
-def test_evaluations_change_nothing_in_the_training(tokenizer, tmp_path):
+def test_evaluations_do_not_change_the_training(tokenizer, tmp_path):
     without = small_trainer(tmp_path / "without", tokenizer)
     without.train()
     options = {"eval_strategy": "steps", "eval_steps": 1}
@@ -336,7 +338,7 @@ end_training(again)
 """
 
 
-def test_two_processes_make_no_more_steps_either_and_score_each_pair_once(checkpoint, tmp_path):
+def test_two_processes_resumed_at_the_end_only_score_each_pair_once(checkpoint, tmp_path):
     (tmp_path / "program.py").write_text(AT_ITS_END)
     program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
     failed, output = run_ranks(2, *program, cwd=tmp_path)
@@ -357,15 +359,15 @@ distributed.all_reduce(torch.ones(1))
 """
 
 
-def test_a_process_waits_for_another_no_longer_than_told(tmp_path):
-    """On CPUs transformers forgets to say so; the others then wait for 30 minutes."""
+def test_a_process_waits_for_the_others_no_longer_than_ddp_timeout(tmp_path):
+    """On CPUs transformers does not pass the timeout on; the others would wait for 30 minutes."""
     (tmp_path / "program.py").write_text(STALLED)
     failed, output = run_ranks(2, tmp_path / "program.py", cwd=tmp_path)
     assert failed
     assert "Timed out" in output
 
 
-def test_of_two_processes_one_is_told_and_both_stop_after_the_same_step(checkpoint, tmp_path):
+def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(checkpoint, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
     failed, output = run_ranks(2, *program, cwd=tmp_path)
@@ -397,9 +399,7 @@ def test_of_two_processes_one_is_told_and_both_stop_after_the_same_step(checkpoi
         ),
     ],
 )
-def test_a_resumed_training_does_not_ignore_an_option(
-    tokenizer, tmp_path, model_options, options, message
-):
+def test_a_resumed_training_ignores_no_option(tokenizer, tmp_path, model_options, options, message):
     def all_options(model_options, **options):
         return fixed_options(
             ModelArguments(**{"tokenizer_name": "here/mine", **model_options}),
@@ -416,7 +416,8 @@ def test_a_resumed_training_does_not_ignore_an_option(
 
 
 def test_a_schedule_by_metric_is_resumed_with_its_settings(tmp_path):
-    """Its state holds them; `Trainer` would ignore others. The metric decides on the mode."""
+    """Its state holds them; `Trainer` would ignore different ones. The metric determines the
+    mode."""
 
     def options(**changed):
         schedule = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
@@ -432,14 +433,14 @@ def test_a_schedule_by_metric_is_resumed_with_its_settings(tmp_path):
 
 @pytest.mark.parametrize("callback", [{}, {"OptionsCallback": OptionsCallback({"old": 1}).state()}])
 def test_options_that_a_checkpoint_or_this_version_lacks_are_not_compared(tmp_path, callback):
-    """The checkpoint of another trainer, and one of a version with other options."""
+    """The checkpoint of a different trainer, and that of a version with different options."""
     TrainerState(stateful_callbacks=callback).save_to_json(str(tmp_path / "trainer_state.json"))
     expect_same_options(tmp_path, {"learning_rate": 1e-3})
     assert find_outdated_scores(tmp_path, {"bleu_tokenize": "char"}) == set()
 
 
 def test_a_resumed_training_saves_as_often_as_its_options_say(tokenizer, tmp_path):
-    """`Trainer` (5.17 to 5.24) takes the checkpoint's numbers of steps."""
+    """`Trainer` (5.17 to 5.24) uses the checkpoint's intervals."""
     options = {"max_steps": 6, "save_total_limit": None}
     for own, expected in ((False, [2, 4, 6]), (True, [2, 3, 4, 5, 6])):
         folder, callback = tmp_path / str(own), [OptionsCallback({})] if own else []
@@ -459,9 +460,7 @@ def test_a_resumed_training_saves_as_often_as_its_options_say(tokenizer, tmp_pat
         (None, None),  # a stream
     ],
 )
-def test_a_training_that_resumes_with_another_text_says_so(
-    tokenizer, tmp_path, caplog, text, warning
-):
+def test_resuming_with_a_different_text_gives_a_warning(tokenizer, tmp_path, caplog, text, warning):
     names = ("pairs", "source_tokens", "target_tokens")
     before = dict(zip(names, (3, 30, 20), strict=True))
     small_trainer(tmp_path, tokenizer, OptionsCallback({}, before), max_steps=2).train()
@@ -479,7 +478,7 @@ def test_a_checkpoint_without_the_size_of_its_text_can_be_resumed(tokenizer, tmp
     assert not any("The training text" in each for each in caplog.messages)
 
 
-def test_epochs_of_other_batches_give_a_warning(tokenizer, tmp_path, caplog):
+def test_resuming_with_different_epoch_lengths_gives_a_warning(tokenizer, tmp_path, caplog):
     epochs = {"max_steps": -1, "num_train_epochs": 2}
     small_trainer(tmp_path, tokenizer, per_device_train_batch_size=2, **epochs).train()
     last = str(max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name[11:])))
@@ -495,8 +494,8 @@ def test_epochs_of_other_batches_give_a_warning(tokenizer, tmp_path, caplog):
     )
 
 
-def test_another_place_in_the_text_gives_a_warning(tokenizer, tmp_path, caplog):
-    """With another batch, the same number of updates is another part of an epoch."""
+def test_resuming_at_a_different_point_of_an_epoch_gives_a_warning(tokenizer, tmp_path, caplog):
+    """With a different batch size, the same number of updates is a different part of an epoch."""
     small_trainer(tmp_path, tokenizer, per_device_train_batch_size=2).train()
     last = str(tmp_path / "checkpoint-8")
     for size in (2, 3):
@@ -510,8 +509,8 @@ def test_another_place_in_the_text_gives_a_warning(tokenizer, tmp_path, caplog):
 LAST_TWO = {"average_checkpoints": 2, "save_total_limit": 2}
 
 
-def test_a_checkpoint_that_only_a_signal_made_is_not_averaged(tokenizer, tmp_path):
-    """Nor does it take the place of one that is."""
+def test_a_checkpoint_saved_only_on_a_signal_is_not_averaged(tokenizer, tmp_path):
+    """Nor does it replace one that is."""
     whole = small_trainer(tmp_path / "whole", tokenizer, **LAST_TWO)
     whole.train()
     load_averaged_checkpoints(whole)
@@ -530,7 +529,7 @@ def test_a_checkpoint_that_only_a_signal_made_is_not_averaged(tokenizer, tmp_pat
 @pytest.mark.parametrize(
     "options", [{}, {"save_strategy": "epoch"}, {"save_strategy": "epoch", "max_steps": 6}]
 )
-def test_a_checkpoint_that_was_due_counts_even_after_a_signal(options, tokenizer, tmp_path):
+def test_a_scheduled_checkpoint_counts_even_after_a_signal(options, tokenizer, tmp_path):
     small_trainer(tmp_path, tokenizer, Signal(signal.SIGTERM, 6), **options).train()
     assert select_checkpoints(tmp_path, last=1) == [tmp_path / "checkpoint-6"]
 
@@ -551,7 +550,7 @@ def test_a_training_that_stopped_early_is_not_continued(tokenizer, tmp_path):
         assert again.state.global_step == steps
 
 
-def test_an_evaluation_that_is_made_later_may_end_training(tokenizer, tmp_path):
+def test_an_evaluation_made_on_resuming_can_end_training(tokenizer, tmp_path):
     options = {**NO_GAIN, "early_stopping_patience": 2}
     one = Signal(signal.SIGTERM, 3, evaluating=True)
     with pytest.raises(SystemExit):
@@ -562,13 +561,13 @@ def test_an_evaluation_that_is_made_later_may_end_training(tokenizer, tmp_path):
     assert [step for step, _ in evaluations(again)] == [1, 2, 3]
 
 
-def test_the_last_checkpoint_stays_beside_the_best(tokenizer, tmp_path):
+def test_the_last_checkpoint_is_kept_next_to_the_best(tokenizer, tmp_path):
     """Without it, the same command would train again."""
     small_trainer(tmp_path, tokenizer, max_steps=4, save_total_limit=1, **NO_GAIN).train()
     assert list(checkpoints_by_step(tmp_path)) == [1, 4]
 
 
-def test_patience_goes_on_from_a_checkpoint(tokenizer, tmp_path):
+def test_early_stopping_patience_continues_from_a_checkpoint(tokenizer, tmp_path):
     options = {**NO_GAIN, "early_stopping_patience": 3}
     small_trainer(tmp_path, tokenizer, max_steps=3, **options).train()
     resumed = small_trainer(tmp_path, tokenizer, max_steps=8, **options)

@@ -1,4 +1,4 @@
-"""However a training is shared out to processes, it is the same training."""
+"""However a training is distributed over processes, its result is the same."""
 
 import json
 import os
@@ -45,8 +45,9 @@ def expect_to_have_left():
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory):
-    """Trains the model of scripts/checks/layouts.py for four steps; checkpoints are of the second.
-    A process that ends without having left the others, which at times aborts it, fails."""
+    """Trains the model of scripts/checks/layouts.py for four steps; it saves a checkpoint of the
+    second. A process that ends without leaving the process group, which sometimes aborts, counts as
+    failed."""
     scratch = tmp_path_factory.mktemp("layouts")
     (scratch / "sitecustomize.py").write_text(AT_EXIT)
     with pytest.MonkeyPatch.context() as patch:
@@ -56,7 +57,8 @@ def harness(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(harness):
-    """A layout's training, or what it makes of another one's checkpoint; each is made once."""
+    """A layout's training, or a training resumed from a checkpoint of a different layout; each runs
+    once."""
     made = {}
 
     def train(layout, before=None):
@@ -76,8 +78,8 @@ def train(harness):
 
 
 def train_in_copies(harness, layout, folder):
-    """Let `accelerate launch` do all but to start the processes: they are copies of this one, in
-    which all that takes long to import is there. Slow tests start them as users do."""
+    """Let `accelerate launch` do everything except start the processes: they are copies of this
+    one, in which all slow imports are done. Slow tests start them as users do."""
     _, _, _, launch, *options = layouts.LAYOUTS[layout]
     assert launch == "launch"
 
@@ -96,7 +98,7 @@ def train_in_copies(harness, layout, folder):
 
 
 def assert_same(actual, expected):
-    """Adam divides by the size of gradients, which lets it make more of what is rounded in them."""
+    """Adam divides by the size of gradients, which amplifies rounding errors in them."""
     differences = layouts.differences(
         layouts.read_training(actual), layouts.read_training(expected)
     )
@@ -108,7 +110,7 @@ def assert_same(actual, expected):
 
 
 @fsdp
-def test_models_in_parts_learn_what_one_process_does(train, layout):
+def test_sharded_models_learn_the_same_as_on_one_process(train, layout):
     folder, held = train(layout)
     expected, _ = train("1 process")
     assert_same(folder, expected)
@@ -129,8 +131,9 @@ def test_fsdp_resumes_from_its_own_checkpoints(train, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["2, DDP", "2, FSDP2"])
-def test_what_is_resumed_at_its_end_ends_as_it_was(harness, layout):
-    """Nothing is left to do, in mid-epoch, but to score the model: all processes do together."""
+def test_a_training_resumed_at_its_end_is_unchanged(harness, layout):
+    """Nothing is left to do, in mid-epoch, except to score the model, which all processes do
+    together."""
     folder, small = harness.scratch / f"in mid-epoch on {layout}", ["--max_tokens", "60"]
     harness.train(layout, folder, None, *small)
     sides = [f"--validation_{side}={harness.scratch / side}" for side in ("source", "target")]
@@ -155,7 +158,7 @@ def test_one_process_and_ddp_resume_from_each_others_checkpoints(train, layout, 
 
 
 @fsdp
-def test_the_model_saved_in_the_end_is_as_one_process_saves_it(train, layout):
+def test_the_final_model_is_saved_as_by_one_process(train, layout):
     folder, expected = train(layout)[0], train("1 process")[0]
     assert load_file(folder / "model.safetensors").keys() == (
         load_file(expected / "model.safetensors").keys()
@@ -168,7 +171,7 @@ def test_the_model_saved_in_the_end_is_as_one_process_saves_it(train, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts.ZERO)
-def test_deepspeed_learns_what_one_process_does(train, layout, tmp_path, monkeypatch):
+def test_deepspeed_learns_the_same_as_one_process(train, layout, tmp_path, monkeypatch):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     expected = train("1 process")[0]
     assert_same(train(layout)[0], expected)
@@ -183,7 +186,7 @@ def test_deepspeed_learns_what_one_process_does(train, layout, tmp_path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts.ZERO)
-def test_a_payload_among_deepspeeds_records_stays_asleep(train, harness, mark, layout):
+def test_a_payload_among_deepspeeds_records_is_not_executed(train, harness, mark, layout):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     planted = harness.scratch / f"planted in {layout}"
     shutil.copytree(train(layout)[0] / "checkpoint-2", planted)
@@ -199,14 +202,14 @@ def test_a_payload_among_deepspeeds_records_stays_asleep(train, harness, mark, l
     ("layout", "average"),
     [
         ("2, DDP", 2),
-        ("2, FSDP2", 0),  # shards can't be averaged, which is refused
+        ("2, FSDP2", 0),  # averaging shards is refused
         ("2, FSDP2, full state", 2),
         ("2, ZeRO 2", 2),
         ("2, ZeRO 3", 0),
     ],
 )
-def test_the_best_or_the_mean_is_that_of_one_process(harness, layout, average):
-    """The best: for once of the highest loss, which is not the last."""
+def test_the_best_model_or_the_mean_is_that_of_one_process(harness, layout, average):
+    """Here the best model is the one with the highest loss, which is not the last."""
     if layout in layouts.ZERO:
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     options = {
@@ -247,7 +250,7 @@ def test_the_table_names_layouts_and_differences(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.strip() == (tmp_path / "layouts.md").read_text().strip()
 
 
-def test_a_layout_that_is_none_is_refused():
+def test_an_unknown_layout_is_refused():
     with pytest.raises(ValueError, match="--layouts 3, DDP: expected one of 1 process; 2, DDP"):
         layouts.LayoutArguments(layouts=["3, DDP"])
 
@@ -276,7 +279,7 @@ def test_an_epoch_has_the_same_batches_on_any_number_of_processes():
     ("processes", "accumulated"),
     [(1, 8), (4, 2), (8, 1)],
 )
-def test_updates_are_of_as_many_batches_on_any_number_of_processes(
+def test_an_update_has_as_many_batches_on_any_number_of_processes(
     tmp_path, monkeypatch, processes, accumulated
 ):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -296,7 +299,7 @@ def test_updates_are_of_as_many_batches_on_any_number_of_processes(
         ),
     ],
 )
-def test_work_that_cannot_be_shared_out_so_is_refused(
+def test_work_that_cannot_be_distributed_is_refused(
     tmp_path, monkeypatch, options, environment, message
 ):
     for name, value in {"WORLD_SIZE": "4", **environment}.items():
@@ -306,7 +309,7 @@ def test_work_that_cannot_be_shared_out_so_is_refused(
 
 
 class Unprepared(TranslationTrainingArguments):
-    """Arguments of one process of several, without the others."""
+    """Arguments of one of several processes, without the others."""
 
     distributed_state = None
     _setup_devices = torch.device("cpu")
@@ -326,7 +329,7 @@ def test_accelerate_knows_each_option_of_its_files(path):
 
 
 @every_config
-def test_each_file_says_how_it_is_used(path):
+def test_each_accelerate_file_says_how_it_is_used(path):
     comment = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
     words = comment.split()
     launch = words.index("--config_file") + 1
@@ -338,7 +341,7 @@ def test_each_file_says_how_it_is_used(path):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_is_to_do_what_the_trainer_does(tmp_path, monkeypatch, stage):
+def test_the_deepspeed_files_agree_with_the_trainers_options(tmp_path, monkeypatch, stage):
     path = recipe_path(f"accelerate/deepspeed_zero{stage}")
     assert "mixed_precision" not in yaml.safe_load(path.read_text())
     settings = load_config_from_file(str(path)).deepspeed_config
@@ -352,7 +355,7 @@ def test_deepspeed_is_to_do_what_the_trainer_does(tmp_path, monkeypatch, stage):
     )
 
     class WithoutDeepSpeed(deepspeed.HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
-        pass  # transformers' own class, where deepspeed is not installed, is no configuration
+        pass  # if deepspeed is not installed, transformers' own class is not a configuration
 
     monkeypatch.setattr(deepspeed, "dep_version_check", lambda package: None)
     config = WithoutDeepSpeed(plugin.deepspeed_config)

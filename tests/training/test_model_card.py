@@ -1,4 +1,4 @@
-"""The card says what the run was, no more and no less, wherever the model goes."""
+"""The card describes the run, no more and no less, wherever the model is uploaded."""
 
 from concurrent.futures import Future
 from pathlib import Path
@@ -63,7 +63,7 @@ def recipe_file(folder, **options):
     return path
 
 
-def test_the_recipe_is_all_that_was_set(model, tmp_path):
+def test_the_recipe_has_every_option_that_was_set(model, tmp_path):
     given = {
         "dataset_name": "phrases",
         "max_tokens": 4096,
@@ -93,7 +93,7 @@ def test_scores_belong_to_the_text_of_their_split(model, text, tmp_path):
     assert "trained on `text`" in card
 
 
-def test_the_recipe_has_no_option_that_decides_nothing(model, tmp_path):
+def test_the_recipe_has_no_option_without_effect(model, tmp_path):
     flags = ["--dataset_name", "phrases", "--disable_tqdm", "true"]
     _, _, recipe = card_of(model, tmp_path, *flags, "--max_tokens", 900, "--max_steps", 9)
     assert {name: recipe[name] for name in ("max_tokens", "max_steps")} == {
@@ -107,7 +107,7 @@ def test_the_recipe_has_no_option_that_decides_nothing(model, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [["--hub_token", "hf_s3cr3t"], ["--hub-token=hf_s3cr3t"]])
-def test_no_secret_is_told(model, tmp_path, monkeypatch, flags):
+def test_the_card_contains_no_secret(model, tmp_path, monkeypatch, flags):
     monkeypatch.setattr("sys.argv", ["train", *flags, "--max_tokens", "9"])
     card, _, recipe = card_of(model, tmp_path, "--dataset_name", "phrases", *flags)
     assert "s3cr3t" not in card
@@ -116,7 +116,7 @@ def test_no_secret_is_told(model, tmp_path, monkeypatch, flags):
 
 
 @pytest.mark.parametrize("spelling", ["--train_source", "--train-source"])
-def test_local_files_do_not_inherit_the_languages_of_a_recipes_data_set(
+def test_local_files_do_not_get_the_languages_of_a_recipes_data_set(
     model, text, tmp_path, spelling
 ):
     recipe = recipe_file(tmp_path, dataset_name="some/set", source_lang="en", target_lang="de")
@@ -145,8 +145,8 @@ def test_the_languages_of_phrases_are_known(model, tmp_path):
         (("words", "sounds"), None, ["words", "sounds"]),
     ],
 )
-def test_the_hub_takes_the_languages(model, text, tmp_path, languages, codes, in_full):
-    """It refuses a whole upload for a `language` that is no ISO 639 code."""
+def test_the_hub_accepts_the_languages(model, text, tmp_path, languages, codes, in_full):
+    """It refuses an upload if `language` is not an ISO 639 code."""
     files = ["--train_source", text, "--train_target", text]
     named = ["--source_lang", languages[0], "--target_lang", languages[1]]
     card, header, _ = card_of(model, tmp_path, *files, *named)
@@ -156,7 +156,7 @@ def test_the_hub_takes_the_languages(model, text, tmp_path, languages, codes, in
     assert languages_of_card(tmp_path / "README.md") == expected
 
 
-def test_languages_that_a_recipe_gives_its_own_files_stay(model, text, tmp_path):
+def test_languages_that_a_recipe_sets_for_its_own_files_are_kept(model, text, tmp_path):
     files = {"train_source": str(text), "train_target": str(text)}
     recipe = recipe_file(tmp_path, **files, source_lang="it", target_lang="de")
     other = ["--validation_source", text, "--validation_target", text]
@@ -165,7 +165,7 @@ def test_languages_that_a_recipe_gives_its_own_files_stay(model, text, tmp_path)
 
 
 @pytest.mark.parametrize("folder", ["outputs/mine", ".", "../here/outputs"])
-def test_the_snippet_names_the_folder_as_it_was_typed(model, tmp_path, monkeypatch, folder):
+def test_the_snippet_contains_the_folder_as_it_was_typed(model, tmp_path, monkeypatch, folder):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def test_the_snippet_names_the_folder_as_it_was_typed(model, tmp_path, monkeypat
     assert f"# {Path(folder).resolve().name}\n" in card
 
 
-def test_a_stream_has_no_number_of_epochs(train_here, tmp_path):
+def test_the_card_of_a_stream_has_no_number_of_epochs(train_here, tmp_path):
     options = TRAIN | {"streaming": True, "output_dir": tmp_path / "model"}
     train_here(*flags_of(**options))
     assert "\n4 steps, on cpu, " in (tmp_path / "model/README.md").read_text()
@@ -190,7 +190,7 @@ def test_a_stream_has_no_number_of_epochs(train_here, tmp_path):
         (None, [2], " The weights are those of step 2."),
     ],
 )
-def test_the_card_says_of_which_steps_the_weights_are(tokenizer, tmp_path, best, averaged, said):
+def test_the_card_says_which_steps_the_weights_are_from(tokenizer, tmp_path, best, averaged, said):
     options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     trainer = small_trainer(tmp_path, tokenizer, **options)
     trainer.card_arguments = (ModelArguments(), DataArguments(dataset_name="phrases"))
@@ -211,7 +211,7 @@ def test_the_card_says_of_which_steps_the_weights_are(tokenizer, tmp_path, best,
 
 @pytest.fixture
 def uploads(monkeypatch):
-    """What a stand-in of the Hub is given: each upload's message and its card, if it has one."""
+    """What a stand-in for the Hub receives: each upload's message, and its card if it has one."""
     made = []
 
     def create_repo(self, repo_id, **options):
@@ -255,7 +255,7 @@ def test_every_push_holds_our_card_and_the_last_one_the_scores(train_here, uploa
     assert last == (folder / "README.md").read_text()
 
 
-def test_a_trainer_without_a_run_has_transformers_card(tokenizer, uploads, tmp_path):
+def test_a_trainer_without_card_arguments_writes_transformers_card(tokenizer, uploads, tmp_path):
     trainer = small_trainer(tmp_path, tokenizer, push_to_hub=True, max_steps=2)
     trainer.train()
     trainer.push_to_hub()
@@ -265,8 +265,8 @@ def test_a_trainer_without_a_run_has_transformers_card(tokenizer, uploads, tmp_p
 # ---------------------------------------------------------------- precision
 
 
-def test_scores_are_those_of_the_model_that_others_will_load(train_here, tmp_path, monkeypatch):
-    """In its own precision, not under autocast of bfloat16, nor with products that are rounded."""
+def test_scores_are_those_of_the_saved_model(train_here, tmp_path, monkeypatch):
+    """In its own precision, neither under bfloat16 autocast nor with rounded products."""
     seen = []
 
     def translate(lines, model, tokenizer, **options):

@@ -40,9 +40,9 @@ def join(store, rank):
 
 @pytest.fixture(scope="module")
 def on_two_processes(tmp_path_factory):
-    """Calls a function in both processes, and raises what either raised."""
+    """Calls a function in both processes, and raises any error of either."""
     store = tmp_path_factory.mktemp("processes") / "store"
-    fork = multiprocessing.get_context("fork")  # what takes long to import is there
+    fork = multiprocessing.get_context("fork")  # slow imports are done
     pools = [
         ProcessPoolExecutor(1, mp_context=fork, initializer=join, initargs=(store, rank))
         for rank in range(2)
@@ -89,8 +89,8 @@ def assert_tied_as_configured(model):
 
 
 def assert_trains_as(alone, shared, rows):
-    """Two steps of both, of which this process's part has these rows of each batch: the same
-    losses, gradients and weights."""
+    """Two steps of both models give the same losses, gradients and weights; this process trains on
+    these rows of each batch."""
     assert_tied_as_configured(shared)
     names = [name for name, _ in alone.named_parameters()]
     assert [name for name, _ in shared.named_parameters()] == names
@@ -187,7 +187,7 @@ def assert_predicts_as(alone, shared):
 
 
 def check_saving(folder, sharing):
-    """What two processes save, one loads; also after a step of training."""
+    """One process loads what two save, also after a training step."""
     shared = load(folder, sharing)
     batch = {"input_ids": random_ids(4, 6), "labels": random_ids(4, 5)}
     shared(**batch).loss.backward()
@@ -201,10 +201,10 @@ def check_saving(folder, sharing):
 
 
 def check_generation(folder, sharing):
-    """Before anything else has been asked of the model, and once more after training."""
+    """Before any other call of the model, and again after training."""
     alone, shared = load(folder), load(folder, sharing)
     source = random_ids(3, 6)
-    # without repetition, because a model that has learned nothing repeats one token
+    # without repetition, because an untrained model repeats one token
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "no_repeat_ngram_size": 1}
     for _ in range(2):
         for num_beams in (1, 3):
@@ -219,26 +219,24 @@ def check_generation(folder, sharing):
 # ---------------------------------------------------------------- the tests
 
 
-def test_a_model_under_ddp_returns_what_it_does_alone(on_two_processes, checkpoint):
+def test_a_model_under_ddp_returns_the_same_as_without(on_two_processes, checkpoint):
     on_two_processes(check_outputs, checkpoint)
 
 
-def test_fully_sharded_training_is_training_on_one_device(on_two_processes, saved):
+def test_fully_sharded_training_equals_training_on_one_device(on_two_processes, saved):
     on_two_processes(check_fully_shard, saved)
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
-def test_a_model_in_two_parts_trains_and_predicts_as_one_device_does(
-    on_two_processes, saved, sharing
-):
+def test_a_model_on_two_devices_trains_and_predicts_as_on_one(on_two_processes, saved, sharing):
     on_two_processes(check_training, saved, sharing)
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
-def test_one_device_loads_what_two_have_saved(on_two_processes, saved, sharing):
+def test_one_device_loads_what_two_devices_saved(on_two_processes, saved, sharing):
     on_two_processes(check_saving, saved, sharing)
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
-def test_a_model_in_two_parts_generates_what_one_device_does(on_two_processes, saved, sharing):
+def test_a_model_on_two_devices_generates_the_same_as_on_one(on_two_processes, saved, sharing):
     on_two_processes(check_generation, saved, sharing)

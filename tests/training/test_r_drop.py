@@ -81,8 +81,8 @@ def test_without_logits_loss_and_gradients_are_the_same(labels, label_smoothing,
     torch.testing.assert_close(found, wanted, **close)
 
 
-def test_without_logits_many_parts_are_the_same(monkeypatch):
-    """Several parts, whose numbers of rows are odd where passes don't keep together."""
+def test_without_logits_the_loss_in_many_parts_is_the_same(monkeypatch):
+    """Several parts, with odd numbers of rows unless both passes are kept together."""
     torch.manual_seed(0)
     monkeypatch.setattr(loss, "_rows_at_a_time", lambda *_: (25, 3))
     states, matrix = torch.randn(2 * 30, 20, 4).double(), torch.randn(40, 4).double()
@@ -91,7 +91,7 @@ def test_without_logits_many_parts_are_the_same(monkeypatch):
     torch.testing.assert_close(fused_r_drop_loss(states, matrix, labels, 1.0, 0.1), expected)
 
 
-def test_without_a_label_it_is_0(labels, logits):
+def test_without_labels_the_loss_is_0(labels, logits):
     states, matrix = torch.randn(2 * BATCH, LENGTH, 8), torch.randn(VOCABULARY, 8)
     none = torch.full_like(labels, -100)
     assert fused_r_drop_loss(states, matrix, none, 5.0, 0.1) == 0
@@ -102,7 +102,7 @@ def test_without_a_label_it_is_0(labels, logits):
     )
 
 
-def test_a_model_that_may_compute_otherwise_keeps_its_logits():
+def test_a_subclass_that_can_compute_differently_keeps_its_logits():
     class Other(VanillaTransformerForConditionalGeneration):
         pass
 
@@ -125,7 +125,7 @@ def inputs_of(trainer):
 
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_training_step_takes_two_passes_with_other_dropout(
+def test_a_training_step_makes_two_passes_with_different_dropout(
     tokenizer, tmp_path, norm_position, attention, monkeypatch
 ):
     config = small_config(norm_position=norm_position, attn_implementation=attention)
@@ -138,7 +138,7 @@ def test_a_training_step_takes_two_passes_with_other_dropout(
     monkeypatch.setattr(r_drop, name, lambda *args: fused.append(1) or fuse(*args))
     torch.manual_seed(1)
     loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=torch.tensor(20))
-    assert len(fused) == (attention == "sdpa")  # the plain path has logits
+    assert len(fused) == (attention == "sdpa")  # the plain path computes logits
     labels = inputs.pop("labels")
     torch.manual_seed(1)
     twice = model(**{name: torch.cat([value, value]) for name, value in inputs.items()}).logits
@@ -146,7 +146,7 @@ def test_a_training_step_takes_two_passes_with_other_dropout(
     torch.testing.assert_close(loss, r_drop_loss(twice, labels, 5.0, 0.1, 20))
 
 
-def test_without_dropout_it_is_twice_the_plain_loss(tokenizer, tmp_path):
+def test_without_dropout_the_loss_is_twice_the_plain_loss(tokenizer, tmp_path):
     model = VanillaTransformerForConditionalGeneration(small_config(dropout=0.0))
     trainer = trainer_for(model, tokenizer, tmp_path, r_drop_alpha=5.0)
     plain = trainer_for(model, tokenizer, tmp_path)
@@ -157,7 +157,7 @@ def test_without_dropout_it_is_twice_the_plain_loss(tokenizer, tmp_path):
     )
 
 
-def test_evaluation_is_plain(tokenizer, model, tmp_path):
+def test_evaluation_uses_the_plain_loss(tokenizer, model, tmp_path):
     losses = [
         trainer.compute_loss(model.eval(), inputs_of(trainer_for(model, tokenizer, tmp_path)))
         for trainer in (
@@ -168,7 +168,7 @@ def test_evaluation_is_plain(tokenizer, model, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_it_starts_at_the_update_that_is_asked_for(tokenizer, tmp_path):
+def test_r_drop_starts_at_update_r_drop_start(tokenizer, tmp_path):
     """Without dropout, so that the loss doubles."""
     model = VanillaTransformerForConditionalGeneration(small_config(dropout=0.0))
     options = {"max_steps": 4, "logging_steps": 1, "learning_rate": 0.0, "save_strategy": "no"}
@@ -182,7 +182,8 @@ def test_it_starts_at_the_update_that_is_asked_for(tokenizer, tmp_path):
 
 
 def test_accumulated_passes_equal_those_of_one_batch(tokenizer, tmp_path):
-    """Without dropout: with it no two runs draw alike. What is tested is the weighing of tokens."""
+    """Without dropout, because two runs would draw different masks. This tests the weight of
+    tokens."""
     weights = []
     for size, accumulation in ((8, 1), (2, 4)):
         torch.manual_seed(0)
@@ -206,7 +207,7 @@ def test_accumulated_passes_equal_those_of_one_batch(tokenizer, tmp_path):
     ("config_class", "model_class"),
     [(MarianConfig, MarianMTModel), (M2M100Config, M2M100ForConditionalGeneration)],
 )
-def test_any_sequence_to_sequence_model_will_do(config_class, model_class, tokenizer, tmp_path):
+def test_any_sequence_to_sequence_model_works(config_class, model_class, tokenizer, tmp_path):
     config = config_class(
         vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, pad_token_id=0,
@@ -230,6 +231,6 @@ def test_any_sequence_to_sequence_model_will_do(config_class, model_class, token
         ({"r_drop_start": 9}, "r_drop_start=9: expected r_drop_alpha with it"),
     ],
 )
-def test_what_is_expected_of_its_options(given, message, tmp_path):
+def test_invalid_options_are_refused(given, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)

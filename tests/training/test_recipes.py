@@ -17,7 +17,7 @@ from vanilla_transformer.training.parsing import parse_arguments
 GROUPS = (ModelArguments, DataArguments, TranslationTrainingArguments)
 RECIPES = sorted((REPOSITORY / "vanilla_transformer/recipes").glob("*.yaml"))
 TRAINED_ALWAYS = ("back_translation", "g2p", "inflection", "multi30k_tiny", "phrases")
-FINE_TUNES = ("marian",)  # tested beside the stock models
+FINE_TUNES = ("marian",)  # tested with the stock models
 # The columns of data sets that don't have one column `translation` with a text in each language.
 COLUMNS = {"bentrevett/multi30k": ("en", "de")}
 TEXTS = ["a house by the lake", "the lake is deep", "see how deep the lake is"] * 8
@@ -72,7 +72,7 @@ def test_a_recipe_trains_and_names_its_source(path, tmp_path, train_here):
     if recipe.get("dataset_name") == "phrases":
         sizes = {"train": 40, "validation": 2, "test": 2}
         flags |= {f"phrases_{split}_size": size for split, size in sizes.items()}
-    elif "dataset_name" not in recipe:  # it takes files
+    elif "dataset_name" not in recipe:  # it uses files
         several = "corpus_tags" in recipe or "corpus_temperature" in recipe
         for split, side in product(("train", "validation"), ("source", "target")):
             file = tmp_path / "data" / f"{split}.{side}"
@@ -103,7 +103,9 @@ def test_a_recipe_trains_and_names_its_source(path, tmp_path, train_here):
         ("wmt14_en_fr_big", 1024, 0.1, 300_000, 20),
     ],
 )
-def test_the_papers_recipes_are_the_papers(name, d_model, dropout, steps, averaged, tmp_path):
+def test_the_papers_recipes_have_the_papers_settings(
+    name, d_model, dropout, steps, averaged, tmp_path
+):
     """Sections 5.1 to 5.4 and 6.1."""
     recipe = str(REPOSITORY / f"vanilla_transformer/recipes/{name}.yaml")
     model_args, _, args = parse_arguments(

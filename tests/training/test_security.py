@@ -1,4 +1,4 @@
-"""Nothing that is read is ever run: payloads planted in every file stay asleep."""
+"""Data is never executed: payloads planted in every file are not run."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ PLANTERS = pytest.mark.parametrize("planter", [plant, plant_as_torch_does])
 
 
 @PLANTERS
-def test_the_payload_does_wake_where_pickles_are_trusted(tmp_path, planter):
+def test_the_payload_is_executed_if_pickles_are_trusted(tmp_path, planter):
     planter(tmp_path / "file.bin", tmp_path / "trace")
     if planter is plant:
         pickle.loads((tmp_path / "file.bin").read_bytes())
@@ -43,7 +43,7 @@ def test_the_payload_does_wake_where_pickles_are_trusted(tmp_path, planter):
 
 
 @PLANTERS
-def test_weights_in_a_pickle(checkpoint, tmp_path, mark, planter):
+def test_pickled_weights_are_refused(checkpoint, tmp_path, mark, planter):
     folder = tmp_path / "model"
     shutil.copytree(checkpoint, folder)
     (folder / "model.safetensors").unlink()
@@ -72,7 +72,7 @@ def trainer_in(folder, tokenizer, **options):
 
 @PLANTERS
 @pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_the_state_of_a_training(tokenizer, tmp_path, mark, planter, file):
+def test_a_pickled_training_state_is_refused(tokenizer, tmp_path, mark, planter, file):
     trainer_in(tmp_path, tokenizer).train()
     checkpoint = tmp_path / "checkpoint-1"
     (checkpoint / CHECKSUMS_NAME).unlink()
@@ -81,7 +81,7 @@ def test_the_state_of_a_training(tokenizer, tmp_path, mark, planter, file):
         trainer_in(tmp_path, tokenizer).train(resume_from_checkpoint=str(checkpoint))
 
 
-def test_the_arguments_of_a_training_are_never_read(tokenizer, tmp_path, mark):
+def test_pickled_training_arguments_are_never_read(tokenizer, tmp_path, mark):
     trainer_in(tmp_path, tokenizer).train()
     checkpoint = tmp_path / "checkpoint-1"
     (checkpoint / CHECKSUMS_NAME).unlink()
@@ -92,7 +92,7 @@ def test_the_arguments_of_a_training_are_never_read(tokenizer, tmp_path, mark):
 
 
 @pytest.mark.parametrize("name", ["train.pkl", "train.pickle", "train.pt", "train.npy"])
-def test_data_in_a_pickle(tmp_path, mark, name, monkeypatch):
+def test_pickled_data_is_refused(tmp_path, mark, name, monkeypatch):
     folder = tmp_path / "data"
     folder.mkdir()
     plant(folder / name, mark)
@@ -103,7 +103,7 @@ def test_data_in_a_pickle(tmp_path, mark, name, monkeypatch):
         load_parallel_dataset(DataArguments(dataset_name=str(folder)))
 
 
-def test_code_beside_a_model_is_run_only_on_request(checkpoint, tmp_path, mark):
+def test_code_in_a_model_folder_is_only_run_on_request(checkpoint, tmp_path, mark):
     folder = tmp_path / "model"
     shutil.copytree(checkpoint, folder)
     for path in folder.glob("*.py"):
@@ -121,8 +121,8 @@ def test_code_beside_a_model_is_run_only_on_request(checkpoint, tmp_path, mark):
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "{folder}/secret.safetensors"])
-def test_an_index_of_weights_leads_nowhere_else(checkpoint, tmp_path, name):
-    """The secret is what a hostile index would have averaged into a model to be handed on."""
+def test_a_weight_index_cannot_refer_to_files_outside_its_folder(checkpoint, tmp_path, name):
+    """A hostile index would have had the secret averaged into a model that is shared."""
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     save_file({"secret": torch.ones(2)}, tmp_path / "secret.safetensors")
     folder = tmp_path / "model"
@@ -136,7 +136,7 @@ def test_an_index_of_weights_leads_nowhere_else(checkpoint, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["../secret", "{folder}/secret"])
-def test_checksums_lead_nowhere_else(tmp_path, name):
+def test_checksums_cannot_refer_to_files_outside_their_folder(tmp_path, name):
     (tmp_path / "secret").write_text("secret")
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()
@@ -145,7 +145,7 @@ def test_checksums_lead_nowhere_else(tmp_path, name):
     assert find_defect(folder) == f"{folder / CHECKSUMS_NAME} can't be read"
 
 
-def test_a_tokenizers_file_is_data(checkpoint, tmp_path, mark):
+def test_a_pickle_in_place_of_a_tokenizer_file_is_refused(checkpoint, tmp_path, mark):
     folder = tmp_path / "model"
     shutil.copytree(checkpoint, folder)
     plant(folder / "tokenizer.json", mark)
@@ -165,7 +165,7 @@ HOSTILE_SIZES = [
     ("hidden_size", -3, "hidden_size=-3 is another name of d_model=24: expected one"),
     ("vocab_size", 1e12, "expected int, got float"),
     ("d_model", "512", "expected int, got str"),
-    # as large as may be, but not as the checkpoint is
+    # the largest that is allowed, but not the checkpoint's size
     ("vocab_size", 2**24, "vocab_size=16777216.*: .* that the checkpoint lacks"),
     ("decoder_vocab_size", 2**24, "decoder_vocab_size=16777216.*: .* that the checkpoint lacks"),
     ("encoder_ffn_dim", 2**24, "encoder_ffn_dim=16777216.*: .* that the checkpoint lacks"),
@@ -192,7 +192,7 @@ for name, value, expected in json.loads(sys.argv[1]):
 """
 
 
-def test_hostile_sizes_are_refused_before_memory_is_taken(checkpoint, tmp_path):
+def test_hostile_sizes_are_refused_before_memory_is_allocated(checkpoint, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(checkpoint, folder)
     for path in folder.glob("*.py"):

@@ -1,4 +1,5 @@
-"""The measurements from which `plan` estimates a training: whose they are, and which is nearest."""
+"""The measurements from which `plan` estimates a training: which ones apply, and which is
+nearest."""
 
 import pytest
 import torch
@@ -48,18 +49,18 @@ def old_row(speed=100.0, **changes):
     return {name: value for name, value in row(speed, **changes).items() if name not in NEW}
 
 
-def test_the_same_measurement_is_taken_as_it_is(model):
+def test_an_identical_measurement_is_used_unchanged(model):
     rows = [row(batch=4100), row(50.0), row(vocabulary=501)]
     assert nearest_speed(rows, KEY, model) == rows[1]
 
 
-def test_the_nearest_batch_counts_by_its_ratio(model):
+def test_the_nearest_batch_size_is_found_by_ratio(model):
     rows = [row(batch=1000), row(batch=8000), row(batch=40_000)]
     assert nearest_speed(rows, KEY, model) == rows[1]
 
 
-def test_the_speed_follows_the_weights_of_another_vocabulary(model):
-    """A token takes as long as the products with all weights, and twice the vocabulary has 500
+def test_the_speed_is_scaled_to_the_weights_of_a_different_vocabulary(model):
+    """The time per token is proportional to the number of weights, and twice the vocabulary has 500
     times d_model more."""
     found = nearest_speed([row(vocabulary=1000)], KEY, model)
     weights = model.num_parameters()
@@ -75,23 +76,24 @@ def test_the_speed_follows_the_weights_of_another_vocabulary(model):
         {"batch": -64}, {"attention": "eager"}, {"options": ["R-Drop"]}, {"heads": [8, 1]},
     ],
 )  # fmt: skip
-def test_what_was_measured_with_something_else_does_not_count(model, changes):
+def test_measurements_with_different_settings_do_not_count(model, changes):
     assert nearest_speed([row(**changes)], KEY, model) is None
 
 
-def test_batches_of_pairs_are_compared_with_each_other(model):
+def test_batches_of_pairs_are_only_compared_with_batches_of_pairs(model):
     rows = [row(), row(batch=-16), row(batch=-48)]
     assert nearest_speed(rows, {**KEY, "batch": -64}, model) == rows[2]
 
 
 @pytest.mark.parametrize("name", ["accumulation", "processes", "source_ratio"])
-def test_the_nearest_update_counts_by_its_ratio(model, name):
+def test_the_nearest_update_size_is_found_by_ratio(model, name):
     rows = [row(**{name: KEY[name] * ratio}) for ratio in (16, 8, 32)]
     assert nearest_speed(rows, KEY, model) == rows[1]
 
 
-def test_a_measurement_of_an_older_file_is_the_nearest_where_no_other_is_as_near(model):
-    """Its update counts as one batch on one device. It is never the very same measurement."""
+def test_a_measurement_of_an_older_file_is_used_if_none_is_nearer(model):
+    """Its update counts as one batch on one device. It is never taken for an identical
+    measurement."""
     key = {**KEY, "accumulation": 1, "processes": 1}
     rows = [old_row(), row(accumulation=1, processes=1), old_row(batch=8000)]
     assert nearest_speed(rows, key, model) == rows[1]
@@ -109,7 +111,7 @@ def key_of(folder, model, text=TEXT, **options):
     return measurement_key(model, arguments, text)
 
 
-def test_small_batches_are_not_a_large_one(model, tmp_path):
+def test_accumulated_small_batches_do_not_count_as_one_large_batch(model, tmp_path):
     """An update has 8,000 tokens each time."""
     many = key_of(tmp_path, model, max_tokens=80, gradient_accumulation_steps=100)
     one = key_of(tmp_path, model, max_tokens=8000)
@@ -118,25 +120,25 @@ def test_small_batches_are_not_a_large_one(model, tmp_path):
     assert find_speed([{**many, "gib": 1.0}, {**one, "gib": 2.0}], one)["gib"] == 2.0
 
 
-def test_several_processes_are_measured_on_their_own(model, tmp_path, monkeypatch):
+def test_several_processes_are_measured_separately(model, tmp_path, monkeypatch):
     one = key_of(tmp_path, model)
     monkeypatch.setattr(TranslationTrainingArguments, "world_size", 2)
     assert key_of(tmp_path, model) == {**one, "processes": 2}
     assert find_speed([one], key_of(tmp_path, model)) is None
 
 
-def test_a_text_with_longer_sources_is_measured_on_its_own(model, tmp_path):
+def test_a_text_with_longer_sources_is_measured_separately(model, tmp_path):
     """The speed is counted in target tokens, but its sources take time too."""
     longer = [{**TEXT[0], "input_ids": [5] * 9 + [3]}]
     key, other = (key_of(tmp_path, model, text) for text in (TEXT, longer))
     assert (key["source_ratio"], other["source_ratio"]) == (1.5, 5.0)
     shortest = [{"input_ids": [3], "labels": [5] * 40}]
-    assert key_of(tmp_path, model, shortest)["source_ratio"] == 0.1  # not 0: it divides
+    assert key_of(tmp_path, model, shortest)["source_ratio"] == 0.1  # not 0: it is a divisor
     assert find_speed([key], key_of(tmp_path, model, TEXT * 2)) == key
     assert find_speed([key], other) is None
 
 
-def test_a_text_of_longer_pairs_is_measured_on_its_own(model, tmp_path):
+def test_a_text_of_longer_pairs_is_measured_separately(model, tmp_path):
     """A batch of 32 of them holds more tokens, which takes less time per token."""
     longer = [{side: [5] * 20 for side in TEXT[0]}]
     nearly_as_long = [{side: [5] * 19 for side in TEXT[0]}]
@@ -153,8 +155,8 @@ def test_a_text_of_longer_pairs_is_measured_on_its_own(model, tmp_path):
     assert find_speed(keys[1:2], keys[2]) == keys[1]
 
 
-def test_bpe_dropout_is_measured_on_its_own(model, tmp_path):
-    """It segments the text in each epoch anew, which takes time."""
+def test_bpe_dropout_is_measured_separately(model, tmp_path):
+    """It segments the text again in each epoch, which takes time."""
     tokenizer = train_tokenizer(["a lake"] * 9, 265, show_progress=False)
     pairs = Dataset.from_list([{"source": "a lake", "target": "a lake"}])
     text = BPEDropoutDataset(pairs, Dataset.from_list(TEXT), BPEDropout(tokenizer, 0.1))
@@ -173,14 +175,14 @@ def test_bpe_dropout_is_measured_on_its_own(model, tmp_path):
     ],
     ids=str,
 )
-def test_models_that_differ_inside_are_measured_on_their_own(model, tmp_path, options, more):
+def test_models_with_different_layers_are_measured_separately(model, tmp_path, options, more):
     key, other = (key_of(tmp_path, each) for each in (model, make_model(**options)))
     assert other["layer_weights"] == key["layer_weights"] + more
     assert find_speed([key], other) is None
 
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
-def test_more_heads_of_the_same_weights_are_measured_on_their_own(model, tmp_path, stack):
+def test_more_heads_with_as_many_weights_are_measured_separately(model, tmp_path, stack):
     """Row (A-h32) of the paper's Table 3 trains at two thirds of the speed of (A-h1)."""
     models = make_model(), make_model(**{f"{stack}_attention_heads": 4})
     key, other = (key_of(tmp_path, each) for each in models)
@@ -188,7 +190,7 @@ def test_more_heads_of_the_same_weights_are_measured_on_their_own(model, tmp_pat
     assert find_speed([key], other) is None
 
 
-def test_the_shape_names_both_widths_where_they_differ(model, tmp_path):
+def test_the_shape_contains_both_widths_if_they_differ(model, tmp_path):
     other = make_model(decoder_ffn_dim=64)
     shapes = [key_of(tmp_path, each)["shape"] for each in (model, other)]
     assert shapes == [f"d_model 16, 1+1 layers, d_ff {d_ff}" for d_ff in ("32", "32+64")]
@@ -202,11 +204,11 @@ def test_the_shape_names_both_widths_where_they_differ(model, tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_tables_are_not_weights_of_layers(model, options):
+def test_embeddings_and_projection_do_not_count_as_layer_weights(model, options):
     assert layer_weights(make_model(**options)) == layer_weights(model)
 
 
-def test_products_that_torch_may_round_have_a_speed_of_their_own(model, tmp_path):
+def test_products_that_torch_may_round_are_measured_separately(model, tmp_path):
     found = []
     before = torch.get_float32_matmul_precision()
     try:

@@ -60,7 +60,9 @@ OURS, FACTOR = ["--config_overrides", f"{SHAPE},label_smoothing=0.3"], "--label_
         ("label_smoothing_factor: 0.2", [FACTOR, 0.4], 0.4),
     ],
 )
-def test_label_smoothing_has_transformers_option_too(tmp_path, train_here, recipe, flags, eps):
+def test_label_smoothing_can_be_set_with_transformers_option_too(
+    tmp_path, train_here, recipe, flags, eps
+):
     (tmp_path / "recipe.yaml").write_text(f"tokenizer_type: word\n{recipe}\n")
     flags = ["--config", tmp_path / "recipe.yaml", *flags]
     _, model = words_to_digits(tmp_path, train_here, *flags)
@@ -71,7 +73,7 @@ def test_label_smoothing_has_transformers_option_too(tmp_path, train_here, recip
         assert f"label_smoothing: {eps}" in used or f"smoothing={eps}" in used
 
 
-def test_bleu_does_not_choose_among_translations_that_are_too_short_for_it(tmp_path, train_here):
+def test_bleu_cannot_select_the_best_if_targets_are_too_short_for_it(tmp_path, train_here):
     flags = ["--predict_with_generate", "--eval_strategy", "steps", "--eval_steps", 1]
     flags += ["--metric_for_best_model", "bleu"]
     with pytest.raises(ValueError, match=r"metric_for_best_model=bleu: no validation target has 4"):
@@ -112,7 +114,7 @@ def test_reactions_of_molecules_in_two_vocabularies(tmp_path, train_here, caplog
     assert isinstance(translate("C C O")[0]["generated_text"], str)
 
 
-def test_several_languages_in_one_model(tmp_path, train_here):
+def test_several_target_languages_in_one_model(tmp_path, train_here):
     """A tag says which one to translate to (Johnson et al., 2017)."""
     written(tmp_path, en=["the lake", "a house"] * 4, fr=["le lac", "une maison"] * 4)
     written(tmp_path, de=["der See", "ein Haus"] * 4)
@@ -164,7 +166,7 @@ def test_training_stops_early(tmp_path, train_here):
 def test_a_resumed_training_compares_no_scores_of_different_evaluations(
     tmp_path, train_here, monkeypatch, caplog, metric, changed, difference, best
 ):
-    """The weights stay, so that the first of equal scores is the best."""
+    """The weights do not change, so that the first of equal scores is the best."""
     monkeypatch.chdir(tmp_path)
     written(tmp_path, source=["a b", "b c"] * 4, target=["b a a b", "c b"] * 4)
     flags = [
@@ -191,7 +193,7 @@ def test_a_resumed_training_compares_no_scores_of_different_evaluations(
         (["--early_stopping_patience", "2"], "expected load_best_model_at_end"),
     ],
 )
-def test_bad_patience_is_named(flags, message, tmp_path, train_here):
+def test_an_invalid_patience_is_reported(flags, message, tmp_path, train_here):
     with pytest.raises(ValueError, match=message):
         train_here(*QUICK, "--output_dir", tmp_path, "--dataset_name", "phrases", *flags)
 
@@ -218,7 +220,7 @@ def test_back_translation_has_a_line_for_each_line(tmp_path, checkpoint):
     assert greedy not in (once, other)
 
 
-def test_back_translations_that_are_cut_are_counted(tmp_path, checkpoint):
+def test_truncated_back_translations_are_counted(tmp_path, checkpoint):
     written(tmp_path, mono=["der See", "", "ein Haus am See"])
     shutil.copytree(checkpoint, tmp_path / "model")
     GenerationConfig.from_pretrained(checkpoint, max_new_tokens=1).save_pretrained(
@@ -230,7 +232,7 @@ def test_back_translations_that_are_cut_are_counted(tmp_path, checkpoint):
 
 
 @pytest.mark.slow
-def test_back_translation_that_was_killed_ends_in_the_same_text(tmp_path, checkpoint):
+def test_a_killed_back_translation_ends_in_the_same_text(tmp_path, checkpoint):
     """Samples and noise included."""
     written(tmp_path, mono=["der See ist tief", "ein Haus am See"] * 10)
     expected = back_translated(tmp_path, checkpoint, "whole", "--noise")
@@ -246,7 +248,7 @@ def test_back_translation_that_was_killed_ends_in_the_same_text(tmp_path, checkp
     process.wait()
     assert not (tmp_path / "killed").exists()
     assert (parts / "0").read_text().splitlines() == expected[:2]
-    (parts / "0").write_text("kept\n\n")  # a chunk that is done is not done again
+    (parts / "0").write_text("kept\n\n")  # a finished chunk is not translated again
     resumed = back_translated(tmp_path, checkpoint, "killed", "--noise")
     assert resumed == ["kept", "", *expected[2:]]
 
@@ -283,7 +285,7 @@ def test_noise_drops_masks_and_moves_words_a_little():
         ),
     ],
 )
-def test_bad_options_of_back_translation_are_named(tmp_path, monkeypatch, options, message):
+def test_invalid_options_of_back_translation_are_reported(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     written(tmp_path, **{"mono.csv": ["a,b"], "mono": ["a"]})
     options = {"source": "source", "output": "output", **options}

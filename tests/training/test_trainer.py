@@ -103,9 +103,7 @@ def test_a_recipe_gives_defaults_and_flags_override_them(tmp_path):
         ("gradient_accumulation_steps", 1, ("batches_per_update", None)),
     ],
 )
-def test_a_flag_replaces_a_recipes_option_that_says_the_same_otherwise(
-    flag, value, replaced, tmp_path
-):
+def test_a_flag_replaces_a_recipes_equivalent_option(flag, value, replaced, tmp_path):
     recipe = write_recipe(tmp_path, max_steps=7, max_tokens=100, batches_per_update=4)
     flags = ["--config", recipe, f"--{flag}", str(value), "--output_dir", str(tmp_path)]
     _, _, training_args = parse_arguments(GROUPS, flags)
@@ -144,7 +142,7 @@ def test_a_flag_replaces_a_recipes_option_that_says_the_same_otherwise(
         ({"optim_args": "eps=1"}, "optim_args=eps=1 has no effect with optim=adamw_torch_fused"),
     ],
 )
-def test_an_option_without_effect_is_named(options, message, tmp_path, caplog):
+def test_an_option_without_effect_is_reported(options, message, tmp_path, caplog):
     TranslationTrainingArguments(output_dir=str(tmp_path), **options)
     assert message in caplog.text
     assert caplog.text.count("has no effect") == 1
@@ -160,20 +158,20 @@ def test_an_option_without_effect_is_named(options, message, tmp_path, caplog):
         (["false"], "no"),
     ],
 )
-def test_the_tokens_to_count_can_be_told_on_a_command_line(tmp_path, given, expected):
+def test_the_tokens_to_count_can_be_set_on_the_command_line(tmp_path, given, expected):
     flags = ["--config", write_recipe(tmp_path), "--output_dir", str(tmp_path)]
     *_, arguments = parse_arguments(GROUPS, [*flags, "--include_num_input_tokens_seen", *given])
     assert arguments.include_num_input_tokens_seen == expected
 
 
-def test_a_precision_of_later_evaluations_is_named_as_without_effect(tmp_path, caplog):
+def test_bf16_full_eval_is_reported_as_without_effect(tmp_path, caplog):
     flags = ["--config", write_recipe(tmp_path), "--bf16_full_eval"]
     parse_arguments(GROUPS, [*flags, "--output_dir", str(tmp_path)])
     assert caplog.messages == ["bf16_full_eval=True has no effect: bf16 or fp16 decides"]
 
 
 @pytest.mark.parametrize("in_recipe", [False, True])
-def test_a_training_that_is_not_to_train_is_refused(tmp_path, in_recipe):
+def test_do_train_false_is_refused(tmp_path, in_recipe):
     """The option comes from transformers' scripts, whose users give `--do_train` to train."""
     recipe = write_recipe(tmp_path, **({"do_train": False} if in_recipe else {}))
     flags = ["--config", recipe, "--output_dir", str(tmp_path)]
@@ -189,7 +187,7 @@ def test_two_options_that_exclude_each_other_are_refused(tmp_path):
         TranslationTrainingArguments(output_dir=str(tmp_path), **options)
 
 
-def test_a_recipe_is_read_as_a_command_line_is(tmp_path):
+def test_a_recipe_is_parsed_like_a_command_line(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(
         "dataset_name: phrases\nlearning_rate: 1e-3\neval_strategy: no\n"
@@ -215,7 +213,7 @@ def test_a_recipe_is_read_as_a_command_line_is(tmp_path):
         ("seed: x", "--seed"),
     ],
 )
-def test_a_wrong_value_in_a_recipe_is_named(line, message, tmp_path, capsys):
+def test_an_invalid_value_in_a_recipe_is_reported(line, message, tmp_path, capsys):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"dataset_name: phrases\n{line}\n")
     with pytest.raises(SystemExit):
@@ -241,7 +239,7 @@ def test_a_wrong_value_in_a_recipe_is_named(line, message, tmp_path, capsys):
         ("report_to: [here, wandb]", "report_to='here': expected none, all or some of azure_ml, c"),
     ],
 )
-def test_a_recipe_that_cannot_be_read_is_named(text, message, tmp_path):
+def test_an_unreadable_recipe_is_reported(text, message, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     flags = ["--output_dir", str(tmp_path), "--dataset_name", "phrases"]
@@ -249,14 +247,14 @@ def test_a_recipe_that_cannot_be_read_is_named(text, message, tmp_path):
         parse_arguments(GROUPS, ["--config", str(path), *flags])
 
 
-def test_a_package_to_report_to_is_missed_before_the_text_is_read(tmp_path, monkeypatch):
+def test_a_missing_reporting_package_is_reported_before_the_text_is_read(tmp_path, monkeypatch):
     checks = "vanilla_transformer.training.option_checks"
     monkeypatch.setattr(f"{checks}.get_available_reporting_integrations", lambda: ["trackio"])
     with pytest.raises(ValueError, match="report_to='wandb': its package is not installed"):
         TranslationTrainingArguments(str(tmp_path), use_cpu=True, report_to=["trackio", "wandb"])
 
 
-def test_a_recipe_has_numbers_and_null_where_options_have_them(tmp_path):
+def test_a_recipe_has_the_types_that_its_options_expect(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(
         "config_overrides: {layer_norm_eps: 1e-6, dropout: .5e+0, activation_function: gelu}\n"
@@ -270,7 +268,7 @@ def test_a_recipe_has_numbers_and_null_where_options_have_them(tmp_path):
     assert (model_args.user_tokens, training_args.max_tokens) == ([], None)
 
 
-def test_without_a_recipe_flags_are_all(tmp_path):
+def test_a_recipe_is_not_required(tmp_path):
     model_args, _, _ = parse_arguments(
         GROUPS, ["--dataset_name", "phrases", "--preset", "big", "--output_dir", str(tmp_path)]
     )
@@ -288,8 +286,8 @@ def test_local_files_replace_the_recipes_data_set(tmp_path):
     assert data_args.train_source == [str(text)]
 
 
-def test_an_unknown_option_in_a_recipe_is_named(tmp_path):
-    recipe = write_recipe(tmp_path, learning_rat=1, config="phrases")  # recipes don't inherit
+def test_an_unknown_option_in_a_recipe_is_reported(tmp_path):
+    recipe = write_recipe(tmp_path, learning_rat=1, config="phrases")  # recipes do not inherit
     with pytest.raises(ValueError, match=r"recipe.yaml: unknown options config, learning_rat"):
         parse_arguments(GROUPS, ["--config", recipe])
 
@@ -301,7 +299,7 @@ def test_a_recipe_must_be_a_mapping(tmp_path):
         parse_arguments(GROUPS, ["--config", str(path)])
 
 
-def test_a_missing_recipe_is_named(tmp_path):
+def test_a_missing_recipe_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere.yaml"):
         parse_arguments(GROUPS, ["--config", str(tmp_path / "nowhere.yaml")])
 
@@ -320,7 +318,7 @@ def test_every_recipe_parses(path, tmp_path):
     assert small_config(**{**model_args.overrides(), "d_model": 24})
 
 
-def test_a_recipe_may_have_config_overrides_as_a_mapping(tmp_path):
+def test_config_overrides_in_a_recipe_can_be_a_mapping(tmp_path):
     overrides = {"dropout": 0.2, "head_dim": None, "eos_token_id": [2, 3]}
     recipe = write_recipe(tmp_path, config_overrides=overrides)
     flags = ["--config", recipe, "--output_dir", str(tmp_path)]
@@ -331,7 +329,7 @@ def test_a_recipe_may_have_config_overrides_as_a_mapping(tmp_path):
     "of_recipe", ["encoder_layers=2,dropout=0.3", {"encoder_layers": 2, "dropout": 0.3}]
 )
 def test_config_overrides_add_to_those_of_the_recipe(tmp_path, of_recipe):
-    """A change of dropout does not bring back the preset's layers."""
+    """Changing the dropout does not restore the preset's number of layers."""
     recipe = write_recipe(tmp_path, config_overrides=of_recipe)
     flags = ["--config", recipe, "--output_dir", str(tmp_path), "--config_overrides", "dropout=0.1"]
     expected = {"encoder_layers": 2, "dropout": 0.1}
@@ -348,14 +346,14 @@ def test_config_overrides_are_typed():
     }  # fmt: skip
 
 
-def test_config_overrides_may_change_special_tokens(tokenizer):
+def test_config_overrides_can_change_special_tokens(tokenizer):
     arguments = ModelArguments(preset="tiny", config_overrides="eos_token_id=5,layer_norm_eps=1e-6")
     config = make_model(arguments, tokenizer, None).config
     assert (config.eos_token_id, config.layer_norm_eps) == (5, 1e-6)
     assert config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_options_of_what_is_not_made_are_named(caplog):
+def test_options_of_a_model_or_tokenizer_that_is_loaded_are_reported(caplog):
     given = {"vocab_size": 1000, "tokenizer_type": "char", "preset": "big"}
     ModelArguments(**given).warn_of_what_has_no_effect()
     ModelArguments(model_name_or_path="m").warn_of_what_has_no_effect()
@@ -371,14 +369,14 @@ def test_options_of_what_is_not_made_are_named(caplog):
     assert not any(message.startswith("preset") for message in caplog.messages)
 
 
-def test_the_size_of_a_vocabulary_from_a_file_is_named_as_without_effect(tmp_path, caplog):
+def test_vocab_size_for_a_vocabulary_from_a_file_is_reported_as_without_effect(tmp_path, caplog):
     codes = tmp_path / "codes"
     codes.write_text("a b</w>\n")
     ModelArguments(vocab_size=1000, bpe_codes=[str(codes)]).warn_of_what_has_no_effect()
     assert caplog.messages == [f"vocab_size=1000 has no effect: bpe_codes={[str(codes)]} decides"]
 
 
-def test_the_log_names_the_sizes_of_new_tokenizers_alone(tmp_path, caplog):
+def test_the_log_only_contains_the_sizes_of_new_tokenizers(tmp_path, caplog):
     caplog.set_level(logging.INFO, "vanilla_transformer")
     codes = tmp_path / "codes"
     codes.write_text("a b</w>\n")
@@ -391,7 +389,7 @@ def test_the_log_names_the_sizes_of_new_tokenizers_alone(tmp_path, caplog):
     assert [message for message in caplog.messages if "Training" in message] == said
 
 
-def test_a_tokenizer_that_does_not_belong_to_the_model_is_named(tokenizer, tmp_path, caplog):
+def test_a_tokenizer_that_does_not_match_the_model_is_reported(tokenizer, tmp_path, caplog):
     small_model(tokenizer).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     arguments = ModelArguments(model_name_or_path=str(tmp_path / "model"), tokenizer_name="other")
@@ -402,8 +400,9 @@ def test_a_tokenizer_that_does_not_belong_to_the_model_is_named(tokenizer, tmp_p
     assert "tokenizer_name=other has a different vocabulary than model_name_or" in caplog.text
 
 
-def test_references_that_no_translation_can_equal_are_named(caplog):
-    """In another Unicode normal form, the score after a training without an error would be 0."""
+def test_references_that_no_translation_can_equal_are_reported(caplog):
+    """With a different Unicode normal form, the score would be 0 after a training without
+    errors."""
     composed = [unicodedata.normalize("NFC", text) for text in ("café", "öl", "a naïve idea", "b")]
     decomposed = [unicodedata.normalize("NFD", text) for text in composed]
     tokenizer = train_tokenizer(composed, 300, show_progress=False)
@@ -414,7 +413,7 @@ def test_references_that_no_translation_can_equal_are_named(caplog):
     warn_of_changed_references({"train": None, "test": iter([])}, tokenizer)
 
 
-def test_noise_that_transformers_would_not_add_is_named(tokenizer, splits, tmp_path):
+def test_noise_that_transformers_would_not_add_is_reported(tokenizer, splits, tmp_path):
     arguments = training_arguments(tmp_path, neftune_noise_alpha=5.0)
     with pytest.raises(ValueError, match=r"neftune_noise_alpha=5.0: expected a model whose source"):
         make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
@@ -423,7 +422,7 @@ def test_noise_that_transformers_would_not_add_is_named(tokenizer, splits, tmp_p
 
 @pytest.mark.parametrize("rows", [None, 4])
 @pytest.mark.parametrize("name", ["eval_strategy", "save_strategy", "logging_strategy"])
-def test_batches_from_a_stream_have_no_epochs(tmp_path, name, rows):
+def test_strategies_by_epoch_are_refused_for_a_stream(tmp_path, name, rows):
     options = {"per_device_train_batch_size": rows, name: "epoch"}
     arguments = TranslationTrainingArguments(
         str(tmp_path), use_cpu=True, max_steps=5, report_to="none", **options
@@ -449,7 +448,7 @@ def test_several_processes_cannot_share_rows_of_a_stream(tmp_path, monkeypatch):
 
 
 def test_training_with_gradient_checkpointing_can_be_resumed(tokenizer, tmp_path):
-    """It is another way to the same gradients, with which the model keeps its cache."""
+    """It computes the same gradients, and the model keeps its cache."""
     options = {"gradient_checkpointing": True, "config": {"dropout": 0.0}}
     trainer = small_trainer(tmp_path, tokenizer, **options)
     trainer.train()
@@ -458,12 +457,12 @@ def test_training_with_gradient_checkpointing_can_be_resumed(tokenizer, tmp_path
     arguments = ModelArguments(preset="tiny")
     checkpoint = tmp_path / "without_cache"
     config = make_model(arguments, tokenizer, None).config
-    config.use_cache = False  # as earlier versions left it
+    config.use_cache = False  # as earlier versions saved it
     config.save_pretrained(checkpoint)
     assert make_model(arguments, tokenizer, str(checkpoint)).config.use_cache
 
 
-def test_the_checkpoints_to_average_stay_under_a_limit(tokenizer, tmp_path, monkeypatch):
+def test_the_checkpoints_to_average_are_kept_under_a_limit(tokenizer, tmp_path, monkeypatch):
     """The best three, not the best and the last two."""
     losses = itertools.chain([5.0, 4.0, 6.0], itertools.count(7.0))
 
@@ -491,7 +490,7 @@ def test_the_checkpoints_to_average_stay_under_a_limit(tokenizer, tmp_path, monk
         ({"float32_matmul_precision": "low"}, "float32_matmul_precision='low': expected highest"),
     ],
 )
-def test_model_options_that_cannot_be_are_named(options, message):
+def test_invalid_model_options_are_reported(options, message):
     with pytest.raises(ValueError, match=message):
         ModelArguments(**options)
 
@@ -512,13 +511,13 @@ def arguments_for(folder, resume=None):
     return Seq2SeqTrainingArguments(output_dir=as_typed(folder), resume_from_checkpoint=resume)
 
 
-def test_a_new_or_empty_folder_is_started_in(tmp_path):
+def test_training_starts_in_a_new_or_empty_folder(tmp_path):
     assert find_checkpoint(arguments_for(tmp_path / "new")) is None
     assert find_checkpoint(arguments_for(tmp_path)) is None
     assert find_checkpoint(arguments_for(tmp_path, "auto")) is None
 
 
-def test_resuming_takes_the_newest_checkpoint(tmp_path):
+def test_resuming_uses_the_newest_checkpoint(tmp_path):
     first, newest = checkpoint_at(tmp_path, 5), checkpoint_at(tmp_path, 20)
     for resume, expected in (("true", newest), ("auto", newest), (first, first)):
         assert Path(find_checkpoint(arguments_for(tmp_path, resume))).samefile(expected)
@@ -526,7 +525,9 @@ def test_resuming_takes_the_newest_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("folder", ["out", "./out/", "../here/out"])
 @pytest.mark.parametrize("resume", ["true", "auto", "./out/checkpoint-5/"])
-def test_resuming_finds_what_people_type(tmp_path, monkeypatch, folder, resume):
+def test_resuming_finds_a_checkpoint_however_its_path_is_typed(
+    tmp_path, monkeypatch, folder, resume
+):
     (tmp_path / "here").mkdir()
     expected = checkpoint_at(tmp_path / "here/out", 5)
     monkeypatch.chdir(tmp_path / "here")
@@ -553,7 +554,7 @@ def test_resuming_finds_what_people_type(tmp_path, monkeypatch, folder, resume):
         ),
     ],
 )
-def test_an_optimizer_does_not_begin_anew_in_silence(
+def test_a_checkpoint_without_a_usable_optimizer_state_is_refused(
     tmp_path, monkeypatch, resume, state, plugin, message
 ):
     path = Path(checkpoint_at(tmp_path, 5))
@@ -566,7 +567,7 @@ def test_an_optimizer_does_not_begin_anew_in_silence(
 
 
 @pytest.mark.parametrize("content", ["checkpoint-3/trainer_state.json", "config.json"])
-def test_a_folder_that_holds_a_model_is_left_alone(tmp_path, content):
+def test_a_folder_that_holds_a_model_is_not_overwritten(tmp_path, content):
     (tmp_path / content).parent.mkdir(exist_ok=True)
     (tmp_path / content).write_text("{}")
     with pytest.raises(FileExistsError, match="already holds a model: choose another folder"):
@@ -574,17 +575,17 @@ def test_a_folder_that_holds_a_model_is_left_alone(tmp_path, content):
 
 
 @pytest.mark.parametrize("name", ["README.md", "loss.py"])
-def test_a_users_file_that_training_would_replace_is_left_alone(tmp_path, name):
+def test_a_users_file_that_training_would_replace_is_not_overwritten(tmp_path, name):
     (tmp_path / name).write_text("mine")
     message = f"holds {name}, which training would replace: move it, or choose another folder"
     with pytest.raises(FileExistsError, match=message):
         find_checkpoint(arguments_for(tmp_path))
 
 
-def test_code_that_a_tokenizer_brought_is_no_users_file(tmp_path, tokenizer):
+def test_code_from_a_tokenizer_does_not_count_as_a_users_file(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")  # of a new repository
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")  # in a new repository
     shutil.copy(Path(loss.__file__), tmp_path)
     assert find_checkpoint(arguments_for(tmp_path)) is None
 
@@ -596,13 +597,13 @@ def test_resuming_from_nothing_is_an_error(tmp_path):
         find_checkpoint(arguments_for(tmp_path, "elsewhere"))
 
 
-def test_a_file_is_no_output_folder(tmp_path):
+def test_a_file_as_output_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError, match="file is a file: expected a folder"):
         find_checkpoint(arguments_for(tmp_path / "file", "auto"))
 
 
-def test_a_checkpoint_of_another_shape_is_not_resumed(checkpoint, tokenizer):
+def test_a_checkpoint_of_a_different_shape_is_not_resumed(checkpoint, tokenizer):
     overrides = (
         "d_model=24,encoder_layers=2,decoder_layers=3,encoder_attention_heads=2,"
         "decoder_attention_heads=4,encoder_ffn_dim=40,decoder_ffn_dim=36"
@@ -617,7 +618,7 @@ def test_a_checkpoint_of_another_shape_is_not_resumed(checkpoint, tokenizer):
 
 
 def test_a_resumed_run_keeps_the_dropout_that_was_chosen(checkpoint, tokenizer):
-    # The text may have changed, and with it the choice.
+    # The text can have changed, and with it the choice.
     text = TextSize(3, 10, 10, distinct_target_tokens=10, longest_excess=0)
     overrides = (
         "d_model=24,encoder_layers=2,decoder_layers=3,encoder_attention_heads=2,"
@@ -628,7 +629,7 @@ def test_a_resumed_run_keeps_the_dropout_that_was_chosen(checkpoint, tokenizer):
     assert make_model(arguments, tokenizer, str(checkpoint), text).config.dropout == 0.1
 
 
-def test_a_fine_tuned_model_is_not_resumed_with_other_options(checkpoint, tokenizer, tmp_path):
+def test_a_fine_tuned_model_is_not_resumed_with_different_options(checkpoint, tokenizer, tmp_path):
     arguments = ModelArguments(model_name_or_path=str(checkpoint))
     model = make_model(arguments, tokenizer, None)
     model.save_pretrained(tmp_path / "checkpoint-1")
@@ -714,7 +715,7 @@ def test_labels_are_padded_on_the_right(tokenizer, splits, tmp_path, monkeypatch
 
 
 @pytest.mark.curves
-def test_the_trainer_learns_and_leaves_a_whole_folder(tokenizer, splits, tmp_path):
+def test_the_trainer_learns_and_leaves_a_complete_folder(tokenizer, splits, tmp_path):
     arguments = training_arguments(
         tmp_path,
         max_steps=60,
@@ -741,8 +742,10 @@ def test_the_trainer_learns_and_leaves_a_whole_folder(tokenizer, splits, tmp_pat
 
 @pytest.mark.curves
 @pytest.mark.parametrize(("pause", "times"), [(0.0, 3), (60.0, 1)])
-def test_curves_are_drawn_as_often_as_they_may(tokenizer, tmp_path, monkeypatch, pause, times):
-    """After each of two evaluations and in the end, or in the end alone."""
+def test_curves_are_drawn_as_often_as_the_interval_allows(
+    tokenizer, tmp_path, monkeypatch, pause, times
+):
+    """After each of two evaluations and at the end, or only at the end."""
     drawn = []
     monkeypatch.setattr(plotting, "save", lambda figure, path: drawn.append(path))
     monkeypatch.setattr(CurvesCallback, "INTERVAL", pause)
@@ -752,14 +755,15 @@ def test_curves_are_drawn_as_often_as_they_may(tokenizer, tmp_path, monkeypatch,
 
 
 @pytest.mark.curves
-def test_a_training_that_logs_no_loss_has_no_curves(tokenizer, tmp_path):
-    """Or its model card would show an empty picture."""
+def test_a_training_without_a_logged_loss_has_no_curves(tokenizer, tmp_path):
+    """Otherwise its model card would show an empty picture."""
     small_trainer(tmp_path, tokenizer, logging_steps=500).train()
     assert not (tmp_path / "curves.png").exists()
 
 
 def test_a_blank_source_has_a_blank_translation(tokenizer, splits, tmp_path):
-    """As in `translate`: scores during training don't count what the model makes of nothing."""
+    """As in `translate`: scores during training ignore what the model generates for an empty
+    source."""
     rows = splits["validation"].select(range(3)).to_list()
     rows[1] = {"input_ids": tokenizer("")["input_ids"], "labels": tokenizer("")["input_ids"]}
     arguments = training_arguments(tmp_path, predict_with_generate=True)
@@ -769,9 +773,7 @@ def test_a_blank_source_has_a_blank_translation(tokenizer, splits, tmp_path):
     assert [bool(text) for text in texts] == [True, False, True]
 
 
-def test_a_source_has_one_translation_whatever_the_model_was_saved_with(
-    tokenizer, splits, tmp_path
-):
+def test_a_source_has_one_translation_whatever_is_saved_with_the_model(tokenizer, splits, tmp_path):
     """As in `translate`."""
     rows = splits["validation"].select(range(3))
     arguments = training_arguments(tmp_path, predict_with_generate=True, generation_num_beams=2)
@@ -786,8 +788,8 @@ def test_a_source_has_one_translation_whatever_the_model_was_saved_with(
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_path, ours):
-    """Seq2SeqTrainer leaves max_length=20 in the model: our trainer undoes it, and where there is
-    another one, the model does not take it for a wish."""
+    """Seq2SeqTrainer leaves max_length=20 in the model: our trainer restores it, and with a
+    different trainer the model does not treat it as a user's choice."""
     model = small_model(tokenizer, eos_token_id=None)
     trainer = (TranslationTrainer if ours else Seq2SeqTrainer)(
         model=model,
@@ -814,7 +816,9 @@ def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_p
     assert fresh.generate(source).shape[1] == 20
 
 
-def test_a_limit_of_20_tokens_that_a_user_chose_outlives_an_evaluation(tokenizer, splits, tmp_path):
+def test_a_limit_of_20_tokens_that_a_user_chose_is_kept_after_an_evaluation(
+    tokenizer, splits, tmp_path
+):
     model = small_model(tokenizer, eos_token_id=None)
     model.generation_config.max_length = 20
     Seq2SeqTrainer(
@@ -860,7 +864,7 @@ STOCK = [(MarianConfig, MarianMTModel), (M2M100Config, M2M100ForConditionalGener
 
 
 @pytest.mark.parametrize("classes", STOCK)
-def test_accumulated_steps_of_a_stock_model_count_by_their_labels(
+def test_accumulated_steps_of_a_stock_model_are_weighted_by_labels(
     classes, tokenizer, splits, tmp_path
 ):
     results = []
@@ -878,7 +882,7 @@ def test_accumulated_steps_of_a_stock_model_count_by_their_labels(
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
 
 
-def test_a_model_that_shifts_labels_only_by_itself_gets_the_same_inputs(tokenizer, splits):
+def test_a_model_that_only_shifts_labels_internally_gets_the_same_inputs(tokenizer, splits):
     model = stock_model(tokenizer, *STOCK[1]).eval()
     batch = PairCollator(tokenizer, model=model)([splits["train"][row] for row in range(3)])
     given = model(**batch).logits
@@ -886,14 +890,14 @@ def test_a_model_that_shifts_labels_only_by_itself_gets_the_same_inputs(tokenize
     assert torch.equal(model(**batch).logits, given)
 
 
-def test_a_batch_lacks_the_length_that_only_chooses_it(tokenizer, splits):
-    """With `remove_unused_columns=False`, or `generate()` would refuse it."""
+def test_a_batch_does_not_contain_the_length_column(tokenizer, splits):
+    """Also with `remove_unused_columns=False`: `generate()` would refuse it."""
     pairs = [{**splits["train"][row], "length": 9} for row in range(3)]
     assert "length" not in PairCollator(tokenizer)(pairs)
     assert pairs[0]["length"] == 9
 
 
-def test_sources_alone_make_a_batch(tokenizer, splits):
+def test_a_batch_can_have_sources_without_labels(tokenizer, splits):
     model = stock_model(tokenizer, *STOCK[1])
     sources = [{"input_ids": splits["train"][row]["input_ids"]} for row in range(3)]
     batch = PairCollator(tokenizer, model=model)(sources)
@@ -903,13 +907,13 @@ def test_sources_alone_make_a_batch(tokenizer, splits):
     }
 
 
-def test_labels_are_padded_with_what_is_asked_for(tokenizer, splits):
+def test_labels_are_padded_with_label_pad_token_id(tokenizer, splits):
     pairs = [{**splits["train"][0], "labels": [5] * length} for length in (1, 3)]
     batch = PairCollator(tokenizer, label_pad_token_id=-1)(pairs)
     assert batch["labels"].tolist() == [[5, -1, -1], [5, 5, 5]]
 
 
-def test_a_loss_of_the_users_own_gets_the_number_of_labels(tokenizer, splits, tmp_path):
+def test_a_custom_loss_gets_the_number_of_labels(tokenizer, splits, tmp_path):
     seen = []
 
     def loss(outputs, labels, num_items_in_batch=None):
@@ -927,7 +931,7 @@ def test_a_loss_of_the_users_own_gets_the_number_of_labels(tokenizer, splits, tm
     assert all(given == counted for counted, given in seen)
 
 
-def test_a_source_of_one_token_is_not_blank_where_its_end_is_padding_too(tmp_path):
+def test_a_source_of_one_token_is_not_blank_if_eos_is_also_padding(tmp_path):
     words = Tokenizer(models.WordLevel({"</s>": 0, "<s>": 1, "a": 2, "b": 3}, unk_token="a"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 0)])
@@ -946,7 +950,7 @@ def test_a_source_of_one_token_is_not_blank_where_its_end_is_padding_too(tmp_pat
     assert set(predictions.predictions[1]) == {0}
 
 
-def test_trainers_own_label_smoothing_equals_ours(tokenizer, splits, tmp_path):
+def test_label_smoothing_of_transformers_trainer_equals_ours(tokenizer, splits, tmp_path):
     results = []
     for ours, theirs in ((0.2, 0.0), (0.0, 0.2)):
         arguments = training_arguments(tmp_path, label_smoothing_factor=theirs, optim="sgd")
@@ -1010,7 +1014,7 @@ def test_resuming_ends_in_the_same_weights(tokenizer, splits, tmp_path):
     assert torch.equal(whole, resumed)
 
 
-def test_a_stock_trainer_needs_nothing_of_ours(tokenizer, splits, tmp_path):
+def test_a_stock_seq2seqtrainer_trains_the_model(tokenizer, splits, tmp_path):
     model = small_model(tokenizer)
     trainer = Seq2SeqTrainer(
         model=model,
@@ -1022,7 +1026,7 @@ def test_a_stock_trainer_needs_nothing_of_ours(tokenizer, splits, tmp_path):
 
 
 @pytest.mark.parametrize("folder", [".", "../mine/"])
-def test_the_card_bears_the_name_of_the_folder(tokenizer, tmp_path, monkeypatch, folder):
+def test_the_title_of_the_card_is_the_name_of_the_folder(tokenizer, tmp_path, monkeypatch, folder):
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     data = DataArguments(dataset_name="phrases")
@@ -1034,8 +1038,8 @@ def test_the_card_bears_the_name_of_the_folder(tokenizer, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_only_weights_that_are_missing_are_reported(tokenizer, tmp_path, caplog, tied):
-    """A matrix that is several weights is saved once, and is no less there."""
+def test_only_missing_weights_are_reported(tokenizer, tmp_path, caplog, tied):
+    """A tied matrix is saved once, and its other names do not count as missing."""
     options = {
         "config": {"tie_word_embeddings": tied},
         "eval_strategy": "steps",
@@ -1083,7 +1087,7 @@ def test_the_mean_of_the_last_checkpoints_becomes_the_model(tokenizer, splits, t
     assert trainer.averaged_steps == [2, 4, 6][-wanted:]
 
 
-def test_a_recipes_average_can_be_switched_off(tokenizer, tmp_path, caplog):
+def test_a_recipes_averaging_can_be_turned_off(tokenizer, tmp_path, caplog):
     """0, as `--average_checkpoints 0` on the command line, leaves the weights of the last step."""
     trainer = small_trainer(tmp_path, tokenizer, average_checkpoints=0)
     trainer.train()
@@ -1096,8 +1100,9 @@ def test_a_recipes_average_can_be_switched_off(tokenizer, tmp_path, caplog):
     TranslationTrainingArguments(str(tmp_path), average_checkpoints=0, save_strategy="no")
 
 
-def test_the_mean_leaves_out_steps_that_come_after_the_end(tokenizer, tmp_path, caplog):
-    """As of a longer run in the same folder, from whose middle this one resumes."""
+def test_the_mean_leaves_out_steps_after_the_last_one(tokenizer, tmp_path, caplog):
+    """Such as those of a longer run in the same folder, from the middle of which this one
+    resumes."""
     small_trainer(tmp_path, tokenizer).train()
     trainer = small_trainer(tmp_path, tokenizer, average_checkpoints=2, max_steps=6)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -1107,7 +1112,7 @@ def test_the_mean_leaves_out_steps_that_come_after_the_end(tokenizer, tmp_path, 
 
 
 @pytest.mark.parametrize("content", ["checkpoint-3/trainer_state.json", "config.json"])
-def test_a_checkpoint_of_another_run_does_not_replace_a_model(tokenizer, tmp_path, content):
+def test_resuming_from_a_different_run_does_not_overwrite_a_model(tokenizer, tmp_path, content):
     small_trainer(tmp_path / "run", tokenizer, max_steps=2).train()
     (tmp_path / "other" / content).parent.mkdir(parents=True)
     (tmp_path / "other" / content).write_text("{}")
@@ -1119,8 +1124,8 @@ def test_a_checkpoint_of_another_run_does_not_replace_a_model(tokenizer, tmp_pat
     assert find_checkpoint(arguments) == wanted
 
 
-def test_without_checkpoints_the_model_stays_as_it_is(tokenizer, tmp_path, caplog):
-    """As in another folder than that of a run that had reached its end."""
+def test_without_checkpoints_the_model_is_unchanged(tokenizer, tmp_path, caplog):
+    """As when a finished run is resumed in a different folder."""
     small_trainer(tmp_path / "run", tokenizer).train()
     trainer = small_trainer(tmp_path / "elsewhere", tokenizer, average_checkpoints=2)
     trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-8"))
@@ -1139,7 +1144,7 @@ def test_without_checkpoints_the_model_stays_as_it_is(tokenizer, tmp_path, caplo
     ],
 )
 def test_the_mean_can_be_that_of_the_best(tokenizer, splits, tmp_path, metric, scores, chosen):
-    """The checkpoint of step 8 is without a score in one case, and takes no part."""
+    """In one case the checkpoint of step 8 has no score, and is left out."""
     arguments = training_arguments(
         tmp_path,
         average_checkpoints=2,
@@ -1167,7 +1172,7 @@ def test_the_mean_can_be_that_of_the_best(tokenizer, splits, tmp_path, metric, s
         torch.testing.assert_close(weight, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_the_models_generation_config_holds_what_a_recipe_wishes(tokenizer, splits, tmp_path):
+def test_the_saved_generation_config_has_the_options_of_the_recipe(tokenizer, splits, tmp_path):
     wished = {"length_penalty": 0.6, "length_penalty_type": "gnmt", "early_stopping": "never"}
     for given in (wished, json.dumps(wished)):
         arguments = training_arguments(tmp_path, generation_num_beams=4, generation_kwargs=given)
@@ -1178,7 +1183,9 @@ def test_the_models_generation_config_holds_what_a_recipe_wishes(tokenizer, spli
         assert saved.num_beams == 4
 
 
-def test_a_model_to_fine_tune_keeps_its_beams_unless_others_are_given(tokenizer, splits, tmp_path):
+def test_a_fine_tuned_model_keeps_its_number_of_beams_unless_one_is_given(
+    tokenizer, splits, tmp_path
+):
     model = small_model(tokenizer)
     model.generation_config.num_beams = 6
     for given, expected in ((None, 6), (3, 3)):
@@ -1201,13 +1208,13 @@ def test_an_error_says_how_one_beam_replaces_a_models_own_beam_search(tokenizer,
 @pytest.mark.parametrize(
     "options", [{"oversized": "cut"}, {"oversized": "drop", "per_device_train_batch_size": 4}]
 )
-def test_a_budget_is_expected_where_longer_pairs_are_cut_or_dropped(options, tmp_path):
+def test_cutting_or_dropping_longer_pairs_requires_max_tokens(options, tmp_path):
     with pytest.raises(ValueError, match=r"oversized='\w+': expected max_tokens with it"):
         TranslationTrainingArguments(output_dir=str(tmp_path), **options)
     assert TranslationTrainingArguments(output_dir=str(tmp_path), oversized="drop").left_open
 
 
-def test_a_field_that_no_generation_config_has_is_named(tmp_path):
+def test_an_unknown_field_of_the_generation_config_is_reported(tmp_path):
     message = "generation_kwargs has 'lenght_penalty': no field of GenerationConfig"
     with pytest.raises(ValueError, match=message):
         training_arguments(tmp_path, generation_kwargs={"lenght_penalty": 0.6})
@@ -1221,7 +1228,7 @@ def test_a_field_that_no_generation_config_has_is_named(tmp_path):
         ({"temperature": 0.5}, "`do_sample` is not set to"),
     ],
 )
-def test_decoding_options_that_cannot_be_are_named_before_training(
+def test_invalid_decoding_options_are_reported_before_training(
     given, message, tokenizer, splits, tmp_path
 ):
     arguments = training_arguments(tmp_path, generation_kwargs=given)
@@ -1240,7 +1247,7 @@ def test_decoding_options_that_cannot_be_are_named_before_training(
         ({"average_checkpoints": 5, "save_strategy": "no"}, "save_strategy='no' keeps none"),
     ],
 )
-def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
+def test_averaging_checkpoints_that_are_not_kept_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         TranslationTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
 
@@ -1324,12 +1331,12 @@ def test_averages_of_what_is_not_kept_are_refused(tmp_path, options, message):
         ),
     ],
 )
-def test_options_with_which_nothing_would_be_done_are_refused(tmp_path, options, message):
+def test_options_that_cannot_work_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         training_arguments(tmp_path, **options)
 
 
-def test_a_package_of_an_optimizer_that_is_missing_is_named(tmp_path, monkeypatch):
+def test_a_missing_package_of_an_optimizer_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.trainer_optimizer.is_bitsandbytes_available", lambda: False)
     with pytest.raises(ValueError, match="optim=ademamix: You need to install `bitsandbytes`"):
         training_arguments(tmp_path, optim="ademamix")
@@ -1337,7 +1344,7 @@ def test_a_package_of_an_optimizer_that_is_missing_is_named(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("metric", ["bleu", "eval_exact_match"])
-def test_a_metric_of_translations_needs_translations(tmp_path, metric):
+def test_a_translation_metric_needs_predict_with_generate(tmp_path, metric):
     options = {"metric_for_best_model": metric, "eval_strategy": "steps"}
     with pytest.raises(ValueError, match=f"metric_for_best_model={metric}: expected predict_with"):
         training_arguments(tmp_path, **options)
@@ -1350,7 +1357,7 @@ def test_a_metric_of_translations_needs_translations(tmp_path, metric):
 @pytest.mark.parametrize(
     ("metric", "greater"), [("wer", False), ("eval_chrf", True), ("ter", False)]
 )
-def test_a_metric_that_selects_the_best_is_computed_and_knows_what_is_better(
+def test_a_metric_that_selects_the_best_is_computed_and_has_the_right_direction(
     tokenizer, splits, tmp_path, metric, greater
 ):
     options = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
@@ -1373,7 +1380,7 @@ def test_a_metric_that_selects_the_best_is_computed_and_knows_what_is_better(
 
 
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
-def test_a_schedule_that_watches_a_metric_knows_what_is_better(
+def test_a_schedule_that_watches_a_metric_has_the_right_direction(
     tokenizer, splits, tmp_path, schedule
 ):
     def mode(**options):
@@ -1387,7 +1394,7 @@ def test_a_schedule_that_watches_a_metric_knows_what_is_better(
     assert mode(metric_for_best_model="wer") == mode() == "min"
 
 
-def test_bleu_is_of_the_tokenizer_that_was_asked_for(tokenizer, splits, tmp_path):
+def test_bleu_uses_the_requested_tokenizer(tokenizer, splits, tmp_path):
     arguments = training_arguments(tmp_path, bleu_tokenize="char", predict_with_generate=True)
     trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
     ids = np.array(tokenizer(["one two three four"])["input_ids"])
@@ -1408,7 +1415,7 @@ def test_bleu_is_of_the_tokenizer_that_was_asked_for(tokenizer, splits, tmp_path
         ({"bleu_tokenize": "14a"}, "bleu_tokenize='14a': expected one of none, zh, 13a"),
     ],
 )
-def test_metrics_that_training_does_not_know_are_refused(tmp_path, options, message):
+def test_unknown_metrics_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         training_arguments(tmp_path, predict_with_generate=True, **options)
 
@@ -1422,7 +1429,7 @@ def test_metrics_that_training_does_not_know_are_refused(tmp_path, options, mess
         ({"disable_tqdm": True}, True, True),
     ],
 )
-def test_bars_are_for_terminals_unless_wished_elsewhere(
+def test_progress_bars_are_only_shown_on_terminals_unless_requested(
     tmp_path, monkeypatch, options, is_terminal, expected
 ):
     monkeypatch.setattr("sys.stderr", io.StringIO())
@@ -1431,7 +1438,7 @@ def test_bars_are_for_terminals_unless_wished_elsewhere(
     assert arguments.disable_tqdm == expected
 
 
-def test_the_help_tells_of_all_ways_to_resume(capsys):
+def test_the_help_lists_all_ways_to_resume(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(GROUPS, ["--help"])
     assert "'auto' for the same if there is one," in " ".join(capsys.readouterr().out.split())
@@ -1447,7 +1454,7 @@ def test_cutting_to_the_budget_limits_both_sides(tmp_path):
     assert (data.max_source_length, data.max_target_length) == (50, 20)
 
 
-def test_tensorboard_is_used_where_installed_unless_it_is_not_wished(tokenizer, splits, tmp_path):
+def test_tensorboard_is_used_if_installed_unless_turned_off(tokenizer, splits, tmp_path):
     pytest.importorskip("tensorboard")
     for options, expected in (({}, True), ({"report_to": "none"}, False)):
         arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **options)
@@ -1457,8 +1464,8 @@ def test_tensorboard_is_used_where_installed_unless_it_is_not_wished(tokenizer, 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_training_outlives_its_tensorboard_events(tokenizer, splits, tmp_path):
-    """The folder goes at step 2; its writer notices in the midst of training, or at the end."""
+def test_training_continues_if_its_tensorboard_folder_is_deleted(tokenizer, splits, tmp_path):
+    """The folder is deleted at step 2; its writer notices during training, or at the end."""
     pytest.importorskip("tensorboard")
 
     class Remove(TrainerCallback):
@@ -1475,7 +1482,7 @@ def test_training_outlives_its_tensorboard_events(tokenizer, splits, tmp_path):
     assert trainer.state.global_step == 6
 
 
-def test_the_tokenizer_is_the_checkpoints_the_named_one_or_a_new_one(checkpoint, tokenizer):
+def test_the_tokenizer_is_the_checkpoints_or_a_given_one_or_a_new_one(checkpoint, tokenizer):
     pairs = Dataset.from_dict({"source": ["a house"] * 9, "target": ["ein Haus"] * 9})
     new = make_tokenizer(ModelArguments(vocab_size=290), pairs, None)
     assert len(new) < 290
@@ -1485,7 +1492,7 @@ def test_the_tokenizer_is_the_checkpoints_the_named_one_or_a_new_one(checkpoint,
 
 
 def byte_level(folder, template, **tokens):
-    """A tokenizer of bytes as GPT-2's or BART's, with these special tokens, in a folder."""
+    """A byte-level tokenizer like GPT-2's or BART's, with these special tokens, in a folder."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -1508,7 +1515,7 @@ def byte_level(folder, template, **tokens):
     ],
     ids=["T5's", "BART's"],
 )
-def test_a_foreign_tokenizer_is_trained_with(tmp_path, template, tokens, start):
+def test_a_model_can_be_trained_with_a_stock_tokenizer(tmp_path, template, tokens, start):
     named = ModelArguments(
         tokenizer_name=byte_level(tmp_path / "tokenizer", template, **tokens),
         preset="tiny",
@@ -1538,9 +1545,7 @@ def test_a_foreign_tokenizer_is_trained_with(tmp_path, template, tokens, start):
         ("$A", {"pad_token": "<pad>"}, "the tokenizer has no eos_token, expected one"),
     ],
 )
-def test_a_tokenizer_that_nothing_can_be_learnt_with_is_refused(
-    tmp_path, template, tokens, message
-):
+def test_a_tokenizer_without_padding_or_eos_token_is_refused(tmp_path, template, tokens, message):
     named = ModelArguments(tokenizer_name=byte_level(tmp_path, template, **tokens))
     with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))}: {message}"):
         make_tokenizer(named, None, None)
@@ -1555,23 +1560,22 @@ def test_a_tokenizer_that_nothing_can_be_learnt_with_is_refused(
     ],
     ids=["GPT-2's", "OPT's", "SeamlessM4T's"],
 )
-def test_a_tokenizer_that_does_not_end_its_targets_and_only_that_is_refused(
-    tmp_path, template, message
-):
+def test_only_a_tokenizer_that_does_not_end_its_targets_is_refused(tmp_path, template, message):
     folder = byte_level(tmp_path, template, pad_token="<pad>", eos_token="</s>")
     tokenizer = make_tokenizer(ModelArguments(tokenizer_name=folder), None, None)
     with pytest.raises(ValueError, match=re.escape(f"{folder}: the tokenizer {message}")):
         expect_end_of_targets(tokenizer)
 
 
-def test_a_language_may_follow_the_end_of_a_target(tmp_path):
+def test_a_language_token_can_follow_the_eos_token_of_a_target(tmp_path):
     """As in mBART."""
     folder = byte_level(tmp_path, "$A </s> <pad>", pad_token="<pad>", eos_token="</s>")
     expect_end_of_targets(make_tokenizer(ModelArguments(tokenizer_name=folder), None, None))
 
 
 def letters(vocab, template, **marks):
-    """A tokenizer of letters with these ids, whose template may have marks with others."""
+    """A tokenizer of letters with these ids, whose template can add special tokens with different
+    ids."""
     backend = Tokenizer(models.BPE(vocab, merges=[]))
     backend.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=[*vocab.items(), *marks.items()]
@@ -1580,11 +1584,11 @@ def letters(vocab, template, **marks):
     return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
 
 
-def test_a_tokenizer_need_not_read_latin_letters():
+def test_a_tokenizer_need_not_know_latin_letters():
     expect_end_of_targets(letters({"<pad>": 0, "</s>": 1, "猫": 2}, "$A </s>"))
 
 
-def test_a_tokenizer_of_words_need_not_have_an_unknown_one():
+def test_a_word_tokenizer_need_not_have_an_unknown_token():
     tokenizer = letters({"<pad>": 0, "</s>": 1, "zwei": 2}, "$A </s>")
     tokenizer.backend_tokenizer.model = models.WordLevel(tokenizer.get_vocab(), unk_token="<unk>")
     with pytest.raises(Exception, match="UNK"):
@@ -1601,7 +1605,7 @@ def test_a_tokenizer_of_words_need_not_have_an_unknown_one():
     ],
     ids=["without holes", "with holes", "with ids beyond its vocabulary"],
 )
-def test_a_new_model_embeds_the_largest_id_of_its_tokenizer(numbers, template, marks, size):
+def test_a_new_model_has_an_embedding_for_its_tokenizers_largest_id(numbers, template, marks, size):
     vocab = dict(zip(("<pad>", "</s>", "a"), numbers, strict=True))
     tokenizer = letters(vocab, template, **marks)
     model = make_model(ModelArguments(preset="tiny"), tokenizer, None)
@@ -1609,7 +1613,7 @@ def test_a_new_model_embeds_the_largest_id_of_its_tokenizer(numbers, template, m
 
 
 def test_a_new_model_with_mbarts_tokenizer_is_resumed(tmp_path):
-    """Its decoder starts with the target's language, which another run may change."""
+    """Its decoder starts with the target language, which a different run can change."""
     special = [(token, 0.0) for token in ("<s>", "<pad>", "</s>", "<unk>")]
     tokenizer = MBartTokenizer(vocab=[*special, ("▁", -2.0), ("a", -2.0)])
     set_languages(tokenizer, "en_XX", "de_DE")
@@ -1624,7 +1628,7 @@ def test_a_new_model_with_mbarts_tokenizer_is_resumed(tmp_path):
         make_model(arguments, tokenizer, checkpoint)
 
 
-def test_a_marian_tokenizer_with_two_vocabularies_is_for_fine_tuning(tmp_path):
+def test_a_marian_tokenizer_with_two_vocabularies_is_only_for_fine_tuning(tmp_path):
     module = pytest.importorskip("sentencepiece", reason="Marian's tokenizers need it")
     module.SentencePieceTrainer.train(
         sentence_iterator=iter(["ab ba"] * 4), model_prefix=str(tmp_path / "both"), vocab_size=9,
