@@ -40,7 +40,7 @@ def target(tokenizer, text):
     return Hypothesis(text, token_ids=tuple(tokenizer(text_target=text)["input_ids"]))
 
 
-def test_layers_and_heads_have_the_names_of_bart_or_t5_or_bert():
+def test_layers_and_heads_are_found_under_the_names_of_bart_t5_and_bert():
     ours = small_config()
     assert layers_and_heads(ours, "encoder") == (ours.encoder_layers, ours.encoder_attention_heads)
     assert layers_and_heads(ours, "decoder") == (ours.decoder_layers, ours.decoder_attention_heads)
@@ -76,8 +76,8 @@ def test_the_scores_of_a_beam_are_those_of_its_tokens(model, tokenizer):
 
 
 @pytest.mark.parametrize("start", [2, 9])
-def test_token_scores_of_mbart_begin_where_its_search_does(tokenizer, start):
-    """Its labels end in the language that starts the decoder; a hypothesis does not."""
+def test_token_scores_of_mbart_start_where_its_search_starts(tokenizer, start):
+    """Its labels end with the language token that starts the decoder; a hypothesis does not."""
     torch.manual_seed(0)
     small = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "init_std": 0.3}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -112,7 +112,8 @@ def words():
 
 @pytest.fixture
 def attentive(words, monkeypatch):
-    """A model whose layers attend as a test says: by layer, (target, source) weights."""
+    """A model with attention weights that the test sets: (target, source) weights for each
+    layer."""
     model = VanillaTransformerForConditionalGeneration(small_config(vocab_size=len(words)))
 
     def attend(*layers):
@@ -138,7 +139,7 @@ TO_FIRST = [[1.0, 0.0, 0.0, 0.0]] * 3
 CROSSED = [[0.1, 0.2, 0.1, 0.6], [0.3, 0.2, 0.1, 0.4], [0.0, 0.0, 0.9, 0.1]]  # over a, b, c, </s>
 
 
-def test_the_penultimate_layer_aligns_and_special_tokens_do_not(words, attentive):
+def test_the_penultimate_layer_aligns_all_but_special_tokens(words, attentive):
     model = attentive(TO_FIRST, CROSSED, TO_FIRST)
     hypotheses = [Hypothesis("x y", token_ids=(7, 8, 2))]
     ((found,),) = add_alignments(["a b c"], [hypotheses], model, words)
@@ -167,7 +168,7 @@ def test_unknown_words_are_replaced_by_the_source_words_they_are_aligned_to(word
     assert pieces == [kept]
 
 
-def test_an_unknown_token_that_decoding_prints_is_a_word(attentive):
+def test_an_unknown_token_that_decoding_prints_counts_as_a_word(attentive):
     """As in the tokenizers of SentencePiece models and of vocabulary files."""
     names = ["<pad>", "<s>", "</s>", "<unk>", "a", "b", "c", "x", "y", "z"]
     tokenizer = words_tokenizer(dict(zip(names, range(10), strict=True)), Specials())
@@ -189,7 +190,7 @@ def test_an_unknown_token_that_decoding_prints_is_a_word(attentive):
     assert (found.text, found.alignment) == ("y Köln", ((0, 1), (1, 0)))
 
 
-def test_the_language_of_a_target_is_no_piece(words, attentive):
+def test_a_language_token_of_a_target_does_not_count_as_a_piece(words, attentive):
     """As in mBART-50 and NLLB."""
     tokenizer = copy.deepcopy(words)
     tokenizer.add_special_tokens({"additional_special_tokens": ["z"]})
@@ -200,7 +201,7 @@ def test_the_language_of_a_target_is_no_piece(words, attentive):
         assert found.alignment == ((0, 0),)
 
 
-def test_the_special_ids_of_a_source_vocabulary_are_words_in_the_targets(attentive):
+def test_special_ids_of_the_source_vocabulary_can_be_words_of_the_target(attentive):
     sides = ["<pad> <unk> a b <s> </s>", "<pad> <s> </s> <unk> x y"]
     tokenizer = pair(*(words_tokenizer(dict(zip(side.split(), range(6), strict=True)), Specials())
                        for side in sides))  # fmt: skip
@@ -210,7 +211,7 @@ def test_the_special_ids_of_a_source_vocabulary_are_words_in_the_targets(attenti
     assert found.alignment == ((0, 1), (1, 0))
 
 
-def test_pieces_and_the_words_they_are_in(model, tokenizer):
+def test_alignments_of_words_follow_from_those_of_their_pieces(model, tokenizer):
     line, text = "a house by the lake", "ein Haus am See"
     options = {"layer": 1}
     found = {
@@ -223,7 +224,7 @@ def test_pieces_and_the_words_they_are_in(model, tokenizer):
     model.set_attn_implementation("eager")
     outputs = model(**encoded, labels=labels, output_attentions=True)
     model.set_attn_implementation("sdpa")
-    weights = outputs.cross_attentions[1].mean(1)[0, :, :-1]  # but for </s>
+    weights = outputs.cross_attentions[1].mean(1)[0, :, :-1]  # except </s>
     pairs = [(int(source), place) for place, source in enumerate(weights.argmax(-1)[:-1])]
     assert found["pieces"] == tuple(sorted(pairs))
 
@@ -236,8 +237,8 @@ def test_pieces_and_the_words_they_are_in(model, tokenizer):
     assert max(t for _, t in found["words"]) == 3
 
 
-def test_white_space_belongs_to_the_word_after_it_however_a_text_is_split(tokenizer, monkeypatch):
-    """The tokens of a hypothesis may be others than those of its text."""
+def test_white_space_belongs_to_the_next_word_for_any_tokenization(tokenizer, monkeypatch):
+    """The tokens of a hypothesis can differ from those of its text."""
     model = VanillaTransformerForConditionalGeneration(small_config(vocab_size=len(tokenizer)))
     found = Hypothesis("der See", token_ids=(*tokenizer.convert_tokens_to_ids([*" der See "]), 2))
     monkeypatch.setattr(alignment, "_aligned_places", lambda *_: [[0] * 4 + [1] * 6])
@@ -246,9 +247,7 @@ def test_white_space_belongs_to_the_word_after_it_however_a_text_is_split(tokeni
     assert aligned.alignment == ((0, 0), (1, 1))
 
 
-def test_alignments_are_read_after_the_token_that_translations_start_with(
-    model, tokenizer, monkeypatch
-):
+def test_alignments_start_after_decoder_start_token_id(model, tokenizer, monkeypatch):
     seen = []
 
     def places(model, inputs, *_):
@@ -262,7 +261,7 @@ def test_alignments_are_read_after_the_token_that_translations_start_with(
 
 
 def test_padding_on_the_left_changes_no_alignment(model, tokenizer, monkeypatch):
-    lines = ["a house by the lake", "the lake", ""]  # the last has special tokens alone
+    lines = ["a house by the lake", "the lake", ""]  # the last has only special tokens
     found = [[target(tokenizer, text)] for text in ("ein Haus am See", "der See", "See")]
     expected = list(add_alignments(lines, found, model, tokenizer, unit="pieces"))
     assert expected[-1][0].alignment == ()
@@ -285,7 +284,7 @@ def test_an_ensemble_averages_attention(model, tokenizer):
         with alignment._eager_attention(member):
             inputs = tokenizer(LINES[:1], return_tensors="pt")
             outputs = member(**inputs, labels=labels, output_attentions=True)
-        weights.append(outputs.cross_attentions[1].mean(1)[0, :-1, :-1])  # but for </s>
+        weights.append(outputs.cross_attentions[1].mean(1)[0, :-1, :-1])  # except </s>
     for found, expected in zip(aligned, (*weights, sum(weights)), strict=True):
         places = expected.argmax(-1).tolist()
         assert found == tuple(sorted((s, t) for t, s in enumerate(places)))
@@ -299,13 +298,13 @@ def test_an_ensemble_averages_attention(model, tokenizer):
         ({"layer": 3}, "alignment_layer=3: expected -3 to 2"),
     ],
 )
-def test_what_cannot_be_aligned_is_named(model, tokenizer, options, message):
+def test_inputs_that_cannot_be_aligned_are_reported(model, tokenizer, options, message):
     with pytest.raises(ValueError, match=message):
         list(add_alignments([], [], model, tokenizer, **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"unit": "pieces", "replace_unknown": True}])
-def test_words_that_moses_splits_are_not_those_of_the_text(model, options):
+def test_words_that_moses_splits_cannot_be_aligned(model, options):
     vocabulary = dict(zip(["<pad>", "<s>", "</s>", "<unk>", "Hello", ","], range(6), strict=True))
     tokenizer = with_moses(words_tokenizer(vocabulary, Specials()), "en", "de")
     with pytest.raises(ValueError, match="splits text as Moses does: expected 'pieces'"):
@@ -321,7 +320,7 @@ def test_a_tokenizer_without_an_unknown_token_has_none_to_replace(model):
     assert list(add_alignments([], [], model, tokenizer)) == []
 
 
-def test_a_tokenizer_that_does_not_know_the_places_of_its_tokens_is_refused(model):
+def test_a_tokenizer_without_offsets_of_its_tokens_is_refused(model):
     with pytest.raises(ValueError, match="alignments with ByT5Tokenizer: expected a fast"):
         list(add_alignments([], [], model, ByT5Tokenizer()))
 

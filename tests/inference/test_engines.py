@@ -1,4 +1,4 @@
-"""An engine gives what `generate()` of the exported model gives, or names what it lacks."""
+"""An engine gives the same as `generate()` of the exported model, or reports what it lacks."""
 
 import sys
 
@@ -24,7 +24,7 @@ LINES = ["a house by the lake", "", "the lake is deep", "der See ist tief and th
 
 @pytest.fixture(scope="module")
 def folders(tokenizer, tmp_path_factory):
-    """A random model, and the same for CTranslate2."""
+    """A random model, and its export for CTranslate2."""
     folder = tmp_path_factory.mktemp("engines")
     model = random_model(vocab_size=len(tokenizer))
     model.generation_config.num_beams = 3
@@ -118,12 +118,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_an_option_means_the_same(model, engine, options):
+def test_an_option_has_the_same_effect(model, engine, options):
     expected, found = both(model, engine, 6, 3, 5, **options)
     assert without_end(found) == without_end(expected)
 
 
-def test_what_fills_a_row_up_is_an_option(model, engine):
+def test_the_padding_of_outputs_is_pad_token_id(model, engine):
     options = {**GREEDY, "eos_token_id": [2, 218], "pad_token_id": 9}
     expected, found = both(model, engine, 6, 3, **options)
     assert found.tolist() == expected.tolist()
@@ -131,7 +131,7 @@ def test_what_fills_a_row_up_is_an_option(model, engine):
 
 
 def test_all_hypotheses_of_a_row_end_at_its_limit(model, engine):
-    # Also those that a search up to a longer row's limit leaves out when it has found enough.
+    # Including hypotheses that a search up to a longer row's limit drops when it has enough.
     options = {"early_stopping": True, "num_beams": 4, "num_return_sequences": 4}
     options |= {"extra_output_tokens": 2, "eos_token_id": [2, 200], "length_penalty": 0.0}
     expected, found = both(model, engine, 9, 2, 4, **options)
@@ -149,7 +149,7 @@ def test_scores_are_the_same(model, engine):
 
 @pytest.mark.parametrize("options", [GREEDY, {**BEAMS, "length_penalty": -1.0}])
 @pytest.mark.parametrize("prompt", [None, torch.tensor([[1, 50], [1, 51]])])
-def test_a_source_of_only_an_end_has_a_target_that_ends(engine, options, prompt):
+def test_a_source_of_only_eos_has_a_target_of_only_eos(engine, options, prompt):
     ids, mask = torch.tensor([[5, 6, 2], [2, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
     found = engine.generate(ids, attention_mask=mask, decoder_input_ids=prompt, **options)
     expected = [1] if prompt is None else prompt[1].tolist()
@@ -165,13 +165,13 @@ def test_padding_on_the_left_and_without_a_mask_changes_nothing(engine):
     assert right.tolist() == engine.generate(input_ids=ragged(6, 3)[0], **GREEDY).tolist()
 
 
-def test_a_generation_config_goes_before_the_models(model, engine):
+def test_a_given_generation_config_overrides_the_models(model, engine):
     config = GenerationConfig(num_beams=1, max_new_tokens=5, eos_token_id=2, pad_token_id=0)
     expected, found = both(model, engine, 6, 3, generation_config=config)
     assert found.tolist() == expected.tolist()
 
 
-def test_samples_come_from_the_best_tokens(model, engine):
+def test_samples_come_from_the_top_k_tokens(model, engine):
     ids, mask = ragged(6)
     options = {"num_beams": 1, "do_sample": True, "top_k": 2, "num_return_sequences": 30}
     found = engine.generate(input_ids=ids, attention_mask=mask, max_new_tokens=1, **options)
@@ -180,13 +180,13 @@ def test_samples_come_from_the_best_tokens(model, engine):
     assert {*found[:, 1].tolist()} == {*logits.topk(2).indices.tolist()}
 
 
-def test_samples_may_be_of_more_tokens_than_there_are(engine):
+def test_top_k_can_exceed_the_vocabulary_size(engine):
     ids, mask = ragged(6)
     options = {"num_beams": 1, "do_sample": True, "top_k": 10_000, "max_new_tokens": 1}
     assert engine.generate(input_ids=ids, attention_mask=mask, **options).shape == (1, 2)
 
 
-def test_samples_are_the_same_after_the_same_seed_of_torch(engine):
+def test_samples_are_the_same_after_the_same_torch_seed(engine):
     ids, mask = ragged(6, 3)
     options = {"num_beams": 1, "do_sample": True, "num_return_sequences": 9, "max_new_tokens": 9}
 
@@ -225,13 +225,13 @@ def test_samples_are_the_same_after_the_same_seed_of_torch(engine):
     ],
     ids=lambda options: list(options)[-1],
 )
-def test_what_the_engine_lacks_is_refused_by_name(engine, options):
+def test_options_that_the_engine_lacks_are_refused_by_name(engine, options):
     ids, mask = ragged(4)
     with pytest.raises(ValueError, match=list(options)[-1]):
         engine.generate(input_ids=ids, attention_mask=mask, **options)
 
 
-def test_prompts_outside_the_model_are_refused(engine):
+def test_invalid_prompts_are_refused(engine):
     ids, mask = ragged(4, 4)
     with pytest.raises(IndexError, match="target id 10000 is out of range"):
         engine.generate(ids, attention_mask=mask, decoder_input_ids=torch.full((2, 1), 10_000))
@@ -239,7 +239,7 @@ def test_prompts_outside_the_model_are_refused(engine):
         engine.generate(ids, attention_mask=mask, decoder_input_ids=torch.tensor([[1], [5]]))
 
 
-def test_sources_outside_the_model_are_refused(engine):
+def test_invalid_sources_are_refused(engine):
     with pytest.raises(IndexError, match="source id 10000 is out of range"):
         engine.generate(input_ids=torch.tensor([[4, 10_000]]))
     with pytest.raises(ValueError, match="2049 tokens: expected at most 2048"):
@@ -254,8 +254,8 @@ def test_sources_outside_the_model_are_refused(engine):
             engine.generate(ids)
 
 
-def test_a_target_may_fill_the_table_of_positions_with_its_end(tokenizer, tmp_path):
-    """The engine adds an end to one that has none."""
+def test_a_target_can_fill_the_table_of_positions_including_its_eos(tokenizer, tmp_path):
+    """The engine adds an EOS token to a target without one."""
     size = {"position_encoding": "learned", "max_position_embeddings": 6}
     model = random_model(vocab_size=len(tokenizer), **size).eval()
     model.save_pretrained(tmp_path / "model")
@@ -285,7 +285,7 @@ def test_learned_positions_limit_the_output(tokenizer, tmp_path):
     expected, found = both(model, engine, 6, 3, bad_words_ids=[[2]])
     assert found.tolist() == expected.tolist()
     assert found.shape[1] == 9
-    # The last token has no position, as nothing reads it.
+    # The last token needs no position, because it is not an input.
     ids, mask = ragged(6, 3)
     for prompt, most in (([1], 9), ([1, 50, 17], 7)):
         options = {"attention_mask": mask, "bad_words_ids": [[2]]}
@@ -298,7 +298,7 @@ def test_learned_positions_limit_the_output(tokenizer, tmp_path):
 # ---------------------------------------------------------------- in place of a model
 
 
-def test_translation_takes_an_engine(model, engine, tokenizer):
+def test_translate_accepts_an_engine(model, engine, tokenizer):
     expected, found = (list(translate(LINES, each, tokenizer)) for each in (model, engine))
     assert found == expected
     assert expected[1] == ""
@@ -308,7 +308,7 @@ def test_translation_takes_an_engine(model, engine, tokenizer):
         assert [each.score for each in one] == pytest.approx([each.score for each in other], 1e-4)
 
 
-def test_translations_begin_with_their_prefixes(model, engine, tokenizer):
+def test_translations_start_with_their_prefixes(model, engine, tokenizer):
     prefixes = ["ein Haus", "", "", "der See"]
     expected, found = (
         list(translate(LINES, each, tokenizer, prefixes=prefixes, **BEAMS))
@@ -336,8 +336,8 @@ def test_scores_of_given_pairs_are_the_same(model, engine, tokenizer, max_tokens
         assert other.tokens == one.tokens
 
 
-def test_tokens_of_cut_translations_have_scores(model, engine, tokenizer):
-    """Their last token is no </s>."""
+def test_tokens_of_truncated_translations_have_scores(model, engine, tokenizer):
+    """Their last token is not </s>."""
     lines = LINES[2:]
     found = list(translate_n_best(lines, model, tokenizer, None, num_beams=1, max_new_tokens=3))
     assert not any(row[0].is_complete for row in found)
@@ -349,7 +349,7 @@ def test_tokens_of_cut_translations_have_scores(model, engine, tokenizer):
         assert other[0].token_scores == pytest.approx(one[0].token_scores, abs=1e-4)
 
 
-def test_pairs_outside_the_model_are_refused(engine, tokenizer):
+def test_invalid_pairs_are_refused(engine, tokenizer):
     with pytest.raises(ValueError, match="labels of 2402 tokens, the end included: expected at mo"):
         list(score_pairs([("a", "z " * 1200)], engine, tokenizer))
     ids, mask = ragged(2)
@@ -357,12 +357,12 @@ def test_pairs_outside_the_model_are_refused(engine, tokenizer):
         engine.token_scores(input_ids=ids, attention_mask=mask, labels=torch.tensor([[10_000]]))
 
 
-def test_the_positions_of_the_engine_are_a_table(model, engine):
+def test_position_limit_is_that_of_the_engines_table(model, engine):
     assert position_limit(model) is None
     assert position_limit(engine) == 2048
 
 
-def test_the_pipeline_takes_an_engine(model, folders):
+def test_the_pipeline_accepts_an_engine(model, folders):
     engine, tokenizer = load(folders[1]), AutoTokenizer.from_pretrained(folders[1])
     pipes = [
         TranslationPipeline(engine, tokenizer=tokenizer),
@@ -374,7 +374,7 @@ def test_the_pipeline_takes_an_engine(model, folders):
         assert pipe(LINES, num_beams=2, batch_size=2) == expected
 
 
-def test_a_folder_is_opened_by_its_engine(folders, tmp_path):
+def test_a_folder_is_loaded_by_its_engine(folders, tmp_path):
     assert find_engine(folders[0]) is None
     assert find_engine(tmp_path) is None
     for options in ({}, {"engine": "ctranslate2"}):
@@ -391,7 +391,7 @@ def test_a_folder_is_opened_by_its_engine(folders, tmp_path):
         (1, {"dtype": "float64"}, "dtype='float64' with ctranslate2"),
     ],
 )
-def test_folders_of_another_engine_are_refused(folders, number, options, message):
+def test_folders_of_a_different_engine_are_refused(folders, number, options, message):
     with pytest.raises(ValueError, match=message):
         LoadingArguments(device="cpu", **options).load(folders[number])
 
@@ -412,14 +412,14 @@ def test_an_ensemble_needs_torch(folders):
         LoadingArguments(device="cpu").load(folders)
 
 
-def test_an_unfinished_job_resumes_with_the_same_engine_alone(folders, model, engine, tokenizer):
+def test_an_unfinished_job_only_resumes_with_the_same_engine(folders, model, engine, tokenizer):
     marks = [fingerprint(each, tokenizer) for each in (model, engine, load(folders[1]))]
     assert marks[1] == marks[2]
     assert marks[0]["weights"] != marks[1]["weights"]
     assert "ctranslate2" in marks[1]["versions"]
 
 
-def test_a_missing_package_is_named(folders, monkeypatch, tmp_path):
+def test_a_missing_package_is_reported(folders, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     assert find_engine(folders[1]) is not None
     with pytest.raises(ImportError, match=r"vanilla-transformer\[export\]"):
@@ -436,7 +436,7 @@ def test_the_command_translates_with_an_engine(folders, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["translate --do_sample --num_beams 1", "back-translate"])
-def test_a_seed_draws_the_same_translations_with_an_engine_again(folders, tmp_path, command):
+def test_a_seed_reproduces_samples_of_an_engine(folders, tmp_path, command):
     (tmp_path / "text").write_text("\n".join(LINES) + "\n")
     flags = ["--model", folders[1], "--source", "text", "--batch_size", 1]
     for name, seed in {"first": 1, "again": 1, "other": 2}.items():

@@ -1,4 +1,4 @@
-"""An ensemble predicts the mean of its members' probabilities, however it decodes."""
+"""An ensemble predicts the mean of its members' probabilities, with any decoding method."""
 
 import shutil
 
@@ -36,7 +36,7 @@ def make(seed, **overrides):
 
 @pytest.fixture(scope="module")
 def members():
-    """Of different sizes, and with different positions."""
+    """Models of different sizes, with different positional encodings."""
     sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2}
     other = make(1, **sizes, position_encoding="learned", max_position_embeddings=40)
     return make(0), other, make(2, norm_position="pre")
@@ -50,18 +50,18 @@ def generate(model, **options):
 
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
 @pytest.mark.parametrize("copies", [1, 2])
-def test_copies_of_a_model_decode_as_the_model(members, search, copies):
+def test_copies_of_a_model_decode_the_same_as_the_model(members, search, copies):
     ensemble = VanillaTransformerEnsemble([members[0]] * copies)
     expected, found = (generate(model, **search) for model in (members[0], ensemble))
     assert torch.equal(found.sequences, expected.sequences)
     if search.get("num_beams"):
         torch.testing.assert_close(found.sequences_scores, expected.sequences_scores)
-    else:  # a penalty looks at the sign of logits
+    else:  # a penalty depends on the sign of logits
         torch.testing.assert_close(found.scores, expected.scores)
 
 
 @pytest.mark.parametrize("search", [{}, {"num_beams": 3}], ids=str)
-def test_prompts_of_different_lengths_are_continued_as_each_alone(members, search):
+def test_prompts_of_different_lengths_are_continued_as_each_by_itself(members, search):
     prompts, mask = ragged(2, 4, 3, padding_side="left")
     ensemble = VanillaTransformerEnsemble(members)
     options = {"max_new_tokens": 6, "eos_token_id": None, **search}
@@ -91,14 +91,14 @@ def test_the_softmax_of_the_logits_is_the_mean_probability(members):
 
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
 def test_the_cache_changes_nothing(members, search):
-    """Beams change places in every step, and the states of all members with them."""
+    """Beams are reordered in every step, and with them the caches of all members."""
     ensemble = VanillaTransformerEnsemble(members)
     found = generate(ensemble, **search)
     expected = generate(ensemble, **{**search, "use_cache": False})
     assert torch.equal(found.sequences, expected.sequences)
 
 
-def test_beam_search_finds_what_one_step_after_another_finds(members):
+def test_scores_of_beams_are_mean_probabilities_step_by_step(members):
     """The scores of a beam are the log-probabilities of its tokens under the mean."""
     ensemble = VanillaTransformerEnsemble(members)
     found = generate(ensemble, num_beams=4, num_return_sequences=4, length_penalty=0.0)
@@ -112,7 +112,7 @@ def test_beam_search_finds_what_one_step_after_another_finds(members):
 
 
 @pytest.mark.parametrize("attention", [["eager", "eager"], ["eager", "sdpa"], ["sdpa", "eager"]])
-def test_members_find_the_same_beams_with_any_attention(attention):
+def test_beams_do_not_depend_on_the_members_attention_implementation(attention):
     expected = generate(VanillaTransformerEnsemble([make(0), make(1)]), num_beams=4)
     members = [make(seed, attn_implementation=name) for seed, name in enumerate(attention)]
     found = generate(VanillaTransformerEnsemble(members), num_beams=4)
@@ -122,21 +122,21 @@ def test_members_find_the_same_beams_with_any_attention(attention):
 @pytest.mark.parametrize(
     "endless", [{"eos_token_id": None, "pad_token_id": 0}, {"suppress_tokens": [0, 2]}], ids=str
 )
-def test_an_output_is_as_long_as_its_source_and_50(members, endless):
+def test_an_output_is_at_most_50_tokens_longer_than_its_source(members, endless):
     ensemble = VanillaTransformerEnsemble([members[0]])
     found = ensemble.generate(**SOURCE, **endless, num_beams=2)
     assert (found[:, 1:] != 0).sum(1).tolist() == [55, 59, 53]
 
 
-def test_the_fewest_learned_positions_of_a_member_limit_all(members):
-    sinusoids = make(0, max_position_embeddings=8)  # which have no end
+def test_the_member_with_the_fewest_learned_positions_limits_the_output(members):
+    sinusoids = make(0, max_position_embeddings=8)  # without EOS
     more = make(1, position_encoding="learned", max_position_embeddings=50)
     ensemble = VanillaTransformerEnsemble([sinusoids, more, members[1]])
     found = ensemble.generate(**SOURCE, eos_token_id=None)
     assert found.shape[1] == 40
 
 
-def test_members_of_half_precision_lose_none_when_they_are_averaged():
+def test_members_in_half_precision_are_averaged_without_loss_of_precision():
     members = [make(0), make(1).bfloat16()]
     inputs = {**SOURCE, "decoder_input_ids": random_ids(3, 6)}
     mean = sum(member(**inputs).logits.double().softmax(-1) for member in members) / 2
@@ -154,20 +154,20 @@ def test_the_first_member_has_the_generation_config():
     assert first.generation_config.max_new_tokens == 4
 
 
-def test_two_vocabularies(members):
+def test_members_can_have_two_vocabularies(members):
     both = [make(seed, vocab_size=50, decoder_vocab_size=33) for seed in (0, 1)]
     ensemble = VanillaTransformerEnsemble(both)
     assert generate(ensemble, num_beams=3).sequences.max() < 33
 
 
-def test_members_share_their_vocabulary(members):
+def test_members_must_share_their_vocabulary(members):
     with pytest.raises(ValueError, match="vocab_size=51 in member 1 of the ensemble: expected 50"):
         VanillaTransformerEnsemble([members[0], make(0, vocab_size=51)])
     with pytest.raises(ValueError, match="expected at least one model"):
         VanillaTransformerEnsemble([])
 
 
-def test_members_are_models_of_this_package(members):
+def test_members_must_be_models_of_this_package(members):
     marian = MarianMTModel(
         MarianConfig(
             vocab_size=50, d_model=8, encoder_layers=1, decoder_layers=1,
@@ -187,7 +187,7 @@ def test_options_that_need_a_single_model_are_refused_by_name(members, option, v
         VanillaTransformerEnsemble(members).generate(**SOURCE, **{option: value})
 
 
-def test_an_ensemble_is_not_saved(members, tmp_path):
+def test_an_ensemble_cannot_be_saved(members, tmp_path):
     with pytest.raises(NotImplementedError, match="save its members"):
         VanillaTransformerEnsemble(members).save_pretrained(tmp_path)
 
@@ -220,8 +220,8 @@ def test_folders_with_different_tokens_are_refused(checkpoint, tokenizer, tmp_pa
         LoadingArguments(device="cpu").load([checkpoint, tmp_path])
 
 
-def test_folders_that_prepare_text_in_different_ways_are_refused(checkpoint, tmp_path):
-    """All but the first would get tokens that they have not learnt from, and lose quality."""
+def test_folders_that_preprocess_text_differently_are_refused(checkpoint, tmp_path):
+    """All but the first would get tokens that they were not trained on, and translate worse."""
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     backend = tokenizer.backend_tokenizer
@@ -232,7 +232,7 @@ def test_folders_that_prepare_text_in_different_ways_are_refused(checkpoint, tmp
 
 
 @pytest.mark.parametrize("name", ["labels", "output_attentions", "output_hidden_states"])
-def test_what_only_a_single_model_has_is_named(name):
+def test_options_for_single_models_are_reported(name):
     ensemble = VanillaTransformerEnsemble([seq2seq().eval()] * 2)
     value = random_ids(2, 3) if name == "labels" else True
     inputs = {"input_ids": random_ids(2, 4), "decoder_input_ids": random_ids(2, 3)}

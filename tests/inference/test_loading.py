@@ -1,4 +1,4 @@
-"""Models are loaded in one way by all scripts, with options that are checked first."""
+"""All scripts load models in the same way, and check the options first."""
 
 import json
 
@@ -24,7 +24,7 @@ from vanilla_transformer.training.preparation import make_model, make_tokenizer
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float64"])
-def test_a_model_has_the_precision_asked_for(model, tokenizer, tmp_path, dtype):
+def test_a_model_has_the_requested_precision(model, tokenizer, tmp_path, dtype):
     model.bfloat16().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     options = LoadingArguments(device="cpu", dtype=dtype, attn_implementation="eager")
@@ -34,26 +34,26 @@ def test_a_model_has_the_precision_asked_for(model, tokenizer, tmp_path, dtype):
     assert its_tokenizer.get_vocab() == tokenizer.get_vocab()
 
 
-def test_a_model_without_its_tokenizer_is_named(model, tmp_path):
+def test_a_model_without_its_tokenizer_is_reported(model, tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(
         FileNotFoundError, match=f"{tmp_path}: .* there is no tokenizer_config.json"
     ):
         LoadingArguments(device="cpu").load(tmp_path)
-    (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")  # as PEFT names its own
+    (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")  # the name that PEFT uses
     with pytest.raises(FileNotFoundError, match=r"there is no tokenizer_config.json"):
         LoadingArguments(device="cpu").load(tmp_path)
 
 
 def lose_weight(path, ending):
-    """Write a file of weights again without the first whose name ends so."""
+    """Rewrite a weights file without the first weight whose name has this ending."""
     weights = load_file(path)
     del weights[next(name for name in weights if name.endswith(ending))]
     save_file(weights, path, {"format": "pt"})
 
 
 def test_a_model_that_lacks_weights_is_refused(model, tokenizer, tmp_path):
-    """transformers warns, and makes random ones."""
+    """transformers only warns, and initializes them randomly."""
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     lose_weight(tmp_path / "model.safetensors", "fc2.weight")
@@ -64,7 +64,7 @@ def test_a_model_that_lacks_weights_is_refused(model, tokenizer, tmp_path):
         make_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, None)
 
 
-def test_a_stock_model_may_lack_what_it_computes(tokenizer, tmp_path):
+def test_a_stock_model_can_lack_sinusoids_that_it_computes(tokenizer, tmp_path):
     """Pegasus on the Hub has no sinusoids."""
     config = PegasusConfig(
         vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=1,
@@ -80,7 +80,7 @@ def test_a_stock_model_may_lack_what_it_computes(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_an_adapter_is_loaded_whole_or_refused(model, tokenizer, tmp_path, is_whole):
+def test_an_adapter_is_loaded_completely_or_refused(model, tokenizer, tmp_path, is_whole):
     """transformers (5.24) does not find the magnitudes of PEFT's DoRA (0.21)."""
     peft = pytest.importorskip("peft")
     base, adapter = tmp_path / "base", tmp_path / "adapter"
@@ -101,8 +101,8 @@ def test_an_adapter_is_loaded_whole_or_refused(model, tokenizer, tmp_path, is_wh
 
 
 @pytest.mark.parametrize("models", [1, 2])
-def test_a_stock_model_is_spared_the_plans_of_cudnn(model, tokenizer, tmp_path, models):
-    """Our models never use them, but are loaded in the same way."""
+def test_loading_a_model_disables_cudnn_attention(model, tokenizer, tmp_path, models):
+    """For stock models: ours never use it, but are loaded in the same way."""
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -111,8 +111,8 @@ def test_a_stock_model_is_spared_the_plans_of_cudnn(model, tokenizer, tmp_path, 
 
 
 @pytest.mark.parametrize("targets", ["abc", "cba"])
-def test_an_fsmt_with_two_vocabularies_translates_and_reads_no_target(tmp_path, targets):
-    """transformers reads targets with the vocabulary of the sources."""
+def test_an_fsmt_with_two_vocabularies_translates_but_cannot_score_targets(tmp_path, targets):
+    """transformers encodes targets with the source vocabulary."""
     pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     for side, letters in (("src", "abc"), ("tgt", targets)):
@@ -158,13 +158,13 @@ def test_any_accelerator_is_the_default(monkeypatch, kind, count, expected):
 
 
 @pytest.mark.parametrize("device", ["cpu", "xpu", "xpu:1"])
-def test_devices_of_this_machine_are_taken(monkeypatch, device):
+def test_devices_of_this_machine_are_accepted(monkeypatch, device):
     with_accelerator(monkeypatch, "xpu", 2)
     assert LoadingArguments(device=device).device == device
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda", "xpu:2", "meta", ""])
-def test_devices_that_are_not_there_are_refused(monkeypatch, device):
+def test_missing_devices_are_refused(monkeypatch, device):
     with_accelerator(monkeypatch, "xpu", 2)
     message = f"device='{device}': expected one of xpu, xpu:0, xpu:1, cpu"
     with pytest.raises(ValueError, match=message):
@@ -185,7 +185,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("script", FLAGS)
-def test_all_scripts_load_alike(script, folder, checkpoint):
+def test_all_scripts_accept_the_same_loading_options(script, folder, checkpoint):
     flags = ["--device", "cpu", "--dtype", "bfloat16", "--attn_implementation", "eager"]
     flags += ["--trust_remote_code", "--model", checkpoint, *FLAGS[script]]
     assert run_command(script, *flags, cwd=folder).stdout.count("\n") == 1
@@ -200,7 +200,7 @@ def test_all_scripts_load_alike(script, folder, checkpoint):
         (["--dtype", "half_float"], "dtype='half_float': expected one of auto, float32"),
     ],
 )
-def test_wrong_names_are_refused_before_a_model_is_looked_for(script, flags, message, folder):
+def test_invalid_names_are_refused_before_a_model_is_looked_up(script, flags, message, folder):
     process = run_command(
         script, "--model", "nowhere", *flags, *FLAGS[script], cwd=folder, check=False
     )

@@ -1,4 +1,4 @@
-"""Scores: sacreBLEU's own, with signatures, and others in its form; tests between systems."""
+"""Scores: sacreBLEU's own, with signatures, and others in the same form; tests of significance."""
 
 import math
 import sys
@@ -30,7 +30,7 @@ REFERENCES = ["Ein Haus am See, sagt er.", "Der See ist sehr tief und kalt."]
 PREDICTIONS = ["Ein Haus am See, sagt er.", "Das Meer ist sehr tief und kalt."]
 
 
-def test_scores_are_sacrebleus():
+def test_scores_equal_those_of_sacrebleu():
     scores = score_translations(PREDICTIONS, REFERENCES)
     assert scores["bleu"] == sacrebleu.corpus_bleu(PREDICTIONS, [REFERENCES]).score
     assert scores["chrf"] == sacrebleu.corpus_chrf(PREDICTIONS, [REFERENCES]).score
@@ -40,7 +40,7 @@ def test_scores_are_sacrebleus():
     assert "nc:6" in scores["chrf_signature"]
 
 
-def test_tokenisation_and_case_are_options():
+def test_tokenization_and_case_are_options():
     upper = [line.upper() for line in REFERENCES]
     assert score_translations(upper, REFERENCES)["bleu"] < 50
     scores = score_translations(upper, REFERENCES, lowercase=True, tokenize="none")
@@ -50,13 +50,13 @@ def test_tokenisation_and_case_are_options():
 
 
 @pytest.mark.parametrize(("predictions", "references"), [(["a"], ["a", "b"]), ([], [])])
-def test_numbers_that_differ_are_named(predictions, references):
+def test_different_numbers_of_translations_and_references_are_reported(predictions, references):
     message = f"{len(predictions)} translations for {len(references)} references"
     with pytest.raises(ValueError, match=message):
         score_translations(predictions, references)
 
 
-def test_trainers_ids_are_decoded_and_scored(tokenizer):
+def test_token_ids_from_a_trainer_are_decoded_and_scored(tokenizer):
     rows = [tokenizer(text)["input_ids"] for text in ("ein Haus", "der See ist tief")]
     labels = np.full((2, 20), -100)
     for row, ids in enumerate(rows):
@@ -70,7 +70,7 @@ def test_trainers_ids_are_decoded_and_scored(tokenizer):
     assert set(chosen(EvalPrediction(predictions, labels))) == {"wer", "cer"}
 
 
-def test_an_unknown_word_of_a_reference_is_an_error():
+def test_an_unknown_word_in_a_reference_counts_as_an_error():
     words = train_tokenizer(["a b c"] * 2, tokenizer_type="word", show_progress=False)
     labels = np.array([words(text)["input_ids"] for text in ("a x b", "y z b", "a b c")])
     metrics = make_compute_metrics(words, ["wer", "exact_match"])
@@ -79,15 +79,15 @@ def test_an_unknown_word_of_a_reference_is_an_error():
     )
 
 
-def test_an_unknown_word_of_a_reference_is_one_word_of_bleu():
+def test_an_unknown_word_in_a_reference_counts_as_one_word_in_bleu():
     words = train_tokenizer(["a b c d"] * 2, tokenizer_type="word", show_progress=False)
     labels = np.array([words("a b c d x")["input_ids"]])
     found = make_compute_metrics(words, ["bleu"])(EvalPrediction(labels, labels))
-    assert found["bleu"] == pytest.approx(100 * math.exp(1 - 5 / 4))  # 4 of 5 words, all right
+    assert found["bleu"] == pytest.approx(100 * math.exp(1 - 5 / 4))  # 4 of 5 words, all correct
 
 
-def test_an_unknown_word_is_an_error_where_decoding_prints_it():
-    # As of SentencePiece models and BPE codes, to which transformers knows no `unk_token`.
+def test_an_unknown_word_counts_as_an_error_if_decoding_prints_it():
+    # As with SentencePiece models and BPE codes, for which transformers has no `unk_token`.
     vocab = {token: number for number, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", "a"])}
     words = vocabularies.words(vocab, vocabularies.Specials())
     assert words.unk_token is None
@@ -105,7 +105,7 @@ def test_coverage_counts_unknown_words_whatever_decoding_prints(caplog):
     assert [message.rpartition(" ")[2] for message in caplog.messages] == ["62.500%"] * 2
 
 
-def test_padding_is_no_error_where_its_token_is_the_unknown_one():
+def test_padding_is_not_an_error_if_it_is_also_the_unknown_token():
     words = train_tokenizer(["a b c"] * 2, tokenizer_type="word", show_progress=False)
     words.pad_token = words.unk_token
     rows = [words(text)["input_ids"] for text in ("a b c", "a", "a x")]
@@ -130,14 +130,14 @@ def test_error_rates_are_edits_in_units_of_the_reference():
     assert scores["exact_match"] == pytest.approx(100 / 3)
 
 
-def test_error_rates_are_jiwers():
+def test_error_rates_equal_those_of_jiwer():
     jiwer = pytest.importorskip("jiwer")
     scores = score_translations(HEARD, SPOKEN, metrics=["wer", "cer"])
     assert scores["wer"] == pytest.approx(100 * jiwer.wer(SPOKEN, HEARD))
     assert scores["cer"] == pytest.approx(100 * jiwer.cer(SPOKEN, HEARD))
 
 
-def test_a_translation_is_compared_with_the_nearest_of_several_references():
+def test_a_translation_is_compared_with_the_closest_of_several_references():
     other = ["the lake deep", "a house", ""]
     scores = score_translations(HEARD, SPOKEN, other, metrics=["bleu", "ter", "exact_match", "wer"])
     references = [SPOKEN, other]
@@ -148,12 +148,12 @@ def test_a_translation_is_compared_with_the_nearest_of_several_references():
     assert scores["wer"] == pytest.approx(100 * 1 / (3 + 5 + 3))
 
 
-def test_empty_references_leave_a_rate():
+def test_empty_references_have_an_error_rate():
     assert score_translations(["a b"], [""], metrics=["wer"])["wer"] == 200
     assert score_translations([""], [""], metrics=["wer", "cer"]) == {"wer": 0, "cer": 0}
 
 
-def test_a_metric_that_does_not_exist_is_refused():
+def test_an_unknown_metric_is_refused():
     with pytest.raises(ValueError, match="metrics=blue: expected one of bleu, chrf, ter, "):
         score_translations(HEARD, SPOKEN, metrics=["bleu", "blue"])
 
@@ -162,7 +162,7 @@ def test_a_metric_that_does_not_exist_is_refused():
 
 
 def test_comet_reads_sources_translations_and_references(monkeypatch):
-    """In the form that unbabel-comet takes; the model here counts common letters."""
+    """In the format that unbabel-comet expects; the model here counts common letters."""
 
     class Model:
         def predict(self, lines, batch_size, gpus, progress_bar):
@@ -187,7 +187,7 @@ def test_comet_reads_sources_translations_and_references(monkeypatch):
     assert loaded == ["cache/Unbabel/wmt22-comet-da.ckpt", "own.ckpt"]
 
 
-def test_comet_is_refused_without_sources_or_where_it_is_not_installed(monkeypatch):
+def test_comet_is_refused_without_sources_or_if_not_installed(monkeypatch):
     with pytest.raises(ValueError, match="metrics=comet: expected the sources too"):
         make_metrics(["comet"])
     monkeypatch.setattr("vanilla_transformer.inference.metrics.find_spec", lambda name: None)
@@ -202,7 +202,7 @@ WRONG = [line.replace("line", "row") if number % 2 else line for number, line in
 
 
 @pytest.mark.parametrize("test", ["bootstrap", "ar"])
-def test_a_difference_between_systems_has_a_probability(monkeypatch, test):
+def test_a_difference_between_systems_has_a_p_value(monkeypatch, test):
     monkeypatch.setitem(PairedTest._DEFAULT_SAMPLES, "ar", 500)
     metrics = make_metrics(["bleu", "wer", "exact_match"])
     systems = {"right": RIGHT, "wrong": WRONG, "again": RIGHT}
@@ -224,7 +224,7 @@ def without(*numbers):
 
 
 @pytest.mark.parametrize("worse", [0, 1, 2, 3])
-def test_randomisation_of_lines_that_are_right_or_wrong_is_a_sign_test(worse):
+def test_randomization_of_correct_and_wrong_lines_is_a_sign_test(worse):
     """A system is better in some of ten lines, and worse in the others."""
     metrics = make_metrics(["bleu", "exact_match", "ser", "wer"])
     systems = {"one": without(*range(worse, 10)), "other": without(*range(worse))}
@@ -235,7 +235,7 @@ def test_randomisation_of_lines_that_are_right_or_wrong_is_a_sign_test(worse):
 
 
 @pytest.mark.parametrize("test", ["bootstrap", "ar"])
-def test_one_line_is_no_evidence_of_a_difference(test):
+def test_a_difference_in_one_line_is_not_significant(test):
     metrics = make_metrics(["bleu", "exact_match"])
     systems = {"right": RIGHT, "wrong": without(0)}
     found = compare_systems(systems, RIGHT, metrics=metrics, test=test)["wrong"]
@@ -246,7 +246,7 @@ def test_one_line_is_no_evidence_of_a_difference(test):
     assert found["other"]["exact_match_p"] == 1
 
 
-def test_systems_of_other_lengths_are_refused():
+def test_systems_with_different_numbers_of_lines_are_refused():
     with pytest.raises(ValueError, match="39 translations for 40 references"):
         compare_systems({"a": RIGHT, "b": RIGHT[1:]}, RIGHT, metrics=make_metrics())
 
@@ -283,7 +283,7 @@ def test_the_length_of_sentences_without_spaces_is_in_characters():
     assert ranges == [(6, 6, 1), (11, 11, 1), (14, 14, 1)]
 
 
-def test_the_amount_of_white_space_is_no_error():
+def test_the_amount_of_white_space_is_not_an_error():
     predictions, references = ["a b", "a b c"], ["a  b ", "a bc"]
     scores = score_translations(predictions, references, metrics=["exact_match", "ser"])
     assert (scores["exact_match"], scores["ser"]) == (50, 50)
@@ -310,7 +310,7 @@ UNSPACED = {
 
 
 @pytest.mark.parametrize("text", UNSPACED.values(), ids=UNSPACED)
-def test_words_without_spaces_are_no_words_of_bleus_default_tokenizer(text, caplog):
+def test_bleus_default_tokenizer_warns_of_text_without_spaces(text, caplog):
     transformers_logging.warning_once.cache_clear()
     for _ in range(2):
         score_translations([text], [text])
@@ -335,7 +335,7 @@ def test_error_rates_of_words_need_spaces_between_them(text, caplog):
         assert f"no spaces between words, where {names} split text" in message
 
 
-def test_words_with_spaces_are_words_of_bleu_in_any_script(caplog):
+def test_bleu_does_not_warn_of_text_with_spaces_in_any_script(caplog):
     transformers_logging.warning_once.cache_clear()
     split = "美国 总统 周三 表示 ， 他 将 在 10月 5日 访问 北京 。"
     score_translations([split], [split], metrics=["bleu", "ter", "wer"])
@@ -350,10 +350,10 @@ def test_words_with_spaces_are_words_of_bleu_in_any_script(caplog):
     assert not caplog.messages
 
 
-def test_references_in_another_unicode_form_than_the_translations_are_named(caplog):
+def test_references_in_a_different_unicode_form_are_reported(caplog):
     transformers_logging.warning_once.cache_clear()
     plain, hindi = "Ein Haus", "लड\u093cका बड\u093cा है"
-    whole = hindi.replace("ड\u093c", "\u095c")  # which NFC takes apart
+    whole = hindi.replace("ड\u093c", "\u095c")  # which NFC decomposes
     metrics = make_metrics(["ser"])
     for one, other in ((hindi, hindi), (whole, whole), (whole, hindi)):
         score_translations([plain, one], [plain, other], metrics=metrics)
@@ -368,7 +368,7 @@ def test_references_in_another_unicode_form_than_the_translations_are_named(capl
         assert message.startswith(f"{count} of 2 lines have a translation in Unicode's form NFC")
 
 
-def test_a_tokenizer_of_bleu_that_cannot_be_downloaded_is_named_at_once(monkeypatch):
+def test_a_bleu_tokenizer_that_cannot_be_downloaded_is_reported_at_once(monkeypatch):
     class Offline:
         TOKENIZERS = ("flores200",)
 
@@ -380,7 +380,7 @@ def test_a_tokenizer_of_bleu_that_cannot_be_downloaded_is_named_at_once(monkeypa
         metrics.expect_bleu_tokenizer("flores200", "bleu_tokenize")
 
 
-def test_a_tokenizer_of_bleu_that_lacks_its_packages_is_named(monkeypatch):
+def test_a_bleu_tokenizer_with_missing_packages_is_reported(monkeypatch):
     class Lacking:
         TOKENIZERS = ("ja-mecab",)
 

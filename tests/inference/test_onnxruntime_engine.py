@@ -1,4 +1,4 @@
-"""ONNX Runtime behind `generate()`: every option gives what the model gives."""
+"""ONNX Runtime behind `generate()`: every option gives the same as with the model."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def tokenizer(onnx_folder):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_generate_takes_every_option(model, engine, options):
+def test_every_option_of_generate_works(model, engine, options):
     lengths = (5,) if "prompt_lookup_num_tokens" in options else (7, 3, 5)
     ids, mask = ragged(*lengths)
     found = []
@@ -52,7 +52,7 @@ def test_generate_takes_every_option(model, engine, options):
     assert found[0].tolist() == found[1].tolist()
 
 
-def test_scores_equal(model, engine):
+def test_scores_equal_those_of_the_model(model, engine):
     ids, mask = ragged(7, 3)
     options = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
     ours, theirs = (each.generate(ids, attention_mask=mask, **options) for each in (model, engine))
@@ -60,7 +60,7 @@ def test_scores_equal(model, engine):
     assert len(ours.scores) == len(theirs.scores)
 
 
-def test_outputs_end_50_tokens_after_their_source(model, engine):
+def test_outputs_are_at_most_50_tokens_longer_than_their_source(model, engine):
     ids, mask = ragged(4, 2)
     ours, theirs = (
         each.generate(ids, attention_mask=mask, eos_token_id=None) for each in (model, engine)
@@ -68,7 +68,7 @@ def test_outputs_end_50_tokens_after_their_source(model, engine):
     assert theirs.shape == ours.shape == (2, 1 + 4 + 50)
 
 
-def test_translate_n_best_pipeline_and_score_run_as_they_are(model, engine, tokenizer):
+def test_translate_n_best_pipeline_and_score_work_unchanged(model, engine, tokenizer):
     assert list(translate(LINES, engine, tokenizer)) == list(translate(LINES, model, tokenizer))
     ours, theirs = (
         list(translate_n_best(LINES, each, tokenizer, 2, num_beams=3)) for each in (model, engine)
@@ -84,7 +84,9 @@ def test_translate_n_best_pipeline_and_score_run_as_they_are(model, engine, toke
     assert [s.log_probability for s in theirs] == pytest.approx([s.log_probability for s in ours])
 
 
-def test_a_folder_is_recognized_and_a_fingerprint_knows_its_weights(onnx_folder, engine, tokenizer):
+def test_a_folder_is_recognized_and_its_fingerprint_includes_the_weights(
+    onnx_folder, engine, tokenizer
+):
     _, folder, exported = onnx_folder
     assert find_engine(exported) is onnxruntime_engine
     assert not onnxruntime_engine.recognizes(folder)
@@ -95,14 +97,14 @@ def test_a_folder_is_recognized_and_a_fingerprint_knows_its_weights(onnx_folder,
     assert before != after
 
 
-def test_a_fingerprint_knows_the_version_of_onnx_runtime(engine, tokenizer, monkeypatch):
+def test_a_fingerprint_includes_the_version_of_onnx_runtime(engine, tokenizer, monkeypatch):
     before = fingerprint(engine, tokenizer)
     monkeypatch.setattr("onnxruntime.__version__", "0.0")
     after = fingerprint(engine, tokenizer)
     assert [name for name in before if before[name] != after[name]] == ["versions"]
 
 
-def test_what_the_graphs_lack_is_refused_by_name(onnx_folder, engine):
+def test_options_that_the_graphs_lack_are_refused_by_name(onnx_folder, engine):
     folder, (ids, mask) = onnx_folder[2], ragged(4, 2)
     for name in ("output_attentions", "output_hidden_states"):
         with pytest.raises(ValueError, match=name):

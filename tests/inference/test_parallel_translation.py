@@ -1,4 +1,5 @@
-"""A file goes through whole, in order, once: whatever stops on the way, however many work on it."""
+"""A file is translated completely, in order, once, despite interruptions and with any number of
+workers."""
 
 import json
 import os
@@ -40,7 +41,7 @@ def source(tmp_path):
 
 
 class Worker:
-    """Doubles each line, remembers which it has seen, and fails at one of them if told to."""
+    """Doubles each line, records the lines it has seen, and can fail at one of them."""
 
     def __init__(self, fails_at=None):
         self.seen, self.fails_at = [], fails_at
@@ -72,7 +73,7 @@ def test_an_empty_file_gives_an_empty_file(source):
     assert run(Worker(), source).read_text() == ""
 
 
-def test_what_is_done_is_not_done_again(source):
+def test_finished_chunks_are_not_repeated(source):
     source.with_name("out.txt").write_text("of an earlier job\n")
     first = Worker(fails_at=14)
     with pytest.raises(RuntimeError, match="stopped"):
@@ -80,10 +81,10 @@ def test_what_is_done_is_not_done_again(source):
     assert source.with_name("out.txt").read_text() == "of an earlier job\n"
     second = Worker()
     assert run(second, source).read_text() == EXPECTED
-    assert second.seen == list(range(12, len(LINES)))  # of the chunk that was stopped, all
+    assert second.seen == list(range(12, len(LINES)))  # all lines of the interrupted chunk
 
 
-def test_an_attempt_that_ended_while_merging_only_merges(source, monkeypatch):
+def test_a_job_interrupted_while_merging_only_merges(source, monkeypatch):
     merge = "vanilla_transformer.inference.parallel_translation._merge"
     with monkeypatch.context() as patch:
         patch.setattr(merge, lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
@@ -94,8 +95,8 @@ def test_an_attempt_that_ended_while_merging_only_merges(source, monkeypatch):
     assert again.seen == []
 
 
-def test_chunks_may_be_done_in_any_order_and_are_kept(source):
-    """As several machines finish them, until one stops them all."""
+def test_chunks_can_be_finished_in_any_order_and_are_kept(source):
+    """As when several machines finish them, until one stops all."""
     worker, output = Worker(), source.with_name("out.txt")
 
     def backwards(chunks, until=0):
@@ -112,7 +113,7 @@ def test_chunks_may_be_done_in_any_order_and_are_kept(source):
     assert sorted(worker.seen) == list(range(len(LINES)))
 
 
-def test_an_output_is_replaced_where_rename_refuses_a_name_that_exists(source, monkeypatch):
+def test_an_output_is_replaced_if_rename_refuses_existing_names(source, monkeypatch):
     """As on Windows."""
     rename = Path.rename
 
@@ -126,9 +127,9 @@ def test_an_output_is_replaced_where_rename_refuses_a_name_that_exists(source, m
     assert run(Worker(), source).read_text() == EXPECTED
 
 
-def test_a_job_that_is_started_twice_writes_whole_files(source, monkeypatch):
-    """If both wrote into one file, the first could end with a hole in its output."""
-    monkeypatch.setattr(os, "getpid", threading.get_ident)  # as of two processes
+def test_a_job_started_twice_writes_complete_files(source, monkeypatch):
+    """If both wrote to the same file, the first could end with a gap in its output."""
+    monkeypatch.setattr(os, "getpid", threading.get_ident)  # as in two processes
     source.write_text("".join(f"line {number}\n" for number in range(20_000)))
     output, (at_work, both, first_ended) = (
         source.with_name("twice"),
@@ -157,8 +158,8 @@ def test_a_job_that_is_started_twice_writes_whole_files(source, monkeypatch):
     assert output.read_text() == source.read_text().upper()
 
 
-def test_files_of_any_file_system_are_read_and_written(tmp_path):
-    """By a URL; finished chunks are kept there too."""
+def test_files_on_any_file_system_are_read_and_written(tmp_path):
+    """They are given by URL; finished chunks are kept there too."""
     pytest.importorskip("upath", reason="needs vanilla-transformer[ray]")
     folder = as_path(f"memory://{tmp_path.name}/texts")
     folder.mkdir(parents=True)
@@ -173,7 +174,7 @@ def test_files_of_any_file_system_are_read_and_written(tmp_path):
     assert list(read_file(str(output))) == EXPECTED.splitlines()
 
 
-def test_a_url_without_its_package_is_named(monkeypatch):
+def test_a_missing_package_for_a_url_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "upath", None)
     with pytest.raises(
         ImportError, match=r"s3://b/in.txt needs the package universal-pathlib: pip"
@@ -183,7 +184,7 @@ def test_a_url_without_its_package_is_named(monkeypatch):
 
 @pytest.fixture
 def table(tmp_path):
-    """A parquet file of several row groups, with texts that are no lines."""
+    """A parquet file of several row groups, with texts that contain line breaks."""
     texts = [None, "", "two\nlines", *(f"row {number}" for number in range(20))]
     ids = list(range(len(texts)))
     table = pyarrow.table({"id": ids, "text": texts}).replace_schema_metadata({"licence": "mine"})
@@ -225,7 +226,7 @@ def test_a_column_of_a_parquet_file_becomes_a_text_file(table):
         ("not.parquet", "out.txt", {}, "not.parquet: expected a parquet file"),
     ],
 )  # fmt: skip
-def test_columns_and_files_that_do_not_fit_are_named(
+def test_invalid_columns_and_files_are_reported(
     table, source, output, options, message, monkeypatch
 ):
     monkeypatch.chdir(table.parent)
@@ -236,7 +237,7 @@ def test_columns_and_files_that_do_not_fit_are_named(
     assert not table.with_name(f"{output}.parts").exists()
 
 
-def test_an_output_that_is_no_file_is_left_alone(source, tmp_path):
+def test_an_output_that_is_not_a_regular_file_is_refused(source, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"pipe': expected a file, which is replaced"):
         transform_file(Worker(), source, tmp_path / "pipe", {})
@@ -253,7 +254,7 @@ def test_an_output_that_is_a_link_stays_one(source, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["source", "settings", "lines_per_chunk"])
-def test_another_job_is_refused(source, change):
+def test_an_output_of_an_unfinished_different_job_is_refused(source, change):
     with pytest.raises(RuntimeError):
         run(Worker(fails_at=9), source)
     options = {}
@@ -271,9 +272,9 @@ def test_another_job_is_refused(source, change):
 
 
 @pytest.mark.parametrize("content", ["\n".join(LINES), "\n".join(LINES).upper()])
-def test_a_source_is_known_by_its_content(source, content):
-    """`cp --preserve` and archives may keep size and time of what changed, and copies change the
-    time of what did not."""
+def test_a_source_is_identified_by_its_content(source, content):
+    """`cp --preserve` and archives can keep size and time of changed files, and copies change the
+    time of unchanged ones."""
     before = source.stat()
     with pytest.raises(RuntimeError, match="stopped"):
         run(Worker(fails_at=9), source)
@@ -287,8 +288,8 @@ def test_a_source_is_known_by_its_content(source, content):
             run(Worker(), source)
 
 
-def test_a_kill_while_cleaning_up_leaves_no_part_to_another_job(source, monkeypatch):
-    """Whichever file is the last to be removed: the next job is refused, or all lines are its."""
+def test_a_kill_during_cleanup_leaves_no_chunk_to_a_different_job(source, monkeypatch):
+    """Whichever file is removed last: the next job is refused, or all lines are its own."""
     output, parts = source.with_name("out.txt"), source.with_name("out.txt.parts")
     for survived in range(20):
         with monkeypatch.context() as patch:
@@ -331,7 +332,7 @@ def dies_after(calls, function):
     return counted
 
 
-def test_other_files_in_the_folder_of_parts_stay(source):
+def test_other_files_in_the_folder_of_chunks_are_kept(source):
     parts = source.with_name("out.txt.parts")
     parts.mkdir()
     (parts / "notes").write_text("mine")
@@ -339,7 +340,7 @@ def test_other_files_in_the_folder_of_parts_stay(source):
     assert [path.name for path in parts.iterdir()] == ["notes"]
 
 
-def test_a_job_that_has_finished_no_part_is_forgotten(source):
+def test_a_job_without_finished_chunks_is_discarded(source):
     def fails(chunks):
         raise ValueError("the first line")
 
@@ -349,7 +350,7 @@ def test_a_job_that_has_finished_no_part_is_forgotten(source):
     assert run(Worker(), source).read_text() == EXPECTED
 
 
-def test_a_job_that_runs_is_not_replaced_by_another(source):
+def test_a_running_job_is_not_replaced_by_a_different_one(source):
     def starts_another(lines, first):
         with pytest.raises(ValueError, match="model='n': expected 'm', as in the unfinished"):
             transform_file(Worker(), source, source.with_name("out.txt"), {"model": "n"})
@@ -382,14 +383,14 @@ def test_processes_share_the_chunks(source, processes):
     assert sorted(number for worker in workers for number in worker.seen) == list(range(len(LINES)))
 
 
-def test_a_process_that_sees_another_file_system_is_refused(source):
+def test_a_process_on_a_different_file_system_is_refused(source):
     message = r"out\.txt\.parts: expected a file system that all processes share"
     with pytest.raises(FileNotFoundError, match=message):
         run(Worker(), source, process_index=1, num_processes=2)
 
 
-def test_more_lines_take_no_more_memory(tmp_path):
-    """Lines are read a chunk at a time: the file is never there as a whole."""
+def test_more_lines_need_no_more_memory(tmp_path):
+    """Lines are read a chunk at a time: the file is never completely in memory."""
     import tracemalloc
 
     source = tmp_path / "in.txt"
@@ -422,7 +423,7 @@ def train_further(folder):
     model.save_pretrained(folder)
 
 
-def test_a_fingerprint_is_of_the_content_alone(folder):
+def test_a_fingerprint_only_depends_on_the_content(folder):
     before = fingerprint_of(folder)
     assert fingerprint_of(folder.rename(folder.with_name("moved"))) == before
 
@@ -454,7 +455,7 @@ def test_a_fingerprint_shows_what_changed(folder, changed, change):
     assert {name for name in before if before[name] != after[name]} == {changed}
 
 
-def test_a_fingerprint_shows_another_version_of_this_package(folder, monkeypatch):
+def test_a_fingerprint_depends_on_the_version_of_this_package(folder, monkeypatch):
     before = fingerprint_of(folder)
     monkeypatch.setattr(parallel_translation, "__version__", "99.9")
     after = fingerprint_of(folder)
@@ -462,7 +463,7 @@ def test_a_fingerprint_shows_another_version_of_this_package(folder, monkeypatch
     assert after["versions"].startswith("vanilla_transformer 99.9, torch ")
 
 
-def test_a_fingerprint_is_of_an_adapters_configuration(model, folder):
+def test_a_fingerprint_includes_an_adapters_configuration(model, folder):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     peft.get_peft_model(model, config).save_pretrained(folder / "adapter")
@@ -480,7 +481,7 @@ def test_a_fingerprint_is_of_an_adapters_configuration(model, folder):
     assert {name for name in before if before[name] != after[name]} == {"config"}
 
 
-def test_a_fingerprint_is_of_the_precision_and_of_slow_tokenizers_too(model, tmp_path):
+def test_a_fingerprint_includes_the_precision_and_slow_tokenizers(model, tmp_path):
     def with_merges(*merges):
         (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "a": 1, "b": 2, "c": 3}))
         (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
@@ -493,8 +494,9 @@ def test_a_fingerprint_is_of_the_precision_and_of_slow_tokenizers_too(model, tmp
     assert with_merges("a b", "b c")["weights"] != before["weights"]
 
 
-def test_a_killed_translation_is_resumed_with_the_same_model_alone(folder):
-    """Killed half way, with other weights in the same folder, with its own in another folder."""
+def test_a_killed_translation_is_only_resumed_with_the_same_model(folder):
+    """Killed half way, then run with different weights in the same folder, then with the same
+    weights in a different folder."""
     cwd, chunks = folder.parent, 3
     (cwd / "in.txt").write_text("a house\nthe lake is deep\n" * (LINES_PER_CHUNK // 2 * chunks))
     flags = ["--source", "in.txt", "--output", "out.txt", "--max_new_tokens", "1"]
@@ -521,7 +523,7 @@ def test_a_killed_translation_is_resumed_with_the_same_model_alone(folder):
     assert not (cwd / "out.txt.parts").exists()
 
 
-def test_two_processes_translate_as_one(checkpoint, tmp_path):
+def test_two_processes_translate_the_same_as_one(checkpoint, tmp_path):
     (tmp_path / "in.txt").write_text("a house\n\nthe lake is deep\n" * 5)
     flags = ["--model", checkpoint, "--source", "in.txt", "--max_new_tokens", 4, "--device", "cpu"]
     run_command("translate", *flags, "--output", "one.txt", cwd=tmp_path)

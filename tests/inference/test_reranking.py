@@ -48,7 +48,7 @@ def hypotheses(*texts):
     return [Hypothesis(text, token_ids=(5, 2)) for text in texts]
 
 
-def test_the_hypothesis_that_is_most_like_all_others_wins():
+def test_the_hypothesis_most_similar_to_all_others_wins():
     found = hypotheses("ein Haus", "kein Haus", "ein Haus am See", "ein Hund", "ein Haus am See")
     (ranked,) = rerank_by_utility(["a house"], [found])
     utilities = chrf_utility([h.text for h in found], [h.text for h in found])
@@ -71,7 +71,7 @@ def test_a_single_hypothesis_has_its_utility_as_its_score():
     assert one[0].score == two[0].score == pytest.approx(100)
 
 
-def test_a_utility_may_be_a_function_that_sees_the_source():
+def test_a_utility_can_be_a_function_of_the_source():
     def shortest(hypotheses, references, source):
         lengths = [abs(len(h) - len(source)) for h in hypotheses]
         return -np.array(lengths)[:, None] * np.ones(len(references))
@@ -81,7 +81,7 @@ def test_a_utility_may_be_a_function_that_sees_the_source():
 
 
 def test_comet_compares_each_hypothesis_with_each_reference(monkeypatch):
-    """As the package is called; it needs an older transformers than this package."""
+    """With the package's interface; it needs an older transformers than this package."""
 
     def predict(data, batch_size, progress_bar):
         return SimpleNamespace(scores=[len(d["mt"]) / len(d["src"] + d["ref"]) for d in data])
@@ -98,7 +98,7 @@ def test_comet_compares_each_hypothesis_with_each_reference(monkeypatch):
     assert ranked[1].score == pytest.approx(100 * (1 / 3 + 1 / 5) / 2)
 
 
-def test_a_utility_that_is_not_there_is_named():
+def test_an_unknown_utility_is_reported():
     with pytest.raises(ValueError, match="mbr='ter': expected one of chrf, bleu, exact_match"):
         reranking.get_utility("ter")
 
@@ -111,7 +111,7 @@ def test_a_utility_that_is_not_there_is_named():
         ("bleu", "sacrebleu.metrics", "the extra train"),
     ],
 )
-def test_a_missing_package_is_named(name, package, origin, monkeypatch):
+def test_a_missing_package_is_reported(name, package, origin, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     reranking._comet.cache_clear()
     message = f"mbr='{name}': needs the package {package} of {origin}"
@@ -119,7 +119,7 @@ def test_a_missing_package_is_named(name, package, origin, monkeypatch):
         reranking.get_utility(name)
 
 
-def test_a_reverse_model_and_the_length_take_part(model, tokenizer):
+def test_scores_of_a_reverse_model_and_the_length_are_added(model, tokenizer):
     options = {"num_beams": 4, "max_new_tokens": 6}
     found = list(translate_n_best(LINES, model, tokenizer, 4, **options))
     weights = {"reverse_weight": 0.7, "length_weight": 0.3}
@@ -140,8 +140,8 @@ def test_a_reverse_model_and_the_length_take_part(model, tokenizer):
         assert scores == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_a_reverse_model_cannot_read_comes_last(model, tokenizer):
-    """It reads words, without </s>, and has positions for 3."""
+def test_hypotheses_that_a_reverse_model_cannot_read_come_last(model, tokenizer):
+    """It reads words, without </s>, and has 3 positions."""
     texts = ["", "Haus Haus Haus Haus", "Haus", "See"]
     ids = tokenizer(text_target=texts)["input_ids"]
     found = [Hypothesis(*each) for each in zip(texts, [-1.0] * 4, map(tuple, ids), strict=True)]
@@ -174,7 +174,7 @@ def test_samples_are_ranked_by_their_probability(model, tokenizer):
         assert all(h.score == pytest.approx(sum(h.token_scores)) for h in row)
 
 
-def test_what_is_padding_alone_is_not_the_most_probable():
+def test_a_hypothesis_of_only_padding_is_not_the_most_probable():
     padding, token = Hypothesis("", 0.0), Hypothesis("See", token_ids=(5, 2), token_scores=(-2, -1))
     ((best, last),) = rank_by_log_probability([[padding, token]])
     assert (best.text, best.score, last.text) == ("See", -3.0, "")

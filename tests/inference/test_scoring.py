@@ -47,7 +47,7 @@ def test_a_pair_that_is_too_long_is_a_batch_of_its_own(translator):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("names", [["input_ids"], ["input_ids", "attention_mask"]])
-def test_padding_of_a_tokenizer_changes_no_score(translator, side, names):
+def test_the_padding_side_of_a_tokenizer_changes_no_score(translator, side, names):
     model, tokenizer = translator
     expected = [next(score_pairs([pair], model, tokenizer))[0] for pair in PAIRS]
     tokenizer.padding_side, tokenizer.model_input_names = side, names
@@ -55,7 +55,7 @@ def test_padding_of_a_tokenizer_changes_no_score(translator, side, names):
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_scores_start_with_the_token_that_translations_start_with(translator):
+def test_scores_start_after_the_decoder_start_token_of_generation(translator):
     """The generation config's, as in `translate --n_best`, reranking and exported folders."""
     model, tokenizer = translator
     model.generation_config.decoder_start_token_id = 5
@@ -92,7 +92,7 @@ def test_the_script_writes_a_line_for_each_pair(translator, checkpoint, tmp_path
     assert not (tmp_path / "scores").exists()
 
 
-def test_a_pair_without_tokens_is_counted_from_1_in_the_whole_text(monkeypatch, translator):
+def test_a_pair_without_tokens_is_reported_with_its_number_in_the_text(monkeypatch, translator):
     monkeypatch.setattr(scoring, "PAIRS_PER_WINDOW", 2)
     names = ["<pad>", "<s>", "</s>", "<unk>", "a"]
     tokenizer = words({name: i for i, name in enumerate(names)}, Specials(template="$A"))
@@ -118,7 +118,8 @@ def test_scores_are_as_precise_as_float32_allows_for_a_large_vocabulary():
 
 
 class OnMps(torch.Tensor):
-    """As on a GPU of Apple's, which has no float64, and neither has what is computed from it."""
+    """Like a tensor on an Apple GPU, which has no float64; tensors computed from it are the
+    same."""
 
     def double(self):
         raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
@@ -127,7 +128,7 @@ class OnMps(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
 
-def test_scores_are_summed_on_the_cpu_where_the_gpu_has_no_float64():
+def test_scores_are_summed_on_the_cpu_if_the_gpu_has_no_float64():
     logits, labels = torch.randn(2, 5, 8), torch.randint(8, (2, 5))
     found, expected = scores_of(logits.as_subclass(OnMps), labels), scores_of(logits, labels)
     assert found.dtype == torch.float64

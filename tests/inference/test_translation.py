@@ -67,7 +67,7 @@ def test_order_is_kept_and_blank_lines_stay_blank(model, tokenizer, alone, batch
 
 
 @pytest.mark.parametrize("blank", ["\u200b", "\ufeff \xad", "\x00\u200f"])
-def test_a_line_in_which_nothing_is_seen_stays_blank(model, tokenizer, blank):
+def test_a_line_of_invisible_characters_stays_blank(model, tokenizer, blank):
     # The tokenizer has bytes for it, and the model a translation.
     assert len(tokenizer(blank)["input_ids"]) > len(tokenizer("")["input_ids"])
     assert list(translate([blank], model, tokenizer, max_new_tokens=6)) == [""]
@@ -75,8 +75,8 @@ def test_a_line_in_which_nothing_is_seen_stays_blank(model, tokenizer, blank):
     assert pipe(blank) == [{"translation_text": ""}]
 
 
-def test_what_a_tokenizer_removes_is_a_blank_line(model, tokenizer):
-    # Engines differed about sources without a token.
+def test_a_line_that_the_tokenizer_removes_counts_as_blank(model, tokenizer):
+    # Otherwise engines would treat sources without tokens differently.
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("#", "")
     lines = ["a house", "#", "##"]
@@ -126,7 +126,7 @@ SMALL_WINDOW = 8  # in batches
 TWO_WINDOWS = ["see " * (n % 7) for n in range(2 * SMALL_WINDOW + 9)]
 
 
-def test_two_processes_work_on_half_of_the_batches_each(model, checkpoint, tokenizer, tmp_path):
+def test_two_processes_translate_half_of_the_batches_each(model, checkpoint, tokenizer, tmp_path):
     (tmp_path / "program.py").write_text(TOGETHER)
     program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
     failed, output = run_ranks(2, *program, cwd=tmp_path)
@@ -148,7 +148,7 @@ def test_lines_are_read_a_window_at_a_time(model, tokenizer):
 
 
 @pytest.mark.parametrize("line", NASTY, ids=lambda line: ascii(line)[:12])
-def test_any_text_is_taken(model, tokenizer, line):
+def test_any_text_is_accepted(model, tokenizer, line):
     (translation,) = translate([line], model, tokenizer, max_new_tokens=3)
     assert isinstance(translation, str)
 
@@ -158,8 +158,8 @@ def test_generation_options_reach_the_model(model, tokenizer):
         list(translate(["see"], model, tokenizer, no_such_option=1))
 
 
-def test_a_line_has_one_translation_whatever_its_model_returns(model, tokenizer):
-    # `num_return_sequences` may be saved with the model.
+def test_a_line_has_one_translation_whatever_num_return_sequences_is(model, tokenizer):
+    # `num_return_sequences` can be saved with the model.
     several = copy.copy(model)
     several.generation_config = copy.deepcopy(model.generation_config)
     several.generation_config.update(num_beams=3, num_return_sequences=3)
@@ -190,7 +190,7 @@ def test_n_best_lists_are_ranked_by_the_scores_of_the_beam(model, tokenizer):
 
 
 def log_probability(model, inputs, row):
-    """Of a whole output, the token that starts it aside, padding at its end aside."""
+    """Of an output, except the start token and padding at the end."""
     labels = row[1:][None]
     logits = model(**inputs, decoder_input_ids=row[:-1][None]).logits.log_softmax(-1)
     chosen = logits.gather(-1, labels[..., None])[..., 0]
@@ -233,12 +233,12 @@ def test_there_are_as_many_hypotheses_as_beams_or_any_number_of_samples(
                 expect_hypotheses(n_best, model, {} if saved else options)
 
 
-def test_a_batch_size_that_cannot_be_is_named(model, tokenizer):
+def test_an_invalid_batch_size_is_reported(model, tokenizer):
     with pytest.raises(ValueError, match="batch_size=0: expected a positive integer"):
         list(translate(["see"], model, tokenizer, batch_size=0))
 
 
-def test_a_batch_holds_at_most_so_many_source_tokens(model, tokenizer, monkeypatch):
+def test_a_batch_holds_at_most_max_tokens_source_tokens(model, tokenizer, monkeypatch):
     batches = []
     generate = type(model).generate
 
@@ -259,8 +259,8 @@ def test_a_batch_holds_at_most_so_many_source_tokens(model, tokenizer, monkeypat
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
-def test_a_translation_goes_on_after_its_prefix(model, tokenizer, options):
-    """As `generate` does with the prefix for a prompt."""
+def test_a_translation_continues_its_prefix(model, tokenizer, options):
+    """As `generate` does with the prefix as the decoder's prompt."""
     options = {"max_new_tokens": 9, **options}
     prefixes = ["ein", "ein", "", "ein Haus", "", "ein Haus am"]
     found = list(translate(LINES, model, tokenizer, prefixes=prefixes, batch_size=4, **options))
@@ -297,7 +297,7 @@ def test_a_limit_counts_the_tokens_after_a_prefix(model, tokenizer, options, lim
     assert len(found.token_ids) == tokens + limit
 
 
-def test_a_prefix_that_is_as_long_as_the_longest_target_is_named(model, tokenizer, monkeypatch):
+def test_a_prefix_that_leaves_no_room_for_a_translation_is_reported(model, tokenizer, monkeypatch):
     prefixes = ["", "", "ein Haus am See"]
     tokens = len(tokenizer(text_target=prefixes[2])["input_ids"]) - 1
     message = f"target prefix 3 has {tokens} tokens: expected fewer than {tokens}, the length limit"
@@ -329,7 +329,7 @@ def test_a_blank_prefix_has_no_tokens(model, tokenizer):
 
 
 @pytest.mark.parametrize("ends", [2, [2, 9]])
-def test_a_prefix_has_no_end_though_the_tokenizer_does_not_name_it(model, tokenizer, ends):
+def test_eos_is_removed_from_a_prefix_though_the_tokenizer_has_no_eos_token(model, tokenizer, ends):
     whole = tokenizer(text_target="ein Haus")["input_ids"]
     nameless = copy.deepcopy(tokenizer)
     nameless.eos_token = None
@@ -348,14 +348,14 @@ def test_a_prefix_has_no_end_though_the_tokenizer_does_not_name_it(model, tokeni
     ],
 )
 def test_the_smallest_table_of_positions_is_the_limit(table, limit):
-    """Of an `EncoderDecoderModel`, whose configuration has no limit."""
+    """For an `EncoderDecoderModel`, whose configuration has no limit."""
     encoder = BertConfig(max_position_embeddings=20)
     config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, table)
     with torch.device("meta"):
         assert position_limit(EncoderDecoderModel(config)) == limit
 
 
-def test_a_table_that_grows_is_no_limit():
+def test_a_table_that_grows_is_not_a_limit():
     with torch.device("meta"):
         model = FSMTForConditionalGeneration(FSMTConfig(src_vocab_size=9, tgt_vocab_size=9))
     assert position_limit(model) is None
@@ -373,7 +373,7 @@ def test_a_table_that_grows_is_no_limit():
     ],
     ids=lambda saved: next(iter(saved)),
 )
-def test_a_saved_search_that_cannot_work_is_refused_before_the_work(
+def test_a_saved_search_that_cannot_work_is_refused_before_translation(
     model, tokenizer, monkeypatch, saved
 ):
     for name, value in saved.items():
@@ -398,7 +398,7 @@ def test_a_saved_search_that_cannot_work_is_refused_before_the_work(
     ],
     ids=str,
 )
-def test_what_transformers_cannot_do_is_refused_before_the_work(
+def test_searches_that_transformers_lacks_are_refused_before_translation(
     model, tokenizer, options, expected
 ):
     name, value = next(iter(options.items()))
@@ -417,7 +417,9 @@ def test_what_transformers_cannot_do_is_refused_before_the_work(
     ],
     ids=str,
 )
-def test_nothing_is_refused_that_transformers_can_do(model, option, num_beams, batch_size):
+def test_options_are_only_refused_if_transformers_refuses_them(
+    model, option, num_beams, batch_size
+):
     options = {**option, "num_beams": num_beams}
     inputs = {"input_ids": torch.tensor([[5, 6, 2]] * batch_size), "max_new_tokens": 3}
     try:
@@ -429,8 +431,8 @@ def test_nothing_is_refused_that_transformers_can_do(model, option, num_beams, b
         expect_known_search(model, options, batch_size)
 
 
-def test_a_cache_that_transformers_does_not_know_is_refused_here(model):
-    """The command line prints such an error without a traceback."""
+def test_a_cache_unknown_to_transformers_is_a_valueerror(model):
+    """The command line prints a ValueError without a traceback."""
     with pytest.raises(ValueError, match="Invalid `cache_implementation`") as raised:
         expect_valid_options(model, {"cache_implementation": "none"})
     assert raised.traceback[-1].name == "expect_valid_options"
@@ -451,7 +453,7 @@ def test_a_cache_that_transformers_does_not_know_is_refused_here(model):
     ],
     ids=str,
 )
-def test_what_only_a_step_of_the_search_reads_is_refused_before_the_work(model, options, message):
+def test_invalid_logits_processors_are_refused_before_translation(model, options, message):
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: ") + ".*" + message):
         expect_valid_options(model, options)
@@ -468,12 +470,12 @@ def test_what_only_a_step_of_the_search_reads_is_refused_before_the_work(model, 
     ],
     ids=str,
 )
-def test_what_only_a_step_of_the_search_reads_is_allowed(model, options):
+def test_valid_logits_processors_are_accepted(model, options):
     expect_valid_options(model, options)
 
 
 @pytest.mark.parametrize("name", ["two vocabularies", "EncoderDecoderModel", "MarianMTModel"])
-def test_the_vocabulary_of_an_option_is_the_targets(name):
+def test_token_ids_in_options_are_those_of_the_target_vocabulary(name):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     sides = [BertConfig(vocab_size=size, **sizes) for size in (50, 33)]
     if name == "two vocabularies":
@@ -491,21 +493,23 @@ def test_the_vocabulary_of_an_option_is_the_targets(name):
         expect_valid_options(model, {"sequence_bias": [[[33], 1.0]]})
 
 
-def test_a_saved_option_of_another_search_does_not_matter(model, tokenizer, monkeypatch):
+def test_a_saved_option_of_a_different_search_does_not_matter(model, tokenizer, monkeypatch):
     expected = list(translate(LINES, model, tokenizer, num_beams=2, max_new_tokens=6))
     monkeypatch.setattr(model.generation_config, "penalty_alpha", 0.6)
     monkeypatch.setattr(model.generation_config, "num_beam_groups", 1)
     assert list(translate(LINES, model, tokenizer, num_beams=2, max_new_tokens=6)) == expected
 
 
-def test_there_is_a_prefix_for_each_line(model, tokenizer):
+def test_there_must_be_a_prefix_for_each_line(model, tokenizer):
     with pytest.raises(ValueError, match="argument 2 is shorter"):
         list(translate(["a", "b"], model, tokenizer, prefixes=["x"]))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
-def test_what_reached_its_length_limit_is_known(model, tokenizer, options, monkeypatch):
-    """It does not end with </s>."""
+def test_translations_that_reached_the_length_limit_are_marked(
+    model, tokenizer, options, monkeypatch
+):
+    """They do not end with </s>."""
     cut = list(translate_n_best(["see"], model, tokenizer, None, max_new_tokens=4, **options))
     assert [h.is_complete for h in cut[0]] == [False]
     assert len(cut[0][0].token_ids) == 4
@@ -517,8 +521,8 @@ def test_what_reached_its_length_limit_is_known(model, tokenizer, options, monke
 
 @pytest.mark.parametrize("pad", [0, 2, None])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
-def test_what_is_cut_at_its_own_limit_is_the_same_alone(model, tokenizer, options, pad):
-    """Also where </s> is the padding, too."""
+def test_truncated_translations_in_a_batch_equal_those_alone(model, tokenizer, options, pad):
+    """Also if </s> is the padding token too."""
     lines = ["see", "a house by the lake"]
     options = {"extra_output_tokens": 2, "suppress_tokens": [2], "pad_token_id": pad, **options}
     batch = [found for (found,) in translate_n_best(lines, model, tokenizer, None, **options)]
@@ -528,7 +532,7 @@ def test_what_is_cut_at_its_own_limit_is_the_same_alone(model, tokenizer, option
         assert not together.is_complete
 
 
-def test_the_limit_of_a_given_generation_config_goes_before_the_models(model, tokenizer):
+def test_the_limit_of_a_given_generation_config_overrides_the_models(model, tokenizer):
     lines = ["see", "a house by the lake"]
     given = copy.deepcopy(model.generation_config)
     given.update(max_new_tokens=60, suppress_tokens=[2])
@@ -544,16 +548,16 @@ def test_samples_need_no_beams(model, tokenizer):
     assert all(math.isnan(h.score) for h in found)
 
 
-def test_training_mode_does_not_disturb(model, tokenizer, alone):
+def test_a_model_in_training_mode_translates_the_same(model, tokenizer, alone):
     model.train()
     assert list(translate(LINES, model, tokenizer, max_new_tokens=6)) == alone
 
 
-def test_lines_end_at_newlines_only():
+def test_lines_only_end_at_newlines():
     content = [b"\xef\xbb\xbfone\r\n", b"tw\ro\xe2\x80\xa8\n", b"\n", b"last"]
     assert list(read_lines(content, "f")) == ["one", "tw\ro\u2028", "", "last"]
 
 
-def test_a_line_that_is_not_utf8_is_named():
+def test_a_line_that_is_not_utf8_is_reported():
     with pytest.raises(ValueError, match=r"in\.txt, line 2: not UTF-8"):
         list(read_lines([b"fine\n", b"\xff\n"], "in.txt"))
