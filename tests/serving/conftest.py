@@ -27,8 +27,8 @@ def no_loading():
 
 @pytest.fixture
 def start_server(tmp_path):
-    """A server in a new process: `with start_server(*words) as (process, url)`. Unless it is to be
-    fresh, it is a copy of this process."""
+    """A server in a new process: `with start_server(*words) as (process, url)`. It is a copy of
+    this process unless `fresh` is set."""
 
     @contextmanager
     def start(*words, fresh=True, **environment):

@@ -1,4 +1,4 @@
-"""LibreTranslate's interface, through the application alone: no socket and no process."""
+"""LibreTranslate's interface, through the application only: without a socket or process."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ PAIR = {"source": "en", "target": "de"}
 
 
 class UpperCase:
-    """A translator for which every answer is known."""
+    """A translator with predictable answers."""
 
     async def translate(self, sentences, n_best=1):
         await asyncio.sleep(0)
@@ -65,8 +65,8 @@ def test_it_translates_json_and_both_kinds_of_forms():
         assert answer.json() == {"translatedText": LINE.upper()}
 
 
-def test_a_form_is_utf8_with_or_without_percent_signs():
-    """As browsers and `curl --data-urlencode` write it, and as `curl -d` does."""
+def test_a_form_is_read_as_utf8_with_or_without_percent_encoding():
+    """Browsers and `curl --data-urlencode` encode it, and `curl -d` does not."""
     headers = {"content-type": "application/x-www-form-urlencoded"}
     for text, expected in (
         (b"M%C3%A4dchen+%26+%2B", "MÄDCHEN & +"),
@@ -86,8 +86,8 @@ def test_a_form_is_utf8_with_or_without_percent_signs():
         assert "MÄDCHEN" in answer.text or "can't decode byte 0xe4" in answer.text
 
 
-def test_it_takes_what_clients_leave_empty_or_put_into_the_url():
-    """deep-translator's, whose body is empty, and forms with empty fields."""
+def test_it_accepts_empty_fields_and_fields_in_the_url():
+    """As from deep-translator, whose body is empty, and from forms with empty fields."""
     server, fields = client(), {"q": LINE, **PAIR}
     for answer in (
         server.post("/translate", params=fields),
@@ -108,10 +108,10 @@ def test_lists_and_alternatives_keep_the_order_of_the_texts():
     ]
 
 
-def test_the_answer_is_that_of_a_plain_loop(checkpoint, tokenizer):
+def test_the_answer_is_the_same_as_without_a_server(checkpoint, tokenizer):
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     model.generation_config.max_new_tokens = 9  # a random model does not stop by itself
-    for name, parameter in model.named_parameters():  # and says the same of everything
+    for name, parameter in model.named_parameters():  # and gives the same output for every input
         parameter.data *= 10 if parameter.dim() > 1 and "embed" not in name else 1
     lines = [LINE, "der See", "the lake is deep"]
     arguments = ServingArguments(num_beams=2, batch_wait=0.0)
@@ -138,7 +138,7 @@ def test_it_lists_its_languages():
     assert settings["charLimit"] == 7
     assert settings["keyRequired"] is False
     assert client().get("/health").json() == {"status": "ok"}
-    assert client().head("/health").status_code == 200  # as some monitors ask
+    assert client().head("/health").status_code == 200  # as some monitors send it
 
 
 def test_it_detects_the_languages_that_it_translates():
@@ -151,7 +151,7 @@ def test_it_detects_the_languages_that_it_translates():
     assert other["confidence"] < 10
     answer = post(server, q=text, source="auto", target="en").json()
     assert answer["detectedLanguage"] == best
-    # The only language that reaches French, and the answer does not claim to be sure.
+    # The only language that can be translated to French; its confidence stays low.
     answer = post(server, q=[text], source="auto", target="fr").json()
     assert answer["detectedLanguage"] == [other]
 
@@ -166,7 +166,7 @@ def test_a_confidence_is_in_percent_and_each_text_has_one(monkeypatch):
     assert answer["detectedLanguage"] == [german] * 2
 
 
-def test_a_missing_detector_is_named(monkeypatch):
+def test_a_missing_language_detector_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     languages._identifier.cache_clear()
     for answer in (client().post("/detect", data={"q": "x"}), post(client(), source="auto")):
@@ -175,7 +175,7 @@ def test_a_missing_detector_is_named(monkeypatch):
     assert post(client()).status_code == 200
 
 
-def test_tags_have_no_language():
+def test_html_tags_do_not_affect_language_detection():
     pytest.importorskip("py3langid")
     tag = '<a href="https://www.example.com/the-news-of-the-day" title="more about this">'
     text = "Wir gehen heute Abend ins Kino"
@@ -207,7 +207,7 @@ def test_a_blank_text_has_no_alternatives(checkpoint, tokenizer):
 def test_alternatives_that_a_search_cannot_find_are_refused(checkpoint, tokenizer):
     """As with CTranslate2, which has a repetition_penalty only without beams."""
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
-    model.generation_config.low_memory = True  # which transformers has only without beams
+    model.generation_config.low_memory = True  # which transformers only has without beams
     server = client(BatchingTranslator(model, tokenizer, ServingArguments()))
     assert post(server).status_code == 200
     answer = post(server, alternatives=1)
@@ -238,7 +238,7 @@ def test_a_stream_adds_up_to_the_translation(format, text, expected):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_sentences_of_chinese_get_a_space_between_them(stream):
+def test_translated_chinese_sentences_are_separated_by_a_space(stream):
     app = make_app({("zh", "en"): UpperCase()}, ServingArguments(split_over=5))
     fields = {"q": "我在a。他在b。", "source": "zh", "target": "en", "stream": stream}
     answers = TestClient(app).post("/translate", json=fields).text.splitlines()
@@ -259,7 +259,7 @@ def test_sentences_of_chinese_get_a_space_between_them(stream):
         ({"q": ["x"], "stream": True}, "stream: expected q to be one text"),
     ],
 )
-def test_a_bad_value_is_refused_by_name(fields, message):
+def test_an_invalid_value_is_refused_by_name(fields, message):
     server = client(max_characters=50, max_texts=5)
     assert post(server, q=["x" * 10] * 5, alternatives=3).status_code == 200
     answer = post(server, **fields)
@@ -271,13 +271,13 @@ def test_a_bad_value_is_refused_by_name(fields, message):
     "content",
     [b"{", b"[]", b"", b"\xff\xfe", b'{"q": "\\ud800"}', b"[" * 100_000, b'{"q": 1e999}', b"null"],
 )
-def test_broken_json_is_refused(content):
+def test_invalid_json_is_refused(content):
     answer = client().post("/translate", content=content)
     assert answer.status_code == 400
     assert answer.json().keys() == {"error"}
 
 
-def test_a_broken_form_is_refused():
+def test_an_invalid_form_is_refused():
     headers = {"content-type": "multipart/form-data; boundary=x"}
     answer = client().post("/translate", content=b"--y\r\nbroken", headers=headers)
     assert answer.status_code == 400
@@ -289,13 +289,13 @@ def test_a_broken_form_is_refused():
     assert (answer.status_code, list(answer.json())) == (400, ["error"])
 
 
-def test_a_long_body_is_refused():
+def test_a_body_that_is_too_long_is_refused():
     answer = client(max_body=1000).post("/translate", content=iter([b"x" * 600] * 2))
     assert answer.status_code == 413
     assert answer.json() == {"error": "request of 1200 bytes: expected at most 1000"}
 
 
-def test_a_form_may_be_as_long_as_the_body():
+def test_the_only_size_limit_of_a_form_is_that_of_the_body():
     server = client(max_body=3_000_000, max_characters=2_000_000)
     text = LINE + " " * 1_500_000
     form = {key: (None, value) for key, value in {"q": text, **PAIR}.items()}
@@ -312,7 +312,7 @@ def test_other_paths_are_not_found(path):
     assert (answer.status_code, answer.json()) == (404, {"error": "Not Found"})
 
 
-def test_a_key_opens_the_server(tmp_path, monkeypatch, caplog):
+def test_a_valid_api_key_is_required(tmp_path, monkeypatch, caplog):
     (tmp_path / "keys").write_text("\ufeffone-key\n\nother-key\n", encoding="utf-8")
     monkeypatch.setenv(KEYS_VARIABLE, "third-key, fourth-key")
     for server, key in (
@@ -334,7 +334,7 @@ def test_a_key_opens_the_server(tmp_path, monkeypatch, caplog):
     assert "-key" not in caplog.text
 
 
-def test_a_missing_key_file_is_an_error_and_not_an_open_server(tmp_path, monkeypatch):
+def test_a_missing_key_file_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="api_keys='nowhere': expected a file"):
         ServingArguments(api_keys="nowhere")
     (tmp_path / "keys").write_text("\n")
@@ -389,14 +389,14 @@ def test_an_error_in_a_stream_is_its_last_line(caplog):
     assert "Traceback" not in caplog.text
 
 
-def test_a_request_has_a_limited_time():
+def test_a_request_has_a_time_limit():
     answer = post(client(Slow(), timeout=0.1))
     assert answer.status_code == 503
     answer = post(client(Slow(), timeout=0.1), stream=True)
     assert json.loads(answer.text) == {"error": "The translation took too long"}
 
 
-def test_the_work_for_a_client_that_goes_away_ends():
+def test_a_translation_is_cancelled_if_the_client_disconnects():
     ended, sent = [], []
     started = asyncio.Event()
 
@@ -423,10 +423,10 @@ def test_the_work_for_a_client_that_goes_away_ends():
     scope = {"type": "http", "method": "POST", "path": "/translate", "query_string": b""}
     asyncio.run(asyncio.wait_for(app({**scope, "headers": []}, receive, send), 10))
     assert ended == [LINE]
-    assert sent[0] == 499  # nobody reads it, but the log and the metrics have it
+    assert sent[0] == 499  # no client reads it, but it is in the log and the metrics
 
 
-def test_more_requests_than_the_limit_are_told_to_come_back():
+def test_requests_above_the_limit_get_status_429_and_retry_after():
     async def three() -> list[httpx.Response]:
         app = make_app({("en", "de"): UpperCase()}, ServingArguments(max_requests=2))
         transport = httpx.ASGITransport(app)
@@ -446,7 +446,7 @@ def test_more_requests_than_the_limit_are_told_to_come_back():
     assert later.status_code == 200
 
 
-def test_each_request_leaves_one_line_and_no_text(caplog):
+def test_each_request_logs_one_line_without_its_text(caplog):
     caplog.set_level("INFO", "vanilla_transformer")
     post(client())
     (record,) = caplog.records
@@ -480,7 +480,7 @@ def metrics(server):
     return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
 
 
-def test_pages_of_other_origins_may_ask():
+def test_pages_of_other_origins_can_send_requests():
     headers = {"origin": "https://example.org", "access-control-request-method": "POST"}
     headers["access-control-request-headers"] = "content-type, authorization"
     answer = client().options("/translate", headers=headers)
@@ -511,7 +511,7 @@ def test_the_description_has_every_route_with_its_fields():
         ({"timeout": 0.0}, r"timeout=0.0: expected seconds"),
     ],
 )
-def test_a_bad_option_is_refused_by_name(options, message):
+def test_an_invalid_option_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         ServingArguments(**options)
 
@@ -525,6 +525,6 @@ def test_a_bad_option_is_refused_by_name(options, message):
         ({"ray": True, "num_cpus": -1.0}, "num_cpus=-1.0"),
     ],
 )
-def test_a_bad_option_of_ray_is_refused_by_name(options, message):
+def test_an_invalid_option_of_ray_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         RayArguments(**options)

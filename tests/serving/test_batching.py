@@ -1,4 +1,4 @@
-"""Which sentences share a batch, and what becomes of those that fail or are dropped."""
+"""Which sentences share a batch, and what happens to those that fail or are cancelled."""
 
 import asyncio
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def test_requests_that_wait_together_share_a_batch():
     assert translator.batches == [["a", "b", "c"]]
 
 
-def test_a_sentence_beyond_the_table_of_positions_is_refused_with_its_request_alone():
+def test_a_sentence_beyond_the_table_of_positions_only_fails_its_request():
     translator = Recording()
     longest = "a " * 99
     fine, error = together(translator, ([longest],), (["b", "c " * 100],))
@@ -71,7 +71,7 @@ def test_batches_have_similar_lengths_and_the_longest_wait_is_first():
     assert translator.batches == [["a a a", "d d d"], ["b", "f", "c c"], ["e e e"]]
 
 
-def test_later_requests_do_not_overtake_a_sentence_of_another_length():
+def test_later_requests_do_not_overtake_a_sentence_of_a_different_length():
     """c, d and e fit a better than b b does, but arrive while x x x x is translated."""
 
     class Busy(Recording):
@@ -108,12 +108,12 @@ def test_alternatives_have_batches_of_their_own():
         (5, 1, [5]),  # enough beams for both, the server's before the model's
         (2, 1, [2]),
         (None, 4, [4]),
-        (1, 4, ["best", 2]),  # two beams may find another best translation
+        (1, 4, ["best", 2]),  # two beams can find a different best translation
         (None, None, ["best", 2]),
     ],
 )
 @pytest.mark.parametrize("others", [["a", "b"], ["b", "a"], ["b", "c"]])
-def test_alternatives_add_to_the_best_translation(monkeypatch, served, own, searches, others):
+def test_alternatives_are_added_to_the_best_translation(monkeypatch, served, own, searches, others):
     made = []
 
     def translate(sentences, *_, **options):
@@ -146,7 +146,7 @@ def test_metrics_count_what_was_translated():
     assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 3, 5]
 
 
-def test_a_failing_sentence_fails_its_request_alone():
+def test_a_failing_sentence_only_fails_its_request():
     translator = Recording()
     first, failed, last = together(translator, (["a"],), (["b", "bad"],), (["c"],))
     assert (first, last) == ([["A"]], [["C"]])
@@ -156,7 +156,7 @@ def test_a_failing_sentence_fails_its_request_alone():
     assert together(translator, (["d"],)) == [[["D"]]]
 
 
-def test_dropped_requests_are_not_translated():
+def test_cancelled_requests_are_not_translated():
     translator = Recording()
 
     async def run():
@@ -170,7 +170,7 @@ def test_dropped_requests_are_not_translated():
     assert translator.batches == [["b"]]
 
 
-def test_requests_dropped_during_a_round_are_not_translated():
+def test_requests_cancelled_during_a_round_are_not_translated():
     class Dropping(Recording):
         async def _finish(self, batch):
             self.dropped.cancel()

@@ -1,4 +1,4 @@
-"""The demo shows what the model does, in a browser that asks nobody else for anything."""
+"""The demo shows what the model does, in a browser without requests to any other host."""
 
 import os
 import runpy
@@ -48,7 +48,7 @@ def test_a_model_with_one_layer_has_a_page(tokenizer):
 
 
 class Engine:
-    """Generates, and is no model of transformers."""
+    """Has `generate()`, and is not a model of transformers."""
 
     def __init__(self, model):
         self.generate, self.eval, self.device = model.generate, model.eval, model.device
@@ -70,16 +70,16 @@ def test_hypotheses_come_with_their_scores_best_first(demo):
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
 
 
-def test_no_more_hypotheses_than_beams(demo):
+def test_there_are_at_most_as_many_hypotheses_as_beams(demo):
     assert len(demo.translate(SOURCE, 2, 1.0, 5)[1]) == 2
 
 
-def test_one_beam_has_no_score(demo):
+def test_a_hypothesis_of_one_beam_has_no_score(demo):
     (text,) = translate([SOURCE], demo.model, demo.tokenizer, num_beams=1)
     assert demo.translate(SOURCE, 1, 1.0, 3)[:2] == (text, [["", text]])
 
 
-def test_a_blank_source_is_a_blank_translation(demo):
+def test_a_blank_source_has_a_blank_translation(demo):
     assert demo.translate(" \n", 4, 1.0, 3) == ("", [], None)
 
 
@@ -105,7 +105,7 @@ def test_a_text_beyond_the_table_of_positions_is_refused_or_has_no_attention(
 # ---------------------------------------------------------------- attention
 
 
-def test_a_token_shows_what_it_looked_at():
+def test_a_token_shows_the_source_tokens_it_attended_to():
     weights = torch.zeros(2, 2, 2, 3)
     weights[1, 0, 1] = torch.tensor([0.5, 0.25, 0.25])
     weights[1, 1, 1] = torch.tensor([0.0, 0.75, 0.25])
@@ -132,7 +132,7 @@ def test_an_engine_without_attention_has_a_page_without_attention(demo):
 
 
 def test_a_model_of_onnx_runtime_has_a_page_and_a_space(onnx_folder, tmp_path):
-    """Its class is a PreTrainedModel, whose graphs compute no attention."""
+    """Its class is a PreTrainedModel, but its graphs return no attention weights."""
     exported = onnx_folder[2]
     demo = make_demo(exported)
     best, rows, maps = demo.translate(SOURCE, 4, 1.0, 3)
@@ -156,7 +156,7 @@ def space(checkpoint, tmp_path):
     return tmp_path / "space"
 
 
-def test_a_space_runs_by_itself(space, checkpoint, monkeypatch):
+def test_a_space_is_self_contained(space, checkpoint, monkeypatch):
     served = []
     monkeypatch.chdir(space)
     monkeypatch.setattr(serving, "launch", served.append)
@@ -202,7 +202,7 @@ def test_a_space_loads_a_model_as_the_command_did(demo, tmp_path):
 @pytest.mark.parametrize(
     ("option", "value"), [("num_beams", 12), ("length_penalty", 3.0), ("length_penalty", -0.5)]
 )
-def test_what_a_model_has_saved_is_within_the_sliders(demo, monkeypatch, option, value):
+def test_options_saved_with_a_model_are_within_the_sliders(demo, monkeypatch, option, value):
     monkeypatch.setattr(demo.model.generation_config, option, value)
     for slider in demo._sliders():
         slider.preprocess(slider.value)
@@ -215,7 +215,7 @@ def test_a_folder_in_use_is_refused_before_a_model_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_ipv6_address_is_as_gradio_takes_it(host):
+def test_an_ipv6_address_has_the_form_that_gradio_accepts(host):
     assert DemoArguments(host=host).host == "[::1]"
     assert DemoArguments().host == "127.0.0.1"
 

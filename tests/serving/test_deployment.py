@@ -1,4 +1,4 @@
-"""The files of deploy/ parse, and name options and modules that exist."""
+"""The files in deploy/ can be parsed, and name options and modules that exist."""
 
 import importlib
 import shutil
@@ -19,7 +19,7 @@ DEPLOY = REPOSITORY / "deploy"
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.glob("Dockerfile*")), ids=lambda path: path.name)
-def test_a_dockerfile_copies_what_is_there_and_passes_the_linter(path):
+def test_a_dockerfile_copies_existing_files_and_passes_the_linter(path):
     lines = path.read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
     assert {"pyproject.toml", "README.md", "LICENSE", "vanilla_transformer"} <= set(copied)
@@ -40,7 +40,7 @@ def test_the_compose_file_starts_a_server():
     assert float(service["stop_grace_period"].removesuffix("s")) > timeout
 
 
-def test_the_unit_starts_a_server():
+def test_the_systemd_unit_starts_a_server():
     unit = RawConfigParser(strict=False)
     unit.optionxform = str
     unit.read(DEPLOY / "vanilla-transformer.service")

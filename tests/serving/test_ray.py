@@ -1,4 +1,4 @@
-"""The server on a Ray cluster, of which a part dies."""
+"""The server on a Ray cluster when one of its processes is killed."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ def test_a_killed_replica_loses_no_request(checkpoint, start_server, ray_environ
     assert not replicas(process)
 
 
-def test_port_0_is_a_free_port_that_the_log_names(monkeypatch, caplog):
+def test_port_0_selects_a_free_port_and_logs_it(monkeypatch, caplog):
     started = []
 
     def stop():
@@ -76,7 +76,7 @@ def test_port_0_is_a_free_port_that_the_log_names(monkeypatch, caplog):
     assert f"Serving en-de at http://127.0.0.1:{port}" in caplog.text
 
 
-def test_all_processes_wait_for_the_requests_under_way():
+def test_all_processes_finish_their_requests_before_they_stop():
     arguments = ServingArguments(timeout=45.0)
     options = arguments, LoadingArguments(), RayArguments(ray=True)
     front = ray_serving.make_deployments({("en", "de"): "model"}, *options)._bound_deployment

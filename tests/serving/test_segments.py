@@ -1,4 +1,4 @@
-"""Texts are split into sentences, and nothing else changes."""
+"""Texts are split into sentences without other changes."""
 
 import time
 
@@ -64,7 +64,7 @@ def test_a_line_is_a_sentence_until_it_is_long():
         ("de", ["Er kam. ", "»Hallo!« rief er."]),
     ],
 )
-def test_a_comma_and_a_closing_quotation_mark_end_no_sentence(language, expected):
+def test_a_comma_with_a_closing_quotation_mark_does_not_end_a_sentence(language, expected):
     space = " " * (language == "ar")
     found = sentences(split_text(space.join(expected), language, 5))
     assert found == list(map(str.strip, expected))
@@ -73,7 +73,7 @@ def test_a_comma_and_a_closing_quotation_mark_end_no_sentence(language, expected
 @pytest.mark.parametrize(
     ("target", "joined"), [("en", "It rains. Why? / a?b"), ("zh-Hant", "It rains.Why? / a?b")]
 )
-def test_sentences_that_touch_get_a_space_where_the_target_has_one(target, joined):
+def test_adjacent_sentences_get_a_space_if_the_target_language_has_one(target, joined):
     segments = split_text("下雨了。为什么？ / a?b", "zh", 5)
     assert sentences(segments) == ["下雨了。", "为什么？", "/ a?", "b"]
     spaced = with_spaces(segments, target)
@@ -88,7 +88,7 @@ def test_sentences_that_touch_get_a_space_where_the_target_has_one(target, joine
         ("好 a?b", "好 a?b"),
     ],
 )
-def test_the_end_of_a_sentence_decides_whether_it_touches_the_next(text, spaced):
+def test_the_end_of_a_sentence_decides_whether_a_space_is_added(text, spaced):
     segments = split_text(text, "zh", 1)
     assert len(sentences(segments)) == 2
     assert same(with_spaces(segments, "en")) == spaced
@@ -96,9 +96,9 @@ def test_the_end_of_a_sentence_decides_whether_it_touches_the_next(text, spaced)
 
 @pytest.mark.parametrize("split", [split_text, split_html])
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\u2028", "\u2029\u2029"])
-def test_ends_of_lines_stay(split, end):
+def test_line_breaks_are_kept(split, end):
     if split is split_html and end.isascii():
-        end = "<br>"  # the others are spaces there
+        end = "<br>"  # the others count as spaces in HTML
     segments = split(f"One line{end}and another.", "en", 100)
     assert sentences(segments) == ["One line", "and another."]
     assert join(segments, ["Eins", "zwei."], False) == f"Eins{end}zwei."
@@ -107,7 +107,7 @@ def test_ends_of_lines_stay(split, end):
 @pytest.mark.parametrize(
     "tag", ["<2de> ", ">>deu<< ", "<2pt-BR> <2formal> ", "translate English to German: "]
 )
-def test_each_sentence_of_a_line_has_its_tag(tag):
+def test_each_sentence_of_a_line_gets_the_tag_of_the_line(tag):
     text = f"  {tag}This is one. This is two.\nAnd this is three."
     found = sentences(split_text(text, "en", 20))
     assert found == [f"{tag}This is one.", f"{tag}This is two.", "And this is three."]
@@ -117,7 +117,7 @@ def test_each_sentence_of_a_line_has_its_tag(tag):
 
 
 @pytest.mark.parametrize("unit", ["This is a sentence. ", "word ", "x", "a. b. ", "( ", "1) a "])
-def test_a_sentence_has_an_end(unit):
+def test_a_sentence_has_a_maximum_length(unit):
     text = unit * (3 * WINDOW // len(unit))
     start = time.perf_counter()
     segments = split_text(text, "en", 200)
@@ -132,13 +132,13 @@ def test_a_window_does_not_cut_a_sentence():
 
 
 @pytest.mark.parametrize("word", ["dogs", "house"])
-def test_a_window_without_an_end_does_not_cut_a_word(word):
+def test_a_window_without_a_sentence_end_does_not_cut_a_word(word):
     found = sentences(split_text(f"{word} " * 500, "en", 200))
     assert len(found) > 1
     assert " ".join(found).split() == [word] * 500
 
 
-# What means the same as it did.
+# Rewritten, with the same meaning.
 REWRITTEN = {
     "a &amp; b &lt;c&gt; &eacute;": "a &amp; b &lt;c&gt; é",
     "<p>one\n   two</p>": "<p>one two</p>",
@@ -196,14 +196,14 @@ def test_html_has_its_texts_translated_and_its_tags_kept(text, found):
         "<!x><b></b></1>",
     ],
 )
-def test_a_section_stays_as_it_is(section):
+def test_a_marked_section_is_unchanged(section):
     segments = split_html(f"{section}<p>yes</p>", "en", 200)
     assert sentences(segments) == ["yes"]
     assert same(segments, is_html=True) == f"{section}<p>yes</p>"
 
 
 @pytest.mark.parametrize("text", ["<p>yes<script>if (a < b) no()", "<p>yes<style>p > b"])
-def test_a_script_without_an_end_stays(text):
+def test_an_unclosed_script_is_unchanged(text):
     segments = split_html(text, "en", 200)
     assert sentences(segments) == ["yes"]
     assert same(segments, is_html=True) == text

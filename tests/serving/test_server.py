@@ -1,4 +1,4 @@
-"""The command: what it checks before it loads a model, and a server in a process of its own."""
+"""The command: what it checks before it loads a model, and a server in its own process."""
 
 import json
 import shutil
@@ -43,14 +43,14 @@ def test_the_languages_come_from_the_card_or_the_command_line(folders):
         assert "en" in (source, target)
 
 
-def test_a_card_may_name_norwegian_and_a_folder_may_have_an_equals_sign(folders, tmp_path):
+def test_a_card_can_name_norwegian_and_a_folder_can_contain_an_equals_sign(folders, tmp_path):
     shutil.copytree("one", "lr=1")
     assert find_pairs(["lr=1", "fr-de=lr=1"]) == {("en", "de"): "lr=1", ("fr", "de"): "lr=1"}
     (tmp_path / "two" / "README.md").write_text("---\nlanguage:\n- en\n- no\n---\n")
     assert find_pairs(["two"]) == {("en", "no"): "two"}
 
 
-def test_an_adapter_of_peft_is_a_model(folders, tmp_path):
+def test_a_peft_adapter_can_be_served(folders, tmp_path):
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
     assert find_pairs(["en-de=empty"]) == {("en", "de"): "empty"}
 
@@ -67,7 +67,9 @@ def test_an_adapter_of_peft_is_a_model(folders, tmp_path):
         (["one", "empty"], FileNotFoundError, "empty: expected a model folder, with a config"),
     ],
 )
-def test_a_bad_model_is_refused_before_one_is_loaded(folders, no_loading, models, kind, message):
+def test_an_invalid_model_is_refused_before_one_is_loaded(
+    folders, no_loading, models, kind, message
+):
     with pytest.raises(kind, match=message):
         serve(models, ServingArguments(port=0), no_loading)
 
@@ -95,8 +97,8 @@ def test_the_url_of_a_server_has_an_ipv6_address_in_brackets():
     assert make_url("127.0.0.1", 8000) == "http://127.0.0.1:8000"
 
 
-def test_a_client_translates_and_a_stopped_server_answers_first(checkpoint, start_server):
-    """libretranslatepy is a client that was not written for this server."""
+def test_a_client_translates_and_a_server_answers_before_it_stops(checkpoint, start_server):
+    """libretranslatepy is an independent client."""
     client = pytest.importorskip("libretranslatepy")
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -130,14 +132,14 @@ def test_a_client_translates_and_a_stopped_server_answers_first(checkpoint, star
 
 
 @pytest.mark.slow
-def test_a_connection_may_be_idle_for_longer_than_httpx_keeps_it(checkpoint, start_server):
+def test_a_connection_can_be_idle_for_longer_than_httpx_keeps_it(checkpoint, start_server):
     with start_server(f"en-de={checkpoint}") as (_, url):
         connection = HTTPConnection(url.removeprefix("http://"))
         for pause in (0, 6):
             time.sleep(pause)
             connection.request("GET", "/health")
             assert connection.getresponse().read() == b'{"status":"ok"}'
-            assert connection.sock is not None  # http.client would open another
+            assert connection.sock is not None  # http.client would open a new one
 
 
 def wait_until(condition):
