@@ -1,4 +1,4 @@
-"""A model that is exported to ONNX once for all tests: tracing takes half a minute."""
+"""A model that is exported to ONNX once for all tests, because tracing takes half a minute."""
 
 import pytest
 from conversion.models import random_model
@@ -12,7 +12,7 @@ from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.export import export
 
 TEXTS = ["a house by the lake", "ein Haus am See", "the lake is deep", "der See ist tief"] * 3
-# One layer is enough for a first look; other configurations are slow tests.
+# One layer is enough here; slow tests have other configurations.
 CONFIG = {"encoder_layers": 1, "decoder_layers": 2, "head_dim": 8, "value_head_dim": 5}
 
 
@@ -27,7 +27,7 @@ def saved_model(folder, **config):
 
 
 def exported_model(root):
-    """The model, its folder, and the folder to which the first process to ask exports it."""
+    """The model, its folder, and the folder of its export, which the first process creates."""
     root.mkdir(exist_ok=True)
     with FileLock(root / "lock"):
         if not (root / "exported").exists():

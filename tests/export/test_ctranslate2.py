@@ -1,4 +1,4 @@
-"""What CTranslate2 runs is the model that was exported."""
+"""CTranslate2 computes the same as the exported model."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ LONGEST = {"max_new_tokens": 12}
 
 
 def trimmed(ids, pad=0):
-    """Rows of ids without what fills them up."""
+    """Rows of ids without padding."""
     return [[number for number in row if number != pad] for row in ids.tolist()]
 
 
@@ -75,8 +75,8 @@ def test_every_configuration_is_expressed(exported, config):
     expect_equal(model, engine, early_stopping=True, **LONGEST)
 
 
-def test_tokens_that_a_model_never_says_need_no_option_of_the_engine(saved, tmp_path):
-    """As models of fairseq, Marian and JoeyNMT have them, searched with beams."""
+def test_tokens_that_a_model_suppresses_are_suppressed_by_default(saved, tmp_path):
+    """As in models of fairseq, Marian and JoeyNMT, with beam search."""
     model, folder = saved()
     options = {"num_beams": 4, "suppress_tokens": [1, 5], "min_new_tokens": 2}
     model.generation_config.update(**options, forced_eos_token_id=2)
@@ -97,7 +97,7 @@ def test_options_that_the_engine_lacks_stop_the_export(saved, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_two_vocabularies_of_one_size_are_told_apart(two_sided):
+def test_two_vocabularies_of_the_same_size_are_distinguished(two_sided):
     # CTranslate2's own library writes these names.
     size = max(len(two_sided), two_sided.target_vocab_size)
     sources, targets = vocabularies(small_config(vocab_size=size), two_sided)
@@ -107,8 +107,8 @@ def test_two_vocabularies_of_one_size_are_told_apart(two_sided):
     assert sources != targets
 
 
-def test_ids_of_one_token_are_told_apart():
-    """The engine finds an id by its token, so each needs a name of its own."""
+def test_several_ids_of_the_same_token_are_distinguished():
+    """The engine finds an id by its token, so each needs a unique name."""
     pieces = [("<pad>", 0.0), ("a", -1.0), ("b", -2.0), ("a", -3.0)]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces)))
     (known,) = tokenizer("a").input_ids
@@ -118,7 +118,7 @@ def test_ids_of_one_token_are_told_apart():
     assert len({*sources}) == 5
 
 
-def test_a_tokenizer_in_python_is_read(saved, tmp_path):
+def test_a_slow_tokenizer_is_supported(saved, tmp_path):
     tokenizer = ByT5Tokenizer(extra_ids=3)
     model, folder = saved(tokenizer, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
     engine = load(export(folder, tmp_path / "exported", "ctranslate2"))
@@ -136,7 +136,7 @@ def expect_equal_scores(model, engine, atol):
     torch.testing.assert_close(engine.token_scores(**inputs), expected, rtol=0, atol=atol)
 
 
-def test_the_end_of_a_given_target_is_scored_where_several_tokens_may_end_one(saved, tmp_path):
+def test_the_eos_of_a_given_target_is_scored_if_there_are_several(saved, tmp_path):
     model, folder = saved()
     model.generation_config.eos_token_id = [5, 2]
     model.save_pretrained(folder)
@@ -151,7 +151,7 @@ def test_two_vocabularies_are_expressed(saved, two_sided, tmp_path, tie):
     expect_equal(model, engine, early_stopping=True, **LONGEST)
 
 
-def test_8_bits_leave_room_for_sums_on_every_cpu(saved, tmp_path, monkeypatch):
+def test_int8_sums_do_not_overflow_on_any_cpu(saved, tmp_path, monkeypatch):
     # Sums of two products overflowed on CPUs without VNNI.
     specs = []
     name = "ctranslate2.specs.transformer_spec.TransformerSpec.save"
@@ -165,8 +165,8 @@ def test_8_bits_leave_room_for_sums_on_every_cpu(saved, tmp_path, monkeypatch):
     assert ((found / scale[:, None] - expected).abs() * scale[:, None]).max() <= 0.76
 
 
-def test_16_bits_never_become_8(saved, tmp_path, monkeypatch):
-    # Few CPUs multiply 16-bit integers, and CTranslate2 takes 8 bits elsewhere.
+def test_int16_never_becomes_int8(saved, tmp_path, monkeypatch):
+    # Few CPUs multiply 16-bit integers, and CTranslate2 uses 8 bits on all others.
     model, folder = saved()
     engine = load(export(folder, tmp_path / "out", "ctranslate2", "int16"))
     assert engine.translator.compute_type in ("int16", "float32")

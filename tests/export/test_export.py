@@ -1,4 +1,4 @@
-"""What `export` refuses before it works, what it leaves as it was, and its command."""
+"""What `export` refuses before it starts, what it does not change, and its command."""
 
 import copy
 import json
@@ -55,7 +55,7 @@ def test_folders_without_a_finished_model_are_refused(saved, tmp_path, to):
     expect_refusal(FileNotFoundError, "no config.json", tmp_path / "none", tmp_path, to)
 
 
-def test_weights_that_a_file_lacks_are_named(saved, tmp_path, to):
+def test_weights_that_a_file_lacks_are_reported(saved, tmp_path, to):
     _, folder = saved()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
@@ -70,7 +70,7 @@ def test_other_architectures_are_refused(saved, tmp_path, to):
     expect_refusal(ValueError, "model_type='t5': expected", folder, tmp_path, to)
 
 
-def test_an_output_folder_in_use_is_left_alone(saved, tmp_path, to):
+def test_an_output_folder_in_use_is_not_overwritten(saved, tmp_path, to):
     _, folder = saved()
     before = sorted(folder.iterdir())
     with pytest.raises(FileExistsError, match="expected a new or empty folder"):
@@ -116,14 +116,16 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("to", "config", "message"), REFUSED)
-def test_what_a_target_can_not_express_is_refused_by_name(saved, tmp_path, to, config, message):
+def test_options_that_a_target_cannot_express_are_refused_by_name(
+    saved, tmp_path, to, config, message
+):
     if to in NEEDED:
         pytest.importorskip(NEEDED[to], reason="needs vanilla-transformer[export]")
     _, folder = saved(**config)
     expect_refusal(ValueError, message, folder, tmp_path, to)
 
 
-def test_a_missing_package_is_named(saved, tmp_path, monkeypatch):
+def test_a_missing_package_is_reported(saved, tmp_path, monkeypatch):
     _, folder = saved()
     monkeypatch.delitem(
         sys.modules, f"vanilla_transformer.export.{TARGETS['ctranslate2']}", raising=False
@@ -133,7 +135,7 @@ def test_a_missing_package_is_named(saved, tmp_path, monkeypatch):
     expect_refusal(ImportError, message, folder, tmp_path, "ctranslate2")
 
 
-def test_quantization_leaves_the_model_as_it_was(saved, tokenizer):
+def test_quantization_does_not_change_the_model(saved, tokenizer):
     pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
     from vanilla_transformer.export.to_ctranslate2 import make_spec
 
@@ -162,7 +164,7 @@ def test_the_command_exports_and_checks(saved, tmp_path, to):
     assert float(rows["MB of weights, export"]) > 0
 
 
-def test_the_size_of_a_trained_folder_is_that_of_the_model(tmp_path):
+def test_the_size_of_a_training_folder_only_counts_the_model(tmp_path):
     names = ("model.safetensors", "training_args.bin", "onnx/model.onnx")
     for name in (*names, "checkpoint-3/model.safetensors", "checkpoint-3/optimizer.pt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -170,13 +172,13 @@ def test_the_size_of_a_trained_folder_is_that_of_the_model(tmp_path):
     assert size(tmp_path) == 200  # the model's two files
 
 
-def test_the_command_refuses_before_it_works(tmp_path):
+def test_the_command_refuses_before_it_starts(tmp_path):
     flags = ["model", "--to", "marian", "--output_dir", "exported", "--check", "none"]
     failed = run_command("export", *flags, cwd=tmp_path, check=False)
     assert "check='none': expected a file" in failed.stderr
 
 
-def test_scores_are_compared_for_equal_tokens_alone(saved, tokenizer):
+def test_scores_are_only_compared_for_equal_tokens(saved, tokenizer):
     model, _ = saved()
     torch.manual_seed(1)
     another = type(model)(model.config).eval()
@@ -198,13 +200,13 @@ def test_speeds_count_the_lines_of_all_batches(saved, tokenizer, monkeypatch):
     assert not list(clock)
 
 
-def test_an_empty_file_is_named(tmp_path):
+def test_an_empty_file_is_reported(tmp_path):
     (tmp_path / "lines").write_text("\n \n")
     with pytest.raises(ValueError, match="lines: expected lines of the source language"):
         check(tmp_path, tmp_path, tmp_path / "lines")
 
 
-def test_a_score_that_is_no_number_is_a_difference(saved, tokenizer, monkeypatch):
+def test_a_nan_score_is_a_difference(saved, tokenizer, monkeypatch):
     model, _ = saved()
     broken = copy.deepcopy(model)
     generate = type(model).generate
@@ -222,7 +224,7 @@ def test_a_score_that_is_no_number_is_a_difference(saved, tokenizer, monkeypatch
 
 
 def test_a_model_that_samples_is_compared_without_sampling(saved, tmp_path, to):
-    """And without a repetition penalty in beams, which CTranslate2 does not have."""
+    """And without a repetition penalty in beam search, which CTranslate2 lacks."""
     model, folder = saved(layer_norm_eps=1e-5)
     fields = {"do_sample": True, "repetition_penalty": 1.2, "max_new_tokens": 5}
     model.generation_config.update(**fields)
@@ -235,10 +237,10 @@ def test_a_model_that_samples_is_compared_without_sampling(saved, tmp_path, to):
 @pytest.mark.parametrize(
     ("limit", "length"), [({"extra_output_tokens": 5}, 1 + 12), ({"max_length_factor": 2}, 1 + 14)]
 )
-def test_translations_without_an_end_are_equal_in_a_class_of_transformers(
+def test_truncated_translations_are_equal_in_a_class_of_transformers(
     saved, tmp_path, monkeypatch, limit, length
 ):
-    """Its limit of length is another, and both get the model's, of 7 source tokens."""
+    """Its length limit differs, so both get the model's limit, here for 7 source tokens."""
     model, folder = saved(layer_norm_eps=1e-5)
     fields = {"suppress_tokens": [2], **limit}
     model.generation_config.update(**fields, allow_custom_entries=True)

@@ -35,7 +35,7 @@ def names(folder):
 
 
 def logits_of(folder, ids, mask, targets, cached):
-    """Logits of the targets in two calls of the decoder: `cached` tokens, then the others."""
+    """Logits of the targets in two calls of the decoder: first `cached` tokens, then the rest."""
     encoder, decoder = session(folder / ENCODER), session(folder / DECODER)
     mask = mask.numpy()
     states = encoder.run(None, {"input_ids": ids.numpy(), "attention_mask": mask})[0]
@@ -87,7 +87,7 @@ def test_names_are_those_of_transformers_js(onnx_folder):
     given = ["input_ids", "encoder_hidden_states", "encoder_attention_mask"]
     assert list(inputs) == [*given, *(f"past_key_values.{name}" for name in cache)]
     assert list(outputs) == ["logits", *(f"present.{name}" for name in cache)]
-    # A dimension of this name is filled by transformers.js, and every other name is 0 at first.
+    # transformers.js sets a dimension of this name, and every other one starts at 0.
     assert inputs["past_key_values.0.decoder.key"] == [
         "batch_size",
         4,
@@ -102,7 +102,7 @@ def test_names_are_those_of_transformers_js(onnx_folder):
     ]
 
 
-def test_a_file_holds_the_shared_matrix_once_and_nothing_of_this_machine(onnx_folder):
+def test_a_file_contains_the_shared_matrix_once_and_no_local_paths(onnx_folder):
     model, place, folder = onnx_folder
     content = (folder / DECODER).read_bytes()
     shape = [model.config.d_model, model.config.vocab_size]
@@ -112,22 +112,21 @@ def test_a_file_holds_the_shared_matrix_once_and_nothing_of_this_machine(onnx_fo
     assert str(place) not in (folder / "config.json").read_text()
 
 
-def test_matrices_that_a_configuration_only_calls_one_are_two():
-    """transformers loads them as they are, with a warning; the graph embedded with the
-    projection's."""
+def test_untied_matrices_stay_untied_if_the_configuration_says_tied():
+    """transformers loads both, with a warning; the graph used the projection as embedding."""
     model, ids = seq2seq(), random_ids(2, 3)
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     expected = model.get_decoder().embed_tokens(ids)
     assert torch.equal(DecoderGraph(model)._embed(ids), expected)
 
 
-def test_the_folder_asks_for_no_code_that_it_lacks(onnx_folder):
+def test_the_folder_refers_to_no_code_that_it_lacks(onnx_folder):
     _, _, folder = onnx_folder
     assert not list(folder.glob("*.py"))
     assert "auto_map" not in (folder / "config.json").read_text()
 
 
-def test_int8_is_smaller_and_near(onnx_folder, tmp_path):
+def test_int8_is_smaller_and_close(onnx_folder, tmp_path):
     model, _, folder = onnx_folder
     for name in (ENCODER, DECODER):
         round_to_int8(folder / name, tmp_path / name)

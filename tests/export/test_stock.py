@@ -57,11 +57,11 @@ def test_translations_are_the_same(exported, to, config):
     expect_same(*exported(to, **config))
 
 
-def test_two_vocabularies_fit_marian(saved, two_sided, tmp_path):
+def test_two_vocabularies_are_exported_to_marian(saved, two_sided, tmp_path):
     sizes = {"vocab_size": len(two_sided), "decoder_vocab_size": two_sided.target_vocab_size}
     model, folder = saved(two_sided, layer_norm_eps=1e-5, **sizes)
     output = export(folder, tmp_path / "exported", "marian")
-    expect_same(model, output, beams=1)  # with more, transformers 5.17 takes the source's size
+    expect_same(model, output, beams=1)  # with more, transformers 5.17 uses the source's size
 
 
 READ_BOTH_SIDES = """
@@ -80,8 +80,8 @@ READ_BOTH_SIDES = """
 """
 
 
-def test_two_vocabularies_are_read_by_their_own_code_or_not_at_all(saved, two_sided, tmp_path):
-    """transformers' own tokenizer of a Marian folder would read both sides with the source's."""
+def test_a_tokenizer_with_two_vocabularies_needs_our_code(saved, two_sided, tmp_path):
+    """transformers' own tokenizer for a Marian folder would encode both sides with the source's."""
     sizes = {"vocab_size": len(two_sided), "decoder_vocab_size": two_sided.target_vocab_size}
     _, folder = saved(two_sided, layer_norm_eps=1e-5, **sizes)
     output = export(folder, tmp_path / "exported", "marian")
@@ -93,7 +93,7 @@ def test_two_vocabularies_are_read_by_their_own_code_or_not_at_all(saved, two_si
     assert [here["input_ids"], here["labels"]] == ids
 
 
-def test_what_is_lost_is_said(saved, tmp_path, caplog):
+def test_settings_that_are_lost_are_reported(saved, tmp_path, caplog):
     model, folder = saved(layer_norm_eps=1e-4)
     model.generation_config.length_penalty_type = "gnmt"
     model.generation_config.num_beams = 4
@@ -136,7 +136,7 @@ def test_a_marian_export_is_converted_back(saved, two_sided, tmp_path, separate)
         assert before(**{side: texts}).input_ids == after(**{side: texts}).input_ids
 
 
-def test_numbers_of_an_activation_are_converted_there_and_back(saved, tmp_path):
+def test_parameters_of_an_activation_are_converted_there_and_back(saved, tmp_path):
     model, folder = saved(layer_norm_eps=1e-5, activation_function="xielu")
     exported = export(folder, tmp_path / "exported", "marian")
     converted = convert(exported, tmp_path / "converted")
@@ -149,7 +149,7 @@ def test_numbers_of_an_activation_are_converted_there_and_back(saved, tmp_path):
 
 
 @pytest.mark.parametrize(("to", "config"), [("marian", {}), ("pegasus", PRE)])
-def test_a_tokenizer_that_pads_on_the_left_pads_on_the_right_there(
+def test_a_tokenizer_that_pads_on_the_left_is_exported_to_pad_on_the_right(
     saved, tokenizer, tmp_path, monkeypatch, to, config
 ):
     """Otherwise padding would shift the positions of all sources of a batch but the longest."""
@@ -170,7 +170,7 @@ def test_a_tokenizer_that_pads_on_the_left_pads_on_the_right_there(
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
 
 
-def test_the_tokenizer_comes_along(exported, tokenizer):
+def test_the_tokenizer_is_exported_too(exported, tokenizer):
     _, folder = exported("marian")
     found = AutoTokenizer.from_pretrained(folder)
     assert found("the lake is deep").input_ids == tokenizer("the lake is deep").input_ids

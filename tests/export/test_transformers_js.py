@@ -35,24 +35,24 @@ needs_npm = pytest.mark.skipif(
 )
 
 
-def test_the_configuration_is_one_that_transformers_js_reads():
+def test_the_configuration_is_readable_by_transformers_js():
     config = VanillaTransformerConfig(position_encoding="learned", max_position_embeddings=99)
     fields = transformers_js.config_of(config, "m30k", "q8")
     assert fields["model_type"] == "marian"
     assert fields["transformers.js_config"] == {"dtype": "q8"}
     assert fields["max_position_embeddings"] == 99
     sinusoids = transformers_js.config_of(VanillaTransformerConfig(), "m30k", "q8")
-    assert "max_position_embeddings" not in sinusoids  # the page would end translations there
+    assert "max_position_embeddings" not in sinusoids  # the page would stop translations there
 
 
-def test_a_tokenizer_without_a_file_that_it_reads_is_refused(saved, tmp_path):
+def test_a_slow_tokenizer_is_refused(saved, tmp_path):
     _, folder = saved(ByT5Tokenizer(extra_ids=3))
     with pytest.raises(ValueError, match="ByT5Tokenizer: expected a fast tokenizer"):
         export(folder, tmp_path / "exported", "transformers.js")
 
 
 def converted_tokenizers():
-    """By name, tokenizers in the form of other toolkits, and one with a user token."""
+    """By name, tokenizers converted from other toolkits, and one with a user token."""
     characters = dict.fromkeys("".join(TEXTS) + "\\_u;0123456789")
     symbols = dict.fromkeys((*SPECIAL_TOKENS, *characters, "the", "l@@", "a@@", "ke", "is_"))
     vocab = {symbol: number for number, symbol in enumerate(symbols)}
@@ -67,7 +67,7 @@ def converted_tokenizers():
 
 
 @needs_npm
-def test_node_reads_a_text_as_python_does(tmp_path):
+def test_node_encodes_text_as_python_does(tmp_path):
     lines = ["the lake is deep", "<2de> the lake", "the 😀 é", " der  See", "la_ke"]
     expected = {}
     for name, tokenizer in converted_tokenizers().items():
@@ -99,14 +99,14 @@ def test_a_vocabulary_of_words_names_its_unknown_token(tmp_path):
     assert fields["unk_token"] == "<unk>"
 
 
-def test_no_limit_of_length_is_saved_that_would_cut_a_source(tmp_path):
-    """transformers.js cut it together with its `</s>`, and translated the rest."""
+def test_a_length_limit_that_would_truncate_a_source_is_not_saved(tmp_path):
+    """transformers.js would truncate it, including its `</s>`, and translate the rest."""
     tokenizer = train_tokenizer(TEXTS, 300, model_max_length=5, show_progress=False)
     transformers_js.save_tokenizer(tokenizer, tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).model_max_length > 1e6
 
 
-def test_a_warning_says_that_unigrams_are_not_spelled_in_bytes(tmp_path, caplog):
+def test_a_warning_says_that_unigrams_have_no_byte_fallback(tmp_path, caplog):
     for kind in ("bpe", "unigram"):
         tokenizer = train_tokenizer(TEXTS, 300, tokenizer_type=kind, show_progress=False)
         assert not caplog.text
@@ -114,7 +114,7 @@ def test_a_warning_says_that_unigrams_are_not_spelled_in_bytes(tmp_path, caplog)
     assert "reads characters outside the vocabulary as <unk>" in caplog.text
 
 
-def test_options_that_it_would_ignore_are_left_out_and_named(caplog):
+def test_options_that_it_would_ignore_are_left_out_and_reported(caplog):
     config = GenerationConfig(sequence_bias=[[[5], -2.0]], no_repeat_ngram_size=3)
     fields = transformers_js.generation_config_of(config)
     assert "sequence_bias" not in fields
@@ -122,7 +122,7 @@ def test_options_that_it_would_ignore_are_left_out_and_named(caplog):
     assert "left out, because transformers.js lacks it: sequence_bias" in caplog.text
 
 
-def test_sampling_that_it_lacks_and_limits_of_length_are_named(caplog):
+def test_sampling_options_that_it_lacks_and_length_limits_are_reported(caplog):
     config = GenerationConfig(do_sample=True, top_k=9, top_p=0.5, max_length_factor=3)
     fields = transformers_js.generation_config_of(config)
     assert fields["top_k"] == 9
@@ -203,8 +203,8 @@ def test_the_page_has_the_limits_of_generate(generation_config, positions, most,
 
 @pytest.fixture(scope="module")
 def web(tmp_path_factory):
-    """The folder, and the greedy translations of the same graphs in ONNX Runtime. The model writes
-    ASCII, for decoders replace broken UTF-8 in different ways."""
+    """The folder, and the greedy translations of the same graphs in ONNX Runtime. The model only
+    writes ASCII, because decoders replace invalid UTF-8 in different ways."""
     folder = tmp_path_factory.mktemp("web")
     model = saved_model(folder / "model", encoder_layers=1, decoder_layers=1, lm_head_bias=True)
     texts = AutoTokenizer.from_pretrained(folder / "model").batch_decode(
@@ -245,7 +245,7 @@ def test_node_translates(web, tmp_path):
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Remembers what it was asked for."""
+    """Records its requests."""
 
     paths = set()
 
@@ -258,7 +258,7 @@ class Handler(SimpleHTTPRequestHandler):
 @needs_npm
 @pytest.mark.skipif(not Path(BROWSER).is_file(), reason=f"needs {BROWSER}")
 def test_the_page_translates_without_a_request_to_another_host(web):
-    """And asks its own for the model each time: another may be there now."""
+    """And requests the model from its own host each time, because it can have changed."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     folder, expected = web
     handler = functools.partial(Handler, directory=folder)
