@@ -44,7 +44,7 @@ ODD_TEXTS = ["</s> <0x41> 12", "中文 😀 lakes", "<s>", "The  LAKE\n", ""]
 
 
 def with_template(tokenizer, template):
-    """A copy with other special tokens around a text."""
+    """A copy that adds different special tokens around a text."""
     copy = deepcopy(tokenizer)
     copy.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
@@ -54,7 +54,7 @@ def with_template(tokenizer, template):
 
 @cache
 def tokenizer_of(family):
-    """A small tokenizer as other projects make them."""
+    """A small tokenizer like those of other projects."""
     if family is None:
         backend = Tokenizer(models.BPE(unk_token="[UNK]", continuing_subword_prefix="##"))
         backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -73,25 +73,25 @@ def tokenizer_of(family):
 FAMILIES = [
     GPT2Tokenizer,  # bytes, no special tokens around a text
     RobertaTokenizer,  # <s> $A </s>
-    WhisperTokenizer,  # two tokens in front
+    WhisperTokenizer,  # two tokens before the text
     LlamaTokenizer,  # no pre-tokenizer: a text is one word
     GemmaTokenizer,
     CLIPTokenizer,  # end_of_word_suffix
-    NllbTokenizer,  # language codes: others for targets
+    NllbTokenizer,  # language codes: different ones for targets
     None,  # continuing_subword_prefix
 ]
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=30) | st.sampled_from([*TEXTS, *ODD_TEXTS]))
-def test_without_dropout_it_is_the_tokenizer(tokenizer, text):
+def test_without_dropout_it_equals_the_tokenizer(tokenizer, text):
     assert BPEDropout(tokenizer, 0.0).encode(text) == tokenizer(text)["input_ids"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=50, deadline=None)
 @given(text=st.text(max_size=30) | st.sampled_from([*TEXTS, *ODD_TEXTS]))
-def test_without_dropout_it_is_any_bpe_tokenizer(family, text):
+def test_without_dropout_it_equals_any_bpe_tokenizer(family, text):
     tokenizer = tokenizer_of(family)
     encoder = BPEDropout(tokenizer, 0.0)
     assert encoder.encode(text) == tokenizer(text)["input_ids"]
@@ -99,7 +99,7 @@ def test_without_dropout_it_is_any_bpe_tokenizer(family, text):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_special_and_added_tokens_stay_whole(family):
+def test_special_and_added_tokens_are_never_split(family):
     tokenizer = tokenizer_of(family)
     added = tokenizer.added_tokens_decoder
     own = tokenizer("the lake is deep")["input_ids"]
@@ -109,8 +109,8 @@ def test_special_and_added_tokens_stay_whole(family):
     assert tokenizer.convert_ids_to_tokens(ids).count("lake") == 1
 
 
-def test_the_text_stands_between_the_special_tokens(tokenizer):
-    """A checkpoint's tokenizer may have special tokens before a text too, as in `<s> $A </s>`."""
+def test_the_text_is_placed_between_the_special_tokens(tokenizer):
+    """A checkpoint's tokenizer can have special tokens before a text too, as in `<s> $A </s>`."""
     tokenizer = with_template(tokenizer, "<s> $A </s>")
     ids = BPEDropout(tokenizer, 1.0).encode("the lake")
     assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", *" the lake", "</s>"]
@@ -127,8 +127,8 @@ def test_sources_and_targets_have_their_own_language_codes():
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("max_length", [0, 1, 2, 3, 4, 100])
-def test_longer_texts_are_cut_as_the_tokenizer_cuts_them(tokenizer, side, max_length):
-    """Also below the number of special tokens, where none is cut."""
+def test_longer_texts_are_truncated_as_by_the_tokenizer(tokenizer, side, max_length):
+    """Also to fewer tokens than there are special tokens, which are all kept."""
     tokenizer = with_template(tokenizer, "<s> $A </s>")
     tokenizer.truncation_side = side
     for text in [*TEXTS, *ODD_TEXTS]:
@@ -141,20 +141,20 @@ def test_longer_texts_are_cut_as_the_tokenizer_cuts_them(tokenizer, side, max_le
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=30), epoch=st.integers(0, 99))
-def test_what_is_cut_otherwise_is_the_same_text(tokenizer, text, epoch):
+def test_different_segmentations_decode_to_the_same_text(tokenizer, text, epoch):
     ids = BPEDropout(tokenizer, 0.5).encode(text, epoch)
     expected = tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
     assert tokenizer.decode(ids, skip_special_tokens=True) == expected
 
 
-def test_with_certain_dropout_every_character_stands_alone(tokenizer):
+def test_with_dropout_1_every_character_is_a_token(tokenizer):
     ids = BPEDropout(tokenizer, 1.0).encode("the lake")
     assert tokenizer.convert_ids_to_tokens(ids) == [*" the lake", "</s>"]
 
 
 def exact_distribution(tokens, merges, dropout):
-    """Algorithm 1 of the paper, by enumeration: each merge is there with probability 1 - dropout,
-    the first by rank, then by position, is made; where there is none, that is the end."""
+    """Algorithm 1 of the paper, by enumeration: each merge is available with probability 1 -
+    dropout, and the first by rank, then by position, is applied, until there is none."""
     places = sorted(
         (merges.index((left, right)), place)
         for place, (left, right) in enumerate(pairwise(tokens))
@@ -169,7 +169,7 @@ def exact_distribution(tokens, merges, dropout):
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
-def test_segmentations_come_as_often_as_the_papers_algorithm_says(tokenizer, dropout):
+def test_segmentations_have_the_probabilities_of_the_papers_algorithm(tokenizer, dropout):
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]
     expected = exact_distribution(tuple(" lake"), merges, dropout)
@@ -185,7 +185,7 @@ def test_segmentations_come_as_often_as_the_papers_algorithm_says(tokenizer, dro
         assert found[tokens] / trials == pytest.approx(share, abs=4 * deviation), tokens
 
 
-def test_seed_epoch_and_text_decide(tokenizer):
+def test_segmentation_depends_on_seed_epoch_and_text(tokenizer):
     text = " ".join(TEXTS)
     encoder = BPEDropout(tokenizer, 0.3, seed=1)
     again = BPEDropout(tokenizer, 0.3, seed=1)
@@ -195,7 +195,7 @@ def test_seed_epoch_and_text_decide(tokenizer):
 
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.5])
-def test_dropout_is_a_probability(tokenizer, dropout):
+def test_dropout_must_be_a_probability(tokenizer, dropout):
     message = f"bpe_dropout={dropout}: expected a probability"
     with pytest.raises(ValueError, match=message):
         BPEDropout(tokenizer, dropout)
@@ -243,16 +243,16 @@ def test_a_tokenizer_of_characters_has_no_merges_to_skip():
     assert len({tuple(encoder.encode(text, n, as_target=True)) for n in range(9)}) == 1
 
 
-def test_a_target_of_words_has_no_merges():
+def test_a_word_vocabulary_as_target_is_refused():
     pairs = Dataset.from_dict({"source": TEXTS[::2], "target": TEXTS[1::2]})
     options = TokenizerArguments(separate_vocabularies=True, target_tokenizer_type="word")
     with pytest.raises(ValueError, match="expected a plain BPE tokenizer, not this WordLevel"):
         BPEDropout(options.train(pairs), 0.1)
 
 
-def test_a_token_with_several_merges_is_spelt_in_characters():
-    """A vocabulary of SentencePiece has a merge for each pair that makes up a token, also one of
-    tokens that no merge makes: here "bc"."""
+def test_a_token_with_several_merges_is_spelled_in_characters():
+    """A SentencePiece vocabulary has a merge for each pair that forms a token, even if a part is
+    not the result of a merge: here "bc"."""
     vocab = {token: number for number, token in enumerate(["a", "b", "c", "ab", "bc", "abc"])}
     merges = [("a", "bc"), ("a", "b"), ("ab", "c")]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab, merges)))
@@ -267,7 +267,7 @@ def test_equal_merges_are_applied_from_the_left():
     assert BPEDropout(tokenizer, 0.0).encode("aaaaa") == [1, 1, 0]
 
 
-def test_the_tokenizer_that_training_saves_is_as_it_was(tokenizer):
+def test_the_tokenizer_that_training_saves_is_unchanged(tokenizer):
     tokenizer("the lake")  # without truncation
     before = tokenizer.backend_tokenizer.to_str()
     BPEDropout(tokenizer, 0.1)
@@ -275,7 +275,7 @@ def test_the_tokenizer_that_training_saves_is_as_it_was(tokenizer):
 
 
 class TaggingTokenizer(PreTrainedTokenizerFast):
-    """Adds a token that the pipeline of `tokenizers` knows nothing of."""
+    """Adds a token outside the pipeline of `tokenizers`."""
 
     def _encode_plus(self, *args, **kwargs):
         encoded = super()._encode_plus(*args, **kwargs)
@@ -283,7 +283,7 @@ class TaggingTokenizer(PreTrainedTokenizerFast):
         return encoded
 
 
-def test_a_tokenizer_that_cannot_be_followed_is_refused(tokenizer):
+def test_a_tokenizer_that_cannot_be_reproduced_is_refused(tokenizer):
     tagging = TaggingTokenizer(tokenizer_object=Tokenizer(models.BPE(**MERGES)))
     for other in (tagging, with_template(tokenizer, "$A </s> $A")):
         message = f"bpe_dropout: without dropout .* differ from those of {type(other).__name__}"
@@ -307,7 +307,7 @@ def encoded(tokenizer, pairs):
     return with_bpe_dropout(pairs, tokenized, BPEDropout(tokenizer, 0.3, seed=3), None, 6)
 
 
-def test_a_data_set_differs_from_epoch_to_epoch_and_says_the_same(tokenizer, pairs, encoded):
+def test_a_data_set_has_different_tokens_in_each_epoch_for_the_same_text(tokenizer, pairs, encoded):
     epochs = []
     for epoch in (0, 1, 0):
         encoded.set_epoch(epoch)
@@ -319,10 +319,10 @@ def test_a_data_set_differs_from_epoch_to_epoch_and_says_the_same(tokenizer, pai
 
 
 @pytest.mark.parametrize(("sample", "step"), [(1000, 1), (5, 4)])
-def test_its_lengths_are_those_without_dropout_times_their_mean_growth(
+def test_lengths_are_those_without_dropout_times_their_mean_growth(
     encoded, monkeypatch, sample, step
 ):
-    """So that batches hold `max_tokens`, and not as many times more as texts become longer."""
+    """So that batches hold `max_tokens` although texts become longer."""
     monkeypatch.setattr(bpe_dropout, "SAMPLE", sample)
     rows = encoded.__getitems__(list(range(0, len(encoded), step)))
     for side, growth, counted in zip(
@@ -331,12 +331,12 @@ def test_its_lengths_are_those_without_dropout_times_their_mean_growth(
         plain = [len(ids) for ids in encoded.tokenized[side]]
         longer = sum(len(row[side]) for row in rows) / sum(plain[::step])
         assert growth == pytest.approx(longer)
-        assert growth > 1.05 or side == "labels"  # which are cut at 6
+        assert growth > 1.05 or side == "labels"  # which are truncated at 6
         assert counted.tolist() == [math.ceil(length * growth) for length in plain]
 
 
 @pytest.mark.parametrize("oversized", ["alone", "drop"])
-def test_an_epoch_has_as_many_target_tokens_as_dropout_makes(tokenizer, pairs, encoded, oversized):
+def test_target_tokens_of_an_epoch_are_counted_with_dropout(tokenizer, pairs, encoded, oversized):
     lengths = np.maximum(*count_tokens(encoded))
     budget = {"max_tokens": int(lengths.max()) - 1, "oversized": oversized}
     arguments = TranslationTrainingArguments("out", **budget, use_cpu=True)
@@ -355,7 +355,7 @@ def test_a_stream_gives_the_same_tokens(pairs, encoded):
     for epoch in (0, 4):
         encoded.set_epoch(epoch)
         stream.set_epoch(epoch)
-        assert stream.pairs.epoch == epoch  # which decides how it shuffles
+        assert stream.pairs.epoch == epoch  # which determines how it shuffles
         assert list(stream) == [encoded[row] for row in range(len(encoded))]
 
 
@@ -379,7 +379,7 @@ def trainer_for(folder, tokenizer, dataset, dropout=0.1, **options):
 def test_a_resumed_run_ends_in_the_same_weights(
     tokenizer, pairs, encoded, tmp_path, batches, workers, streaming
 ):
-    """Of 16 pairs four make a batch: step 5 is the first of the second epoch."""
+    """There are 16 pairs in batches of four: step 5 is the first of the second epoch."""
     size = {"max_tokens": 40, "per_device_train_batch_size": 4}[batches]
     options = {batches: size, "dataloader_num_workers": workers}
     data = encoded
@@ -395,7 +395,7 @@ def test_a_resumed_run_ends_in_the_same_weights(
         assert torch.equal(weight, other), name
 
 
-def test_loading_processes_learn_of_the_epoch_even_if_they_live_on(tokenizer, encoded, tmp_path):
+def test_data_loader_workers_get_the_epoch_even_if_persistent(tokenizer, encoded, tmp_path):
     weights = []
     for options in (
         {"dataloader_num_workers": 0},

@@ -1,4 +1,4 @@
-"""Batches of pairs, also in processes of their own."""
+"""Batches of pairs, also in worker processes."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ STOCK = {
     MarianMTModel: MarianConfig,
     MBartForConditionalGeneration: MBartConfig,
     T5ForConditionalGeneration: T5Config,
-    M2M100ForConditionalGeneration: M2M100Config,  # can't make decoder_input_ids for a collator
+    M2M100ForConditionalGeneration: M2M100Config,  # cannot create decoder_input_ids for a collator
 }
 
 
@@ -47,9 +47,9 @@ def stock(kind):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", [None, *STOCK])
-def test_a_worker_that_is_a_new_process_gets_all_but_the_weights(tokenizer, kind, compiled):
-    """Where workers are no copies of the process, each is sent the collator: on macOS, on Windows,
-    and by Python 3.14. Compiled layers can't be sent."""
+def test_a_worker_in_a_new_process_gets_everything_except_the_weights(tokenizer, kind, compiled):
+    """If workers are not forked, each receives a pickled collator: on macOS, on Windows, and with
+    Python 3.14. Compiled layers cannot be pickled."""
     model = seq2seq(vocab_size=320) if kind is None else stock(kind)
     if compiled:
         compile_layers(model, backend="eager")
@@ -66,8 +66,8 @@ def test_a_worker_that_is_a_new_process_gets_all_but_the_weights(tokenizer, kind
     assert collate.model is model
 
 
-def test_a_worker_gets_a_model_of_the_class_before_fsdp2(tokenizer):
-    """FSDP2 replaces a model's class by one that no other process can find."""
+def test_a_worker_gets_a_model_of_the_original_class_with_fsdp2(tokenizer):
+    """FSDP2 replaces a model's class with one that no other process can import."""
     model = seq2seq(vocab_size=320)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -80,8 +80,8 @@ def test_a_worker_gets_a_model_of_the_class_before_fsdp2(tokenizer):
     assert torch.equal(copied(PAIRS)["decoder_input_ids"], collate(PAIRS)["decoder_input_ids"])
 
 
-def test_labels_are_padded_with_what_no_loss_counts_whatever_the_model(tokenizer):
-    """FSMT's replaces this padding in place, where it makes `decoder_input_ids` from labels."""
+def test_labels_are_padded_with_minus_100_for_any_model(tokenizer):
+    """FSMT replaces this padding in place when it creates `decoder_input_ids` from labels."""
     config = FSMTConfig(
         langs=["en", "de"], src_vocab_size=320, tgt_vocab_size=320, d_model=24, pad_token_id=0,
         encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
@@ -100,7 +100,7 @@ def test_labels_are_padded_on_the_right_to_a_multiple(tokenizer, monkeypatch, si
     assert all(ids.shape == (2, 4) for ids in batch.values())
 
 
-def test_a_collator_without_a_model_is_sent_as_it_is(tokenizer):
+def test_a_collator_without_a_model_is_pickled_unchanged(tokenizer):
     collate = pickle.loads(pickle.dumps(PairCollator(tokenizer, label_pad_token_id=-1)))
     assert collate.model is None
     assert collate(PAIRS)["labels"].tolist() == [[7, 2, -1], [8, 9, 2]]

@@ -41,7 +41,7 @@ def test_corpora_without_weights_follow_each_other_once(tmp_path):
     assert sources(load(corpora)) == ["a 0", "a 1", "a 2", "b 0", "b 1"]
 
 
-def test_weights_are_shares_and_every_pair_occurs(tmp_path, caplog):
+def test_weights_are_proportions_and_every_pair_occurs(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     corpora = [numbered(tmp_path, "a", 400), numbered(tmp_path, "b", 20)]
     found = sources(load(corpora, corpus_weights=[3, 1]))
@@ -50,7 +50,7 @@ def test_weights_are_shares_and_every_pair_occurs(tmp_path, caplog):
     assert "400, 20 pairs, with shares of 75.0%, 25.0%" in caplog.text
 
 
-def test_the_seed_decides_the_order(tmp_path):
+def test_the_seed_determines_the_order(tmp_path):
     corpora = [numbered(tmp_path, "a", 9), numbered(tmp_path, "b", 9)]
     arguments = load(corpora, corpus_weights=[1, 1])
     assert sources(arguments, seed=1) == sources(arguments, seed=1)
@@ -66,7 +66,7 @@ def test_a_temperature_evens_out_sizes():
     assert shares(1.0) == pytest.approx([0.9, 0.1])
 
 
-def test_shares_with_which_an_epoch_has_no_end_are_refused(tmp_path):
+def test_shares_that_make_an_epoch_endless_are_refused(tmp_path):
     corpora = [numbered(tmp_path, "a", 400), numbered(tmp_path, "b", 20)]
     for temperature, shares in ((0.1, r"1\.0e\+00, 9\.8e-14"), (0.001, r"1.*, 0\.0e\+00")):
         message = f"training corpora of 400, 20 pairs with shares of {shares}.*: expected shares"
@@ -84,7 +84,7 @@ def test_streams_mix_by_weight(tmp_path):
     assert {"a 8", "<b> b 8"} <= set(found)
 
 
-def test_a_tag_and_a_prefix_stand_before_each_source(tmp_path):
+def test_a_tag_and_a_prefix_are_added_before_each_source(tmp_path):
     corpora = [numbered(tmp_path, "a", 1), numbered(tmp_path, "b", 1)]
     options = {"corpus_tags": ["<2fr>", ""], "source_prefix": "translate: "}
     assert sources(load(corpora, **options)) == ["<2fr> translate: a 0", "translate: b 0"]
@@ -138,14 +138,14 @@ def test_pairs_are_dropped_for_a_reason_that_is_logged(options, dropped, tmp_pat
     assert f"kept {len(kept)} of {len(PAIRS)} pairs, dropped {counts}" in caplog.text
 
 
-def test_a_pair_of_just_the_ratio_is_kept(tmp_path):
+def test_a_pair_with_exactly_the_maximum_ratio_is_kept(tmp_path):
     """63 / 45 is 1.4, but 1.4 * 45 is less than 63 in floating point."""
     text = corpus(tmp_path, "text", [("a" * 63, "b" * 45), ("a b", "c d")])
     assert len(sources(load([text], max_pair_ratio=1.4, length_unit="char"))) == 2
     assert sources(load([text], max_pair_ratio=1.0, length_unit="char")) == ["a b"]
 
 
-def test_a_pair_of_one_corpus_is_a_duplicate_in_another(tmp_path):
+def test_duplicates_are_found_across_corpora(tmp_path):
     twice = [corpus(tmp_path, name, [("a dog", "ein Hund"), (name, "x")]) for name in ("c", "d")]
     assert Counter(sources(load(twice, drop_pairs=["duplicates"]))) == Counter(["a dog", "c", "d"])
 
@@ -163,7 +163,7 @@ def test_validation_data_keeps_each_pair_once(tmp_path):
     assert sources(arguments, "validation") == [f"a {n}" for n in range(9)] + ["b 0"]
 
 
-def test_nothing_is_left_of_a_corpus(tmp_path):
+def test_a_corpus_without_remaining_pairs_is_reported(tmp_path):
     with pytest.raises(ValueError, match="training corpus 1: all pairs dropped"):
         sources(load([corpus(tmp_path, "text", PAIRS)], max_pair_length=1, length_unit="char"))
 
@@ -186,19 +186,19 @@ def test_nothing_is_left_of_a_corpus(tmp_path):
         ({"streaming": True, "drop_pairs": ["copies"]}, "streaming=True: expected no drop_pairs"),
     ],
 )
-def test_bad_options_are_named_at_once(options, message, tmp_path):
+def test_invalid_options_are_reported_at_once(options, message, tmp_path):
     corpora = [numbered(tmp_path, "a", 1), numbered(tmp_path, "b", 1)]
     with pytest.raises(ValueError, match=message):
         load(corpora, **options)
 
 
-def test_sources_and_targets_come_in_pairs(tmp_path):
+def test_sources_and_targets_must_come_in_pairs(tmp_path):
     a, b = numbered(tmp_path, "a", 1), numbered(tmp_path, "b", 1)
     with pytest.raises(ValueError, match="train_source names 2 files and train_target 1"):
         DataArguments(train_source=[a[0], b[0]], train_target=[a[1]])
 
 
-def test_tables_without_common_columns_are_named(tmp_path):
+def test_tables_without_common_columns_are_reported(tmp_path):
     files = [tmp_path / "a.tsv", tmp_path / "b.tsv"]
     files[0].write_text("source\ttarget\nx\ty\n")
     files[1].write_text("german\tenglish\nx\ty\n")

@@ -1,4 +1,4 @@
-"""Parallel text: what is accepted, what arrives, what is refused and in which words."""
+"""Parallel text: what is accepted, how it is read, and what is refused with which message."""
 
 import gzip
 import importlib.metadata
@@ -81,7 +81,7 @@ def pairs_of(dataset: Dataset | IterableDataset) -> list[tuple[str, str]]:
 # Arguments
 
 
-def test_arguments_come_from_the_command_line_and_explain_themselves(tmp_path):
+def test_arguments_come_from_the_command_line_and_have_help(tmp_path):
     files = write_sides(tmp_path, PAIRS)
     line = [f"--{name}={value}" for name, value in files.items()]
     line += ["--max_source_length=9", "--streaming", "--source_lang=en", "--target_lang=de"]
@@ -161,7 +161,7 @@ def test_arguments_come_from_the_command_line_and_explain_themselves(tmp_path):
         ),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(tmp_path, arguments, message):
+def test_invalid_arguments_are_refused(tmp_path, arguments, message):
     places = {
         "text": write(tmp_path / "text.txt", "a\n"),
         "csv": write(tmp_path / "table.csv", "source,target\na,b\n"),
@@ -189,8 +189,8 @@ def test_two_text_files_become_pairs_in_order(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_lines_end_at_newlines_only(tmp_path, suffix):
-    """A reader with universal newlines would make five lines of the first three."""
+def test_lines_only_end_at_newlines(tmp_path, suffix):
+    """A reader with universal newlines would split the first three lines into five."""
     source = write(tmp_path / f"a{suffix}", b"\xef\xbb\xbfone\rstill one\r\n\xef\xbb\xbftwo\r\r\nx")
     target = write(tmp_path / f"b{suffix}", "eins\nzwei\x85\u2028\x1c\ndrei\n")
     loaded = load(train_source=source, train_target=target)
@@ -208,21 +208,21 @@ def test_sides_of_different_length_are_refused(tmp_path, source, target):
         load(train_source=a, train_target=b)
 
 
-def test_bad_utf8_is_found_by_file_and_line(tmp_path):
+def test_invalid_utf8_is_reported_with_file_and_line(tmp_path):
     files = write_sides(tmp_path, PAIRS)
     bad = write(tmp_path / "bad", b"fine\nalso \xc3\xa4\nnot \xe4 this\n" + b"fine\n" * 3)
     with pytest.raises(ValueError, match=r"bad, line 3: not UTF-8 \(invalid continuation byte\)"):
         load(**files | {"train_target": bad})
 
 
-def test_a_table_is_no_side_of_parallel_text(tmp_path):
+def test_a_table_as_one_side_of_parallel_text_is_refused(tmp_path):
     table, text = write(tmp_path / "a.jsonl", '{"en": "a"}\n'), write(tmp_path / "a.de", "a\n")
     with pytest.raises(ValueError, match=r"a\.jsonl: expected text, .*; only --train_file, "):
         load(train_source=table, train_target=text)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_each_side_may_be_the_column_of_a_parquet_file(tmp_path, streaming):
+def test_each_side_can_be_a_column_of_a_parquet_file(tmp_path, streaming):
     files = {}
     for side, texts in (("source", ["a", "b"]), ("target", ["c", "d"])):
         files[f"train_{side}"] = str(tmp_path / f"{side}.parquet")
@@ -231,7 +231,7 @@ def test_each_side_may_be_the_column_of_a_parquet_file(tmp_path, streaming):
     assert pairs_of(loaded["train"]) == [("a", "c"), ("b", "d")]
 
 
-def test_a_damaged_gzip_file_is_named(tmp_path):
+def test_a_damaged_gzip_file_is_reported(tmp_path):
     whole = gzip.compress(b"".join(b"line %d\n" % i for i in range(1000)))
     cut, other = tmp_path / "cut.gz", tmp_path / "other.gz"
     cut.write_bytes(whole[:-20])
@@ -241,7 +241,7 @@ def test_a_damaged_gzip_file_is_named(tmp_path):
             load(train_source=str(path), train_target=str(path))
 
 
-def test_every_file_is_checked_before_anything_is_stored(tmp_path, cache):
+def test_every_file_is_checked_before_anything_is_cached(tmp_path, cache):
     files = write_sides(tmp_path, PAIRS) | write_sides(tmp_path, PAIRS, "test")
     write(Path(files["test_target"]), "one line\n")
     with pytest.raises(ValueError, match=r"test_source has 6 lines and .*test_target has 1"):
@@ -249,7 +249,7 @@ def test_every_file_is_checked_before_anything_is_stored(tmp_path, cache):
     assert not cache.exists()
 
 
-def test_a_corpus_is_mapped_from_a_file_that_is_written_once(tmp_path):
+def test_a_corpus_is_memory_mapped_from_a_file_that_is_written_once(tmp_path):
     files = write_sides(tmp_path, PAIRS)
     first, second = load(**files)["train"], load(**files)["train"]
     assert first.cache_files
@@ -263,7 +263,7 @@ def test_an_upgrade_reads_a_corpus_again(tmp_path, monkeypatch):
     assert load(**files)["train"].cache_files != before
 
 
-def test_an_upgrade_cleans_the_columns_of_parquet_again(tmp_path, monkeypatch):
+def test_an_upgrade_rereads_the_columns_of_parquet(tmp_path, monkeypatch):
     file = write_parquet(tmp_path / "train.parquet", {"source": ["a"], "target": ["b"]})
     before = load(train_file=file)["train"].cache_files
     assert load(train_file=file)["train"].cache_files == before
@@ -271,7 +271,7 @@ def test_an_upgrade_cleans_the_columns_of_parquet_again(tmp_path, monkeypatch):
     assert load(train_file=file)["train"].cache_files != before
 
 
-def test_a_changed_parquet_file_of_the_same_time_gives_new_data(tmp_path):
+def test_a_changed_parquet_file_with_the_same_mtime_gives_new_data(tmp_path):
     file = tmp_path / "train.parquet"
     for text in ("one", "six"):
         write_parquet(file, {"source": [text], "target": ["x"]})
@@ -279,7 +279,7 @@ def test_a_changed_parquet_file_of_the_same_time_gives_new_data(tmp_path):
         assert pairs_of(load(train_file=str(file))["train"]) == [(text, "x")]
 
 
-def test_a_changed_file_of_the_same_time_in_a_named_folder_gives_new_data(tmp_path):
+def test_a_changed_file_with_the_same_mtime_in_a_named_folder_gives_new_data(tmp_path):
     file = tmp_path / "data" / "train.jsonl"
     file.parent.mkdir()
     for text in ("one", "six"):
@@ -298,7 +298,7 @@ def test_a_changed_file_gives_new_data(tmp_path):
 
 
 @pytest.mark.parametrize("replace_file", [False, True])
-def test_a_changed_file_of_the_same_size_and_time_gives_new_data(tmp_path, replace_file):
+def test_a_changed_file_with_the_same_size_and_mtime_gives_new_data(tmp_path, replace_file):
     """As after `rsync --times`, `cp --preserve` or from an archive."""
     files = write_sides(tmp_path, [("one", "eins")])
     source = Path(files["train_source"])
@@ -319,8 +319,8 @@ def test_a_changed_file_of_the_same_size_and_time_gives_new_data(tmp_path, repla
         ("valid.jsonl.gz", '{"source": "one", "target": "eins"}\n'),
     ],
 )
-def test_a_link_is_read_as_its_own_name_says(tmp_path, name, content):
-    """What it leads to in the Hub's cache, or in that of DVC, has a name without an ending."""
+def test_the_format_of_a_link_follows_from_its_own_name(tmp_path, name, content):
+    """Its target in the Hub's cache, or in that of DVC, has a name without a suffix."""
     file = Path(write(tmp_path / name, content)).rename(tmp_path / "4766446201d1")
     (tmp_path / name).symlink_to(file)
     loaded = load(validation_file=str(tmp_path / name))
@@ -357,8 +357,8 @@ WRITERS: dict[str, Callable[[Path, list[tuple[str, str]]], str]] = {
 @pytest.mark.parametrize(
     "suffix", ["csv", "csv.gz", "json", "json.gz", "jsonl", "jsonl.gz", "parquet"]
 )
-def test_text_in_columns_arrives_unchanged(tmp_path, suffix, streaming):
-    """Dates, numbers and the names of nothing stay the text that they are."""
+def test_text_in_columns_is_read_unchanged(tmp_path, suffix, streaming):
+    """Dates, numbers and names of missing values such as "NA" stay text."""
     pairs = [*PAIRS, ("two\nlines", "zwei\r\nZeilen")]
     file = WRITERS[suffix.removesuffix(".gz")](tmp_path / f"train.{suffix}", pairs)
     loaded = load(train_file=file, source_lang="en", target_lang="de", streaming=streaming)
@@ -376,7 +376,7 @@ def test_text_in_columns_arrives_unchanged(tmp_path, suffix, streaming):
     ],
 )
 @pytest.mark.parametrize("here", [".", "here [1]"])
-def test_a_parquet_file_is_no_pattern_of_others(
+def test_the_name_of_a_parquet_file_is_not_a_glob_pattern(
     tmp_path, monkeypatch, name, other, here, streaming
 ):
     for folder in (here, "here 1"):
@@ -392,7 +392,7 @@ def test_a_parquet_file_is_no_pattern_of_others(
 @pytest.mark.parametrize(
     ("header", "is_suspicious"), [("en\tde", False), ("a dog\tein Hund", True)]
 )
-def test_a_first_line_that_is_no_header_is_named(tmp_path, caplog, header, is_suspicious):
+def test_a_first_line_that_is_not_a_header_is_reported(tmp_path, caplog, header, is_suspicious):
     file = write(tmp_path / "train.tsv", f"{header}\nx\ty\n")
     assert load(train_file=file)["train"][0] == {"source": "x", "target": "y"}
     message = "its column 'a dog' is the source, and 'ein Hund' the target, by their order in its"
@@ -403,7 +403,7 @@ def test_a_first_line_that_is_no_header_is_named(tmp_path, caplog, header, is_su
     assert not caplog.messages  # the user has named the columns
 
 
-def test_columns_that_are_not_named_after_the_languages_are_named(tmp_path, caplog):
+def test_columns_that_are_not_named_after_the_languages_are_reported(tmp_path, caplog):
     file = write(tmp_path / "train.jsonl", '{"German": "ja", "English": "yes"}')
     load(train_file=file, source_lang="en", target_lang="de")
     message = "its column 'German' is the source, and 'English' the target, by their order; source"
@@ -414,14 +414,16 @@ def test_columns_that_are_not_named_after_the_languages_are_named(tmp_path, capl
     ("header", "is_suspicious"),
     [("Target,English", True), ("German,src", True), ("src,German", False), ("a,b", False)],
 )
-def test_an_order_that_one_name_contradicts_is_named(tmp_path, caplog, header, is_suspicious):
+def test_an_order_of_columns_that_a_name_contradicts_is_reported(
+    tmp_path, caplog, header, is_suspicious
+):
     file = write(tmp_path / "train.csv", f"{header}\nx,y\n")
     assert load(train_file=file)["train"][0] == {"source": "x", "target": "y"}
     assert any("by their order" in line for line in caplog.messages) == is_suspicious
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
-def test_empty_lines_of_a_table_are_no_records(tmp_path, suffix):
+def test_empty_lines_of_a_table_are_skipped(tmp_path, suffix):
     between = {"csv": ",", "tsv": "\t"}[suffix]
     rows = [f"en{between}de", f"yes{between}ja", "", f"no{between}nein", ""]
     file = write(tmp_path / f"test.{suffix}", "\n".join(rows) + "\n")
@@ -429,7 +431,7 @@ def test_empty_lines_of_a_table_are_no_records(tmp_path, suffix):
 
 
 def test_spaces_before_the_fields_of_csv_are_dropped(tmp_path):
-    # Before a quote, they made the quotes part of the text.
+    # A space before a quote would make the quotes part of the text.
     file = write(
         tmp_path / "test.csv", 'en, de\n"a lake, deep", "ein See, tief"\na house, ein Haus\n'
     )
@@ -446,20 +448,20 @@ def test_spaces_before_the_fields_of_csv_are_dropped(tmp_path):
         ("a.jsonl", "{}\n", ""),
     ],
 )
-def test_columns_that_are_not_there_are_the_languages(tmp_path, name, content, found):
+def test_missing_columns_are_reported_by_language(tmp_path, name, content, found):
     message = f"{name}: there are no columns 'en' and 'de', only: {found}$"
     with pytest.raises(ValueError, match=message):
         load(train_file=write(tmp_path / name, content), source_lang="en", target_lang="de")
 
 
-def test_tsv_knows_no_quoting(tmp_path):
+def test_tsv_has_no_quoting(tmp_path):
     file = write(tmp_path / "test.TSV", 'en\tde\n"open, quote\tsay "a" ""\r\n\t\\n\n')
     assert pairs_of(load(test_file=file)["test"]) == [('"open, quote', 'say "a" ""'), ("", "\\n")]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("field", ['he said "hi", ok', '"', '"a" and "b"'])
-def test_quotes_of_a_writer_of_csv_are_told_once_in_a_tsv_file(tmp_path, caplog, field, streaming):
+def test_quotes_as_in_csv_give_one_warning_in_a_tsv_file(tmp_path, caplog, field, streaming):
     lines = ["source\ttarget", "a\tb", "", *[f"{quote(field)}\tc"] * 2]
     file = write(tmp_path / "train.tsv", "\n".join(lines))
     loaded = load(train_file=file, streaming=streaming)["train"]
@@ -469,7 +471,7 @@ def test_quotes_of_a_writer_of_csv_are_told_once_in_a_tsv_file(tmp_path, caplog,
     assert "tsv files have no quoted fields; use .csv for these" in message
 
 
-def test_a_header_in_quotes_is_told_in_a_tsv_file(tmp_path, caplog):
+def test_a_header_in_quotes_gives_a_warning_in_a_tsv_file(tmp_path, caplog):
     file = write(tmp_path / "train.tsv", '"source"\t"target"\na\tb\n')
     load(train_file=file)
     (message,) = (text for text in caplog.messages if "in quotes" in text)
@@ -477,13 +479,13 @@ def test_a_header_in_quotes_is_told_in_a_tsv_file(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("field", ['"open', '"a"', '""', 'a ""', '"" b', '"a" "" "b"', '"" "" ""'])
-def test_quotes_that_no_writer_of_csv_makes_are_text_without_a_word(tmp_path, caplog, field):
+def test_quotes_unlike_those_of_csv_are_text_without_a_warning(tmp_path, caplog, field):
     file = write(tmp_path / "train.tsv", f'source\ttarget\n{field}\t"b"\n')
     assert pairs_of(load(train_file=file)["train"]) == [(field, '"b"')]
     assert not caplog.messages
 
 
-def test_json_without_a_list_has_an_object_a_line(tmp_path):
+def test_json_without_a_list_has_an_object_per_line(tmp_path):
     rows = [{"translation": {"en": "a", "de": "b"}}, {"translation": {"en": "c", "de": "d"}}]
     file = write(tmp_path / "train.json", "\n".join(map(json.dumps, rows)) + "\n\n")
     loaded = load(train_file=file, source_lang="de", target_lang="en")
@@ -491,7 +493,7 @@ def test_json_without_a_list_has_an_object_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("before", ["", " ", "\n \n\t"], ids=ascii)
-def test_json_in_a_list_may_come_after_white_space(tmp_path, before):
+def test_json_in_a_list_can_start_with_white_space(tmp_path, before):
     content = f'{before}[{{"source": "a",\n"target": "b"}},\n{{"source": "c", "target": "d"}}]\n'
     file = write(tmp_path / "train.json", content)
     assert pairs_of(load(train_file=file)["train"]) == [("a", "b"), ("c", "d")]
@@ -522,7 +524,7 @@ def test_json_in_a_list_may_come_after_white_space(tmp_path, before):
         ("a.csv", "en,de\na,\n ,b\n", "a.csv: every sentence pair of the train data has a blank"),
     ],
 )
-def test_a_defect_in_a_file_is_named(tmp_path, name, content, message):
+def test_a_defect_in_a_file_is_reported(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message):
         load(train_file=write(tmp_path / name, content))
 
@@ -554,7 +556,7 @@ def test_a_column_that_is_not_text_is_refused(tmp_path):
         ({"tgt": "t", "src": "s"}, {}, "st"),
         ({"TRG": "t", "x": "-", "Src": "s"}, {}, "st"),
         ({"Target": "-", "target": "t", "source": "s"}, {}, "st"),
-        ({"source": "-", "tgt": "t", "src": "s"}, {}, "st"),  # `source` may be where a pair is from
+        ({"source": "-", "tgt": "t", "src": "s"}, {}, "st"),  # `source` can be its origin
         ({"TARGET": "t", "SOURCE": "s"}, {"source_lang": "en", "target_lang": "de"}, "st"),
         (
             {"src": "-", "tgt": "-", "DE": "t", "EN": "s"},
@@ -605,7 +607,7 @@ def test_columns_are_chosen_by_name_then_language_then_order(
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_parquet_file_that_datasets_cannot_read_is_named(
+def test_a_parquet_file_that_datasets_cannot_read_is_reported(
     tmp_path, names, values, message, streaming
 ):
     file = tmp_path / "train.parquet"
@@ -647,7 +649,7 @@ def test_a_parquet_file_that_datasets_cannot_read_is_named(
         ),
     ],
 )
-def test_a_missing_column_is_named_along_with_those_present(tmp_path, row, arguments, message):
+def test_a_missing_column_is_reported_along_with_those_present(tmp_path, row, arguments, message):
     file = write(tmp_path / "train.jsonl", json.dumps(row))
     with pytest.raises(ValueError, match=f"train.jsonl: there are {message}"):
         load(train_file=file, **arguments)
@@ -665,7 +667,7 @@ GAPS = [
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_blank_pairs_leave_the_training_data_only_and_are_counted(tmp_path, suffix, caplog):
+def test_blank_pairs_are_only_dropped_from_training_data_and_counted(tmp_path, suffix, caplog):
     file = tmp_path / f"gaps.{suffix}"
     if suffix == "jsonl":
         write(file, "\n".join(map(json.dumps, GAPS)))
@@ -695,7 +697,8 @@ def test_limits_take_the_first_pairs(tmp_path, streaming):
 
 @pytest.fixture
 def repository(tmp_path: Path) -> str:
-    """A folder laid out like a dataset on the Hub, with a `translation` column as wmt14 has it."""
+    """A folder with the layout of a dataset on the Hub, with a `translation` column like that of
+    wmt14."""
     languages = datasets.Translation(languages=["de", "en"])
     features = datasets.Features({"translation": languages, "score": datasets.Value("float32")})
     folder = tmp_path / "repository"
@@ -720,7 +723,7 @@ def test_a_named_dataset_has_its_translations_split_into_two_columns(repository,
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_names_of_nothing_are_text_in_a_named_dataset_too(tmp_path, streaming):
+def test_names_of_missing_values_are_text_in_a_named_dataset_too(tmp_path, streaming):
     folder = tmp_path / "tables"
     folder.mkdir()
     (folder / "train.csv").write_text("source,target,score\nNA,null,1\nNone,,2\nnan,NaN,\n")
@@ -728,7 +731,7 @@ def test_names_of_nothing_are_text_in_a_named_dataset_too(tmp_path, streaming):
     assert pairs_of(loaded["train"]) == [("NA", "null"), ("nan", "NaN")]
 
 
-def test_a_configuration_of_a_named_dataset_is_chosen(tmp_path):
+def test_a_configuration_of_a_named_dataset_can_be_chosen(tmp_path):
     for name in ("de-en", "fr-en"):
         Dataset.from_dict({"a": [name], "b": ["x"]}).to_parquet(tmp_path / f"{name}.parquet")
     (tmp_path / "README.md").write_text(
@@ -754,7 +757,7 @@ def test_a_named_dataset_without_the_usual_splits_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["v[1]", "v?", "*"])
 @pytest.mark.parametrize("inside", ["", "data"])
-def test_a_folder_that_is_a_pattern_of_others_is_refused(tmp_path, monkeypatch, name, inside):
+def test_a_folder_whose_name_is_a_glob_pattern_is_refused(tmp_path, monkeypatch, name, inside):
     for folder in (name, "v1"):
         (tmp_path / folder / inside).mkdir(parents=True)
         write_parquet(tmp_path / folder / inside / "train.parquet", {"a": [folder], "b": ["x"]})
@@ -773,7 +776,7 @@ def test_a_named_dataset_without_rows_is_refused(tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("language", [None, "fr"])
-def test_phrases_are_generated_in_the_sizes_asked_for(streaming, language):
+def test_phrases_are_generated_in_the_requested_sizes(streaming, language):
     pytest.importorskip("num2words")
     pytest.importorskip("babel")
     loaded = load(
@@ -814,7 +817,7 @@ def test_sources_and_targets_become_ids(parallel, tokenizer):
         assert row["length"] == max(len(row["input_ids"]), len(row["labels"]))
 
 
-def test_each_side_is_cut_to_its_own_limit_and_keeps_eos(parallel, tokenizer):
+def test_each_side_is_truncated_to_its_own_limit_and_keeps_eos(parallel, tokenizer):
     whole = tokenize_dataset(parallel[0], tokenizer, parallel[1])["train"]
     limits = replace(parallel[1], max_source_length=4, max_target_length=3)
     cut = tokenize_dataset(parallel[0], tokenizer, limits)["train"]
@@ -823,7 +826,7 @@ def test_each_side_is_cut_to_its_own_limit_and_keeps_eos(parallel, tokenizer):
         assert short["input_ids"] == [*long["input_ids"][:3], tokenizer.eos_token_id]
         assert short["labels"] == [*long["labels"][:2], tokenizer.eos_token_id]
         assert short["length"] == 4
-    assert tokenizer.backend_tokenizer.truncation is None  # which would be saved
+    assert tokenizer.backend_tokenizer.truncation is None  # it would be saved
 
 
 def test_workers_give_the_same_ids(parallel, tokenizer):
@@ -842,8 +845,8 @@ def test_a_stream_gives_the_same_ids(parallel, tokenizer):
 
 
 @needs("datasets", "4.7", "hashes of tokenizers without their padding and truncation")
-def test_the_cache_knows_the_tokenizer_but_not_what_it_was_used_for(parallel, tokenizer):
-    """Padding and truncation leave their traces in a fast tokenizer; only its vocabulary counts."""
+def test_the_cache_depends_on_the_tokenizer_but_not_on_its_earlier_use(parallel, tokenizer):
+    """Padding and truncation change the state of a fast tokenizer; only its vocabulary counts."""
     dataset, arguments = parallel
     first = tokenize_dataset(dataset, tokenizer, arguments)["train"]
     tokenizer(["a", "b c"], padding=True, truncation=True, max_length=5)
@@ -858,7 +861,7 @@ def test_the_cache_knows_the_tokenizer_but_not_what_it_was_used_for(parallel, to
 
 @pytest.mark.parametrize("name", ["parallel_text.py", "tokenization_vanilla_transformer.py"])
 def test_an_upgrade_tokenizes_again(parallel, tokenizer, monkeypatch, name):
-    """Also what was not read again, such as `phrases`."""
+    """Also data that was not read again, such as `phrases`."""
     before, same = (tokenize_dataset(parallel[0], tokenizer, parallel[1]) for _ in range(2))
     assert before["train"].cache_files == same["train"].cache_files
     content = Path.read_bytes
@@ -877,7 +880,7 @@ def test_an_upgrade_of_a_library_tokenizes_again(parallel, tokenizer, monkeypatc
     assert after != before
 
 
-def test_the_stock_collator_makes_the_batches(parallel, tokenizer):
+def test_the_stock_collator_can_make_the_batches(parallel, tokenizer):
     tokens = tokenize_dataset(parallel[0], tokenizer, parallel[1])["train"]
     collator = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
     rows = [tokens[0], tokens[1]]
@@ -905,7 +908,7 @@ def test_the_texts_of_both_sides_train_a_tokenizer(tmp_path, streaming):
 
 
 @pytest.mark.skipif(not MULTI30K.is_dir(), reason="needs the Multi30k text in ../shared/data")
-def test_multi30k_arrives_whole(tmp_path):
+def test_multi30k_is_read_completely(tmp_path):
     stems = {"validation": "val", "test": "test_2016_flickr"}
     files = {
         f"{split}_{side}": str(MULTI30K / f"{stem}.{language}")
@@ -921,7 +924,7 @@ def test_multi30k_arrives_whole(tmp_path):
 
 
 @pytest.mark.parametrize("other", ["valid.csv", "valid.jsonl"])
-def test_two_columns_in_another_order_do_not_reverse_the_direction(tmp_path, other):
+def test_two_columns_in_reverse_order_do_not_reverse_the_direction(tmp_path, other):
     train = write(tmp_path / "train.csv", "en,de\nyes,ja\n")
     reversed_columns = {"valid.csv": "de,en\nja,yes\n", "valid.jsonl": '{"de": "ja", "en": "yes"}'}
     files = {
@@ -934,7 +937,7 @@ def test_two_columns_in_another_order_do_not_reverse_the_direction(tmp_path, oth
     assert load_parallel_dataset(named)["validation"][0] == {"source": "yes", "target": "ja"}
 
 
-def test_the_order_of_columns_says_nothing_with_several_corpora(tmp_path):
+def test_the_order_of_columns_is_ignored_with_several_corpora(tmp_path):
     tables = [write(tmp_path / f"{name}.csv", "en,de\nyes,ja\n") for name in "abc"]
     assert pairs_of(load(train_file=tables[0])["train"]) == [("yes", "ja")]
     message = "no columns 'source' and 'target', only: 'en', 'de'"
@@ -942,7 +945,7 @@ def test_the_order_of_columns_says_nothing_with_several_corpora(tmp_path):
         load(train_file=tables[:2], validation_file=tables[2])
 
 
-def test_columns_are_named_for_tables_and_not_for_text_files(tmp_path):
+def test_column_options_are_for_tables_and_not_for_text_files(tmp_path):
     table = write(tmp_path / "train.csv", "en,de\nyes,ja\n")
     sides = write_sides(tmp_path, [("no", "nein")], "validation")
     arguments = DataArguments(train_file=table, source_column="en", target_column="de", **sides)

@@ -1,4 +1,4 @@
-"""The built-in data set: what its phrases look like and what its splits promise."""
+"""The built-in data set: what its phrases look like and what its splits guarantee."""
 
 import os
 import subprocess
@@ -69,7 +69,7 @@ def test_smaller_size_is_a_prefix_of_a_larger_one() -> None:
     assert list(iter_phrases(50)) == list(iter_phrases(120))[:50]
 
 
-def test_another_seed_gives_other_phrases() -> None:
+def test_a_different_seed_gives_different_phrases() -> None:
     assert list(iter_phrases(50, seed=1)) != list(iter_phrases(50, seed=2))
 
 
@@ -138,7 +138,7 @@ def test_no_phrase_of_another_split_is_in_train(
 
 
 @pytest.mark.parametrize("kind", ["country", "language"])
-def test_every_name_of_the_test_split_is_trained_on(
+def test_every_name_in_the_test_split_is_in_the_training_split(
     kind: str,
     train: list[tuple[Combination, Phrase]],
     held_out: dict[str, list[tuple[Combination, Phrase]]],
@@ -150,7 +150,7 @@ def test_every_name_of_the_test_split_is_trained_on(
     assert names(held_out["test"]) <= names(train)
 
 
-def test_names_of_a_small_vocabulary_never_stand_alone() -> None:
+def test_country_and_language_names_are_never_a_whole_phrase() -> None:
     for slots in phrases._SLOTS:
         kinds = [kind for _, kind in slots]
         assert kinds not in (["country"], ["language"])
@@ -168,9 +168,7 @@ def test_a_source_has_one_target(train: list[tuple[Combination, Phrase]]) -> Non
 
 @pytest.mark.parametrize("language", TARGET_LANGUAGES)
 @pytest.mark.parametrize("kind", ["date", "weekday_date", "month_day", "month", "time"])
-def test_styles_that_look_alike_in_english_are_alike_in_the_target(
-    kind: str, language: str
-) -> None:
+def test_styles_with_the_same_english_text_have_the_same_target(kind: str, language: str) -> None:
     targets = defaultdict(set)
     for month in range(1, 13):
         for day in (1, 5, 12):
@@ -212,7 +210,7 @@ def test_text_is_nfc_with_plain_single_spaces(
 
 
 @pytest.mark.parametrize("language", TARGET_LANGUAGES)
-def test_no_raw_key_of_a_table_shows(
+def test_no_phrase_contains_a_raw_key_of_a_table(
     language: str, in_all_languages: dict[str, list[Phrase]]
 ) -> None:
     for phrase in in_all_languages[language]:
@@ -530,7 +528,9 @@ def test_phrases_are_short(train: list[tuple[Combination, Phrase]]) -> None:
         ({"size": 1, "seed": -1}, "seed=-1: expected an integer from 0"),
     ],
 )
-def test_a_wrong_argument_is_named(function: Any, arguments: dict[str, Any], message: str) -> None:
+def test_an_invalid_argument_is_reported(
+    function: Any, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         function(**arguments)
 
@@ -550,7 +550,7 @@ def test_data_set_is_a_memory_mapped_file_of_the_phrases(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     "changed", [{"size": 9}, {"seed": 1}, {"split": "test"}, {"target_language": "es"}]
 )
-def test_other_arguments_do_not_reuse_the_cached_file(
+def test_different_arguments_do_not_reuse_the_cached_file(
     changed: dict[str, Any], tmp_path: Any
 ) -> None:
     arguments: dict[str, Any] = {"size": 8, "target_language": "de", "split": "train", "seed": 0}

@@ -1,4 +1,4 @@
-"""Lines as they come: as many at once as have arrived, in UTF-8 both ways."""
+"""Lines of text: as many at once as have arrived, in UTF-8 for input and output."""
 
 import bz2
 import gzip
@@ -28,7 +28,7 @@ def pipe():
         yield source, sink
 
 
-def test_a_line_is_there_before_the_next_is_written(pipe):
+def test_a_line_is_read_before_the_next_is_written(pipe):
     source, sink = pipe
     lists = read_arrived(source, "pipe")
     for line in ("a house", "", "der See"):
@@ -42,7 +42,7 @@ def test_a_line_is_there_before_the_next_is_written(pipe):
     assert list(lists) == [["without an end"]]
 
 
-def test_lines_that_have_arrived_come_together(pipe):
+def test_lines_that_have_arrived_are_returned_together(pipe):
     source, sink = pipe
     sink.write(b"see\n" * 1000)
     sink.close()
@@ -50,7 +50,7 @@ def test_lines_that_have_arrived_come_together(pipe):
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1 << 20])
-def test_lines_end_where_they_end_however_they_come(tmp_path, monkeypatch, size):
+def test_lines_do_not_depend_on_the_size_of_reads(tmp_path, monkeypatch, size):
     monkeypatch.setattr("vanilla_transformer.data.text_files.READ_SIZE", size)
     path = tmp_path / "lines"
     path.write_bytes(b"\xef\xbb\xbfone\r\ntw\ro\xe2\x80\xa8\n\nlast")
@@ -71,7 +71,7 @@ def test_a_compressed_file_has_the_lines_of_a_plain_one(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zip"])
-def test_text_that_is_compressed_in_another_way_is_named(tmp_path, suffix):
+def test_text_with_unsupported_compression_is_reported(tmp_path, suffix):
     path = tmp_path / f"text{suffix}"
     if suffix == ".zip":
         with zipfile.ZipFile(path, "w") as archive:
@@ -87,20 +87,20 @@ def test_text_that_is_compressed_in_another_way_is_named(tmp_path, suffix):
             expect_output(f"out{suffix}")
 
 
-def test_zstandard_is_known_by_its_first_bytes(tmp_path):  # RFC 8878, section 3.1.1
+def test_zstandard_is_recognized_by_its_first_bytes(tmp_path):  # RFC 8878, section 3.1.1
     (tmp_path / "text").write_bytes(0xFD2FB528.to_bytes(4, "little") + b"a\n")
     with pytest.raises(ValueError, match=r"text: its content is that of a \.zst file"):
         list(read_file(tmp_path / "text"))
 
 
-def test_text_about_compression_is_text(tmp_path):
+def test_text_that_starts_like_a_compressed_file_is_text(tmp_path):
     (tmp_path / "text").write_text("BZh91\nPK\n")
     assert list(read_file(tmp_path / "text")) == ["BZh91", "PK"]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.json", "a.jsonl", "a.jsonl.gz", "a.csv.GZ"])
-def test_a_table_is_no_text(tmp_path, name):
-    """Commas and braces are not to be scored or translated."""
+def test_a_table_as_text_is_refused(tmp_path, name):
+    """Its commas and braces must not be scored or translated."""
     path = tmp_path / name
     path.write_bytes(gzip.compress(b"a\n") if name.lower().endswith(".gz") else b"a\n")
     message = rf"{name}: expected text, a sentence a line, or parquet; only --train_file, --vali"
@@ -110,10 +110,10 @@ def test_a_table_is_no_text(tmp_path, name):
         expect_inputs(target=None, source=path)
     with pytest.raises(ValueError, match=message):
         expect_inputs(source=f"s3://bucket/{name}")
-    expect_output(path)  # which may have a name of any kind
+    expect_output(path)  # an output can have any name
 
 
-def test_an_output_replaces_no_input(tmp_path):
+def test_an_output_that_would_overwrite_an_input_is_refused(tmp_path):
     (tmp_path / "in").write_text("a\n")
     (tmp_path / "link").symlink_to("in")
     url = "s3://bucket/in"
@@ -125,7 +125,7 @@ def test_an_output_replaces_no_input(tmp_path):
     expect_output(tmp_path / "out", source=tmp_path / "in")
     expect_output(None, source=tmp_path / "in")
     expect_output("s3://bucket/out", source=url)
-    expect_output(os.devnull, source=os.devnull)  # as a terminal may be both
+    expect_output(os.devnull, source=os.devnull)  # like a terminal, which can be both
 
 
 @pytest.mark.parametrize("name", ["tsv", "csv.en", "a.tsv.txt", "a.parts/0"])
@@ -137,7 +137,7 @@ def test_a_name_that_only_mentions_a_table_is_text(tmp_path, name):
     assert list(read_file(path)) == ["a\tb"]
 
 
-def test_a_line_that_is_not_utf8_is_named_by_its_number_in_the_whole(pipe):
+def test_a_line_that_is_not_utf8_is_reported_with_its_number_in_the_file(pipe):
     source, sink = pipe
     lists = read_arrived(source, "pipe")
     sink.write(b"one\ntwo\n")

@@ -45,7 +45,7 @@ MULTI30K = REPOSITORY.parent / "shared/data/multi30k"
 
 
 def random_lengths(pairs=500, seed=0):
-    """Sources as in Multi30k, some 14 words, and targets somewhat longer or shorter."""
+    """Sources as in Multi30k, about 14 words, and targets that are slightly longer or shorter."""
     random = np.random.default_rng(seed)
     source = random.normal(14, 4, pairs).round().clip(4, 45).astype(int)
     target = (source + random.normal(0, 2.5, pairs)).round().clip(3, 50).astype(int)
@@ -99,7 +99,7 @@ def test_every_pair_comes_once_within_the_budget(processes, shuffle, max_tokens)
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("pairs", [7, 8, 9, 500])
-def test_gathered_rows_are_even_and_in_the_samplers_order(processes, pairs):
+def test_gathered_batches_are_equally_large_and_in_the_samplers_order(processes, pairs):
     options = {"lengths": random_lengths(pairs), "shuffle": False, "even_rows": True}
     parts = samplers(processes, max_tokens=60, **options)
     source, target = parts[0].lengths
@@ -109,7 +109,7 @@ def test_gathered_rows_are_even_and_in_the_samplers_order(processes, pairs):
         for batch in batches:
             assert len(batch) * max(source[batch].max(), target[batch].max()) <= 60
             gathered += batch
-    assert processes == 1 or len(batch) == 1  # copies are counted in rows of a process
+    assert processes == 1 or len(batch) == 1  # copies are counted in rows per process
     assert gathered == parts[0].order.tolist()
     assert sorted(gathered[:pairs]) == list(range(pairs))
     assert 0 <= len(gathered) - pairs < processes
@@ -131,7 +131,7 @@ def test_gathered_rows_are_even_and_in_the_samplers_order(processes, pairs):
 )
 @example([(5, 5)] * 3, 5, 2, {"multiple_of": 1, "even_rows": False, "shuffle": False})
 @example([(3, 3)] * 7, 9, 2, {"multiple_of": 1, "even_rows": True, "shuffle": True})
-def test_processes_share_any_pairs_in_as_many_batches_none_of_them_empty(
+def test_processes_get_equally_many_batches_of_any_pairs_and_no_empty_ones(
     pairs, max_tokens, processes, options
 ):
     lengths = tuple(np.array(pairs).T)
@@ -165,7 +165,7 @@ def test_processes_share_any_pairs_in_as_many_batches_none_of_them_empty(
             assert fits or len(batch) == 1 or too_few
 
 
-def test_an_epoch_is_shuffled_by_seed_and_number_alone():
+def test_the_order_of_an_epoch_only_depends_on_seed_and_number():
     (sampler,) = samplers(1)
     (other,) = samplers(1, seed=1)
     first = list(sampler)
@@ -179,7 +179,7 @@ def test_an_epoch_is_shuffled_by_seed_and_number_alone():
     assert list(other) != first
 
 
-def test_processes_share_the_batches_of_one():
+def test_several_processes_share_the_batches_of_a_single_process():
     (alone,) = samplers(1, max_tokens=95)
     assert len(alone) == 88
     pair = samplers(2, max_tokens=95)
@@ -187,7 +187,7 @@ def test_processes_share_the_batches_of_one():
     assert together == list(alone)
 
 
-def test_the_largest_batch_is_halved_where_there_is_one_too_many():
+def test_the_largest_batch_is_halved_if_the_number_of_batches_is_odd():
     (alone,) = samplers(1, max_tokens=100, shuffle=False)
     assert len(alone) == 83
     pair = samplers(2, max_tokens=100, shuffle=False)
@@ -201,7 +201,7 @@ def test_the_largest_batch_is_halved_where_there_is_one_too_many():
 
 
 @pytest.mark.parametrize("oversized", ["alone", "drop"])
-def test_pairs_longer_than_the_budget_are_alone_or_counted(oversized):
+def test_pairs_above_the_budget_get_their_own_batch_or_are_dropped(oversized):
     source, target = np.array([5, 90, 4, 6]), np.array([5, 4, 80, 6])
     (sampler,) = samplers(1, max_tokens=40, lengths=(source, target), oversized=oversized)
     batches = sorted(sorted(batch) for batch in sampler)
@@ -242,7 +242,7 @@ def test_batches_of_multi30k_are_padded_by_less_than_a_tenth():
         ([3], [3], {"oversized": "split"}, "oversized='split': expected one of alone, drop"),
     ],
 )
-def test_what_cannot_be_batched_is_refused(source, target, options, message):
+def test_inputs_that_cannot_be_batched_are_refused(source, target, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         TokenBudgetSampler(source, target, 20, **options)
 
@@ -263,7 +263,7 @@ def examples(pairs=100, seed=0):
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("buffer_size", [10, 33, 1000])
-def test_a_stream_is_batched_whole_and_evenly(processes, buffer_size):
+def test_a_stream_is_batched_completely_and_evenly(processes, buffer_size):
     pairs = examples()
     parts = [
         list(
@@ -304,7 +304,7 @@ def test_workers_see_each_row_of_uneven_shards_once_an_epoch():
     assert seen == 2 * [str(row) for row in stream]
 
 
-def test_a_stream_is_repeated_in_another_order():
+def test_a_stream_is_repeated_in_a_different_order():
     stream = TokenBudgetStream(examples(), 200, repeat=True)
     batches = [str(batch) for batch, _ in zip(stream, range(3 * 15), strict=False)]
     epoch = list(TokenBudgetStream(examples(), 200))
@@ -312,7 +312,7 @@ def test_a_stream_is_repeated_in_another_order():
     assert batches[: len(epoch)] != batches[len(epoch) : 2 * len(epoch)]
 
 
-def test_a_stream_hears_of_the_epoch_and_is_read_as_it_is_batched():
+def test_a_stream_gets_the_epoch_and_is_read_lazily():
     class Shuffled(list):
         read, epochs = 0, ()
 
@@ -332,19 +332,19 @@ def test_a_stream_hears_of_the_epoch_and_is_read_as_it_is_batched():
     assert pairs.epochs == (0, 1)
 
 
-def test_a_pair_without_tokens_is_counted_from_1_in_the_whole_stream():
+def test_a_pair_without_tokens_is_reported_with_its_number_in_the_stream():
     pairs = [*examples(30), {"input_ids": [], "labels": [5, 2]}]
     with pytest.raises(ValueError, match="the source of pair 31 has no token: expected"):
         list(TokenBudgetStream(pairs, 200, buffer_size=10))
 
 
-def test_a_stream_that_can_be_read_only_once_says_so():
+def test_a_stream_that_can_only_be_read_once_is_reported():
     stream = TokenBudgetStream(iter(examples()), 200, repeat=True)
     with pytest.raises(ValueError, match="the stream holds no sentence pair in epoch 1"):
         list(stream)
 
 
-def test_tokens_are_counted_alike_in_tables_and_lists():
+def test_tokens_are_counted_the_same_in_tables_and_lists():
     pairs = examples()
     table = Dataset.from_list(pairs).shuffle(seed=0)
     for one, other in zip(count_tokens(table), count_tokens(list(table)), strict=True):
@@ -362,7 +362,7 @@ class Arguments(TokenBudgetArguments, Seq2SeqTrainingArguments):
 
 
 class Recorder(TokenBudgetTrainer, Seq2SeqTrainer):
-    """Remembers what it was trained on."""
+    """Records what it was trained on."""
 
     def training_step(self, model, inputs, *args, **kwargs):
         self.seen = [*getattr(self, "seen", []), inputs["labels"].tolist()]
@@ -407,7 +407,7 @@ def test_a_trainer_sees_every_pair_once_an_epoch(make_trainer, data):
     assert trainer.state.global_step == len(trainer.seen) == 2 * len(trainer.get_train_dataloader())
 
 
-def test_samples_are_counted_as_they_are_trained_on(make_trainer, data):
+def test_samples_per_second_count_the_pairs_trained_on(make_trainer, data):
     trainer = make_trainer(data)
     updates = len(trainer.get_train_dataloader())
     trainer.args.max_steps = 3 * updates
@@ -417,7 +417,7 @@ def test_samples_are_counted_as_they_are_trained_on(make_trainer, data):
 
 
 @pytest.mark.parametrize("options", [{"max_steps": 4}, {"max_steps": -1, "num_train_epochs": 1}])
-def test_dropped_pairs_are_no_samples(make_trainer, data, options):
+def test_dropped_pairs_do_not_count_as_samples(make_trainer, data, options):
     trainer = make_trainer(data, max_tokens=12, oversized="drop", **options)
     found = trainer.train().metrics
     samples = found["train_samples_per_second"] * found["train_runtime"]
@@ -425,13 +425,13 @@ def test_dropped_pairs_are_no_samples(make_trainer, data, options):
 
 
 @pytest.mark.parametrize(("oversized", "drops"), [("alone", False), ("cut", False), ("drop", True)])
-def test_a_trainer_drops_longer_pairs_where_it_is_told_to(make_trainer, data, oversized, drops):
-    """They are cut before, where the text is tokenized."""
+def test_a_trainer_drops_pairs_above_the_budget_on_request(make_trainer, data, oversized, drops):
+    """Truncation happens earlier, when the text is tokenized."""
     loader = make_trainer(data, max_tokens=12, oversized=oversized).get_train_dataloader()
     assert (sum(len(batch["labels"]) for batch in loader) < len(data)) == drops
 
 
-def test_a_stream_has_no_rate_of_samples_that_nobody_counted(make_trainer, data):
+def test_samples_per_second_are_not_logged_for_a_stream(make_trainer, data):
     trainer = make_trainer(data.to_iterable_dataset())
     found = trainer.train().metrics
     assert "train_samples_per_second" not in {**found, **trainer.state.log_history[-1]}
@@ -440,10 +440,10 @@ def test_a_stream_has_no_rate_of_samples_that_nobody_counted(make_trainer, data)
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
-def test_a_run_taken_up_in_mid_epoch_goes_on_with_the_very_batch(
+def test_a_run_resumed_in_mid_epoch_continues_with_the_next_batch(
     make_trainer, data, tmp_path, streaming, options
 ):
-    # dropout's random numbers are resumed too, so that the weights are the same bit for bit
+    # dropout's random state is resumed too, so that the weights are bit-for-bit the same
     options = {**options, "max_steps": 9, "save_strategy": "steps", "save_steps": 5}
     source = data.to_iterable_dataset() if streaming else data
     whole = make_trainer(source, **options)
@@ -459,7 +459,7 @@ def test_a_run_taken_up_in_mid_epoch_goes_on_with_the_very_batch(
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_loading_processes_share_a_stream_and_lose_nothing(make_trainer, data, shards):
+def test_data_loader_workers_share_a_stream_and_lose_nothing(make_trainer, data, shards):
     stream = data.to_iterable_dataset(num_shards=shards)
     seen = []
     for workers in (0, 2):
@@ -469,7 +469,7 @@ def test_loading_processes_share_a_stream_and_lose_nothing(make_trainer, data, s
     assert seen[0] == seen[1]
 
 
-def test_a_loading_process_changes_its_own_epoch_alone(data, monkeypatch):
+def test_a_data_loader_worker_only_changes_its_own_epoch(data, monkeypatch):
     """Two that change a shared one at the same time would read the pairs in different orders."""
     stream = data.to_iterable_dataset()
     shared = stream._epoch
@@ -481,7 +481,7 @@ def test_a_loading_process_changes_its_own_epoch_alone(data, monkeypatch):
 
 
 @pytest.mark.parametrize("budget", [None, 200])
-def test_workers_start_by_the_method_that_the_options_name(make_trainer, data, budget):
+def test_workers_start_with_the_method_of_the_options(make_trainer, data, budget):
     options = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn"}
     trainer = make_trainer(data, max_tokens=budget, eval_max_tokens=budget, **options)
     for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
@@ -490,15 +490,15 @@ def test_workers_start_by_the_method_that_the_options_name(make_trainer, data, b
 
 
 @pytest.mark.parametrize("budget", [None, 200])
-def test_training_need_not_wait_for_the_batch_that_comes_next(make_trainer, data, budget):
+def test_training_batches_can_be_loaded_out_of_order(make_trainer, data, budget):
     options = {"dataloader_num_workers": 2, "dataloader_in_order": False}
     trainer = make_trainer(data, max_tokens=budget, eval_max_tokens=200, **options)
     loader = trainer.get_train_dataloader()
     assert getattr(loader, "base_dataloader", loader).in_order is False
-    assert trainer.get_eval_dataloader().in_order is True  # as its predictions are
+    assert trainer.get_eval_dataloader().in_order is True  # as its predictions must be
 
 
-def test_a_data_seed_of_its_own_decides_the_order(make_trainer, data):
+def test_data_seed_determines_the_order(make_trainer, data):
     orders = []
     for seeds in ({"seed": 5, "data_seed": 0}, {"seed": 6, "data_seed": 0}, {"seed": 6}):
         loader = make_trainer(data, **seeds).get_train_dataloader()
@@ -538,7 +538,7 @@ def test_metrics_get_predictions_in_the_order_of_the_data(make_trainer, data, op
 
 
 @pytest.mark.parametrize("budget", [30, 1000])
-def test_the_loss_of_a_causal_model_is_the_mean_of_what_it_predicts(tmp_path, tokenizer, budget):
+def test_the_loss_of_a_causal_model_is_the_mean_over_predicted_tokens(tmp_path, tokenizer, budget):
     torch.manual_seed(0)
     model = VanillaTransformerForCausalLM(small_config(initializer="tensor2tensor")).eval()
     rows = [{"input_ids": random_ids(1, n, seed=n)[0].tolist()} for n in [2] * 9 + [3] * 5 + [12]]
@@ -560,8 +560,8 @@ def test_the_loss_of_a_causal_model_is_the_mean_of_what_it_predicts(tmp_path, to
     [{"eval_max_tokens": 40}, {"eval_max_tokens": 150}, {"per_device_eval_batch_size": 7}],
     ids=str,
 )
-def test_the_loss_of_an_evaluation_is_the_mean_of_all_labels(make_trainer, data, options):
-    """Not of the batches, which have different sizes."""
+def test_the_evaluation_loss_is_the_mean_over_all_labels(make_trainer, data, options):
+    """Not over batches, which have different sizes."""
     trainer = make_trainer(data, **options)
     model = trainer.model.eval()
     total = labels = 0
@@ -573,8 +573,8 @@ def test_the_loss_of_an_evaluation_is_the_mean_of_all_labels(make_trainer, data,
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(total / labels, rel=1e-5)
 
 
-def test_a_classifier_is_evaluated(tmp_path, data):
-    """Of which each row has one label, not one for each token."""
+def test_a_classifier_can_be_evaluated(tmp_path, data):
+    """Each row has one label, not one for each token."""
     config = BertConfig(
         vocab_size=300, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=8,
@@ -591,8 +591,8 @@ def test_a_classifier_is_evaluated(tmp_path, data):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_balanced_batches_are_those_of_the_epoch_that_the_trainer_is_in(make_trainer, data):
-    """If several processes resume in mid-epoch, nobody tells them its number."""
+def test_balanced_batches_are_those_of_the_trainers_current_epoch(make_trainer, data):
+    """If several processes resume in mid-epoch, the sampler is not told the epoch."""
     options = {"train_sampling_strategy": "batch_rebalance", "per_device_train_batch_size": 4}
     trainer = make_trainer(data, max_tokens=None, **options)
     found, expected = trainer._get_train_sampler(), Seq2SeqTrainer._get_train_sampler(trainer)
@@ -618,7 +618,7 @@ def test_without_a_budget_batches_are_transformers_own(make_trainer, data):
 
 
 @pytest.mark.parametrize("max_tokens", [None, 40])
-def test_evaluation_has_all_rows_where_training_drops_some(make_trainer, data, max_tokens):
+def test_evaluation_uses_all_rows_even_with_dataloader_drop_last(make_trainer, data, max_tokens):
     trainer = make_trainer(data, max_tokens=max_tokens, dataloader_drop_last=True)
     trainer.args.per_device_eval_batch_size = len(data) - 1
     for loader in (trainer.get_eval_dataloader(), trainer.get_test_dataloader(data)):
@@ -634,7 +634,7 @@ def test_evaluation_has_all_rows_where_training_drops_some(make_trainer, data, m
         ({"oversized": "split"}, "oversized='split': expected alone, cut or drop"),
     ],
 )
-def test_budgets_that_cannot_be_are_refused(tmp_path, options, message):
+def test_invalid_budgets_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         Arguments(output_dir=str(tmp_path), use_cpu=True, **options)
 
@@ -695,7 +695,7 @@ end_training(trainer)
 
 
 @pytest.mark.parametrize("max_tokens", [pytest.param(100, marks=pytest.mark.slow), 120])
-def test_two_processes_learn_what_one_does_that_accumulates(tmp_path, max_tokens):
+def test_two_processes_learn_the_same_as_one_with_gradient_accumulation(tmp_path, max_tokens):
     (tmp_path / "program.py").write_text(PROGRAM)
     trained, seen = [], []
     for processes in (1, 2):
@@ -711,8 +711,8 @@ def test_two_processes_learn_what_one_does_that_accumulates(tmp_path, max_tokens
     torch.testing.assert_close(trained[1], trained[0], atol=1e-4, rtol=1e-3)
 
 
-def test_two_processes_evaluate_a_training_on_a_stream(tmp_path):
-    """accelerate would read a stream in one process alone, and can't join batches of tokens."""
+def test_two_processes_can_evaluate_during_training_on_a_stream(tmp_path):
+    """accelerate would read a stream in only one process, and cannot join batches of tokens."""
     texts = [" ".join(["a house", "the lake", "deep"][: 1 + n % 3]) for n in range(13)]
     (tmp_path / "text").write_text("".join(f"{text}\n" for text in texts))
     files = [

@@ -1,4 +1,5 @@
-"""The shared vocabulary: its ids, its pieces, that any text survives it, that it needs no code."""
+"""The shared vocabulary: its ids, its pieces, lossless encoding of any text, and loading without
+code."""
 
 import logging
 import pickle
@@ -77,11 +78,11 @@ def tokenizer(request, trained, folder) -> PreTrainedTokenizerFast:
     return pickle.loads(pickle.dumps(trained)) if request.param == "unpickled" else trained
 
 
-def assert_survives(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def assert_lossless(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     ids = tokenizer(text)["input_ids"]
     assert ids[-1] == tokenizer.eos_token_id
     assert not set(ids[:-1]) & set(tokenizer.all_special_ids)
-    # The backend's NFC: that of `unicodedata` is as old as the Python that runs the test.
+    # Use the backend's NFC: the Unicode version of `unicodedata` depends on the Python version.
     nfc = tokenizer.backend_tokenizer.normalizer.normalize_str(text)[1:]
     assert tokenizer.decode(ids, skip_special_tokens=True) == nfc
 
@@ -90,22 +91,22 @@ def assert_survives(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_difficult_text_survives(tokenizer, text):
-    assert_survives(tokenizer, text)
+def test_difficult_text_is_encoded_losslessly(tokenizer, text):
+    assert_lossless(tokenizer, text)
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
 
 @given(text=st.text())
-def test_any_text_survives(trained, text):
-    assert_survives(trained, text)
+def test_any_text_is_encoded_losslessly(trained, text):
+    assert_lossless(trained, text)
 
 
 @given(parts=st.lists(st.sampled_from([*NASTY[:-2], *SENTENCES, "<", ">", "0x4", "1", "/s"])))
-def test_difficult_texts_side_by_side_survive(trained, parts):
-    assert_survives(trained, "".join(parts))
+def test_concatenated_difficult_texts_are_encoded_losslessly(trained, parts):
+    assert_lossless(trained, "".join(parts))
 
 
-def test_every_character_survives_between_letters(trained):
+def test_every_character_between_letters_is_encoded_losslessly(trained):
     codes = [*range(0xD800), *range(0xE000, 0x20000), *range(0x20000, sys.maxunicode + 1, 101)]
     characters = [chr(code) for code in codes]
     texts = [f"a{'a'.join(characters[i : i + 64])}a" for i in range(0, len(characters), 64)]
@@ -136,11 +137,11 @@ def test_special_tokens_come_first_then_bytes(tokenizer):
     assert bytes_ == [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def test_a_character_outside_the_vocabulary_is_its_bytes(trained):
+def test_a_character_outside_the_vocabulary_becomes_its_bytes(trained):
     assert trained.tokenize("☃") == [" ", "<0xE2>", "<0x98>", "<0x83>"]
 
 
-def test_eos_closes_sources_targets_and_pairs(tokenizer):
+def test_sources_targets_and_pairs_end_with_eos(tokenizer):
     the, dog = (tokenizer(word, add_special_tokens=False)["input_ids"] for word in ("the", "dog"))
     assert tokenizer("the")["input_ids"] == [*the, 2]
     assert tokenizer(text_target="the")["input_ids"] == [*the, 2]
@@ -154,7 +155,7 @@ def test_truncation_keeps_eos(tokenizer):
     assert tokenizer(SENTENCES[0], truncation=True, max_length=3)["input_ids"] == [*ids[:2], 2]
 
 
-def test_padding_is_right_and_the_model_gets_ids_and_mask_only(tokenizer):
+def test_padding_is_on_the_right_and_the_model_only_gets_ids_and_mask(tokenizer):
     batch = tokenizer(["the", "the the"], padding=True)
     assert set(batch) == {"input_ids", "attention_mask"}
     assert batch["input_ids"][0][-1] == tokenizer.pad_token_id
@@ -173,18 +174,18 @@ def test_pieces_never_mix_words_digits_punctuation_and_spaces(trained):
     assert [piece for piece in pieces if not kinds.fullmatch(piece)] == []
 
 
-def test_a_word_has_the_same_pieces_wherever_it_stands(trained):
+def test_a_word_has_the_same_pieces_at_any_position(trained):
     assert trained.tokenize("dog dog") == [" dog", " dog"]
 
 
 def test_names_with_underscores_are_words():
-    """As in SCAN's actions: a sequence is as long as its actions are many."""
+    """As in SCAN's actions: a sequence has one token for each action."""
     tokenizer = train_tokenizer(["I_JUMP I_TURN_LEFT"] * 4, 300, show_progress=False)
     pieces = tokenizer.convert_ids_to_tokens(tokenizer("I_TURN_LEFT I_JUMP")["input_ids"])
     assert pieces == [" I_TURN_LEFT", " I_JUMP", "</s>"]
 
 
-def test_digits_stand_alone(trained):
+def test_each_digit_is_a_token(trained):
     assert trained.tokenize("2016") == [" ", "2", "0", "1", "6"]
 
 
@@ -215,7 +216,7 @@ print(json.dumps([ids, tokenizer.decode(ids, skip_special_tokens=True), tokenize
     ]
 
 
-def test_length_is_unlimited_unless_asked_for(trained, folder, tmp_path):
+def test_the_length_is_unlimited_by_default(trained, folder, tmp_path):
     assert AutoTokenizer.from_pretrained(folder).model_max_length > 10**20
     limited = train_tokenizer(SENTENCES, 300, model_max_length=5, show_progress=False)
     limited.save_pretrained(tmp_path)
@@ -231,11 +232,11 @@ def test_training_twice_gives_the_same_tokenizer(trained):
     assert again.backend_tokenizer.to_str() == trained.backend_tokenizer.to_str()
 
 
-def test_the_vocabulary_has_the_size_asked_for(trained):
+def test_the_vocabulary_has_the_requested_size(trained):
     assert len(trained) == 400
 
 
-def test_a_small_corpus_gives_a_smaller_vocabulary_and_says_so(caplog):
+def test_a_small_corpus_gives_a_smaller_vocabulary_and_a_warning(caplog):
     with caplog.at_level(logging.INFO, "vanilla_transformer"):
         tokenizer = train_tokenizer(["ab ab"], 8000, show_progress=False)
     assert len(tokenizer) == 260 + len({"a", "b", " ", " a", " ab"})
@@ -256,7 +257,7 @@ def test_an_alphabet_larger_than_the_vocabulary_leaves_room_for_merges():
     tokenizer = train_tokenizer([*rare, *SENTENCES * 5], 400, show_progress=False)
     assert len(tokenizer) == 400
     assert tokenizer.tokenize("Hund") == [" Hund"]
-    assert_survives(tokenizer, "".join(rare))
+    assert_lossless(tokenizer, "".join(rare))
 
 
 @pytest.mark.parametrize("size", [0, 261])
@@ -278,7 +279,7 @@ def test_a_single_string_is_not_a_corpus(texts):
 
 
 @pytest.mark.parametrize("text", [None, 3, b"bytes", ["nested"]])
-def test_a_text_that_is_no_string_is_named(text):
+def test_a_text_that_is_not_a_string_is_reported(text):
     with pytest.raises(TypeError, match=f"text 2 is not a string but {type(text).__name__}"):
         train_tokenizer(["fine", text], show_progress=False)
 
@@ -290,7 +291,7 @@ def test_an_empty_corpus_is_refused(texts):
 
 
 @pytest.mark.skipif(not MULTI30K.is_dir(), reason="needs the Multi30k text in ../shared/data")
-def test_multi30k_takes_about_one_piece_a_word():
+def test_multi30k_has_about_one_piece_per_word():
     def texts(stem: str) -> list[str]:
         return (MULTI30K / stem).read_text("utf-8").split("\n")[:-1]
 
@@ -303,7 +304,7 @@ def test_multi30k_takes_about_one_piece_a_word():
 
 
 def test_the_same_text_gives_the_same_tokenizer_in_each_process(tmp_path):
-    """Where more characters are equally rare than fit, chance has no say in which are kept."""
+    """If more equally rare characters occur than fit, the choice between them is deterministic."""
     texts = [chr(0x4E00 + n) * 2 + " " + "common " * 3 for n in range(400)]
     code = (
         "import json\n"

@@ -1,4 +1,4 @@
-"""Other tokenizers than the default: unigrams, characters, words; two vocabularies; user tokens."""
+"""Tokenizers other than the default: unigrams, characters, words; two vocabularies; user tokens."""
 
 import unicodedata
 
@@ -41,7 +41,7 @@ def pieces(tokenizer, text):
 
 @pytest.mark.parametrize("user_tokens", [[], ["<2fr>", "<num>"]])
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "char"])
-def test_any_text_comes_back_from_a_saved_tokenizer(kind, user_tokens, tmp_path):
+def test_a_saved_tokenizer_encodes_any_text_losslessly(kind, user_tokens, tmp_path):
     tokenizer = reloaded(trained(tokenizer_type=kind, user_tokens=user_tokens), tmp_path)
     for text in TEXTS + TRICKY:
         ids = tokenizer(text)["input_ids"]
@@ -50,7 +50,7 @@ def test_any_text_comes_back_from_a_saved_tokenizer(kind, user_tokens, tmp_path)
 
 
 @pytest.mark.parametrize("texts", [TEXTS, SMILES])
-def test_words_come_back_if_they_are_known(texts, tmp_path):
+def test_known_words_are_encoded_losslessly(texts, tmp_path):
     tokenizer = reloaded(trained(texts, tokenizer_type="word"), tmp_path)
     for text in texts:
         assert pieces(tokenizer, text) == [*text.split(), "</s>"]
@@ -89,12 +89,12 @@ def test_user_tokens_are_never_split(kind, tmp_path):
         assert sorted(found) == sorted(tags), text
 
 
-def test_text_that_begins_with_a_tag_has_no_piece_for_the_space_before_it():
+def test_text_that_starts_with_a_tag_has_no_piece_for_a_space_before_it():
     assert pieces(trained(user_tokens=["<2fr>"]), "<2fr> Der")[0] == "<2fr>"
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_TYPES)
-def test_text_may_be_user_tokens_alone(kind):
+def test_text_can_consist_of_user_tokens_only(kind):
     tokenizer = trained(["<a>", "<b><a>"], tokenizer_type=kind, user_tokens=["<a>", "<b>"])
     assert pieces(tokenizer, "<b><a>") == ["<b>", "<a>", "</s>"]
 
@@ -108,14 +108,14 @@ def test_case_and_unicode_form_are_saved(kind, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["nfc", "nfd"])
-def test_lower_case_knows_the_last_letter_of_greek_words(form):
+def test_lower_case_handles_the_final_sigma_of_greek_words(form):
     tokenizer = trained(tokenizer_type="char", lowercase=True, unicode_normalization=form)
     text = "Ὁ ΣΟΦῸΣ ΠΑΎΛΟΣ, ΣΑΣ! Σ ΣΑ İI ẞ"
     expected = unicodedata.normalize(form.upper(), text).lower()
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == expected
 
 
-def test_without_a_unicode_form_text_stays_as_it_is():
+def test_without_a_unicode_form_text_is_unchanged():
     tokenizer = trained(unicode_normalization="none")
     ids = tokenizer("u\u0308 Ａ")["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "u\u0308 Ａ"
@@ -136,7 +136,7 @@ def test_without_a_unicode_form_text_stays_as_it_is():
         ({"target_vocab_size": 300}, "target_vocab_size=300: expected separate_vocabularies"),
     ],
 )
-def test_bad_options_are_named_before_any_text_is_read(options, message):
+def test_invalid_options_are_reported_before_any_text_is_read(options, message):
     with pytest.raises(ValueError, match=message):
         TokenizerArguments(**options)
 
@@ -163,7 +163,7 @@ def test_each_side_has_a_vocabulary_of_its_own_from_a_saved_folder_too(tmp_path)
         assert one.target_vocab_size == 4 + 2
 
 
-def test_each_side_may_have_a_size_of_its_own():
+def test_each_side_can_have_its_own_size():
     texts = Dataset.from_dict({"source": ["abc"], "target": ["one two two three three"]})
     for size in (6, 7):
         arguments = TokenizerArguments(
@@ -182,8 +182,8 @@ def test_both_sides_are_lower_cased():
     assert encoded == arguments.train(texts)("abc", text_target="éa")
 
 
-def test_each_side_may_have_a_unicode_form_of_its_own(tmp_path):
-    """Korean to phones: syllables become letters, and phones stay as they are."""
+def test_each_side_can_have_its_own_unicode_form(tmp_path):
+    """Korean to phones: syllables become letters, and phones do not change."""
     pairs = Dataset.from_dict({"source": ["한국", "말"], "target": ["ç ɐ n", "é"]})
     tokenizer = TokenizerArguments(
         tokenizer_type="char", separate_vocabularies=True, target_tokenizer_type="word",
@@ -223,7 +223,8 @@ def test_user_tokens_are_in_both_vocabularies():
 
 
 def test_coverage_leaves_out_unknown_words_and_the_bytes_of_characters(caplog):
-    """Of 4 words and 2 ends, one is unknown; of 5 letters and 2 ends, one is 3 bytes."""
+    """Of 4 words and 2 EOS tokens, one is unknown; of 5 letters and 2 EOS tokens, one becomes 3
+    bytes."""
     caplog.set_level("INFO")
     tokenizer = TokenizerArguments(
         tokenizer_type="word", separate_vocabularies=True, target_tokenizer_type="char",
@@ -242,13 +243,13 @@ def test_coverage_leaves_out_unknown_words_and_the_bytes_of_characters(caplog):
 
 @pytest.fixture
 def codes(tmp_path):
-    """Two merges, as subword-nmt writes them: "lo" and "low" at the end of a word."""
+    """Two merges in the format of subword-nmt: "lo", and "low" at the end of a word."""
     file = tmp_path / "codes"
     file.write_text("#version: 0.2\nl o\nlo w</w>\n")
     return file
 
 
-def test_bpe_codes_split_as_their_tool_does(codes, tmp_path):
+def test_bpe_codes_split_text_as_subword_nmt_does(codes, tmp_path):
     texts = Dataset.from_dict({"source": ["low lower <num>"], "target": ["slow"]})
     arguments = TokenizerArguments(bpe_codes=[str(codes)], user_tokens=["<num>"])
     tokenizer = reloaded(arguments.train(texts), tmp_path / "saved")
@@ -257,7 +258,7 @@ def test_bpe_codes_split_as_their_tool_does(codes, tmp_path):
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
 
-def test_the_vocabulary_of_codes_has_the_characters_in_order_then_what_is_merged(codes):
+def test_the_vocabulary_of_bpe_codes_has_sorted_characters_before_merges(codes):
     texts = Dataset.from_dict({"source": ["b a"], "target": ["l"]})
     vocabulary = TokenizerArguments(bpe_codes=[str(codes)]).train(texts).get_vocab()
     assert sorted(vocabulary, key=vocabulary.get) == [
@@ -266,7 +267,7 @@ def test_the_vocabulary_of_codes_has_the_characters_in_order_then_what_is_merged
     ]  # fmt: skip
 
 
-def test_each_side_may_have_codes_of_its_own(codes, tmp_path):
+def test_each_side_can_have_its_own_bpe_codes(codes, tmp_path):
     other = tmp_path / "other"
     other.write_text("#version: 0.2\ns l\n")
     texts = Dataset.from_dict({"source": ["slow"], "target": ["slow"]})
@@ -312,8 +313,8 @@ def test_a_sentencepiece_model_keeps_its_special_tokens(tmp_path):
     assert tokenizer("Hund \u0416")["input_ids"] == [*original.encode("Hund \u0416"), 2]
 
 
-def test_user_tokens_that_a_sentencepiece_model_never_reads_are_whole(tmp_path, caplog):
-    """SentencePiece splits a control symbol that a text spells."""
+def test_control_symbols_of_sentencepiece_are_whole_as_user_tokens(tmp_path, caplog):
+    """SentencePiece splits a control symbol that occurs in a text."""
     sentencepiece = pytest.importorskip("sentencepiece")
     prefix = str(tmp_path / "spm")
     sentencepiece.SentencePieceTrainer.train(
@@ -352,7 +353,7 @@ def test_user_tokens_that_a_sentencepiece_model_never_reads_are_whole(tmp_path, 
         ),
     ],
 )
-def test_bad_imports_are_named(options, message, codes, monkeypatch):
+def test_invalid_imports_are_reported(options, message, codes, monkeypatch):
     monkeypatch.chdir(codes.parent)
     with pytest.raises(ValueError, match=message):
         TokenizerArguments(**options)

@@ -1,7 +1,6 @@
-"""Tokenizers from other toolkits' files: the same ids, and text as the toolkits print it.
-
-Each format has a small oracle here. Where a toolkit is installed, it is the witness, on Multi30k
-and on lines that are out of the ordinary.
+"""Tokenizers from other toolkits' files: the same ids, and text as the toolkits print it. Each
+format has a small reference implementation here. Installed toolkits are compared too, on Multi30k
+and on unusual lines.
 """
 
 import itertools
@@ -60,7 +59,7 @@ def corpus(count):
     return [line for file in files for line in file.read_text().split("\n")[: count // 2]]
 
 
-# As many lines as the issue asks for, and as many as a quick run has time for.
+# The number of lines in a quick run, and in a thorough one.
 LINES = [500, pytest.param(10_000, marks=pytest.mark.slow)]
 
 
@@ -77,7 +76,7 @@ def resaved(tokenizer, folder):
 # ---------------------------------------------------------------- words
 
 
-def test_words_are_looked_up_and_the_end_is_added():
+def test_words_are_looked_up_and_eos_is_added():
     tokenizer = vocabularies.words({**FAIRSEQ, "ein": 4, "Haus": 5}, Specials())
     assert tokenizer("  ein \u3000Haus\tHaus.")["input_ids"] == [4, 5, 3, 2]
     assert tokenizer("")["input_ids"] == [2]
@@ -89,12 +88,12 @@ def test_words_are_looked_up_and_the_end_is_added():
     ("template", "ids"),
     [("$A", [4]), ("$A </s>", [4, 2]), ("<s> $A </s>", [0, 4, 2])],
 )
-def test_a_template_says_what_surrounds_a_text(template, ids):
+def test_a_template_determines_the_special_tokens_around_a_text(template, ids):
     tokenizer = vocabularies.words({**FAIRSEQ, "ein": 4}, Specials(template=template))
     assert tokenizer("ein")["input_ids"] == ids
 
 
-def test_marian_splits_at_plain_spaces_alone():
+def test_marian_only_splits_at_plain_spaces():
     vocab = {"</s>": 0, "<unk>": 1, "a\u00a0b": 2, "b": 3}
     specials = Specials(pad="</s>", bos=None)
     tokenizer = vocabularies.words(vocab, specials, spaces_only=True)
@@ -102,7 +101,7 @@ def test_marian_splits_at_plain_spaces_alone():
     assert vocabularies.words(vocab, specials)("a\u00a0b")["input_ids"] == [1, 3, 0]
 
 
-def test_a_token_inside_a_word_is_no_token():
+def test_a_special_token_inside_a_word_is_not_a_token():
     tokenizer = vocabularies.words({**FAIRSEQ, "a": 4}, Specials())
     assert tokenizer("a</s>a a<pad> a")["input_ids"] == [3, 3, 4, 2]
 
@@ -125,25 +124,26 @@ def test_a_fairseq_dictionary_starts_after_four_tokens(tmp_path):
     ("text", "message"),
     [("ein\n", "line 1 is 'ein'"), ("ein 2\nein 1\n", "line 2 holds 'ein' again")],
 )
-def test_a_fairseq_dictionary_that_is_none_is_refused(tmp_path, text, message):
+def test_an_invalid_fairseq_dictionary_is_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         vocabulary_files.read_fairseq_dict(written(tmp_path, "dict.txt", text))
 
 
-def test_a_fairseq_symbol_may_overwrite(tmp_path):
+def test_a_fairseq_symbol_can_overwrite_an_earlier_one(tmp_path):
     text = "ein 9\nein 3 #fairseq:overwrite\nein 2 #fairseq:overwrite \nhund 1\r\n"
     vocab = vocabulary_files.read_fairseq_dict(written(tmp_path, "dict.txt", text))
     assert (vocab["ein"], vocab["hund"], len(vocab)) == (6, 7, 8)
 
 
 def test_fairseqs_special_tokens_keep_their_ids(tmp_path):
-    """fairseq appends id 2 to a text, whatever a dictionary calls `</s>`, as CamemBERT's does."""
+    """fairseq appends id 2 to a text, even if a dictionary has `</s>` at a different id, like
+    CamemBERT's."""
     file = written(tmp_path, "dict.txt", "ein 9\n</s> 3 #fairseq:overwrite\nhund 2\n")
     vocab = vocabulary_files.read_fairseq_dict(file)
     assert (vocab["ein"], vocab["</s>"], vocab["hund"], len(vocab)) == (4, 2, 6, 7)
 
 
-def test_a_marian_vocabulary_keeps_its_keys_as_they_are(tmp_path):
+def test_a_marian_vocabulary_keeps_its_keys_unchanged(tmp_path):
     text = (
         "</s>: 0\n<unk>: 1\nno: 2\n007: 3\n2019-01-01: 4\n'''s': 5\n\"\\\"\": 6\n"
         '"\\xE4\\u2028": 7\n": ": 8\n"a:": 9\n\u2028: 10\n? ' + "x" * 2000 + "\n: 11\n"
@@ -155,14 +155,14 @@ def test_a_marian_vocabulary_keeps_its_keys_as_they_are(tmp_path):
     assert vocab == {token: number for number, token in enumerate(expected)}
 
 
-def test_a_marian_vocabulary_that_is_none_is_refused(tmp_path):
+def test_an_invalid_marian_vocabulary_is_refused(tmp_path):
     with pytest.raises(ValueError, match="line 2 is 'b', expected 'token: id'"):
         vocabulary_files.read_marian_vocab(written(tmp_path, "v.yml", "a: 0\nb\n"))
     with pytest.raises(ValueError, match="'a' again"):
         vocabulary_files.read_marian_vocab(written(tmp_path, "v.yml", "a: 0\na: 1\n"))
 
 
-def test_lists_and_json(tmp_path):
+def test_vocabularies_can_be_lists_or_json(tmp_path):
     lines = written(tmp_path, "vocab.txt", "<unk>\n \nä\n")
     assert vocabulary_files.read_lines(lines) == {"<unk>": 0, " ": 1, "ä": 2}
     file = written(tmp_path, "vocab.json", '{"<pad>": 0, "ä": 1}')
@@ -178,7 +178,7 @@ def test_lists_and_json(tmp_path):
 # ---------------------------------------------------------------- rows of the embedding
 
 
-def test_a_larger_embedding_has_rows_without_text(tmp_path):
+def test_a_larger_embedding_has_rows_without_tokens_in_text(tmp_path):
     tokenizer = vocabularies.words({**FAIRSEQ, "a": 5}, Specials(), size=8)
     assert vocabularies.rows(tokenizer) == len(tokenizer) == 8
     assert resaved(tokenizer, tmp_path)("a 6")["input_ids"] == [5, 3, 2]
@@ -204,7 +204,7 @@ CODES = "#version: 0.2\nh a\nu s</w>\nha us</w>\na u\nh a\n"
 
 
 def bpe_oracle(merges, word):
-    """The pair that was merged first is merged first, everywhere in a word."""
+    """The pair that was learned first is merged first, everywhere in a word."""
     symbols = [*word[:-1], f"{word[-1]}</w>"]
     while pairs := [pair for pair in itertools.pairwise(symbols) if pair in merges]:
         best, merged, rest = min(pairs, key=merges.index), [], symbols
@@ -217,12 +217,12 @@ def bpe_oracle(merges, word):
     return [*names, symbols[-1].removesuffix("</w>")]
 
 
-def test_codes_split_words(tmp_path):
+def test_bpe_codes_split_words(tmp_path):
     merges = vocabulary_files.read_bpe_codes(written(tmp_path, "codes", CODES))
     assert merges == [("h", "a"), ("u", "s</w>"), ("ha", "us</w>"), ("a", "u")]
     vocab = {**FAIRSEQ, "haus": 4, "ha@@": 5, "au@@": 6, "h@@": 7, "a": 8, "s": 9, "u@@": 10}
     tokenizer = vocabularies.bpe_codes(merges, vocab, Specials(), size=12)
-    # "us" arises from a merge, and the vocabulary lacks it: an id beyond the embedding.
+    # "us" is the result of a merge, but not in the vocabulary: its id is beyond the embedding.
     rows = vocabularies.rows(tokenizer)
     words = ["haus", "has", "auus", "s", "xa", "hahaus", "ahau"]
     for word in words:
@@ -235,8 +235,8 @@ def test_codes_split_words(tmp_path):
     assert tokenizer.decode(ids, skip_special_tokens=True) == "haus has"
 
 
-def test_a_word_ends_with_an_unknown_unit():
-    """As in fairseq, which prints `<unk>` and a space: the next word must not stick to it."""
+def test_an_unknown_unit_at_the_end_of_a_word_ends_the_word():
+    """As in fairseq, which prints `<unk>` and a space before the next word."""
     names = ["<s>", "<pad>", "</s>", "<unk>", "a@@", "b", "ab", "a", "b@@", "c"]
     vocab = {name: number for number, name in enumerate(names)}
     tokenizer = vocabularies.bpe_codes([("a", "b</w>")], vocab, Specials())
@@ -261,12 +261,12 @@ def test_fastbpes_codes_have_counts(tmp_path):
         ("#version: 0.2\na\n", "line 2 is 'a', expected two symbols"),
     ],
 )
-def test_other_codes_are_refused(tmp_path, codes, message):
+def test_unsupported_bpe_codes_are_refused(tmp_path, codes, message):
     with pytest.raises(ValueError, match=message):
         vocabulary_files.read_bpe_codes(written(tmp_path, "codes", codes))
 
 
-def test_a_restricted_vocabulary_leaves_out_merges_that_lead_nowhere():
+def test_a_restricted_vocabulary_drops_merges_that_form_no_token():
     merges = [("a", "b"), ("ab", "c</w>"), ("a", "d</w>")]
     vocab = {**FAIRSEQ, "abc": 4, "a@@": 5, "d": 6}
     free = vocabularies.bpe_codes(merges, vocab, Specials())
@@ -296,7 +296,8 @@ def test_subword_nmt_gives_the_same_pieces(tmp_path, count, threshold):
     size = len(vocab) + 3
     merges = vocabulary_files.read_bpe_codes(codes)
     tokenizer = vocabularies.bpe_codes(merges, vocab, Specials(), size=size)
-    # A word that ends in another white space is cut apart there by who reads the pieces.
+    # A word that ends in a different white space character is split there by the reader of the
+    # pieces.
     lines = lines + [line for line in odd_lines() if "\u00a0" not in line]
     expected = [[*(vocab.get(piece, 3) for piece in split(line).split()), 2] for line in lines]
     found = [[i if i < size else 3 for i in ids] for ids in tokenizer(lines)["input_ids"]]
@@ -327,7 +328,7 @@ def field(number, value):
 
 
 def serialized(model):
-    """A sentencepiece model as a file holds it."""
+    """A sentencepiece model in the format of its file."""
     pieces = [field(1, p.encode()) + field(2, s) + field(3, k) for p, s, k in model.pieces]
     kinds = ["unigram", "bpe", "word", "char"]
     trainer = field(3, kinds.index(model.model_type) + 1) + field(35, model.byte_fallback)
@@ -357,7 +358,7 @@ def test_a_model_file_is_read_without_the_library(tmp_path, model):
     [b"", b"\x80", b"PK\x03\x04 a zip file", serialized(SentencePieceModel(TOY))[:-3]],
     ids=["empty", "number", "zip", "cut"],
 )
-def test_what_is_no_model_file_is_refused(tmp_path, content):
+def test_a_file_that_is_not_a_model_is_refused(tmp_path, content):
     (tmp_path / "spm.model").write_bytes(content)
     with pytest.raises(ValueError, match=r"spm\.model: expected a sentencepiece model"):
         vocabulary_files.read_sentencepiece(tmp_path / "spm.model")
@@ -383,7 +384,7 @@ def test_symbols_with_spaces_are_refused(tmp_path, symbol, squeezes_spaces, is_r
 
 
 @pytest.mark.parametrize(("spec", "number"), [(3, 7), (3, 8), (5, 2)])
-def test_case_as_tokens_and_denormalization_are_refused(tmp_path, spec, number):
+def test_models_with_case_tokens_or_denormalization_are_refused(tmp_path, spec, number):
     content = serialized(SentencePieceModel(TOY))
     rule = field(number, b"rules" if number == 2 else 1)
     (tmp_path / "spm.model").write_bytes(content + field(spec, rule))
@@ -391,7 +392,7 @@ def test_case_as_tokens_and_denormalization_are_refused(tmp_path, spec, number):
         vocabulary_files.read_sentencepiece(tmp_path / "spm.model")
 
 
-def test_the_likeliest_pieces_win_and_unknown_neighbours_are_one():
+def test_the_most_likely_pieces_win_and_adjacent_unknowns_are_merged():
     tokenizer = vocabularies.sentencepiece(SentencePieceModel(TOY), NO_PAD)
     # "▁ab" -5.5, "▁a" + "b" -6, "▁" + "ab" -6.5
     assert tokenizer("  ab  b ")["input_ids"] == [8, 3, 5, 2]
@@ -400,7 +401,7 @@ def test_the_likeliest_pieces_win_and_unknown_neighbours_are_one():
     assert tokenizer.decode([8, 0, 3, 5, 2], skip_special_tokens=True) == "ab ⁇  b"
 
 
-def test_a_text_can_not_spell_a_special_token():
+def test_special_tokens_in_a_text_are_not_recognized():
     tokenizer = vocabularies.sentencepiece(SentencePieceModel(TOY), NO_PAD)
     ids = tokenizer("</s><s>")["input_ids"]
     assert [tokenizer.convert_ids_to_tokens(i) for i in ids] == [*"▁</s><s>", "</s>"] or (
@@ -412,19 +413,19 @@ def test_pieces_are_looked_up_by_name():
     vocab = {"</s>": 0, "<unk>": 1, "▁a": 2, "b": 3, "▁ab": 4, "Q": 5, "QR": 6, "▁b": 7, "<pad>": 8}
     specials = Specials(bos=None)
     tokenizer = vocabularies.sentencepiece(SentencePieceModel(TOY), specials, vocab=vocab, size=10)
-    # Runs of characters that the model does not know are looked up whole.
+    # Runs of characters that the model does not know are looked up as a whole.
     assert tokenizer("ab")["input_ids"] == [4, 0]
     assert tokenizer("aQbQR")["input_ids"] == [2, 5, 3, 6, 0]
     assert tokenizer("aQQ")["input_ids"] == tokenizer("aRQ")["input_ids"] == [2, 1, 0]
-    # "▁b" is a piece of another model: this one splits it, and "▁" is a clone.
+    # "▁b" is a piece of a different model: this one splits it, and "▁" is a clone.
     clone, *rest = tokenizer("b")["input_ids"]
     assert 10 <= clone < vocabularies.rows(tokenizer)
     assert rest == [3, 0]
-    # What the model of the target's language makes of the ids.
+    # The text that the target language's model decodes from the ids.
     assert tokenizer.decode([4, 7, 6, 3, 0], skip_special_tokens=True) == "ab bQRb"
 
 
-def test_a_restricted_model_splits_into_what_is_listed():
+def test_a_restricted_model_only_splits_into_listed_pieces():
     vocab = {"</s>": 0, "<unk>": 1, "▁a": 2, "b": 3, "<pad>": 4}
     model, specials = SentencePieceModel(TOY), Specials(bos=None)
     free = vocabularies.sentencepiece(model, specials, vocab=vocab)
@@ -441,7 +442,7 @@ def test_language_tokens_are_never_split():
     assert tokenizer(">>fra<< a")["input_ids"] == [2, 3, 0]
 
 
-def test_bpe_merges_by_score_and_bytes_spell_the_rest():
+def test_bpe_merges_by_score_and_falls_back_to_bytes():
     pieces = [("<unk>", 0.0, UNKNOWN), ("</s>", 0.0, CONTROL)]
     pieces += [(f"<0x{byte:02X}>", 0.0, BYTE) for byte in range(256)]
     merged = ["ab", "▁a", "bc", "▁ab"]
@@ -457,7 +458,7 @@ def test_bpe_merges_by_score_and_bytes_spell_the_rest():
 
 
 def trained(folder, lines, **options):
-    """A model that sentencepiece trains, and its reader."""
+    """A model trained by sentencepiece, and its processor."""
     library = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     file = folder / "spm.model"
     library.SentencePieceTrainer.train(
@@ -507,7 +508,7 @@ def test_sentencepiece_gives_the_same_ids_and_texts(tmp_path, kind, options, cou
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe", "char"])
-def test_a_space_may_be_a_symbol(tmp_path, kind):
+def test_a_space_can_be_a_user_defined_symbol(tmp_path, kind):
     lines = ["a dog barks at two dogs", "  the dog  ", "two backs"]
     witness, file = trained(
         tmp_path, lines * 20, model_type=kind, vocab_size=30, hard_vocab_limit=False,
@@ -519,7 +520,7 @@ def test_a_space_may_be_a_symbol(tmp_path, kind):
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 @pytest.mark.parametrize("rules", ["nmt_nfkc", "nmt_nfkc_cf", "nfkc"])
-def test_sentencepiece_composes_what_is_decomposed(tmp_path, rules, form):
+def test_sentencepiece_composes_decomposed_characters(tmp_path, rules, form):
     lines = ["tiếng Việt", "한국어 문장", "ガラス", "École Ärger", "１２ ﬁx ～"]
     witness, file = trained(
         tmp_path, lines * 50, model_type="unigram", vocab_size=60, hard_vocab_limit=False,
@@ -532,7 +533,7 @@ def test_sentencepiece_composes_what_is_decomposed(tmp_path, rules, form):
 
 @pytest.mark.parametrize("rules", ["nmt_nfkc", "nmt_nfkc_cf", "nfkc"])
 def test_sentencepiece_keeps_marks_and_their_order(tmp_path, rules):
-    """Half-width kana, marks after characters that are replaced, marks that NFC sorts."""
+    """Half-width kana, marks after replaced characters, marks that NFC reorders."""
     lines = [
         "ﾃﾞｰﾀ ﾊﾟ ｳﾞ", "Ａ\u0301 А\u0301 \u00bd\u20dd", "\ufefb\u064e \ufdf2\u0651",
         "\u0645\u064f\u062d\u064e\u0645\u0651\u064e\u062f", "\u064e\u0627\u0653 \u0dd9\u0dca\u0dcf",
@@ -548,8 +549,8 @@ def test_sentencepiece_keeps_marks_and_their_order(tmp_path, rules):
 
 @pytest.mark.parametrize("count", LINES)
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_pieces_of_sentencepiece_are_looked_up_as_marian_does(tmp_path, kind, count):
-    """One vocabulary of two models' pieces; a text of either language through each."""
+def test_pieces_of_sentencepiece_are_looked_up_as_in_marian(tmp_path, kind, count):
+    """One vocabulary with the pieces of two models, each tested with text in both languages."""
     models = {}
     for language in ("en", "de"):
         (tmp_path / language).mkdir()
@@ -576,7 +577,7 @@ def test_pieces_of_sentencepiece_are_looked_up_as_marian_does(tmp_path, kind, co
             lines, found, witness.encode(lines, out_type=str), strict=True
         ):
             runs = [p for p in pieces if len(p) > 1 and p in vocab and not witness.piece_to_id(p)]
-            if kind == "unigram" or not runs:  # BPE can't look up a run of unknown characters
+            if kind == "unigram" or not runs:  # BPE cannot look up a run of unknown characters
                 assert ids == [*(vocab.get(piece, 1) for piece in pieces), 0], line
 
 
@@ -588,8 +589,9 @@ def is_alphanumeric(character):
 
 
 def subwords_oracle(text, vocab):
-    """Runs of letters and digits, and of others; a space between two of the first is left out.
-    Each is escaped, ends in "_" and is cut into the longest subtokens from the left."""
+    """Runs of letters and digits, and runs of other characters; a space between two of the former
+    is left out. Each is escaped, ends in "_" and is split into the longest subtokens from the
+    left."""
     runs = ["".join(run) for _, run in itertools.groupby(text, is_alphanumeric)]
     ends = (0, len(runs) - 1)
     ids = []
@@ -618,7 +620,7 @@ def subwords_vocabulary(lines):
     "text",
     ["", " ", "a", "a b", " a  b ", "a, b.", "_a\\_ b\\u", "x__y\\z \\u _", "<EOS>_", "éa é"],
 )
-def test_subwords_are_tensor2tensors(tmp_path, text):
+def test_subwords_are_those_of_tensor2tensor(tmp_path, text):
     vocab = subwords_vocabulary(["a b, x. yz é <EOS>pd", "ab ab abc"])
     tokenizer = resaved(vocabularies.subwords(vocab, T2T), tmp_path)
     ids = tokenizer(text)["input_ids"]
@@ -638,7 +640,7 @@ def test_characters_outside_the_alphabet_become_numbers(tmp_path, text):
 
 
 @pytest.mark.slow
-def test_every_character_of_two_planes_becomes_its_number():
+def test_every_character_of_two_unicode_planes_becomes_its_number():
     normalizer = vocabularies.subwords(subwords_vocabulary([""]), T2T).backend_tokenizer.normalizer
     private = {vocabularies.BACKSLASH, vocabularies.UNDERSCORE}
     for code in [*range(128, 0xD800), *range(0xE000, 0x20000)]:
@@ -647,14 +649,14 @@ def test_every_character_of_two_planes_becomes_its_number():
 
 
 @pytest.mark.parametrize("character", ["𠀀", "\U000f0000"])
-def test_a_character_of_a_higher_plane_becomes_one_that_stands_for_all(character):
+def test_a_character_of_a_higher_plane_becomes_the_replacement_character(character):
     vocab = subwords_vocabulary(["a bc"])
     ids = vocabularies.subwords(vocab, T2T)(character)["input_ids"]
     assert ids == [*subwords_oracle("\ufffd", vocab), 1]
 
 
 @pytest.mark.parametrize("count", LINES)
-def test_subwords_of_a_corpus(count):
+def test_subwords_of_a_corpus_are_those_of_tensor2tensor(count):
     lines = corpus(count) + odd_lines()
     vocab = subwords_vocabulary(lines)
     tokenizer = vocabularies.subwords(vocab, T2T)
@@ -663,12 +665,12 @@ def test_subwords_of_a_corpus(count):
     assert tokenizer.batch_decode(expected, skip_special_tokens=True) == lines
 
 
-def test_subwords_without_an_escape_are_refused():
+def test_subwords_without_the_escape_characters_are_refused():
     with pytest.raises(ValueError, match="lacks ';'"):
         vocabularies.subwords({"<pad>_": 0, "<EOS>_": 1, **dict.fromkeys("\\_u0123456789", 2)}, T2T)
 
 
-def test_a_file_of_subtokens_has_quotes(tmp_path):
+def test_a_file_of_subtokens_can_have_quotes(tmp_path):
     file = written(tmp_path, "vocab.subwords", "'<pad>_'\n'<EOS>_'\n'''\n'a_'\nb\n")
     vocab = vocabulary_files.read_subwords(file)
     assert vocab == {"<pad>_": 0, "<EOS>_": 1, "'": 2, "a_": 3, "b": 4}
@@ -677,7 +679,7 @@ def test_a_file_of_subtokens_has_quotes(tmp_path):
 # ---------------------------------------------------------------- both sides
 
 
-def test_one_vocabulary_stays_a_stock_tokenizer():
+def test_one_vocabulary_gives_a_stock_tokenizer():
     one, same = (vocabularies.words({**FAIRSEQ, "a": 4}, Specials()) for _ in range(2))
     assert vocabularies.pair(one, same) is one
     assert type(one) is PreTrainedTokenizerFast
@@ -686,7 +688,7 @@ def test_one_vocabulary_stays_a_stock_tokenizer():
 @pytest.mark.parametrize(
     ("target", "template"), [({**FAIRSEQ, "b": 4}, "$A </s>"), ({**FAIRSEQ, "a": 4}, "$A")]
 )
-def test_sides_that_differ_make_a_tokenizer_of_two(target, template, tmp_path):
+def test_different_sides_give_a_tokenizer_with_two_vocabularies(target, template, tmp_path):
     source = vocabularies.words({**FAIRSEQ, "a": 4}, Specials())
     both = vocabularies.pair(source, vocabularies.words(target, Specials(template=template)))
     both = resaved(both, tmp_path)
@@ -696,7 +698,7 @@ def test_sides_that_differ_make_a_tokenizer_of_two(target, template, tmp_path):
     assert (both.pad_token_id, both.eos_token_id) == (1, 2)
 
 
-def test_clones_are_unknown_in_a_target():
+def test_clones_of_unknown_tokens_are_unknown_in_a_target():
     vocab = {**FAIRSEQ, "a@@": 4, "b": 5}
     one = vocabularies.bpe_codes([("a", "b</w>")], vocab, Specials())
     both = vocabularies.pair(one, one, size=6, unk_id=3)
@@ -705,8 +707,8 @@ def test_clones_are_unknown_in_a_target():
 
 
 @pytest.mark.parametrize(("splits_again", "expected"), [(True, "@@"), (False, "<unk>")])
-def test_other_white_space_inside_a_word_is_a_separator_alone(splits_again, expected):
-    """subword-nmt makes the pieces a@@, the space with @@, and b, and most toolkits split those at
+def test_other_white_space_inside_a_word_becomes_only_a_separator(splits_again, expected):
+    """subword-nmt creates the pieces a@@, the space with @@, and b, and most toolkits split them at
     white space."""
     tokens = [*Specials().names, "<unk>", "a@@", "b", "@@"]
     vocab = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
