@@ -8,8 +8,8 @@ from vanilla_transformer import conversion
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory):
-    """The converted model of a variant, such as "fairseq/post"; made once for all tests, which
-    leave it as it is."""
+    """The converted model of a variant, such as "fairseq/post"; created once for all tests, which
+    must not change it."""
     folders = {}
 
     def convert(variant):

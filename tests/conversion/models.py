@@ -1,4 +1,5 @@
-"""Models of ours that tests write in another toolkit's format: what comes back must be the same."""
+"""Models of ours that tests write in another toolkit's format: they must be the same after
+conversion."""
 
 import torch
 from conftest import ragged, random_ids, seq2seq
@@ -9,7 +10,7 @@ from vanilla_transformer.conversion.weights import separate_halves
 
 
 def random_model(**config):
-    """A model in which every tensor is random, so that no two can be taken for each other."""
+    """A model in which every tensor is random, so that no two can be confused."""
     model = seq2seq(**config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -20,7 +21,7 @@ def random_model(**config):
 
 
 def split_state(model):
-    """Copies of a model's tensors, without the names that only repeat another."""
+    """Copies of a model's tensors, without duplicate names of tied ones."""
     return {
         name: tensor.clone()
         for name, tensor in model.state_dict().items()
@@ -29,7 +30,7 @@ def split_state(model):
 
 
 def embeddings(model):
-    """Source embedding, target embedding and projection, whichever are one."""
+    """Source embedding, target embedding and projection, tied or not."""
     model = model.model, model.lm_head
     return [
         each.weight.detach().clone()
@@ -52,7 +53,7 @@ def expect_same(folder, model, start=None, constant=None):
         folder: The converted model.
         model: Ours.
         start: With "zero", the decoder starts from a zero vector.
-        constant: A vector that joins the embedding of each source token, once that is scaled.
+        constant: A vector that is added to the scaled embedding of each source token.
     """
     converted = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="float64").eval()
     model = model.double()

@@ -23,8 +23,8 @@ def load_reference(variant):
 
 
 def expect_reference(folder, variant, tolerance=None):
-    """A converted model says what the toolkit said: the ids of a text, the log-probability of every
-    token at each position, also in padded rows, and the greedy translations.
+    """A converted model gives the same as the toolkit: the ids of a text, the log-probability of
+    every token at each position, also in padded rows, and the greedy translations.
 
     Args:
         folder: The converted model.
@@ -68,14 +68,14 @@ def log_probabilities(model, tensors):
     if inputs is None:  # the decoder starts from a zero vector, a token of ours
         start = torch.full_like(targets[:, :1], model.config.decoder_start_token_id)
         inputs = torch.cat([start, targets[:, :-1]], dim=1)
-    # Ids under the padding are any.
+    # Ids of padding are arbitrary.
     source = torch.where(source_mask == 1, tensors["source_ids"], model.config.pad_token_id)
     logits = model(input_ids=source, attention_mask=source_mask, decoder_input_ids=inputs).logits
     return logits.log_softmax(-1)[..., : tensors["log_probs"].shape[-1]]
 
 
 def log_probability_difference(model, tensors):
-    """The largest one in a batch, and of each of its rows alone."""
+    """The largest difference in a batch, and in each of its rows by itself."""
     is_target = mask_of(tensors["target_lengths"], tensors["target_ids"]).bool()
     expected = tensors["log_probs"].double()[is_target]
     batch = log_probabilities(model, tensors)[is_target]

@@ -30,13 +30,13 @@ from vanilla_transformer.data.vocabularies import Specials
 from vanilla_transformer.model.loss import SUPPRESSED
 
 
-def test_interleaving_and_separating_undo_each_other():
+def test_interleaving_and_separating_are_inverse():
     order, back = interleaved(8), separated(8)
     assert order.tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert order[back].tolist() == back[order].tolist() == list(range(8))
 
 
-def test_a_matrix_of_two_names_is_permuted_once():
+def test_a_matrix_with_two_names_is_only_permuted_once():
     matrix = torch.arange(8.0).view(1, 8)
     weights = {TARGET: matrix, PROJECTION: matrix}
     interleave_halves(weights)
@@ -44,8 +44,8 @@ def test_a_matrix_of_two_names_is_permuted_once():
 
 
 @pytest.mark.parametrize("projection_is_source", [False, True])
-def test_two_of_three_matrices_may_be_one(tmp_path, tokenizer, projection_is_source):
-    """Such as source and target embedding beside a projection of their own."""
+def test_two_of_three_matrices_can_be_tied(tmp_path, tokenizer, projection_is_source):
+    """Such as source and target embedding, with a separate projection."""
     model = random_model(tie_word_embeddings=False)
     weights = split_state(model)
     source, target, projection = embeddings(model)
@@ -58,7 +58,7 @@ def test_two_of_three_matrices_may_be_one(tmp_path, tokenizer, projection_is_sou
         assert torch.equal(saved[name], matrix)
 
 
-def test_matrices_are_tied_that_are_equal():
+def test_equal_matrices_are_tied():
     source, target, projection = torch.randn(3, 5, 4)
     longer = torch.randn(7, 4)
     found = {
@@ -107,26 +107,26 @@ def test_moses_languages_are_those_of_the_model():
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (3,)])
-def test_a_tensor_of_another_shape_is_named(shape):
+def test_a_tensor_of_a_different_shape_is_reported(shape):
     tensors = core.Tensors({"a": torch.zeros(2, 3)}, "file.pt")
     with pytest.raises(ValueError, match=r"file.pt: tensor 'a' has shape \(2, 3\), expected \("):
         tensors.take("a", *shape)
 
 
-def test_a_missing_tensor_is_named():
+def test_a_missing_tensor_is_reported():
     tensors = core.Tensors({}, "file.pt")
     with pytest.raises(ValueError, match=r"file.pt: expected a tensor 'a' of shape \(2, any\)"):
         tensors.take("a", 2, None)
 
 
-def test_tensors_that_nothing_reads_are_named():
+def test_unused_tensors_are_reported():
     tensors = core.Tensors({name: torch.zeros(1) for name in ("a", "b", "version")}, "file.pt")
     tensors.take("a")
     with pytest.raises(ValueError, match=r"file.pt: tensors .* does not know: b$"):
         tensors.expect_all_taken(["vers.*"])
 
 
-def test_views_and_transposed_matrices_are_saved_as_they_are(tmp_path, tokenizer):
+def test_views_and_transposed_matrices_are_saved_with_their_values(tmp_path, tokenizer):
     model = random_model()
     whole = torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
     weights, start = {}, 0
@@ -143,14 +143,14 @@ def test_views_and_transposed_matrices_are_saved_as_they_are(tmp_path, tokenizer
 
 
 @pytest.mark.parametrize(("option", "value"), [("heads", 2), ("like", "transformers")])
-def test_an_option_that_the_format_does_not_read_is_named(option, value):
+def test_an_option_that_the_format_does_not_use_is_reported(option, value):
     options = ConversionOptions(**{option: value})
     message = f"{option}={value!r} has no effect on a checkpoint of fairseq: expected source_voc"
     with pytest.raises(ValueError, match=message):
         options.expect_only(fairseq.READS, fairseq.NAME)
 
 
-def test_added_tokens_change_no_training_loss():
+def test_added_tokens_do_not_change_the_training_loss():
     config = small_config(dropout=0.0, label_smoothing=0.2, vocab_size=48)
     model = VanillaTransformerForConditionalGeneration(config)
     weights = model.state_dict()
@@ -165,8 +165,8 @@ def test_added_tokens_change_no_training_loss():
     torch.testing.assert_close(larger.train()(**batch).loss, model.train()(**batch).loss)
 
 
-def test_a_record_is_utf_8_whatever_the_locale(tmp_path, tokenizer, monkeypatch):
-    """As where Python opens a text in ASCII, unless it is told otherwise."""
+def test_a_record_is_utf_8_in_any_locale(tmp_path, tokenizer, monkeypatch):
+    """As where Python opens a text as ASCII by default."""
     monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
     record = {"format": "fairseq", "words": ["größe", "日本"]}
     model = random_model()
@@ -178,7 +178,9 @@ def test_a_record_is_utf_8_whatever_the_locale(tmp_path, tokenizer, monkeypatch)
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5])
-def test_a_trained_bias_that_no_tensor_can_hold_is_named_on_the_way_back(change, tmp_path, caplog):
+def test_a_trained_bias_without_a_counterpart_is_reported_when_converting_back(
+    change, tmp_path, caplog
+):
     config = small_config(lm_head_bias=True)
     model = VanillaTransformerForConditionalGeneration(config)
     model.lm_head.bias.data.zero_()[-1] = SUPPRESSED
@@ -192,7 +194,7 @@ def test_a_trained_bias_that_no_tensor_can_hold_is_named_on_the_way_back(change,
     assert said == (change > 0)
 
 
-def test_what_has_a_place_is_not_named_on_the_way_back(tmp_path, caplog):
+def test_only_tensors_without_a_counterpart_are_reported_when_converting_back(tmp_path, caplog):
     config = small_config(lm_head_bias=True, position_encoding="learned")
     model = VanillaTransformerForConditionalGeneration(config)
     model.lm_head.bias.data.fill_(3.0)
@@ -211,8 +213,9 @@ def test_what_has_a_place_is_not_named_on_the_way_back(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("splits_again", [True, False])
-def test_a_tag_of_the_vocabulary_is_one_token(tmp_path, splits_again):
-    """Toolkits read it before text that was split; the codes would make unknown letters of it."""
+def test_a_tag_in_the_vocabulary_is_one_token(tmp_path, splits_again):
+    """Toolkits read it before text that was already split; the codes would split it into unknown
+    letters."""
     (tmp_path / "codes").write_text("#version: 0.2\na b</w>\n< 2\n")
     names = ["<s>", "<pad>", "</s>", "<unk>", "<2de>", "__en__", "ab", "a@@", "c"]
     vocabulary = {name: number for number, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""fairseq's checkpoints, those of the toolkit and what older versions and other options make."""
+"""fairseq's checkpoints: those of the toolkit, and those of older versions and other options."""
 
 import math
 import shutil
@@ -32,7 +32,7 @@ def load(folder):
 
 @pytest.fixture
 def edited(tmp_path):
-    """A copy of a checkpoint's folder whose options and tensors a function has changed."""
+    """A copy of a checkpoint's folder, with options and tensors changed by a function."""
 
     def edit(variant="post", change=lambda args, state: None, name="edited", **options):
         folder = tmp_path / name
@@ -68,12 +68,12 @@ def expect_same_tensors(one, other):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_converted_model_says_what_fairseq_said(converted, variant):
+def test_a_converted_model_gives_the_same_as_fairseq(converted, variant):
     expect_reference(converted(f"fairseq/{variant}"), f"fairseq/{variant}")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_it_goes_back_bit_for_bit(converted, tmp_path, variant):
+def test_it_is_converted_back_bit_for_bit(converted, tmp_path, variant):
     output = convert_back(converted(f"fairseq/{variant}"), tmp_path / "back", "fairseq")
     original = CHECKPOINTS / "fairseq" / variant
     expect_same_tensors(output, original)
@@ -83,14 +83,14 @@ def test_it_goes_back_bit_for_bit(converted, tmp_path, variant):
     assert torch.equal(log_probs(again), log_probs(converted(f"fairseq/{variant}")))
 
 
-def test_the_checkpoint_stays_as_it_is(edited, tmp_path):
+def test_the_checkpoint_is_not_changed(edited, tmp_path):
     folder = edited()
     before = (folder / "checkpoint_best.pt").read_bytes()
     convert(folder / "checkpoint_best.pt", tmp_path / "converted")
     assert (folder / "checkpoint_best.pt").read_bytes() == before
 
 
-def test_it_works_in_a_pipeline_and_searches_as_fairseq(converted):
+def test_it_works_in_a_pipeline_with_the_search_of_fairseq(converted):
     folder = converted("fairseq/post")
     notes = load_reference("fairseq/post")[1]
     translate = pipeline("translation", model=str(folder))
@@ -102,7 +102,7 @@ def test_it_works_in_a_pipeline_and_searches_as_fairseq(converted):
     assert (generation.max_new_tokens, generation.min_new_tokens) == (200, 1)
 
 
-def test_it_trains_on_from_fairseqs_loss(converted):
+def test_training_continues_from_fairseqs_loss(converted):
     folder = converted("fairseq/post")
     tensors, notes = load_reference("fairseq/post")
     model = AutoModelForSeq2SeqLM.from_pretrained(folder, dropout=0.0, label_smoothing=0.0).train()
@@ -159,14 +159,14 @@ def all_of_them(args, state):
 
 
 @pytest.mark.parametrize("change", [fuse, number_layer_norms, old_projection, all_of_them])
-def test_names_of_older_versions_mean_the_same(edited, converted, tmp_path, change):
+def test_names_of_older_versions_are_equivalent(edited, converted, tmp_path, change):
     folder = edited(change=change)
     output = convert(folder, tmp_path / "converted")
     assert torch.equal(log_probs(output), log_probs(converted("fairseq/post")))
     expect_same_tensors(convert_back(output, tmp_path / "back"), folder)
 
 
-def test_options_may_be_a_namespace_beside_the_model(edited, converted, tmp_path):
+def test_options_can_be_a_namespace_next_to_the_model(edited, converted, tmp_path):
     folder = edited()
     checkpoint = load(folder)
     args = checkpoint.pop("cfg")["model"]
@@ -179,8 +179,8 @@ def test_options_may_be_a_namespace_beside_the_model(edited, converted, tmp_path
     assert torch.equal(log_probs(output), log_probs(converted("fairseq/post")))
 
 
-def test_options_may_be_a_configuration_of_omegaconf(edited, converted, tmp_path):
-    """fairseq saves one if hydra made it."""
+def test_options_can_be_an_omegaconf_configuration(edited, converted, tmp_path):
+    """fairseq saves one if it was started with hydra."""
     omegaconf = pytest.importorskip("omegaconf")
     folder = edited()
     checkpoint = load(folder)
@@ -194,13 +194,13 @@ def test_options_may_be_a_configuration_of_omegaconf(edited, converted, tmp_path
     assert torch.equal(log_probs(output), log_probs(converted("fairseq/post")))
 
 
-def test_types_in_saved_options_are_read_past(tmp_path):
-    """omegaconf 2.4 notes them for each container."""
+def test_types_in_saved_options_are_ignored(tmp_path):
+    """omegaconf 2.4 saves them for each container."""
     torch.save({"ref_type": typing.Tuple[int, str], "n": 1}, tmp_path / "model.pt")  # noqa: UP006
     assert load_torch(tmp_path / "model.pt", inert=fairseq.INERT)["n"] == 1
 
 
-def test_label_smoothing_may_be_an_option_of_the_criterion(edited, tmp_path):
+def test_label_smoothing_can_be_an_option_of_the_criterion(edited, tmp_path):
     folder = edited()
     checkpoint = load(folder)
     model = vars(checkpoint["cfg"]["model"])
@@ -211,7 +211,7 @@ def test_label_smoothing_may_be_an_option_of_the_criterion(edited, tmp_path):
     assert read(folder).config.label_smoothing == 0.2
 
 
-def test_the_old_name_of_a_dropout_counts_where_the_new_one_is_0(edited):
+def test_the_old_name_of_a_dropout_is_used_if_the_new_one_is_0(edited):
     folder = edited(activation_dropout=0.0, relu_dropout=0.3)
     assert read(folder).config.activation_dropout == 0.3
 
@@ -221,7 +221,7 @@ def forget_languages(args, state):
         args[name] = None
 
 
-def test_languages_may_be_those_of_the_data(edited, tmp_path):
+def test_languages_can_be_those_of_the_data(edited, tmp_path):
     """Without --source-lang, fairseq-train takes them from the names of its data."""
     folder = edited(change=forget_languages)
     checkpoint = load(folder)
@@ -259,7 +259,7 @@ def test_no_decoder_final_norm(edited):
     assert conversion.config.final_layer_norm == "encoder"
 
 
-def test_half_precision_stays(edited, tmp_path):
+def test_half_precision_is_kept(edited, tmp_path):
     def change(args, state):
         for name in state:
             state[name] = state[name].half()
@@ -279,7 +279,7 @@ def tie_all(args, state):
 
 
 @pytest.mark.parametrize("drop_projection", [False, True])
-def test_one_matrix_for_all(edited, tmp_path, drop_projection):
+def test_one_matrix_can_be_shared_by_all(edited, tmp_path, drop_projection):
     def change(args, state):
         tie_all(args, state)
         if drop_projection:
@@ -294,7 +294,7 @@ def test_one_matrix_for_all(edited, tmp_path, drop_projection):
 
 
 def table(count, d_model, offset):
-    """fairseq's sinusoids, row by row as it numbers them."""
+    """fairseq's sinusoids, in the order of its rows."""
     half = d_model // 2
     frequencies = torch.exp(torch.arange(half) * -(math.log(10000) / (half - 1)))
     angles = torch.arange(count + offset)[:, None] * frequencies
@@ -322,16 +322,16 @@ def test_learned_positions_that_hold_sinusoids_compute_the_same(
     expect_same_tensors(convert_back(output, tmp_path / "back"), folder)
 
 
-def test_no_positions(edited, tmp_path):
+def test_positions_can_be_turned_off(edited, tmp_path):
     output = convert(edited(no_token_positional_embeddings=True), tmp_path / "converted")
     model = AutoModelForSeq2SeqLM.from_pretrained(output, dtype="float64").eval()
     one, other = torch.tensor([[4, 5, 6, 2]]), torch.tensor([[6, 4, 5, 2]])
     start = torch.tensor([[2]])
     logits = [model(input_ids=ids, decoder_input_ids=start).logits for ids in (one, other)]
-    assert torch.allclose(*logits)  # the order makes no difference
+    assert torch.allclose(*logits)  # the order does not matter
 
 
-def test_embeddings_that_are_not_scaled(edited, converted, tmp_path):
+def test_embeddings_can_be_unscaled(edited, converted, tmp_path):
     def change(args, state):
         for stack in ("encoder", "decoder"):
             state[f"{stack}.embed_tokens.weight"] *= math.sqrt(32)
@@ -341,7 +341,7 @@ def test_embeddings_that_are_not_scaled(edited, converted, tmp_path):
     assert difference.abs().max() < 1e-5
 
 
-def test_layer_norm_of_the_embeddings(edited, tmp_path):
+def test_embeddings_can_have_a_layer_norm(edited, tmp_path):
     def change(args, state):
         for stack in ("encoder", "decoder"):
             state[f"{stack}.layernorm_embedding.weight"] = torch.linspace(0.5, 1.5, 32)
@@ -357,7 +357,7 @@ def test_layer_norm_of_the_embeddings(edited, tmp_path):
     expect_same_tensors(convert_back(output, tmp_path / "back"), folder)
 
 
-def test_embeddings_of_another_width_go_into_one_matrix(edited, converted, tmp_path):
+def test_embeddings_of_a_different_width_are_projected_into_one_matrix(edited, converted, tmp_path):
     def change(args, state):
         torch.manual_seed(0)
         into, out = (torch.linalg.qr(torch.randn(32, 32))[0] for _ in range(2))
@@ -374,8 +374,9 @@ def test_embeddings_of_another_width_go_into_one_matrix(edited, converted, tmp_p
         convert_back(output, tmp_path / "back")
 
 
-def test_texts_of_mbart_end_in_their_language(edited, tmp_path):
-    """Its sources end in `</s> [de]`; its decoder starts from `[en]`, and ends with `</s> [en]`."""
+def test_texts_of_mbart_end_with_their_language_token(edited, tmp_path):
+    """Its sources end with `</s> [de]`; its decoder starts with `[en]`, and ends with `</s>
+    [en]`."""
     folder = edited(task="translation_from_pretrained_bart")
     for language in ("de", "en"):
         lines = (folder / f"dict.{language}.txt").read_text().splitlines()
@@ -396,7 +397,7 @@ def test_texts_of_mbart_end_in_their_language(edited, tmp_path):
         read(folder)
 
 
-def test_byte_pair_codes_beside_the_checkpoint(edited, tmp_path):
+def test_byte_pair_codes_next_to_the_checkpoint_are_used(edited, tmp_path):
     folder = edited()
     (folder / "bpecodes").write_text("#version: 0.2\nm a\nma u\nmau s</w>\nz z\n")
     output = convert(folder, tmp_path / "converted")
@@ -436,7 +437,7 @@ def test_generation_follows_the_saved_options(edited):
         (1.2, 10, {"max_new_tokens": 1023}),
     ],
 )
-def test_the_longest_output_may_depend_on_the_source(edited, caplog, factor, more, limit):
+def test_the_maximum_output_length_can_depend_on_the_source(edited, caplog, factor, more, limit):
     folder = edited()
     checkpoint = load(folder)
     checkpoint["cfg"]["generation"] |= {"max_len_a": factor, "max_len_b": more}
@@ -481,7 +482,7 @@ def drop_layer(args, state):
         (drop_layer, "decoder.layers has 1 layers, expected decoder_layers=2"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(edited, change, message):
+def test_tensors_that_do_not_fit_are_reported(edited, change, message):
     with pytest.raises(ValueError, match=message):
         read(edited("post", change))
 
@@ -500,10 +501,10 @@ def test_tensors_that_do_not_fit_are_named(edited, change, message):
         ("prepend_bos", True),
         ("langtoks", {"main": ("src", "tgt")}),
         ("task", "denoising"),
-        ("task", "translation_lev"),  # puts <s> before sources, as prepend_bos does
+        ("task", "translation_lev"),  # adds <s> before sources, like prepend_bos
     ],
 )
-def test_options_that_are_not_understood_are_named(edited, option, value):
+def test_unsupported_options_are_reported(edited, option, value):
     with pytest.raises(ValueError, match=option):
         read(edited(**{option: value}))
 
@@ -521,7 +522,7 @@ def test_each_stack_has_its_norm_position(edited):
     assert config.final_layer_norm == "encoder"
 
 
-def test_a_vocabulary_that_does_not_match_is_named(edited):
+def test_a_vocabulary_that_does_not_match_is_reported(edited):
     folder = edited()
     lines = (folder / "dict.en.txt").read_text().splitlines(keepends=True)
     (folder / "dict.en.txt").write_text("".join(lines[:-1]))
@@ -536,7 +537,7 @@ def test_a_vocabulary_that_does_not_match_is_named(edited):
 
 
 @pytest.mark.parametrize("size", [0, 100, 20_000])
-def test_a_truncated_file_is_named(edited, size):
+def test_a_truncated_file_is_reported(edited, size):
     file = edited() / "checkpoint_best.pt"
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(ValueError, match=r"checkpoint_best.pt: expected a complete torch"):
@@ -544,7 +545,7 @@ def test_a_truncated_file_is_named(edited, size):
 
 
 @pytest.mark.parametrize("new_format", [True, False])
-def test_a_payload_stays_asleep(edited, mark, new_format):
+def test_a_payload_is_not_executed(edited, mark, new_format):
     file = edited() / "checkpoint_best.pt"
     checkpoint = load(file.parent)
     checkpoint["extra_state"] = Payload(mark)

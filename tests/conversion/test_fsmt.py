@@ -67,7 +67,7 @@ def saved(tmp_path):
 
 
 def folder_with_languages(folder):
-    """FSMT's own tokenizer must know them."""
+    """FSMT's own tokenizer needs them."""
     FSMTTokenizer.from_pretrained(folder, langs=["en", "de"]).save_pretrained(folder)
     return folder
 
@@ -91,7 +91,7 @@ SHARING = {
 def inputs():
     source = torch.tensor([[4, 5, 6, 7, 2], [8, 9, 2, 1, 1]])
     target = torch.tensor([[2, 4, 5, 6], [2, 7, 8, 9]])
-    # With a cache, FSMT masks nothing: a target sees what follows it.
+    # With a cache, FSMT masks nothing: a target token attends to later ones.
     return {
         "input_ids": source,
         "attention_mask": source.ne(1).long(),
@@ -102,14 +102,14 @@ def inputs():
 
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("fields", [{}, {"scale_embedding": False, "activation_function": "gelu"}])
-def test_logits_are_equal_and_it_goes_back(saved, tmp_path, sharing, fields):
+def test_logits_are_equal_and_it_is_converted_back(saved, tmp_path, sharing, fields):
     folder, theirs = saved(**SHARING[sharing], **fields)
     output = convert(folder, tmp_path / "converted")
     ours = AutoModelForSeq2SeqLM.from_pretrained(output).eval()
     with torch.no_grad():
         expected, found = (model(**inputs()).logits.log_softmax(-1) for model in (theirs, ours))
     assert (expected - found[..., :11]).abs().max() < 1e-5
-    assert (found[..., 11:] < -1000).all()  # tokens that only a text's pieces need
+    assert (found[..., 11:] < -1000).all()  # tokens that are only needed for pieces of text
     assert languages_of_card(output / "README.md") == ("en", "de")
     back = convert_back(output, tmp_path / "back", "fsmt")
     one, other = (load_file(each / "model.safetensors") for each in (folder, back))
@@ -121,7 +121,7 @@ def test_logits_are_equal_and_it_goes_back(saved, tmp_path, sharing, fields):
     assert files == {file.name for file in back.iterdir()}
 
 
-def test_text_is_split_as_its_tokenizer_splits_words(saved, tmp_path):
+def test_words_are_split_as_by_its_own_tokenizer(saved, tmp_path):
     output = convert(saved()[0], tmp_path / "converted")
     tokenizer = AutoTokenizer.from_pretrained(output)
     low_er = [8, 7, 6, 9, 10, 2]  # "low</w>"; "lo", "w", "e", "r</w>"
@@ -137,8 +137,8 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def test_plain_text_goes_in_and_comes_out_as_with_its_own_tokenizer(saved, tmp_path):
-    """Moses before and after; the words here are characters, so that none is unknown."""
+def test_plain_text_is_encoded_and_decoded_as_by_its_own_tokenizer(saved, tmp_path):
+    """With Moses before and after; words are single characters here, so that none is unknown."""
     characters = sorted(set("".join(TEXTS)) | set("&#;apostquglrsqb1234590\"'-.,%…@"))
     pieces = [piece for one in characters for piece in (one, f"{one}</w>") if not one.isspace()]
     vocab = {piece: number for number, piece in enumerate([*WORDS["source"][:4], *pieces])}
@@ -161,7 +161,7 @@ def test_plain_text_goes_in_and_comes_out_as_with_its_own_tokenizer(saved, tmp_p
     ]
 
 
-def test_a_check_reads_tokens_that_only_the_converted_model_has_as_unknown(saved, tmp_path):
+def test_a_check_treats_tokens_that_only_the_converted_model_has_as_unknown(saved, tmp_path):
     folder, theirs = saved()
     ours = Converted(convert(folder, tmp_path / "converted"))
     toolkit = load_toolkit(folder_with_languages(folder), ConversionOptions())
@@ -170,7 +170,7 @@ def test_a_check_reads_tokens_that_only_the_converted_model_has_as_unknown(saved
     assert largest_difference(toolkit, ours, sources, [[4, 5, 2]]) < 1e-5
 
 
-def test_it_generates_as_theirs(saved, tmp_path):
+def test_it_generates_the_same_as_fsmt(saved, tmp_path):
     folder, theirs = saved(change=untie)
     ours = AutoModelForSeq2SeqLM.from_pretrained(convert(folder, tmp_path / "converted"))
     source = {name: inputs()[name] for name in ("input_ids", "attention_mask")}
@@ -181,7 +181,7 @@ def test_it_generates_as_theirs(saved, tmp_path):
     assert ours.generation_config.num_beams == 5
 
 
-def test_a_tensor_that_is_not_known_is_named(saved):
+def test_an_unknown_tensor_is_reported(saved):
     folder, _ = saved()
     tensors = load_file(folder / "model.safetensors")
     tensors["model.encoder.layers.0.adapter.weight"] = torch.zeros(2)
@@ -191,14 +191,14 @@ def test_a_tensor_that_is_not_known_is_named(saved):
         read(folder)
 
 
-def test_a_vocabulary_that_does_not_match_is_named(saved):
+def test_a_vocabulary_that_does_not_match_is_reported(saved):
     folder, _ = saved()
     (folder / "vocab-tgt.json").write_text('{"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}')
     with pytest.raises(ValueError, match=r"vocab-tgt.json: holds 4 tokens, expected 11"):
         read(folder)
 
 
-def test_a_truncated_file_is_named(saved):
+def test_a_truncated_file_is_reported(saved):
     folder, _ = saved()
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])

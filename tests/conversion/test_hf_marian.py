@@ -41,7 +41,7 @@ SIZES = {
 
 
 def save_sentencepiece(folder, side):
-    """A model of its own for each side: {piece: id}."""
+    """A separate model for each side: {piece: id}."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(SENTENCES[side] * 50), model_writer=model, vocab_size=40,
@@ -53,13 +53,13 @@ def save_sentencepiece(folder, side):
 
 
 def save_tokenizer(folder, separate):
-    """The vocabulary of OPUS-MT: the pieces of both models, or one vocabulary for each, in an
-    order of its own. A piece is missing in each."""
+    """The vocabulary of OPUS-MT: the pieces of both models, or one vocabulary for each, in a
+    different order. Each lacks a piece."""
     source, target = (sorted(save_sentencepiece(folder, side))[1:] for side in SENTENCES)
     sides = [source, target] if separate else [sorted({*source, *target})]
     size = max(map(len, sides)) + 4
     for file, pieces in zip(("vocab.json", "target_vocab.json"), sides, strict=False):
-        # The padding has one id; tokens that no text contains fill up the smaller vocabulary.
+        # The padding has the same id on both sides; unused tokens fill up the smaller vocabulary.
         unused = [f"unused{number}" for number in range(size - len(pieces) - 4)]
         more = ["more"] * (file == "target_vocab.json")
         tokens = ["</s>", "<unk>", ">>de<<", *pieces, *unused, "<pad>", *more]
@@ -100,7 +100,7 @@ def random_batch(config, rows=3, length=7):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["shared", "separate"])
 def folders(request, tmp_path_factory):
-    """A model of one vocabulary, or of two, and what it becomes."""
+    """A model with one vocabulary, or two, and the converted model."""
     folder = tmp_path_factory.mktemp("hf_marian")
     theirs = save_marian(folder / "theirs", separate=request.param)
     return theirs, conversion.convert(theirs, folder / "ours")
@@ -113,36 +113,36 @@ def expect_equal_log_probabilities(theirs, ours):
     with torch.no_grad():
         expected = theirs(**batch).logits.log_softmax(-1)
         found = ours(**batch).logits.log_softmax(-1)[..., : expected.shape[-1]]
-    # Their table of sinusoids is in float32.
+    # transformers' table of sinusoids is in float32.
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
 
 
-def test_log_probabilities_are_those_of_transformers(folders):
+def test_log_probabilities_equal_those_of_transformers(folders):
     expect_equal_log_probabilities(*folders)
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_matrices_that_are_not_tied(tmp_path, separate):
+def test_untied_matrices_are_converted(tmp_path, separate):
     theirs = save_marian(tmp_path / "theirs", separate, tied=False, activation_function="gelu")
     ours = conversion.convert(theirs, tmp_path / "ours")
     expect_equal_log_probabilities(theirs, ours)
     assert not AutoModelForSeq2SeqLM.from_pretrained(ours).config.tie_word_embeddings
 
 
-def test_embeddings_that_are_not_scaled_and_a_float16_file(tmp_path):
+def test_unscaled_embeddings_and_float16_are_converted(tmp_path):
     theirs = save_marian(tmp_path / "theirs", scale_embedding=False, dtype=torch.float16)
     ours = conversion.convert(theirs, tmp_path / "ours")
     expect_equal_log_probabilities(theirs, ours)
     assert AutoModelForSeq2SeqLM.from_pretrained(ours).dtype == torch.float16
 
 
-def test_texts_become_the_same_ids_and_ids_the_same_texts(folders):
+def test_texts_are_encoded_and_ids_decoded_the_same(folders):
     theirs, ours = (AutoTokenizer.from_pretrained(folder) for folder in folders)
     assert isinstance(theirs, MarianTokenizer)
     size = MarianConfig.from_pretrained(folders[0]).vocab_size
     found = ours(TEXTS, text_target=SENTENCES["target"])
     expected = theirs(TEXTS, text_target=SENTENCES["target"])
-    # What only a SentencePiece model knows has an id of its own here, and <unk>'s embedding.
+    # Pieces that only a SentencePiece model knows have their own ids here, with <unk>'s embedding.
     known = [[id if id < size else theirs.unk_token_id for id in row] for row in found.input_ids]
     assert known == expected["input_ids"]
     assert found["labels"] == expected["labels"]
@@ -151,7 +151,7 @@ def test_texts_become_the_same_ids_and_ids_the_same_texts(folders):
     assert ours.pad_token_id == theirs.pad_token_id
 
 
-def test_symbols_that_only_the_sentencepiece_model_knows_look_unknown(folders):
+def test_pieces_that_only_sentencepiece_knows_have_the_unknown_embedding(folders):
     theirs, ours = folders
     model, tokenizer = (cls.from_pretrained(ours) for cls in (AutoModelForSeq2SeqLM, AutoTokenizer))
     size = AutoModelForSeq2SeqLM.from_pretrained(theirs).config.vocab_size
@@ -160,11 +160,12 @@ def test_symbols_that_only_the_sentencepiece_model_knows_look_unknown(folders):
     assert (embeddings[size:] == embeddings[tokenizer.unk_token_id]).all()
 
 
-def test_generation_is_as_it_was(folders):
+def test_generation_gives_the_same(folders):
     texts = [text for text in TEXTS if text]
     outputs = []
     theirs = MarianConfig.from_pretrained(folders[0])
-    # MarianMTModel of transformers 5.17 can't search with beams over a vocabulary of another size.
+    # MarianMTModel of transformers 5.17 supports beams only if both vocabularies have the same
+    # size.
     search = {} if theirs.decoder_vocab_size == theirs.vocab_size else {"num_beams": 1}
     for folder in folders:
         model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="float64").eval()
@@ -183,7 +184,7 @@ def test_the_pipeline_translates(folders):
     assert isinstance(translate("the cat runs", max_length=10)[0]["translation_text"], str)
 
 
-def test_it_goes_back_bit_for_bit(folders, tmp_path):
+def test_it_is_converted_back_bit_for_bit(folders, tmp_path):
     theirs, ours = folders
     back = conversion.convert_back(ours, tmp_path / "back")
     files = {file.name for file in theirs.iterdir()}
@@ -198,7 +199,7 @@ def test_it_goes_back_bit_for_bit(folders, tmp_path):
     expect_equal_log_probabilities(back, ours)
 
 
-def test_it_trains_on_from_the_same_loss(folders, tmp_path):
+def test_training_continues_from_the_same_loss(folders, tmp_path):
     theirs, ours = (AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in folders)
     batch = random_batch(theirs.config)
     batch["labels"] = batch["labels"].clamp(max=theirs.config.vocab_size - 5)
@@ -230,7 +231,7 @@ def edit_json(file, **values):
 
 
 @pytest.mark.parametrize("samples", [False, True])
-def test_options_of_sampling_are_those_of_sampling_alone(tmp_path, samples):
+def test_sampling_options_are_only_kept_with_do_sample(tmp_path, samples):
     theirs = save_marian(tmp_path / "theirs")
     edit_json(theirs / "generation_config.json", do_sample=samples, top_p=0.9, min_p=0.1)
     ours = conversion.convert(theirs, tmp_path / "ours")
@@ -246,7 +247,7 @@ def test_its_card_names_the_languages_of_the_tokenizer(tmp_path):
     assert languages_of_card(ours / "README.md") == ("de", "en")
 
 
-def test_a_pickle_with_each_name_of_the_shared_matrix(tmp_path):
+def test_a_pickle_can_have_all_names_of_the_shared_matrix(tmp_path):
     theirs = save_marian(tmp_path / "theirs")
     model = MarianMTModel.from_pretrained(theirs)
     torch.save(model.state_dict(), theirs / "pytorch_model.bin")
@@ -266,7 +267,7 @@ def sinusoids(frequencies, length=9, d_model=24):
 
 
 @pytest.mark.parametrize("frequencies", ["paper", "tensor2tensor"])
-def test_a_table_of_positions_says_which_sinusoids_these_are(tmp_path, frequencies):
+def test_sinusoids_are_recognized_from_a_table_of_positions(tmp_path, frequencies):
     theirs = save_marian(tmp_path / "theirs")
 
     def add_tables(weights):
@@ -278,7 +279,7 @@ def test_a_table_of_positions_says_which_sinusoids_these_are(tmp_path, frequenci
     assert hf_marian.read(theirs, ConversionOptions()).config.sinusoid_frequencies == frequencies
 
 
-def test_generation_settings_that_are_in_the_configuration(tmp_path):
+def test_generation_settings_in_the_configuration_are_used(tmp_path):
     theirs = save_marian(tmp_path / "theirs")
     (theirs / "generation_config.json").unlink()
     edit_json(theirs / "config.json", num_beams=6, max_length=512, bad_words_ids=[[3]])
@@ -311,7 +312,7 @@ REFUSED_WEIGHTS = {
 
 
 @pytest.mark.parametrize("message", REFUSED_WEIGHTS)
-def test_weights_that_are_not_understood_are_named(tmp_path, message):
+def test_unsupported_weights_are_reported(tmp_path, message):
     theirs = save_marian(tmp_path / "theirs")
     edit_weights(theirs, REFUSED_WEIGHTS[message])
     with pytest.raises(ValueError, match=message):
@@ -320,14 +321,14 @@ def test_weights_that_are_not_understood_are_named(tmp_path, message):
 
 
 @pytest.mark.parametrize("option", ["normalize_before", "add_final_layer_norm"])
-def test_options_that_todays_model_ignores_are_named(tmp_path, option):
+def test_options_that_the_current_model_ignores_are_reported(tmp_path, option):
     theirs = save_marian(tmp_path / "theirs")
     edit_json(theirs / "config.json", **{option: True})
     with pytest.raises(ValueError, match=f"{option}=True: expected false"):
         conversion.convert(theirs, tmp_path / "ours")
 
 
-def test_a_vocabulary_of_another_model_is_named(tmp_path):
+def test_a_vocabulary_of_a_different_model_is_reported(tmp_path):
     theirs = save_marian(tmp_path / "theirs")
     vocab = json.loads((theirs / "vocab.json").read_text())
     (theirs / "vocab.json").write_text(json.dumps({**vocab, "one": len(vocab)}))
@@ -337,7 +338,7 @@ def test_a_vocabulary_of_another_model_is_named(tmp_path):
         conversion.convert(theirs, tmp_path / "ours")
 
 
-def test_a_truncated_file_is_named(tmp_path):
+def test_a_truncated_file_is_reported(tmp_path):
     theirs = save_marian(tmp_path / "theirs")
     file = theirs / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -1,4 +1,4 @@
-"""JoeyNMT's checkpoints, and what other versions and options make of the same model."""
+"""JoeyNMT's checkpoints, and those of the same model with other versions and options."""
 
 import re
 import shutil
@@ -65,7 +65,7 @@ def load(folder):
 
 
 @pytest.mark.parametrize("variant", ["post", "pre"])
-def test_a_converted_model_says_what_joeynmt_said(converted, variant):
+def test_a_converted_model_gives_the_same_as_joeynmt(converted, variant):
     expect_reference(converted(f"joeynmt/{variant}"), f"joeynmt/{variant}")
 
 
@@ -91,7 +91,7 @@ def test_a_pipeline_translates(converted):
 
 
 def as_version_1(checkpoint):
-    """One set of options for the text of both sides, and none that version 1 lacks."""
+    """Convert the options to those of version 1: one set for the text of both sides."""
     cfg = checkpoint.cfg
     del cfg["joeynmt_version"]
     cfg["data"] = {"src": "de", "trg": "en", "level": "word", "lowercase": False}
@@ -127,7 +127,7 @@ def test_the_encoder_of_version_2_3_lacks_a_last_layer_norm_by_default(pre):
     assert (config.norm_position, config.final_layer_norm) == ("pre", "decoder")
 
 
-def test_version_2_3_is_pre_norm_in_the_encoder_alone_by_default(post):
+def test_version_2_3_is_pre_norm_only_in_the_encoder_by_default(post):
     post.cfg["joeynmt_version"] = "2.3.0"
     for stack in ("encoder", "decoder"):
         del post.stack(stack)["layer_norm"]
@@ -136,12 +136,12 @@ def test_version_2_3_is_pre_norm_in_the_encoder_alone_by_default(post):
     assert config.final_layer_norm == "none"
 
 
-def test_the_version_need_not_be_known(post):
+def test_the_version_can_be_unknown(post):
     del post.cfg["joeynmt_version"]
     post.expect_the_same(post.convert())
 
 
-def test_without_a_version_the_default_is_unknown(post):
+def test_without_a_version_a_missing_layer_norm_option_is_an_error(post):
     del post.cfg["joeynmt_version"]
     del post.stack("encoder")["layer_norm"]
     with pytest.raises(ValueError, match=r"neither model\.encoder\.layer_norm nor joeynmt_version"):
@@ -149,8 +149,8 @@ def test_without_a_version_the_default_is_unknown(post):
 
 
 @pytest.mark.parametrize("alphas", [(2.0, 2.0), (1.5, 3.0)])
-def test_the_weight_of_residual_connections_is_folded(post, alphas):
-    """alpha x + alpha f is the same to a layer norm as x + f, but for epsilon."""
+def test_the_weight_of_residual_connections_is_folded_into_layer_norm(post, alphas):
+    """To a layer norm, alpha x + alpha f is the same as x + f, except for epsilon."""
     for stack, alpha in zip(("encoder", "decoder"), alphas, strict=True):
         post.stack(stack)["alpha"] = alpha
         for name, tensor in post.model.items():
@@ -162,19 +162,19 @@ def test_the_weight_of_residual_connections_is_folded(post, alphas):
 
 
 @pytest.mark.parametrize("scaled", ["encoder", "decoder"])
-def test_one_stack_alone_may_scale_its_embeddings(post, scaled):
+def test_only_one_stack_can_scale_its_embeddings(post, scaled):
     for stack, name in (("encoder", "src"), ("decoder", "trg")):
         if stack != scaled:
             post.stack(stack)["embeddings"]["scale"] = False
             matrix = post.model[f"{name}_embed.lut.weight"]
-            post.model[f"{name}_embed.lut.weight"] = matrix * 32**0.5  # the projection stays
+            post.model[f"{name}_embed.lut.weight"] = matrix * 32**0.5  # the projection is unchanged
     post.expect_the_same(post.convert())
 
 
-def test_one_matrix_may_serve_all(post):
+def test_one_matrix_can_be_shared_by_all(post):
     matrix = post.model["decoder.output_layer.weight"]
     post.cfg["model"]["tied_embeddings"] = True
-    post.stack("decoder")["embeddings"]["scale"] = False  # the encoder's counts
+    post.stack("decoder")["embeddings"]["scale"] = False  # the encoder's option applies
     post.model["src_embed.lut.weight"] = matrix
     shutil.copyfile(post.folder / "trg_vocab.txt", post.folder / "src_vocab.txt")
     model = load(post.convert())
@@ -183,7 +183,7 @@ def test_one_matrix_may_serve_all(post):
     assert model.lm_head.weight is model.model.shared.weight
 
 
-def test_generation_is_what_the_configuration_says(post):
+def test_generation_options_are_those_of_the_configuration(post):
     post.cfg["testing"] |= {"beam_size": 7, "beam_alpha": -1, "max_output_length": -1}
     post.cfg["testing"] |= {"generate_unk": False, "min_output_length": 2}
     post.cfg["data"]["special_symbols"] = {"lang_tags": ["<de>", "<en>"]}
@@ -205,14 +205,14 @@ def test_a_search_with_one_beam_is_kept(post, caplog, given):
     assert "also set length_penalty=0.6, length_penalty_type='gnmt'" in caplog.text
 
 
-def test_options_of_the_search_that_are_left_out_are_named(post, caplog):
+def test_search_options_that_are_left_out_are_reported(post, caplog):
     post.cfg["testing"] |= {"repetition_penalty": 1.5, "no_repeat_ngram_size": -1}
     post.convert()
     assert "testing.repetition_penalty=1.5 has no equivalent here" in caplog.text
     assert "no_repeat_ngram_size" not in caplog.text
 
 
-def test_the_latest_checkpoint_is_taken_where_none_is_the_best(post):
+def test_the_latest_checkpoint_is_used_if_there_is_no_best_one(post):
     post.convert()
     shutil.rmtree(post.folder / "converted")
     (post.folder / "90.ckpt").touch()
@@ -229,15 +229,16 @@ def encode(folder, *texts):
 
 
 def as_vocabulary(checkpoint, tokens, side="src"):
-    """The first rows of an embedding get other names."""
+    """Rename the first rows of an embedding."""
     path = checkpoint.folder / f"{side}_vocab.txt"
     first = path.read_text().splitlines()[:4]
     rest = [f"unused{number}" for number in range(20 - len(tokens))]
     path.write_text("\n".join([*first, *tokens, *rest]) + "\n")
 
 
-def test_a_space_too_many_is_an_unknown_word(post):
-    """JoeyNMT takes the words of `text.split(" ")`, and other white space for a part of a word."""
+def test_an_additional_space_is_an_unknown_word(post):
+    """JoeyNMT's words are those of `text.split(" ")`, with any other white space as part of a
+    word."""
     as_vocabulary(post, ["a", "b", "a\u00a0b"])
     a, b, fixed, unk, end = "a", "b", "a\u00a0b", "<unk>", "</s>"
     found = encode(post.convert(), "a b", "  a  b ", " ", "a\u00a0b", "a\tb")
@@ -246,7 +247,7 @@ def test_a_space_too_many_is_an_unknown_word(post):
     ]  # fmt: skip
 
 
-def test_characters(post):
+def test_texts_can_be_split_into_characters(post):
     post.cfg["data"]["src"]["level"] = "char"
     post.cfg["data"]["trg"]["level"] = "char"
     for side in ("src", "trg"):
@@ -257,7 +258,7 @@ def test_characters(post):
     assert tokenizer.decode([4, 5, 6, 7, 3], skip_special_tokens=True) == "ab ä"
 
 
-def test_text_is_prepared_as_the_configuration_says(post):
+def test_text_is_preprocessed_as_in_the_configuration(post):
     for side in ("src", "trg"):
         post.cfg["data"][side] |= {"normalize": True, "lowercase": True}
         as_vocabulary(post, ["haus!", "maus", "ein", "."], side)
@@ -267,7 +268,7 @@ def test_text_is_prepared_as_the_configuration_says(post):
     assert tokenizer.decode([6, 5, 7, 3], skip_special_tokens=True) == "ein maus."
 
 
-def test_subword_nmt_splits_into_the_vocabulary(post):
+def test_subword_nmt_only_splits_into_tokens_of_the_vocabulary(post):
     """JoeyNMT passes the vocabulary to subword-nmt: "ma" is listed, "maus" is not."""
     post.cfg["data"]["src"] |= {
         "level": "bpe",
@@ -284,8 +285,8 @@ def test_subword_nmt_splits_into_the_vocabulary(post):
     post.expect_the_same(folder)
 
 
-def test_a_piece_that_the_target_lacks_is_unknown_in_a_label(post):
-    """The codes make "maus", which no row of the model's output stands for."""
+def test_a_piece_that_the_target_lacks_is_unknown_in_labels(post):
+    """The codes produce "maus", for which the model's output has no row."""
     post.cfg["data"]["trg"] |= {
         "level": "bpe",
         "tokenizer_type": "subword-nmt",
@@ -300,7 +301,7 @@ def test_a_piece_that_the_target_lacks_is_unknown_in_a_label(post):
     assert labels[1][0] == tokenizer.target_unk_id
 
 
-def test_sentencepiece_splits_into_the_vocabulary(post):
+def test_sentencepiece_only_splits_into_pieces_of_the_vocabulary(post):
     sentencepiece = pytest.importorskip("sentencepiece")
     text = post.folder / "text"
     text.write_text("ein haus ein baum\nzwei hunde drei autos\neine maus\n" * 20)
@@ -323,7 +324,7 @@ def test_sentencepiece_splits_into_the_vocabulary(post):
 
 
 def best_pieces(text, scores):
-    """The most probable way to spell a text."""
+    """The most probable segmentation of a text."""
     best = {0: (0.0, [])}
     for end in range(1, len(text) + 1):
         ways = [(start, text[start:end]) for start in best if text[start:end] in scores]
@@ -334,7 +335,7 @@ def best_pieces(text, scores):
     return best[len(text)][1]
 
 
-def test_missing_files_are_named(post):
+def test_missing_files_are_reported(post):
     post.cfg["data"]["src"] |= {"level": "bpe", "tokenizer_cfg": {"model_file": "sp.model"}}
     with pytest.raises(FileNotFoundError, match=r"sp\.model: expected a file"):
         post.convert()
@@ -349,7 +350,7 @@ def test_missing_files_are_named(post):
 # ---------------------------------------------------------------- Training
 
 
-def test_training_goes_on(converted):
+def test_training_continues(converted):
     folder = converted("joeynmt/post")
     tensors, _ = load_reference("joeynmt/post")
     model = AutoModelForSeq2SeqLM.from_pretrained(folder)
@@ -429,7 +430,7 @@ def remove_model(checkpoint):
         (remove_model, "expected a configuration of JoeyNMT, but KeyError"),
     ],
 )
-def test_what_is_not_understood_is_named(post, change, message):
+def test_unsupported_models_and_options_are_reported(post, change, message):
     change(post)
     with pytest.raises(ValueError, match=message):
         post.convert()
@@ -450,7 +451,7 @@ def test_a_truncated_file_is_refused(post):
         joeynmt.read(path, conversion.ConversionOptions())
 
 
-def test_no_code_in_a_checkpoint_runs(post, mark):
+def test_code_in_a_checkpoint_is_not_executed(post, mark):
     post.state["scheduler_state"] = Payload(mark)
     with pytest.raises(ValueError, match=r"mkdir.* none of them is executed"):
         post.convert()

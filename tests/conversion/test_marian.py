@@ -1,4 +1,4 @@
-"""Native Marian: the checkpoints of its own, and random ones of every shape that it can have."""
+"""Native Marian: its own checkpoints, and random ones of every supported architecture."""
 
 import json
 import pickle
@@ -24,11 +24,11 @@ from vanilla_transformer.data import vocabulary_files
 VARIANTS = pytest.mark.parametrize("variant", ["marian/post", "marian/tied", "marian/spm"])
 
 
-# ---------------------------------------------------------------- What Marian itself computed
+# ---------------------------------------------------------------- Results of Marian itself
 
 
 @VARIANTS
-def test_log_probabilities_are_those_of_marian(converted, variant):
+def test_log_probabilities_equal_those_of_marian(converted, variant):
     folder = converted(variant)
     tensors, notes = load_reference(variant)
     model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="float64").eval()
@@ -37,7 +37,7 @@ def test_log_probabilities_are_those_of_marian(converted, variant):
 
 
 @VARIANTS
-def test_translations_and_their_scores_are_those_of_marian(converted, variant):
+def test_translations_and_their_scores_equal_those_of_marian(converted, variant):
     folder = converted(variant)
     _, notes = load_reference(variant)
     model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
@@ -58,7 +58,7 @@ def test_translations_and_their_scores_are_those_of_marian(converted, variant):
 
 
 @VARIANTS
-def test_the_sinusoids_of_transformers_are_other_ones(variant):
+def test_the_sinusoids_of_transformers_are_different(variant):
     if not (CHECKPOINTS / variant).is_dir():
         pytest.skip(f"{CHECKPOINTS / variant} is not there")
     read = marian.read(CHECKPOINTS / variant, ConversionOptions(like="transformers"))
@@ -85,7 +85,7 @@ def test_a_check_runs_marian(converted, variant):
     torch.testing.assert_close(loss, expected, atol=1e-4, rtol=0)
 
 
-def test_the_search_is_as_decoder_yml_says(converted):
+def test_search_options_are_those_of_decoder_yml(converted):
     generation = AutoModelForSeq2SeqLM.from_pretrained(converted("marian/post")).generation_config
     assert (generation.num_beams, generation.length_penalty) == (12, 0.0)
     assert generation.suppress_tokens == [1]  # Marian does not produce <unk>
@@ -97,7 +97,7 @@ def test_the_pipeline_translates(converted):
 
 
 @VARIANTS
-def test_it_trains_on_from_the_same_loss(converted, variant):
+def test_training_continues_from_the_same_loss(converted, variant):
     model = AutoModelForSeq2SeqLM.from_pretrained(converted(variant))
     tensors, _ = load_reference(variant)
     lengths = torch.arange(tensors["target_ids"].shape[1]) < tensors["target_lengths"][:, None]
@@ -152,7 +152,7 @@ PRE_NORM = {
 
 
 def random_arrays(options):
-    """What `marian train` creates for these options, all values random."""
+    """The arrays that `marian train` creates for these options, with random values."""
     random = np.random.default_rng(0)
     arrays = {}
 
@@ -217,7 +217,7 @@ def save_random(folder, edit=lambda arrays: None, **changes):
 
 
 def model_of(read):
-    """What `convert` would save, in float64."""
+    """The model that `convert` would save, in float64."""
     read.expect_fit()
     model = VanillaTransformerForConditionalGeneration(read.config)
     model.load_state_dict(read.weights, strict=False)
@@ -332,16 +332,16 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_models_of_every_shape(tmp_path, shape):
+def test_models_of_every_architecture_are_converted(tmp_path, shape):
     options = {**OPTIONS, **SHAPES[shape]}
     folder = save_random(tmp_path / "model", **SHAPES[shape])
     found = converted_log_probs(folder)
     expected = marian_log_probs(random_arrays(options), options)
     torch.testing.assert_close(found[:, : expected.shape[1]], expected, atol=1e-9, rtol=0)
-    assert (found[:, expected.shape[1] :] < -1000).all()  # padding and the start are no words
+    assert (found[:, expected.shape[1] :] < -1000).all()  # padding and start are not words
 
 
-def test_learned_positions(tmp_path):
+def test_learned_positions_are_converted(tmp_path):
     table = np.random.default_rng(1).normal(size=(20, D)).astype(np.float32)
     folder = save_random(tmp_path / "model", lambda arrays: arrays.update(Wpos=table))
     expected = marian_log_probs({**random_arrays(OPTIONS), "Wpos": table}, OPTIONS)
@@ -349,7 +349,7 @@ def test_learned_positions(tmp_path):
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
 
 
-def test_a_projection_of_the_first_versions(tmp_path):
+def test_the_transposed_projection_of_the_first_versions_is_converted(tmp_path):
     def transpose(arrays):
         arrays["decoder_ff_logit_out_W"] = arrays.pop("decoder_ff_logit_out_Wt").T
 
@@ -360,7 +360,7 @@ def test_a_projection_of_the_first_versions(tmp_path):
 @pytest.mark.parametrize(
     ("version", "activation"), [("v1.12.2 1", "quick_gelu"), ("v1.12.3 1", "gelu")]
 )
-def test_the_gelu_of_a_version(tmp_path, version, activation):
+def test_the_variant_of_gelu_depends_on_the_version(tmp_path, version, activation):
     gelu = {"version": version, "transformer-ffn-activation": "gelu"}
     read = marian.read(save_random(tmp_path / "model", **gelu), ConversionOptions())
     assert read.config.activation_function == activation
@@ -378,7 +378,7 @@ def test_float16_stays_float16(tmp_path):
 # ---------------------------------------------------------------- Vocabularies and files
 
 
-def test_rows_that_fill_up_a_multiple_of_8_need_no_token(tmp_path):
+def test_rows_that_pad_to_a_multiple_of_8_need_no_token(tmp_path):
     folder = save_random(tmp_path / "model", **{"dim-vocabs": [16, 16]})
     lines = (folder / "vocab.a.yml").read_text().splitlines(keepends=True)
     (folder / "vocab.a.yml").write_text("".join(lines[:-3]))
@@ -386,13 +386,13 @@ def test_rows_that_fill_up_a_multiple_of_8_need_no_token(tmp_path):
     assert read.tokenizer("a2 a12 a15 zzz").input_ids == [2, 12, 1, 1, 0]
 
 
-def test_words_are_split_at_spaces_alone(tmp_path):
+def test_words_are_only_split_at_spaces(tmp_path):
     tokenizer = marian.read(save_random(tmp_path / "model"), ConversionOptions()).tokenizer
     assert tokenizer("  a2  a3\ta4 ").input_ids == [2, 1, 0]
     assert tokenizer("").input_ids == [0]
 
 
-def test_tokens_of_nematus(tmp_path):
+def test_special_tokens_of_nematus_are_read(tmp_path):
     folder = save_random(tmp_path / "model")
     for file in folder.glob("vocab.*"):
         file.write_text(file.read_text().replace("</s>", "eos").replace("<unk>", "UNK"))
@@ -401,7 +401,7 @@ def test_tokens_of_nematus(tmp_path):
     assert tokenizer.decode([2, 0], skip_special_tokens=True) == "b2"
 
 
-def test_vocabularies_of_nematus_in_json(tmp_path):
+def test_json_vocabularies_of_nematus_are_read(tmp_path):
     folder = save_random(tmp_path / "model")
     for name in "ab":
         vocab = vocabulary_files.read_marian_vocab(folder / f"vocab.{name}.yml")
@@ -415,7 +415,7 @@ def test_vocabularies_of_nematus_in_json(tmp_path):
     assert tokenizer(text_target="b11")["input_ids"] == [11, 0]
 
 
-def test_a_vocabulary_that_already_has_pad(tmp_path):
+def test_a_vocabulary_can_already_contain_pad(tmp_path):
     folder = save_random(tmp_path / "model")
     file = folder / "vocab.b.yml"
     file.write_text(file.read_text().replace("b5:", "<pad>:"))
@@ -442,20 +442,20 @@ def test_pieces_of_source_spm_are_looked_up_in_the_vocabulary(tmp_path):
     assert read.tokenizer("maus drei").input_ids == [2, 3, 4, 7, 8, 9, 0]
     assert read.tokenizer(">>de<< maus").input_ids == [5, 2, 3, 4, 0]
     assert read.tokenizer.decode([2, 3, 4, 0], skip_special_tokens=True) == "maus"
-    # "▁haus" has pieces that the vocabulary lacks: they look like <unk> to the model.
+    # "▁haus" has pieces that the vocabulary lacks: they have the embedding of <unk>.
     ids = read.tokenizer("haus").input_ids
     embeddings = read.weights["model.shared.weight"]
     assert (embeddings[[number for number in ids if number > 12]] == embeddings[1]).all()
 
 
 @pytest.mark.parametrize("name", ["", "model.npz", "model.npz.decoder.yml"])
-def test_a_folder_a_model_or_its_decoder_yml(tmp_path, name):
+def test_a_folder_a_model_or_its_decoder_yml_can_be_converted(tmp_path, name):
     folder = save_random(tmp_path / "model")
     assert marian.recognizes(folder / name)
     assert conversion.convert(folder / name, tmp_path / "ours").is_dir()
 
 
-def test_vocabularies_that_are_given(tmp_path):
+def test_vocabularies_can_be_given(tmp_path):
     folder = save_random(tmp_path / "model")
     (folder / "model.npz.decoder.yml").unlink()
     given = {f"{side}_vocabulary": str(folder / f"vocab.{name}.yml") for side, name in
@@ -465,7 +465,7 @@ def test_vocabularies_that_are_given(tmp_path):
         marian.read(folder, ConversionOptions())
 
 
-def test_training_options_go_on(tmp_path):
+def test_training_and_search_options_are_kept(tmp_path):
     folder = save_random(tmp_path / "model")
     training = {"transformer-dropout": 0.2, "label-smoothing": 0.1, "beam-size": 6}
     (folder / "model.npz.yml").write_text(yaml.safe_dump(training))
@@ -478,7 +478,7 @@ def test_training_options_go_on(tmp_path):
     assert read.generation == expected
 
 
-def test_options_of_the_search_that_are_left_out_are_named(tmp_path, caplog):
+def test_search_options_that_are_left_out_are_reported(tmp_path, caplog):
     folder = save_random(tmp_path / "model")
     marian.read(folder, ConversionOptions())
     assert not caplog.messages
@@ -515,7 +515,7 @@ REFUSED_OPTIONS = {
 
 
 @pytest.mark.parametrize("message", REFUSED_OPTIONS)
-def test_options_that_are_not_held_are_named(tmp_path, message):
+def test_unsupported_options_are_reported(tmp_path, message):
     options = {**OPTIONS, **REFUSED_OPTIONS[message]}
     folder = save_marian(tmp_path / "model", random_arrays(OPTIONS), options)
     with pytest.raises(ValueError, match="expected") as error:
@@ -538,14 +538,14 @@ REFUSED_ARRAYS = {
 
 
 @pytest.mark.parametrize("message", REFUSED_ARRAYS)
-def test_arrays_that_are_not_understood_are_named(tmp_path, message):
+def test_unsupported_arrays_are_reported(tmp_path, message):
     folder = save_random(tmp_path / "model", REFUSED_ARRAYS[message])
     with pytest.raises(ValueError, match=r"expected|know") as error:
         conversion.convert(folder, tmp_path / "ours")
     assert message in str(error.value)
 
 
-def test_a_planted_pickle_stays_asleep(tmp_path):
+def test_a_planted_pickle_is_not_executed(tmp_path):
     class Payload:
         def __reduce__(self):
             return open, (str(tmp_path / "executed"), "w")
@@ -560,14 +560,14 @@ def test_a_planted_pickle_stays_asleep(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
-def test_a_truncated_model_is_named(tmp_path, share):
+def test_a_truncated_model_is_reported(tmp_path, share):
     file = save_random(tmp_path / "model") / "model.npz"
     file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
     with pytest.raises(ValueError, match=r"model\.npz: expected a complete \.npz file"):
         conversion.convert(file.parent, tmp_path / "ours")
 
 
-def test_a_damaged_array_is_named(tmp_path):
+def test_a_damaged_array_is_reported(tmp_path):
     file = save_random(tmp_path / "model") / "model.npz"
     content = file.read_bytes()
     place = content.index(W1.encode()) + 300
@@ -577,7 +577,7 @@ def test_a_damaged_array_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_vocabulary_of_another_model_is_named(tmp_path, change):
+def test_a_vocabulary_of_a_different_model_is_reported(tmp_path, change):
     folder = save_random(tmp_path / "model")
     file = folder / "vocab.b.yml"
     lines = file.read_text().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""OpenNMT-py's checkpoints, and what other versions make of the same model."""
+"""OpenNMT-py's checkpoints, and those of the same model with other versions."""
 
 import re
 import shutil
@@ -32,7 +32,7 @@ FEED_FORWARD = "decoder.transformer_layers.1.feed_forward"
 
 @pytest.fixture
 def checkpoint():
-    """The checkpoint "a", to be changed."""
+    """The checkpoint "a", which a test can change."""
     path = CHECKPOINTS / "opennmt_py/a" / NAME
     if not path.is_file():
         pytest.skip(f"{path} is not there: it is test data that no package contains")
@@ -60,7 +60,7 @@ def expect_the_same(folder, tolerance=2e-6):
 
 
 @pytest.mark.parametrize("variant", ["a", "tied"])
-def test_a_converted_model_says_what_opennmt_py_said(converted, variant):
+def test_a_converted_model_gives_the_same_as_opennmt_py(converted, variant):
     expect_reference(converted(f"opennmt_py/{variant}"), f"opennmt_py/{variant}")
 
 
@@ -84,7 +84,7 @@ def test_a_pipeline_translates(converted):
 
 
 class Held:
-    """An object of another library that keeps attributes."""
+    """An object of another library, with attributes."""
 
     def __init__(self, **attributes):
         vars(self).update(attributes)
@@ -127,7 +127,7 @@ def _vocab(make, tokens):
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_versions_1_and_2_keep_their_vocabularies_in_objects(
+def test_versions_1_and_2_store_their_vocabularies_in_objects(
     checkpoint, converted_again, torchtext, is_zip
 ):
     def nest(side, field):
@@ -145,19 +145,19 @@ def test_versions_1_and_2_keep_their_vocabularies_in_objects(
     assert tokenizer("  maus\u00a0drei  neun ")["input_ids"] == [11, 20, 14]
 
 
-def test_fields_may_stand_in_a_list(checkpoint, converted_again, torchtext):
+def test_fields_can_be_in_a_list(checkpoint, converted_again, torchtext):
     before_version_3(checkpoint, torchtext, lambda side, field: [(side, field)])
     expect_the_same(converted_again())
 
 
-def test_vocabularies_may_stand_in_a_list(checkpoint, converted_again, torchtext):
+def test_vocabularies_can_be_in_a_list(checkpoint, converted_again, torchtext):
     vocab = checkpoint["vocab"]
     before_version_3(checkpoint, torchtext, lambda side, field: None)
     checkpoint["vocab"] = [(side, _vocab(torchtext, vocab[side])) for side in ("src", "tgt")]
     expect_the_same(converted_again())
 
 
-def test_features_of_words_are_refused(checkpoint, converted_again, torchtext):
+def test_word_features_are_refused(checkpoint, converted_again, torchtext):
     def nest(side, field):
         return [(side, field), (f"{side}_feat_0", field)]
 
@@ -166,7 +166,7 @@ def test_features_of_words_are_refused(checkpoint, converted_again, torchtext):
         converted_again()
 
 
-def test_weights_may_be_in_a_file_of_their_own(checkpoint, converted_again, tmp_path):
+def test_weights_can_be_in_a_separate_file(checkpoint, converted_again, tmp_path):
     generator = {f"generator.{name}": each for name, each in checkpoint.pop("generator").items()}
     weights = {**checkpoint.pop("model"), **generator}
     with pytest.raises(FileNotFoundError, match=r"weights in model_step_500\.safetensors"):
@@ -179,13 +179,13 @@ def test_weights_may_be_in_a_file_of_their_own(checkpoint, converted_again, tmp_
         converted_again()
 
 
-def test_the_last_checkpoint_of_a_folder_is_taken(checkpoint, converted_again, tmp_path):
+def test_the_last_checkpoint_of_a_folder_is_used(checkpoint, converted_again, tmp_path):
     (tmp_path / "model_step_1000.pt").touch()
     torch.save(checkpoint, tmp_path / "model_step_2000.pt")
     expect_the_same(conversion.convert(tmp_path, tmp_path / "converted"))
 
 
-def test_biases_are_read(checkpoint, converted_again):
+def test_every_bias_is_read(checkpoint, converted_again):
     """Biases that cancel each other out, so that each must be read."""
     model = checkpoint["model"]
     torch.manual_seed(0)
@@ -207,14 +207,14 @@ def test_biases_are_read(checkpoint, converted_again):
     assert (config.attention_bias, config.decoder_ffn_dim) == (True, 49)
 
 
-def test_queries_may_have_a_bias(checkpoint, converted_again):
+def test_queries_can_have_a_bias(checkpoint, converted_again):
     bias = checkpoint["model"][f"{ATTENTION}.linear_query.bias"] = torch.arange(32.0)
     attention = load(converted_again()).model.encoder.layers[0].self_attn
     assert torch.equal(attention.q_proj.bias, bias.double())
     assert not attention.k_proj.bias.any()
 
 
-def test_the_layer_norm_before_version_1_divides_by_another_deviation(checkpoint, converted_again):
+def test_the_layer_norm_before_version_1_uses_the_unbiased_deviation(checkpoint, converted_again):
     model = checkpoint["model"]
     for name in [name for name in model if "layer_norm" in name]:
         is_weight = name.endswith("weight")
@@ -223,8 +223,8 @@ def test_the_layer_norm_before_version_1_divides_by_another_deviation(checkpoint
     expect_the_same(converted_again(), 1e-5)
 
 
-def test_sines_may_stand_before_cosines(checkpoint, converted_again, converted):
-    """The same model with other frequencies, and its channels in the order of this table."""
+def test_sines_can_come_before_cosines(checkpoint, converted_again, converted):
+    """The same model with different frequencies, and its channels in the order of this table."""
     order, model = separated(32), checkpoint["model"]
     for name, tensor in list(model.items()):
         if re.search(r"(emb_luts\.0|linear_(query|keys|values)|w_1)\.weight$", name):
@@ -269,7 +269,7 @@ def test_a_model_without_positions_does_not_scale_its_embeddings(checkpoint, con
 # ---------------------------------------------------------------- Text
 
 
-def test_codes_beside_a_checkpoint_split_its_text(checkpoint, converted_again, tmp_path):
+def test_codes_next_to_a_checkpoint_split_its_text(checkpoint, converted_again, tmp_path):
     words = [word for side in ("src", "tgt") for word in checkpoint["vocab"][side][4:]]
     lines = ["#version: 0.2"]
     for word in words:
@@ -290,13 +290,13 @@ def test_codes_beside_a_checkpoint_split_its_text(checkpoint, converted_again, t
 
 
 def test_version_3_splits_at_spaces(converted):
-    """It takes the words of `line.strip().split(" ")`, and empty ones are unknown."""
+    """Its words are those of `line.strip().split(" ")`, and empty ones are unknown."""
     tokenizer = AutoTokenizer.from_pretrained(converted("opennmt_py/a"))
     assert tokenizer("\u00a0maus  drei\t ")["input_ids"] == [11, 0, 20]
     assert tokenizer("maus\u00a0drei neun")["input_ids"] == [0, 14]
 
 
-def test_what_stays_outside_is_in_the_model_card(checkpoint, converted_again):
+def test_preprocessing_that_is_not_converted_is_in_the_model_card(checkpoint, converted_again):
     checkpoint["opt"].transforms = ["onmt_tokenize", "filtertoolong"]
     checkpoint["opt"].src_subword_vocab = "words.txt"
     card = (converted_again() / "README.md").read_text()
@@ -307,7 +307,7 @@ def test_what_stays_outside_is_in_the_model_card(checkpoint, converted_again):
 # ---------------------------------------------------------------- Training
 
 
-def test_training_goes_on(converted):
+def test_training_continues(converted):
     tensors, _ = load_reference("opennmt_py/a")
     model = AutoModelForSeq2SeqLM.from_pretrained(converted("opennmt_py/a"))
     labels = tensors["target_ids"].masked_fill(tensors["target_ids"] == 1, -100)
@@ -365,13 +365,13 @@ def test_other_models_are_refused(checkpoint, converted_again, name, value):
         (lambda model: model.update({EMBEDDING: torch.zeros(25, 32)}), r"expected \(24, any\)"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(checkpoint, converted_again, change, message):
+def test_tensors_that_do_not_fit_are_reported(checkpoint, converted_again, change, message):
     change(checkpoint["model"])
     with pytest.raises(ValueError, match=message):
         converted_again()
 
 
-def test_special_tokens_must_be_there(checkpoint, converted_again):
+def test_missing_special_tokens_are_refused(checkpoint, converted_again):
     checkpoint["vocab"]["decoder_start_token"] = "__en__"
     with pytest.raises(ValueError, match="expected a token '__en__' in the vocabulary"):
         converted_again()
@@ -385,7 +385,7 @@ def test_a_truncated_file_is_refused(tmp_path, checkpoint):
         opennmt_py.read(tmp_path / NAME, conversion.ConversionOptions())
 
 
-def test_no_code_in_a_checkpoint_runs(checkpoint, converted_again, tmp_path, mark):
+def test_code_in_a_checkpoint_is_not_executed(checkpoint, converted_again, tmp_path, mark):
     checkpoint["optim"] = Payload(mark)
     with pytest.raises(ValueError, match=r"mkdir.* none of them is executed"):
         converted_again()

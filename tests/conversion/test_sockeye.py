@@ -91,7 +91,7 @@ def params_of(model):
 
 
 def config_of(model):
-    """What Sockeye's `config` says of such a model."""
+    """The contents of Sockeye's `config` for such a model."""
     config = model.config
     described = {
         "vocab_source_size": config.vocab_size,
@@ -142,22 +142,22 @@ def small():
     return random_model(lm_head_bias=True, **VARIANTS["post"])
 
 
-def test_a_converted_model_says_what_sockeye_says(converted):
+def test_a_converted_model_gives_the_same_as_sockeye(converted):
     expect_reference(converted("sockeye/post"), "sockeye/post")
 
 
-def test_training_goes_on_from_sockeyes_loss(converted):
+def test_training_continues_from_sockeyes_loss(converted):
     expect_training_to_go_on(converted("sockeye/post"), "sockeye/post")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_keep_their_log_probabilities(variant, tmp_path):
+def test_variants_have_the_same_log_probabilities(variant, tmp_path):
     model = random_model(lm_head_bias=True, **VARIANTS[variant])
     folder = convert(save(tmp_path / "sockeye", model), tmp_path / "ours")
     expect_same(folder, model)
 
 
-def test_positions_after_a_shorter_table_are_its_last(tmp_path, small):
+def test_positions_beyond_a_shorter_table_repeat_its_last_row(tmp_path, small):
     model = random_model(lm_head_bias=True, **VARIANTS["learned"])
     params = params_of(model)
     table = params["decoder.pos_embedding.weight"]
@@ -167,12 +167,12 @@ def test_positions_after_a_shorter_table_are_its_last(tmp_path, small):
     expect_same(convert(save(tmp_path / "sockeye", model, params), tmp_path / "ours"), model)
 
 
-def test_predictors_of_length_and_words_are_left_behind(tmp_path, small):
+def test_predictors_of_length_and_words_are_not_converted(tmp_path, small):
     params = params_of(small) | {"length_ratio.layers.0.weight": torch.zeros(1, 24)}
     expect_same(convert(save(tmp_path / "sockeye", small, params), tmp_path / "ours"), small)
 
 
-def test_a_translation_comes_out_as_text(converted):
+def test_a_translation_is_decoded_to_text(converted):
     translate = pipeline("translation", model=str(converted("sockeye/post")), num_beams=1)
     notes = load_reference("sockeye/post")[1]
     found = [each["translation_text"] for each in translate(notes["source_texts"])]
@@ -212,7 +212,7 @@ def score(model, tokenizer, source, target):
         ("config_decoder", "num_layers", None),
     ],
 )
-def test_what_the_model_lacks_is_refused_by_name(tmp_path, small, stack, option, value):
+def test_unsupported_options_are_refused_by_name(tmp_path, small, stack, option, value):
     described = config_of(small)[stack] | {option: value}
     folder = save(tmp_path / "sockeye", small, **{stack: described})
     with pytest.raises(ValueError, match=f"{option}=.*{value}"):
@@ -234,40 +234,40 @@ def test_other_kinds_of_models_are_refused_by_name(tmp_path, small, option, valu
         convert(folder, tmp_path / "ours")
 
 
-def test_an_unknown_tensor_is_named(tmp_path, small):
+def test_an_unknown_tensor_is_reported(tmp_path, small):
     params = params_of(small) | {"encoder.layers.0.lhuc.weight": torch.zeros(24)}
     with pytest.raises(ValueError, match=r"does not know: encoder.layers.0.lhuc.weight"):
         convert(save(tmp_path / "sockeye", small, params), tmp_path / "ours")
 
 
-def test_a_missing_tensor_is_named(tmp_path, small):
+def test_a_missing_tensor_is_reported(tmp_path, small):
     params = params_of(small)
     del params["decoder.layers.1.enc_attention.ff_kv.weight"]
     with pytest.raises(ValueError, match=r"decoder.layers.1.enc_attention.ff_kv.weight"):
         convert(save(tmp_path / "sockeye", small, params), tmp_path / "ours")
 
 
-def test_a_wrong_shape_is_named(tmp_path, small):
+def test_a_wrong_shape_is_reported(tmp_path, small):
     params = params_of(small) | {"output_layer.bias": torch.zeros(47)}
     with pytest.raises(ValueError, match=r"output_layer.bias.*\(47\), expected \(46\)"):
         convert(save(tmp_path / "sockeye", small, params), tmp_path / "ours")
 
 
-def test_other_sinusoids_are_refused(tmp_path, small):
+def test_different_sinusoids_are_refused(tmp_path, small):
     params = params_of(small)
     params["encoder.pos_embedding.weight"] = torch.rand(21, 24)
     with pytest.raises(ValueError, match=r"encoder.pos_embedding.weight: expected the sinusoids"):
         convert(save(tmp_path / "sockeye", small, params), tmp_path / "ours")
 
 
-def test_arrays_of_mxnet_are_refused(tmp_path, small):
+def test_mxnet_arrays_are_refused(tmp_path, small):
     folder = save(tmp_path / "sockeye", small)
     (folder / "params.best").write_bytes((0x112).to_bytes(8, "little") + bytes(64))
     with pytest.raises(ValueError, match="MXNet arrays, of Sockeye 1 or 2"):
         convert(folder, tmp_path / "ours")
 
 
-def test_quantised_parameters_are_refused(tmp_path, small):
+def test_quantized_parameters_are_refused(tmp_path, small):
     params = params_of(small)
     params["output_layer.weight"] = params["output_layer.weight"].to(torch.int8)
     with pytest.raises(ValueError, match=r"output_layer.weight is torch.int8"):
@@ -289,20 +289,20 @@ def test_a_vocabulary_that_does_not_match_is_refused(tmp_path, small):
         convert(folder, tmp_path / "ours")
 
 
-def test_a_missing_vocabulary_is_asked_for(tmp_path, small):
+def test_a_missing_vocabulary_is_reported(tmp_path, small):
     folder = save(tmp_path / "sockeye", small)
     (folder / "vocab.trg.0.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"trg.0.json: expected .* --target_vocabulary"):
         convert(folder, tmp_path / "ours")
 
 
-def test_a_payload_among_the_parameters_stays_asleep(tmp_path, small, mark):
+def test_a_payload_among_the_parameters_is_not_executed(tmp_path, small, mark):
     folder = save(tmp_path / "sockeye", small, params_of(small) | {"evil": Payload(mark)})
     with pytest.raises(ValueError, match=r"params.best: holds objects of posix.mkdir"):
         convert(folder, tmp_path / "ours")
 
 
-def test_a_payload_in_the_config_stays_asleep(tmp_path, small, mark):
+def test_a_payload_in_the_config_is_not_executed(tmp_path, small, mark):
     folder = save(tmp_path / "sockeye", small)
     with (folder / "config").open("a") as file:
         file.write(f"extra: !!python/object/apply:os.mkdir [{str(mark)!r}]\n")
@@ -310,7 +310,7 @@ def test_a_payload_in_the_config_stays_asleep(tmp_path, small, mark):
         convert(folder, tmp_path / "ours")
 
 
-def test_codes_split_words_and_unknown_pieces_look_like_unknown(tmp_path, small):
+def test_codes_split_words_and_missing_pieces_have_the_unknown_embedding(tmp_path, small):
     folder = save(tmp_path / "sockeye", small)
     vocabulary = json.loads((folder / "vocab.src.0.json").read_text())
     vocabulary["ab@@"] = vocabulary.pop("src0")
@@ -323,7 +323,7 @@ def test_codes_split_words_and_unknown_pieces_look_like_unknown(tmp_path, small)
     assert (ids[0], ids[1] >= 50, ids[2:]) == (4, True, [3])
 
 
-def test_a_folder_or_its_parameters_are_recognised(tmp_path, small):
+def test_a_folder_or_its_parameter_file_is_recognized(tmp_path, small):
     folder = save(tmp_path / "sockeye", small)
     shutil.copy(folder / "params.best", folder / "params.00003")
     assert all(map(sockeye.recognizes, (folder, folder / "params.00003")))
@@ -331,7 +331,7 @@ def test_a_folder_or_its_parameters_are_recognised(tmp_path, small):
 
 
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="the checkpoints are not there")
-def test_rates_and_versions_come_along(converted):
+def test_dropout_rates_and_versions_are_converted(converted):
     folder = converted("sockeye/post")
     config = json.loads((folder / "config.json").read_text())
     assert (config["dropout"], config["attention_dropout"], config["activation_dropout"]) == (

@@ -52,7 +52,7 @@ def field(number, value):
 
 
 def block(entries):
-    """A block of a table, in which each key shares what it can with the one before."""
+    """A block of a table; each key is stored without the prefix it shares with the one before."""
     data, last = b"", b""
     for key, value in entries:
         shared = next(
@@ -65,7 +65,7 @@ def block(entries):
 
 
 def save_tensors(prefix, tensors, shards=2):
-    """A checkpoint of TensorFlow's, every tensor in one of `shards` files."""
+    """A TensorFlow checkpoint, with every tensor in one of `shards` files."""
     numbers = {dtype: number for number, dtype in DTYPES.items()}
     data = [b""] * shards
     entries = [(b"", field(1, shards))]
@@ -103,7 +103,7 @@ def sealed(content):
 
 
 def variables_of(model, names="1.15", shards=3, space=0):
-    """Variables of tensor2tensor's, under the names of a version."""
+    """tensor2tensor's variables, under the names of a version."""
     learned = model.config.position_encoding == "learned"
     halve = (lambda weights: weights) if learned else to_halves
     ours = halve(split_state(model))
@@ -212,7 +212,7 @@ def hparams_of(model):
 def save(
     folder, model, variables=None, vocabularies=None, specials=("<pad>_", "<EOS>_"), **hparams
 ):
-    """A folder of tensor2tensor's."""
+    """A folder in tensor2tensor's format."""
     folder.mkdir()
     save_tensors(folder / "model.ckpt-7", variables or variables_of(model)[0])
     (folder / "hparams.json").write_text(json.dumps({**hparams_of(model), **hparams}))
@@ -237,11 +237,11 @@ def small():
 # ---------------------------------------------------------------- tests
 
 
-def test_a_converted_model_says_what_tensor2tensor_says(converted):
+def test_a_converted_model_gives_the_same_as_tensor2tensor(converted):
     expect_reference(converted("tensor2tensor/v1"), "tensor2tensor/v1")
 
 
-def test_training_goes_on_from_tensor2tensors_loss(converted):
+def test_training_continues_from_tensor2tensors_loss(converted):
     expect_training_to_go_on(converted("tensor2tensor/v1"), "tensor2tensor/v1")
 
 
@@ -277,7 +277,7 @@ def score(model, tokenizer, source, target):
         ({"tie_word_embeddings": False}, "1.15"),
     ],
 )
-def test_variants_keep_their_log_probabilities(tmp_path, config, names):
+def test_variants_have_the_same_log_probabilities(tmp_path, config, names):
     model = random_model(**T2T, **config)
     variables, constant = variables_of(model, names)
     folder = convert(save(tmp_path / "t2t", model, variables), tmp_path / "ours")
@@ -285,7 +285,7 @@ def test_variants_keep_their_log_probabilities(tmp_path, config, names):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_two_vocabularies_keep_their_matrices(tmp_path, tied):
+def test_two_vocabularies_keep_separate_matrices(tmp_path, tied):
     model = random_model(**T2T, decoder_vocab_size=46, tie_word_embeddings=tied)
     variables, constant = variables_of(model)
     folder = save(tmp_path / "t2t", model, variables)
@@ -301,8 +301,8 @@ def test_two_vocabularies_keep_their_matrices(tmp_path, tied):
 
 
 def test_tokenizer_and_configuration_name_the_same_tokens(tmp_path, small):
-    """Otherwise training changes the configuration, and the trained model fits no ensemble with the
-    converted one."""
+    """Otherwise training changes the configuration, and the trained model cannot form an ensemble
+    with the converted one."""
     folder = convert(save(tmp_path / "t2t", small, variables_of(small)[0]), tmp_path / "ours")
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -315,13 +315,13 @@ def test_many_shards_are_joined_by_number(tmp_path, small):
     expect_same(folder, small, start="zero", constant=constant)
 
 
-def test_the_optimizer_tells_the_target_space(tmp_path, small):
+def test_the_target_space_follows_from_the_optimizer_state(tmp_path, small):
     variables, constant = variables_of(small, space=8)
     folder = convert(save(tmp_path / "t2t", small, variables), tmp_path / "ours")
     expect_same(folder, small, start="zero", constant=constant)
 
 
-def test_the_prefix_of_the_files_is_enough(tmp_path, small):
+def test_the_prefix_of_the_files_can_be_given(tmp_path, small):
     prefix = save(tmp_path / "t2t", small) / "model.ckpt-7"
     assert find_format(prefix).NAME == "tensor2tensor"
     assert convert(prefix, tmp_path / "ours").is_dir()
@@ -335,13 +335,13 @@ def test_a_target_space_can_be_given(tmp_path, small):
     expect_same(ours, small, start="zero", constant=constant)
 
 
-def test_a_target_space_that_there_is_not_is_named(tmp_path, small):
+def test_an_unknown_target_space_is_reported(tmp_path, small):
     options = ConversionOptions(target_space_id=32)
     with pytest.raises(ValueError, match="target_space_id=32: expected 0 to 31"):
         convert(save(tmp_path / "t2t", small), tmp_path / "ours", options=options)
 
 
-def test_wider_keys_than_the_model_are_kept(tmp_path):
+def test_keys_wider_than_the_model_are_kept(tmp_path):
     model = random_model(**T2T, head_dim=10, value_head_dim=7)
     variables, constant = variables_of(model)
     widths = {"attention_key_channels": 40, "attention_value_channels": 28}
@@ -349,7 +349,7 @@ def test_wider_keys_than_the_model_are_kept(tmp_path):
     expect_same(convert(folder, tmp_path / "ours"), model, start="zero", constant=constant)
 
 
-def test_a_checkpoint_without_hyper_parameters_asks_for_heads(tmp_path, small):
+def test_a_checkpoint_without_hparams_requires_the_option_heads(tmp_path, small):
     folder = save(tmp_path / "t2t", small)
     (folder / "hparams.json").unlink()
     with pytest.raises(ValueError, match=r"no hparams.json .* expected --heads"):
@@ -358,7 +358,7 @@ def test_a_checkpoint_without_hyper_parameters_asks_for_heads(tmp_path, small):
     expect_same(ours, small, start="zero", constant=variables_of(small)[1])
 
 
-def test_heads_that_the_hyper_parameters_contradict_are_named(tmp_path, small):
+def test_heads_that_contradict_the_hparams_are_reported(tmp_path, small):
     folder, options = save(tmp_path / "t2t", small), ConversionOptions(heads=8)
     with pytest.raises(ValueError, match=r"heads=8: expected 4, as hparams.json has it"):
         convert(folder, tmp_path / "ours", options=options)
@@ -376,12 +376,12 @@ def test_heads_that_the_hyper_parameters_contradict_are_named(tmp_path, small):
         ("unidirectional_encoder", True),
     ],
 )
-def test_what_the_model_lacks_is_refused_by_name(tmp_path, small, name, value):
+def test_unsupported_hparams_are_refused_by_name(tmp_path, small, name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r}.*: expected "):
         convert(save(tmp_path / "t2t", small, **{name: value}), tmp_path / "ours")
 
 
-def test_another_model_is_refused_by_name(tmp_path, small):
+def test_a_different_model_is_refused_by_name(tmp_path, small):
     folder = save(tmp_path / "t2t", small)
     (folder / "flags.txt").write_text("--problem=x\n--model=universal_transformer\n")
     with pytest.raises(ValueError, match="model=universal_transformer: expected transformer"):
@@ -394,14 +394,14 @@ def test_a_language_model_is_refused(tmp_path, small):
         convert(save(tmp_path / "t2t", small, variables), tmp_path / "ours")
 
 
-def test_an_unknown_variable_is_named(tmp_path, small):
+def test_an_unknown_variable_is_reported(tmp_path, small):
     name = "transformer/body/encoder/layer_0/self_attention/multihead_attention/gates"
     variables = variables_of(small)[0] | {name: torch.zeros(3)}
     with pytest.raises(ValueError, match=f"does not know: {name}"):
         convert(save(tmp_path / "t2t", small, variables), tmp_path / "ours")
 
 
-def test_a_missing_variable_is_named(tmp_path, small):
+def test_a_missing_variable_is_reported(tmp_path, small):
     variables = variables_of(small)[0]
     gone = [
         name for name in variables if "decoder/layer_1/self_attention" in name and "/v/" in name
@@ -411,7 +411,7 @@ def test_a_missing_variable_is_named(tmp_path, small):
         convert(save(tmp_path / "t2t", small, variables), tmp_path / "ours")
 
 
-def test_a_wrong_shape_is_named(tmp_path, small):
+def test_a_wrong_shape_is_reported(tmp_path, small):
     variables = variables_of(small)[0]
     name = next(n for n in variables if n.endswith("encoder/layer_1/ffn/conv2/kernel"))
     variables[name] = torch.zeros(39, 24)
@@ -419,7 +419,7 @@ def test_a_wrong_shape_is_named(tmp_path, small):
         convert(save(tmp_path / "t2t", small, variables), tmp_path / "ours")
 
 
-def test_a_subword_that_reads_unk_makes_no_vocabulary_of_tokens(tmp_path, small):
+def test_a_subword_unk_does_not_make_a_vocabulary_of_whole_tokens(tmp_path, small):
     folder = save(tmp_path / "t2t", small)
     subwords = ["<pad>", "<EOS>", "UNK", "UN_", *"UNKabc_\\u;0123456789"]
     subwords += [f"w{n}" for n in range(50 - len(subwords))]
@@ -430,7 +430,7 @@ def test_a_subword_that_reads_unk_makes_no_vocabulary_of_tokens(tmp_path, small)
 
 
 def test_a_vocabulary_of_tokens_splits_at_white_space(tmp_path, small):
-    """That of translate_ende_wmt_bpe32k, the paper's data: text comes in byte-pair codes."""
+    """Like that of translate_ende_wmt_bpe32k, the paper's data, whose text has byte-pair codes."""
     folder = save(tmp_path / "t2t", small)
     (folder / "vocab.50.subwords").unlink()
     tokens = ["<pad>", "<EOS>", "ha@@", "us", "'s'", "_", "", *(f"w{n}" for n in range(42)), "UNK"]
@@ -447,7 +447,7 @@ def test_a_vocabulary_that_does_not_match_is_refused(tmp_path, small):
 
 
 @pytest.mark.parametrize("specials", [("<pad>_", "<EOS>_"), ("<pad>", "<EOS>")])
-def test_special_tokens_have_either_spelling(tmp_path, small, specials):
+def test_special_tokens_can_have_either_spelling(tmp_path, small, specials):
     folder = convert(save(tmp_path / "t2t", small, specials=specials), tmp_path / "ours")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = tokenizer(["w1", "w1 w2"], padding=True)["input_ids"]
@@ -462,7 +462,7 @@ def test_a_vocabulary_without_special_tokens_is_refused(tmp_path, small):
         convert(folder, tmp_path / "ours")
 
 
-def test_a_vocabulary_is_asked_for(tmp_path, small):
+def test_a_missing_vocabulary_is_reported(tmp_path, small):
     folder = save(tmp_path / "t2t", small)
     (folder / "vocab.50.subwords").unlink()
     with pytest.raises(FileNotFoundError, match=r"expected vocab\.\*\.subwords"):
@@ -478,7 +478,7 @@ def test_a_truncated_file_is_refused(tmp_path, small, suffix):
         TensorFlowCheckpoint(folder / "model.ckpt-7")
 
 
-def test_a_missing_shard_is_named(tmp_path, small):
+def test_a_missing_shard_is_reported(tmp_path, small):
     folder = save(tmp_path / "t2t", small)
     (folder / "model.ckpt-7.data-00001-of-00002").unlink()
     with pytest.raises(FileNotFoundError, match=r"model.ckpt-7.data-00001-of-00002"):
@@ -495,7 +495,7 @@ def test_a_damaged_index_is_refused(tmp_path, small):
         TensorFlowCheckpoint(folder / "model.ckpt-7")
 
 
-def test_all_tensors_come_back_as_they_were(tmp_path):
+def test_all_tensors_are_read_unchanged(tmp_path):
     tensors = {
         "a": torch.randn(3, 4),
         "b/c": torch.randn(2, dtype=torch.float64),
@@ -520,7 +520,7 @@ def test_the_newest_checkpoint_of_a_folder_is_read(tmp_path, small):
     assert tensor2tensor.find_index(folder / "model.ckpt-7").name == "model.ckpt-7.index"
 
 
-def test_a_payload_in_place_of_the_index_stays_asleep(tmp_path, small, mark):
+def test_a_payload_in_place_of_the_index_is_not_executed(tmp_path, small, mark):
     folder = save(tmp_path / "t2t", small)
     (folder / "model.ckpt-7.index").write_bytes(pickle.dumps(Payload(mark)))
     assert not tensor2tensor.recognizes(folder)
@@ -530,7 +530,7 @@ def test_a_payload_in_place_of_the_index_stays_asleep(tmp_path, small, mark):
 
 
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="the checkpoints are not there")
-def test_the_start_token_never_comes_out(converted):
+def test_the_start_token_is_never_decoded(converted):
     tokenizer = AutoTokenizer.from_pretrained(converted("tensor2tensor/v1"))
     assert tokenizer.decode([87, 2, 1], skip_special_tokens=True) == ""
 
@@ -538,14 +538,14 @@ def test_the_start_token_never_comes_out(converted):
 # ---------------------------------------------------------------- the toolkit itself
 
 
-def test_a_check_without_tensor2tensor_asks_for_a_python(tmp_path, small, monkeypatch):
+def test_a_check_without_tensor2tensor_reports_the_missing_python(tmp_path, small, monkeypatch):
     monkeypatch.delenv("TENSOR2TENSOR_PYTHON", raising=False)
     expected = "No module named 'tensor2tensor' in .*: set TENSOR2TENSOR_PYTHON"
     with pytest.raises(ImportError, match=expected):
         tensor2tensor.load_toolkit(save(tmp_path / "t2t", small), ConversionOptions())
 
 
-def test_a_check_shows_why_tensor2tensor_ended(tmp_path, small, monkeypatch):
+def test_a_check_shows_the_error_of_tensor2tensor(tmp_path, small, monkeypatch):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho no memory >&2\n")
     program.chmod(0o755)

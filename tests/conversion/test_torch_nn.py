@@ -61,7 +61,7 @@ class Tutorial(nn.Module):
 
 
 def save(folder, state, specials=TUTORIAL, sizes=(SOURCE, TARGET)):
-    """A state dict and its vocabularies."""
+    """Save a state dict and its vocabularies."""
     folder.mkdir()
     torch.save(state, folder / "model.pt")
     for side, size in zip(("src", "tgt"), sizes, strict=True):
@@ -82,12 +82,12 @@ def convert_state(tmp_path, state, names=None, **options):
 
 @torch.no_grad()
 def expect_same(folder, model):
-    """The converted model has the log-probabilities of torch's in double precision."""
+    """The converted model has the same log-probabilities as torch's in double precision."""
     sources, mask = ragged(7, 4)
     sources, targets = sources % SOURCE, random_ids(2, 6, TARGET)
     ours = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="float64").eval()
     found = ours(input_ids=sources, attention_mask=mask, decoder_input_ids=targets).logits
-    # torch's fast path for inference computes the same in another order
+    # torch's fast path for inference computes in a different order
     expected = model.double()(sources, mask, targets)
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=2e-6)
 
@@ -109,7 +109,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_keep_their_log_probabilities(tmp_path, variant):
+def test_variants_have_the_same_log_probabilities(tmp_path, variant):
     made, given = VARIANTS[variant]
     model = Tutorial(**made)
     expect_same(convert_state(tmp_path, model.state_dict(), **given), model)
@@ -136,7 +136,7 @@ def test_a_stack_without_a_table_has_the_papers_sinusoids(tmp_path, side):
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder", "both"])
-def test_a_norm_after_a_stack_may_be_missing(tmp_path, side):
+def test_the_norm_after_a_stack_can_be_missing(tmp_path, side):
     model = Tutorial()
     for stack in ("encoder", "decoder"):
         if side in (stack, "both"):
@@ -144,7 +144,7 @@ def test_a_norm_after_a_stack_may_be_missing(tmp_path, side):
     expect_same(convert_state(tmp_path, model.state_dict()), model)
 
 
-def test_other_names_come_from_a_table(tmp_path):
+def test_different_names_are_mapped_by_a_table(tmp_path):
     model = Tutorial()
     renamed = {
         name.replace("src_tok_emb.embedding", "source")
@@ -169,14 +169,14 @@ def test_other_names_come_from_a_table(tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "net."])
-def test_what_wrappers_add_is_removed(tmp_path, wrapper):
+def test_prefixes_of_wrappers_are_removed(tmp_path, wrapper):
     model = Tutorial()
     state = {f"{wrapper}{name}": tensor for name, tensor in model.state_dict().items()}
     expect_same(convert_state(tmp_path, {"epoch": 3, "state_dict": state}), model)
 
 
 @pytest.mark.parametrize("variant", ["torch_nn_transformer/post", "annotated_transformer/pre"])
-def test_a_converted_model_says_what_the_original_says(tmp_path, variant):
+def test_a_converted_model_gives_the_same_as_the_original(tmp_path, variant):
     if not (CHECKPOINTS / variant).is_dir():
         pytest.skip(f"{CHECKPOINTS / variant} is not there: it is test data")
     options = ConversionOptions(heads=4)
@@ -216,7 +216,7 @@ def annotated_state(model):
     return state
 
 
-def test_unbiased_layer_norms_are_folded(tmp_path):
+def test_unbiased_layer_norms_are_converted(tmp_path):
     model = random_model(
         vocab_size=SOURCE, decoder_vocab_size=TARGET, tie_word_embeddings=False, d_model=D,
         norm_position="pre", attention_bias=True, lm_head_bias=True,
@@ -230,7 +230,7 @@ def test_unbiased_layer_norms_are_folded(tmp_path):
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-6, atol=0)
 
 
-def test_the_fold_is_the_formula_of_the_annotated_transformer():
+def test_the_converted_layer_norm_equals_that_of_the_annotated_transformer():
     hidden = torch.randn(5, D, dtype=torch.float64)
     a_2, b_2 = torch.randn(2, D, dtype=torch.float64)
     theirs = a_2 * (hidden - hidden.mean(-1, keepdim=True)) / hidden.std(-1, keepdim=True) + b_2
@@ -244,19 +244,19 @@ def test_the_fold_is_the_formula_of_the_annotated_transformer():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_text_gets_the_special_tokens_that_it_had(tmp_path):
+def test_text_gets_the_same_special_tokens_as_in_training(tmp_path):
     folder = convert_state(tmp_path, Tutorial().state_dict(), names={"eos_after_source": False})
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer("src1 none")["input_ids"] == [2, 5, 0]
     assert tokenizer(text_target="tgt1")["input_ids"] == [5, 3]
 
 
-def test_heads_are_asked_for(tmp_path):
+def test_the_number_of_heads_is_required(tmp_path):
     with pytest.raises(ValueError, match=r"heads=None.*expected --heads, a divisor of d_model=24"):
         convert_state(tmp_path, Tutorial().state_dict(), heads=None)
 
 
-def test_heads_divide_the_width(tmp_path):
+def test_the_number_of_heads_must_divide_d_model(tmp_path):
     with pytest.raises(ValueError, match=r"heads=5: .* a divisor of d_model=24"):
         convert_state(tmp_path, Tutorial().state_dict(), heads=5)
 
@@ -270,17 +270,17 @@ def test_heads_divide_the_width(tmp_path):
         ({"projection": "out.weight"}, r"expected a tensor 'out.weight'"),
     ],
 )
-def test_an_option_that_is_not_understood_is_named(tmp_path, names, message):
+def test_an_unknown_option_is_reported(tmp_path, names, message):
     with pytest.raises(ValueError, match=message):
         convert_state(tmp_path, Tutorial().state_dict(), names=names)
 
 
-def test_an_activation_that_there_is_not_is_named(tmp_path):
+def test_an_unknown_activation_is_reported(tmp_path):
     with pytest.raises(ValueError, match="activation='softplus': expected one of gelu"):
         convert_state(tmp_path, Tutorial().state_dict(), activation="softplus")
 
 
-def test_an_unknown_tensor_is_named(tmp_path):
+def test_an_unknown_tensor_is_reported(tmp_path):
     state = Tutorial().state_dict() | {"copy.weight": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"does not know: copy.weight"):
         convert_state(tmp_path, state)
@@ -289,14 +289,14 @@ def test_an_unknown_tensor_is_named(tmp_path):
 @pytest.mark.parametrize(
     "name", ["transformer.decoder.layers.1.norm3.bias", "transformer.encoder.layers.0.linear2.bias"]
 )
-def test_a_missing_tensor_is_named(tmp_path, name):
+def test_a_missing_tensor_is_reported(tmp_path, name):
     state = Tutorial().state_dict()
     del state[name]
     with pytest.raises(ValueError, match=f"expected a tensor '{name}'"):
         convert_state(tmp_path, state)
 
 
-def test_a_wrong_shape_is_named(tmp_path):
+def test_a_wrong_shape_is_reported(tmp_path):
     state = Tutorial().state_dict() | {"tgt_tok_emb.embedding.weight": torch.zeros(TARGET, 12)}
     with pytest.raises(
         ValueError, match=r"tgt_tok_emb.embedding.weight'.*\(26, 12\), .*\(26, 24\)"
@@ -329,7 +329,7 @@ def test_a_vocabulary_that_does_not_match_is_refused(tmp_path, found):
         convert(file, tmp_path / "ours", options=ConversionOptions(heads=HEADS))
 
 
-def test_one_vocabulary_serves_both_sides(tmp_path):
+def test_one_vocabulary_can_be_used_for_both_sides(tmp_path):
     state = Tutorial().state_dict()
     state["src_tok_emb.embedding.weight"] = state["src_tok_emb.embedding.weight"][:TARGET]
     file = save(tmp_path / "torch", state, sizes=(TARGET, TARGET))
@@ -342,7 +342,7 @@ def test_one_vocabulary_serves_both_sides(tmp_path):
     assert (batch["input_ids"], batch["labels"]) == ([2, 5, 3], [5, 3])
 
 
-def test_a_missing_vocabulary_is_asked_for(tmp_path):
+def test_a_missing_vocabulary_is_reported(tmp_path):
     file = save(tmp_path / "torch", Tutorial().state_dict())
     (file.parent / "vocab.tgt.txt").unlink()
     with pytest.raises(FileNotFoundError, match="expected --target_vocabulary"):
@@ -357,7 +357,7 @@ def test_a_truncated_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("new_format", [True, False])
-def test_scores_and_options_beside_the_weights_do_no_harm(tmp_path, new_format):
+def test_scores_and_options_next_to_the_weights_are_ignored(tmp_path, new_format):
     model = Tutorial()
     state = {
         "state_dict": model.state_dict(), "loss": np.float64(1.5), "losses": np.zeros(3),
@@ -369,7 +369,7 @@ def test_scores_and_options_beside_the_weights_do_no_harm(tmp_path, new_format):
     expect_same(convert(file, tmp_path / "ours", options=options), model)
 
 
-def test_a_payload_stays_asleep(tmp_path, mark):
+def test_a_payload_is_not_executed(tmp_path, mark):
     state = {"model": Tutorial().state_dict(), "args": Payload(mark)}
     file = save(tmp_path / "torch", state)
     assert not torch_nn.recognizes(file)
@@ -377,7 +377,7 @@ def test_a_payload_stays_asleep(tmp_path, mark):
         convert(file, tmp_path / "ours", options=ConversionOptions(format="torch_nn", heads=HEADS))
 
 
-def test_other_state_dicts_are_not_recognised(tmp_path):
+def test_other_state_dicts_are_not_recognized(tmp_path):
     torch.save({"weight": torch.zeros(1)}, tmp_path / "other.pt")
     assert not torch_nn.recognizes(tmp_path / "other.pt")
     assert not torch_nn.recognizes(tmp_path / "absent.pt")
@@ -390,7 +390,7 @@ def test_the_definitions_of_a_notebook_are_compiled_without_its_examples(tmp_pat
     assert isinstance(torch_nn.annotated_transformer().f(), nn.Module)
 
 
-def test_a_check_of_the_annotated_transformer_asks_for_its_code(monkeypatch):
+def test_a_check_of_the_annotated_transformer_requires_its_code(monkeypatch):
     monkeypatch.delenv("ANNOTATED_TRANSFORMER", raising=False)
     with pytest.raises(ImportError, match=r"expected the file the_annotated_transformer\.py"):
         torch_nn.annotated_transformer()
