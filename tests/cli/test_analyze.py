@@ -37,7 +37,7 @@ def folder(checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def run(folder, monkeypatch, capsys):
-    """`analyze` with given flags in that folder, and what it prints."""
+    """Runs `analyze` with the given flags in that folder, and returns what it prints."""
     monkeypatch.chdir(folder)
 
     def analyze_with(*flags):
@@ -71,7 +71,7 @@ def test_heads_are_listed_drawn_and_pruned(run, folder):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The pictures are left out."""
+    """Skip drawing the pictures."""
     monkeypatch.setattr(analyze, "save", lambda figure, path: [path])
 
 
@@ -110,7 +110,7 @@ def test_alignments_have_an_error_rate_by_layer(run):
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}")
-def test_attention_becomes_a_page(run, folder):
+def test_attention_is_written_to_a_page(run, folder):
     assert run("attention", "--text", "the lake", "--output", "pages/a.html") == ["pages/a.html"]
     assert "<h2>Self-attention of the encoder</h2>" in (folder / "pages/a.html").read_text()
 
@@ -154,7 +154,9 @@ def test_an_exported_model_is_refused(run, folder, monkeypatch, engine):
         (["attention", "--text", "a", "--output", "a.png"], "output='a.png': expected a name"),
     ],
 )
-def test_what_cannot_be_analyzed_is_said_before_work_starts(run, monkeypatch, flags, message):
+def test_inputs_that_cannot_be_analyzed_are_reported_before_work_starts(
+    run, monkeypatch, flags, message
+):
     monkeypatch.delattr(analyze, "LoadingArguments")
     with pytest.raises(ValueError, match=message):
         run(*flags)

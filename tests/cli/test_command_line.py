@@ -37,16 +37,16 @@ def test_the_help_has_a_line_for_each_command(tmp_path):
     assert all(line.endswith(".") for line in lines)
 
 
-def test_the_version_is_the_packages(tmp_path):
+def test_the_version_is_that_of_the_package(tmp_path):
     printed = command_line("--version", cwd=tmp_path).stdout
     assert printed == f"vanilla-transformer {__version__}\n"
 
 
-def test_a_missing_extra_is_named(monkeypatch):
+def test_a_missing_extra_is_reported(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["vanilla-transformer", "evaluate"])
     monkeypatch.delitem(sys.modules, "vanilla_transformer.cli.evaluate", raising=False)
     monkeypatch.delitem(sys.modules, "vanilla_transformer.inference.metrics", raising=False)
-    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)  # as if it were not installed
     with pytest.raises(SystemExit, match=r"evaluate: needs the package .*\[train\]"):
         main.main()
 
@@ -176,8 +176,8 @@ def missing_package():
         (missing_package, False),
     ],
 )
-def test_only_errors_about_the_input_lose_their_traceback(monkeypatch, fails, expected):
-    monkeypatch.setattr(main, "PACKAGE", Path(__file__).parent)  # as if this file were in it
+def test_only_errors_about_the_input_are_shown_without_traceback(monkeypatch, fails, expected):
+    monkeypatch.setattr(main, "PACKAGE", Path(__file__).parent)  # as if it contained this file
     with pytest.raises((ValueError, OSError, ImportError)) as caught:
         fails()
     assert main.needs_traceback(caught.value) is expected
@@ -189,7 +189,7 @@ def test_without_a_connection_an_error_names_the_model(tmp_path):
     assert "error: outputs/none is not a folder here. " in process.stderr
 
 
-def test_a_path_that_is_no_name_on_the_hub_is_called_a_missing_folder(tmp_path):
+def test_a_path_that_cannot_be_a_hub_name_is_reported_as_a_missing_folder(tmp_path):
     name = str(tmp_path / "none")
     with pytest.raises(OSError, match="Repo id must") as caught:
         AutoConfig.from_pretrained(name)
@@ -197,7 +197,7 @@ def test_a_path_that_is_no_name_on_the_hub_is_called_a_missing_folder(tmp_path):
 
 
 @pytest.mark.parametrize("buffering", ["", "1"])
-def test_a_reader_that_stops_is_no_error(tmp_path, buffering):
+def test_a_reader_that_closes_standard_output_causes_no_error_message(tmp_path, buffering):
     source, sink = os.pipe()
     os.close(source)
     process = subprocess.run(
@@ -208,7 +208,7 @@ def test_a_reader_that_stops_is_no_error(tmp_path, buffering):
     assert (process.returncode, process.stderr) == (1, b"")
 
 
-def test_another_broken_pipe_is_an_error(monkeypatch):
+def test_any_other_broken_pipe_is_an_error(monkeypatch):
     def fail():
         raise BrokenPipeError("a worker has stopped")
 
@@ -219,7 +219,7 @@ def test_another_broken_pipe_is_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_commands_help_begins_with_its_purpose_and_examples(tmp_path, command):
+def test_a_commands_help_starts_with_its_purpose_and_examples(tmp_path, command):
     text = run_command(command, "--help", cwd=tmp_path).stdout
     usage, purpose, examples, *_ = text.split("\n\n")
     assert usage.startswith(f"usage: vanilla-transformer {command} ")
@@ -260,7 +260,7 @@ def test_training_shows_its_own_options_in_groups(tmp_path):
     assert len(every) == len(set(every))
 
 
-def test_recipes_are_listed_with_their_first_line(tmp_path):
+def test_recipes_are_listed_with_their_first_lines(tmp_path):
     lines = run_command("recipes", cwd=tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in lines] == recipe_names()
     assert {"phrases", "multi30k_tiny", "accelerate/fsdp2"} < set(recipe_names())
@@ -275,7 +275,7 @@ def test_a_recipe_is_printed_and_found(tmp_path, name):
     assert isinstance(yaml.safe_load(path.read_text()), dict)
 
 
-def test_what_is_printed_is_utf_8_whatever_the_locale(tmp_path, monkeypatch):
+def test_output_is_utf_8_in_any_locale(tmp_path, monkeypatch):
     """A recipe that was printed to a file can be read again."""
     monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
     text = recipe_path("multi30k_tiny").read_text(encoding="utf-8")
@@ -294,7 +294,7 @@ def test_an_unknown_recipe_is_refused_with_the_choices(tmp_path):
 
 def test_a_config_is_a_path_or_the_name_of_a_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "phrases").mkdir()  # a folder of this name, such as an output_dir, is no recipe
+    (tmp_path / "phrases").mkdir()  # a folder such as an output_dir is not a recipe
     assert find_recipe("phrases") == recipe_path("phrases")
     (tmp_path / "multi30k_tiny").write_text("seed: 2")
     assert find_recipe("multi30k_tiny") == Path("multi30k_tiny")

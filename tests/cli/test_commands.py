@@ -1,4 +1,4 @@
-"""The commands as a user runs them: one small training run, then all that follows from it."""
+"""The commands as a user runs them: one small training, then the commands that use its model."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def trained(folder):
     return folder / "model", process
 
 
-def test_training_leaves_a_whole_folder(trained):
+def test_training_leaves_a_complete_folder(trained):
     model, _ = trained
     files = {path.name for path in model.iterdir()}
     assert {
@@ -62,8 +62,8 @@ def test_training_prints_scores_for_each_split(trained):
     assert "tok:intl" in json.loads(lines[-1])["bleu_signature"]
 
 
-def test_a_log_holds_no_escape_sequences(trained):
-    """As bars within bars are made of: of evaluations with generation in a training."""
+def test_a_log_contains_no_escape_sequences(trained):
+    """Nested progress bars use them: those of evaluations with generation within a training."""
     _, process = trained
     assert "eval_bleu" in process.stdout
     assert "\x1b" not in process.stdout + process.stderr
@@ -104,8 +104,8 @@ def test_a_compiled_training_learns_the_same_from_batches_of_any_shape(trained, 
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_two_processes_find_the_scores_of_one(trained, folder):
-    """At the end of a training there is nothing left but to score its model."""
+def test_two_processes_compute_the_same_scores_as_one(trained, folder):
+    """A training that is resumed at its end only scores its model."""
     flags = ["--resume_from_checkpoint", "auto", "--ddp_backend", "gloo"]
     train = ("-m", "vanilla_transformer", "train")
     failed, output = run_ranks(2, *train, *TRAIN, *flags, cwd=folder)
@@ -117,7 +117,7 @@ def test_two_processes_find_the_scores_of_one(trained, folder):
     assert scores == expected
 
 
-def test_a_second_run_does_not_overwrite_and_can_go_on(trained, folder):
+def test_a_second_run_does_not_overwrite_and_can_resume(trained, folder):
     refused = run_command("train", *TRAIN, cwd=folder, check=False)
     assert refused.returncode != 0
     assert "already holds a model: choose another folder" in refused.stderr.splitlines()[-1]
@@ -125,7 +125,7 @@ def test_a_second_run_does_not_overwrite_and_can_go_on(trained, folder):
     flags = ["--max_steps", 6, "--resume_from_checkpoint", "true", *averaged]
     process = run_command("train", *TRAIN, *flags, cwd=folder)
     assert "The model is the mean of the checkpoints at steps [4, 6]" in process.stderr
-    assert "saved to" not in process.stderr  # by the folder in which the mean is computed
+    assert "saved to" not in process.stderr  # because of the folder in which the mean is computed
     state = json.loads((folder / "model" / "trainer_state.json").read_text())
     assert state["global_step"] == 6
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [
@@ -164,7 +164,7 @@ def test_a_second_run_does_not_overwrite_and_can_go_on(trained, folder):
     ],
     ids=str,
 )
-def test_missing_data_is_named_before_work_starts(tmp_path, options, message):
+def test_missing_data_is_reported_before_work_starts(tmp_path, options, message):
     (tmp_path / "lines").write_text("a house\nthe lake\n")
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub/validation.csv").write_text("source,target\na house,ein Haus\n")
@@ -179,7 +179,7 @@ def test_missing_data_is_named_before_work_starts(tmp_path, options, message):
     assert not (tmp_path / "model").exists()
 
 
-def test_files_and_streams_are_translated_alike(trained, folder):
+def test_files_and_streams_are_translated_the_same(trained, folder):
     lines = "On March 5, 2024\n\nthree hundred\r\n"
     (folder / "in.txt").write_bytes(lines.encode())
     flags = ["--model", trained[0], "--num_beams", 2, "--max_new_tokens", 5]
@@ -191,7 +191,7 @@ def test_files_and_streams_are_translated_alike(trained, folder):
     assert run_command("translate", *flags, "--source", "in.txt", cwd=folder).stdout == written
 
 
-def test_a_pipe_is_answered_line_by_line_until_its_reader_leaves(trained, folder):
+def test_a_pipe_is_translated_line_by_line_until_its_reader_closes_it(trained, folder):
     command = [sys.executable, "-m", "vanilla_transformer", "translate"]
     options = ["--model", "model", "--num_beams", "2", "--n_best", "2", "--max_new_tokens", "5"]
     process = subprocess.Popen(
@@ -206,7 +206,7 @@ def test_a_pipe_is_answered_line_by_line_until_its_reader_leaves(trained, folder
                 assert process.stdout.readline().startswith(f"{number} ||| ".encode())
         process.stdout.close()
         process.stdin.write(b"four\n")
-        process.wait(timeout=120)  # though standard input is still open
+        process.wait(timeout=120)  # although standard input is still open
         assert b"Error" not in process.stderr.read()
     finally:
         process.kill()
@@ -222,7 +222,7 @@ def test_a_pipe_is_answered_line_by_line_until_its_reader_leaves(trained, folder
         (["--num_beams", -1], "num_beams=-1: expected a whole number from 1"),
     ],
 )
-def test_options_are_checked_before_the_output_is_touched(trained, folder, flags, message):
+def test_options_are_checked_before_the_output_is_changed(trained, folder, flags, message):
     (folder / "source").write_text("three hundred\n")
     (folder / "kept").write_text("of an earlier job\n")
     files = ["--output", "kept"]
@@ -234,7 +234,7 @@ def test_options_are_checked_before_the_output_is_touched(trained, folder, flags
         assert not (folder / "kept.parts").exists()
 
 
-def test_the_best_hypotheses_come_with_scores(trained, folder):
+def test_the_best_hypotheses_are_printed_with_scores(trained, folder):
     options = ("--model", "model", "--num_beams", 3, "--n_best", 2, "--max_new_tokens", 5)
     process = run_command("translate", *options, cwd=folder, stdin="one\n\ntwo\n")
     lines = lines_of(process.stdout)
@@ -277,7 +277,7 @@ def test_evaluation_scores_either_translations_or_a_model(options):
         EvaluateArguments(["target"], **options)
 
 
-def test_evaluation_of_translations_has_no_beams():
+def test_evaluation_of_translations_refuses_num_beams():
     message = "num_beams=4: expected --model in place of --predictions"
     with pytest.raises(ValueError, match=message):
         EvaluateArguments(["target"], predictions=["output"], num_beams=4)
@@ -290,8 +290,8 @@ def test_the_phrases_recipe_reaches_97_percent_exact_match(folder):
     assert scores["exact_match"] >= 97
 
 
-def test_a_plan_says_how_long_a_training_takes(folder):
-    """It trains for some updates, keeps the measurement in the file, and leaves nothing else."""
+def test_a_plan_estimates_how_long_a_training_takes(folder):
+    """It trains for a few updates, saves the measurement in the file, and leaves nothing else."""
     options = [
         "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
         "--phrases_train_size", 200, "--vocab_size", 320, "--use_cpu", "--measured_steps", 2,
@@ -316,12 +316,12 @@ def test_a_plan_says_how_long_a_training_takes(folder):
     assert unit == "minutes"
     assert float(duration) == pytest.approx(tokens / speed / 60, abs=0.06)
     again = run_command("plan", *options, cwd=folder)
-    assert again.stdout.split() == process.stdout.split()  # nothing was measured again
+    assert again.stdout.split() == process.stdout.split()  # not measured again
     assert not (folder / "trainer_output").exists()
 
 
 def plan_and_train(folder, output, *options):
-    """The plan, and the state, the text's size and the card of the training."""
+    """The printed plan, and the trainer state, text size and model card of the training."""
     options = [
         "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
         "--phrases_train_size", 200, "--vocab_size", 320, *options,
@@ -335,7 +335,7 @@ def plan_and_train(folder, output, *options):
 
 
 def test_a_plan_counts_the_epochs_of_the_training(folder):
-    """Batches hold padding, so that an epoch has more of them than its tokens would fill."""
+    """Batches contain padding, so that an epoch has more of them than its tokens would fill."""
     sizes = ["--phrases_validation_size", 5, "--phrases_test_size", 5]
     options = ["--max_tokens", 60, "--max_steps", 50, *sizes]
     table, state, text, card = plan_and_train(folder, "planned", *options)
@@ -346,7 +346,7 @@ def test_a_plan_counts_the_epochs_of_the_training(folder):
     assert line in card
 
 
-def test_pairs_that_are_dropped_do_not_count_and_updates_are_whole(folder):
+def test_a_plan_ignores_dropped_pairs_and_rounds_updates(folder):
     sizes = ["--phrases_validation_size", 0, "--phrases_test_size", 0]
     options = ["--max_tokens", 24, "--oversized", "drop", "--gradient_accumulation_steps", 4]
     table, state, text, card = plan_and_train(
@@ -358,7 +358,7 @@ def test_pairs_that_are_dropped_do_not_count_and_updates_are_whole(folder):
 
 
 class Line(torch.nn.Linear):
-    """The smallest model that a trainer trains."""
+    """The smallest model that a trainer accepts."""
 
     def __init__(self):
         super().__init__(1, 1)
@@ -372,8 +372,8 @@ class Line(torch.nn.Linear):
     [({"num_train_epochs": 3.3}, 93), ({"num_train_epochs": 3.0}, 84), ({"max_steps": 92}, 92)],
     ids=str,
 )
-def test_a_plan_has_the_updates_of_a_trainer(options, updates, tmp_path):
-    """Of 28 updates in an epoch, 3.3 epochs are 92.4."""
+def test_a_plan_has_as_many_updates_as_a_trainer(options, updates, tmp_path):
+    """With 28 updates in an epoch, 3.3 epochs are 92.4 updates."""
     arguments = Seq2SeqTrainingArguments(
         str(tmp_path), use_cpu=True, per_device_train_batch_size=1, save_strategy="no",
         report_to=[], disable_tqdm=True, **options,
@@ -402,8 +402,8 @@ H200 = {
 }
 
 
-def test_a_plan_does_not_measure_the_first_updates(monkeypatch):
-    """Three slow ones, then two that take 1 and 2 seconds."""
+def test_a_plan_excludes_the_first_updates_from_its_measurement(monkeypatch):
+    """Three slow updates, then two that take 1 and 2 seconds."""
     now, durations = [100.0], [10.0, 20.0, 30.0, 1.0, 2.0]
     assert WARMUP == 3
     monkeypatch.setattr("vanilla_transformer.cli.plan.time.perf_counter", lambda: now[0])
@@ -447,8 +447,8 @@ def test_a_plan_divides_the_tokens_among_the_devices():
     }
 
 
-def test_a_plan_says_what_was_measured_with_another_update():
-    """And what a file of an older version does not tell."""
+def test_a_plan_says_how_its_measurement_differs_from_the_training():
+    """And what a file of an older version does not contain."""
     new = (
         "layer_weights", "heads", "accumulation", "processes", "source_ratio", "target_length",
     )  # fmt: skip
@@ -466,7 +466,7 @@ def test_a_plan_says_what_was_measured_with_another_update():
     assert measured_with(*pairs) == {"measured with": "batch 64 pairs"}
 
 
-def test_a_plan_measures_memory_where_the_module_resource_is_missing(monkeypatch):
+def test_a_plan_measures_memory_without_the_module_resource(monkeypatch):
     """As on Windows."""
     used = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=3 * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -479,7 +479,7 @@ def test_a_plan_measures_memory_where_the_module_resource_is_missing(monkeypatch
     assert 0.1 < plan["peak_gib"]() < 100
 
 
-def test_a_plan_adds_up_the_updates_without_and_with_r_drop(folder):
+def test_a_plan_adds_the_times_of_updates_without_and_with_r_drop(folder):
     (folder / "phases.json").write_text(
         json.dumps([H200, {**H200, "options": ["R-Drop"], "target_tokens_per_second": 2.5e-4}])
     )
@@ -512,8 +512,9 @@ def test_a_plan_for_two_processes_is_printed_once(folder):
     assert output.count("| measured with | processes 1 |") == 1
 
 
-def test_a_plan_for_a_device_that_this_machine_lacks(folder):
-    """It takes the speed from a file that was written elsewhere, and measures nothing."""
+def test_a_plan_can_be_for_a_device_that_this_machine_lacks(folder):
+    """It uses the speed from a file that was written on a different machine, and measures
+    nothing."""
     (folder / "elsewhere.json").write_text(json.dumps([H200]))
     options = [
         "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",

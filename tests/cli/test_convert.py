@@ -28,7 +28,7 @@ def test_it_converts_there_and_back(checkpoint, tmp_path):
     assert (tmp_path / "two" / "checkpoint_best.pt").is_file()
 
 
-def test_it_shards_and_names_the_licence(checkpoint, tmp_path):
+def test_it_writes_shards_and_the_licence(checkpoint, tmp_path):
     file = checkpoint / "checkpoint_best.pt"
     flags = ("--max_shard_size", "100KB", "--license", "mit", "--output_dir", "an/out")
     run_command("convert", file, *flags, cwd=tmp_path)
@@ -53,7 +53,7 @@ def test_it_shards_and_names_the_licence(checkpoint, tmp_path):
         ([".", "--output_dir", "out", "--moses", "de"], "moses=['de']: expected two languages"),
     ],
 )
-def test_what_it_cannot_do_is_named(tmp_path, words, message):
+def test_unsupported_conversions_are_reported(tmp_path, words, message):
     (tmp_path / "sub").mkdir()
     torch.save({}, tmp_path / "whole")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole").read_bytes()[:-100])
@@ -63,7 +63,7 @@ def test_what_it_cannot_do_is_named(tmp_path, words, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_options_that_the_way_back_does_not_read_are_named(checkpoint, tmp_path):
+def test_options_without_effect_on_converting_back_are_reported(checkpoint, tmp_path):
     run_command("convert", checkpoint, "--output_dir", "one", cwd=tmp_path)
     for flags, message in (
         (["--license", "mit"], "license='mit' has no effect with to='fairseq'"),
@@ -76,7 +76,7 @@ def test_options_that_the_way_back_does_not_read_are_named(checkpoint, tmp_path)
         assert not (tmp_path / "two").exists()
 
 
-def test_a_model_goes_back_only_where_it_came_from(checkpoint, tmp_path):
+def test_a_model_can_only_be_converted_back_to_its_own_toolkit(checkpoint, tmp_path):
     run_command("convert", checkpoint, "--output_dir", "one", cwd=tmp_path)
     flags = ("--to", "fsmt", "--output_dir", "two")
     process = run_command("convert", "one", *flags, cwd=tmp_path, check=False)
@@ -84,8 +84,8 @@ def test_a_model_goes_back_only_where_it_came_from(checkpoint, tmp_path):
 
 
 class Echo:
-    """A toolkit that is the converted model itself, perhaps with an error, and then the first
-    translation has a word more; perhaps it reports the target's own tokens alone."""
+    """A toolkit that returns what the converted model does. It can have an error, which also adds a
+    word to the first translation, and it can report only the target's own tokens."""
 
     def __init__(self, folder, error, of_targets_alone):
         from vanilla_transformer.conversion.check import Converted
@@ -120,7 +120,7 @@ def test_a_check_reports_the_largest_difference(
     assert f"equal greedy translations                {equal}" in table
 
 
-def test_a_check_without_the_toolkit_says_so(checkpoint, tmp_path):
+def test_a_check_without_the_toolkit_reports_it(checkpoint, tmp_path):
     (tmp_path / "lines.de").write_text("baum haus\n")
     flags = ("--output_dir", "one", "--check", "lines.de")
     printed = run_command("convert", checkpoint, *flags, cwd=tmp_path).stdout

@@ -27,7 +27,7 @@ TEXTS = {
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """`evaluate` with given flags among `TEXTS`, and what it prints."""
+    """Runs `evaluate` with the given flags in a folder with `TEXTS`, and returns what it prints."""
     monkeypatch.chdir(tmp_path)
     for name, text in TEXTS.items():
         (tmp_path / name).write_text(text)
@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch, capsys):
     return evaluate_with
 
 
-def test_metrics_are_chosen_and_references_are_several(run):
+def test_metrics_can_be_chosen_and_there_can_be_several_references(run):
     flags = ["--predictions", "a.de", "--metrics", "ter", "exact_match", "wer"]
     one = json.loads(run(*flags, "--target", "ref0"))
     two = json.loads(run(*flags, "--target", "ref0", "ref1"))
@@ -52,7 +52,7 @@ def test_metrics_are_chosen_and_references_are_several(run):
 
 
 @pytest.mark.parametrize("metric", ["bleu", "chrf"])
-def test_case_is_ignored_in_each_metric_that_knows_it(run, metric):
+def test_lowercase_applies_to_each_metric_that_supports_it(run, metric):
     flags = ["--predictions", "a.de", "--target", "ref0", "--metrics", metric]
     assert "case:mixed" in json.loads(run(*flags))[f"{metric}_signature"]
     assert "case:lc" in json.loads(run(*flags, "--lowercase"))[f"{metric}_signature"]
@@ -68,7 +68,7 @@ def test_signatures_name_the_tokenizer_and_the_test(run):
         assert named in json.loads(run(*flags, *more))["a.de"]["bleu_signature"].split("|")
 
 
-def test_a_model_has_the_scores_of_its_translations(run, checkpoint, tmp_path):
+def test_scores_of_a_model_are_those_of_its_translations(run, checkpoint, tmp_path):
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     model.generation_config.max_new_tokens = 9
     model.save_pretrained(tmp_path / "model")
@@ -96,7 +96,7 @@ def test_a_model_that_samples_has_the_same_scores_each_time(run, checkpoint, tmp
     assert run(*flags, "--metrics", "cer") == first
 
 
-def test_translations_that_are_cut_are_counted(run, checkpoint, tmp_path):
+def test_truncated_translations_are_counted(run, checkpoint, tmp_path):
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     model.generation_config.max_new_tokens = 3
     model.save_pretrained(tmp_path / "model")
@@ -121,7 +121,7 @@ def test_processes_translate_together_and_print_once(checkpoint, tmp_path):
     assert several.stderr.count(message) == alone.stderr.count(message)
 
 
-def test_systems_are_compared_in_one_line(run):
+def test_the_comparison_of_systems_is_printed_in_one_line(run):
     flags = ["--predictions", "a.de", "b.de", "--target", "ref0", "--metrics", "wer"]
     assert json.loads(run(*flags)) == {
         "a.de": {"wer": pytest.approx(100 / 3)},
@@ -146,7 +146,7 @@ def test_a_table_has_a_row_for_each_system(run):
     assert "p=1.0000" in second
 
 
-def test_scores_are_drawn_by_source_length(run, monkeypatch, tmp_path):
+def test_scores_are_plotted_by_source_length(run, monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(
         "vanilla_transformer.plotting.save", lambda figure, _: figures.append(figure)
@@ -189,7 +189,9 @@ def test_scores_are_drawn_by_source_length(run, monkeypatch, tmp_path):
         (["--source", "source", "--plot_by_length", "a.jpg"], "a.jpg: expected a name that ends"),
     ],
 )
-def test_what_cannot_be_scored_is_said_before_work_starts(run, monkeypatch, flags, message):
+def test_inputs_that_cannot_be_scored_are_reported_before_work_starts(
+    run, monkeypatch, flags, message
+):
     monkeypatch.delattr(evaluate, "make_metrics")
     defaults = {"--predictions": ["a.de"], "--target": ["ref0"]}
     given = [word for name in defaults if name not in flags for word in (name, *defaults[name])]
@@ -197,7 +199,7 @@ def test_what_cannot_be_scored_is_said_before_work_starts(run, monkeypatch, flag
         run(*given, *flags)
 
 
-def test_an_empty_source_is_named_before_the_model_is_read(run):
+def test_an_empty_source_is_reported_before_the_model_is_loaded(run):
     flags = ["--model", "no_such_model", "--source", "none", "--target", "none.de"]
     with pytest.raises(ValueError, match=r"^none: expected at least one line$"):
         run(*flags)

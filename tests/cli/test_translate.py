@@ -1,4 +1,4 @@
-"""`translate` as users call it: options of generate(), several models, what it writes."""
+"""`translate` as users call it: options of generate(), several models, and its output."""
 
 import gzip
 import json
@@ -50,7 +50,7 @@ def run(checkpoint, cwd, *flags, **options):
 
 
 def test_max_new_tokens_replaces_a_saved_max_length(checkpoint, tmp_path):
-    """transformers warns of two limits, once for each batch."""
+    """With two limits, transformers warns once per batch."""
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     saved = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(saved | {"max_length": 4}))
@@ -60,7 +60,7 @@ def test_max_new_tokens_replaces_a_saved_max_length(checkpoint, tmp_path):
 
 
 def test_max_length_replaces_a_saved_max_new_tokens(checkpoint, tmp_path):
-    # Converted models have one, and `generate()` takes it where there are both.
+    # Converted models have one, and `generate()` prefers it if both are set.
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     saved = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(saved | {"max_new_tokens": 4}))
@@ -80,7 +80,7 @@ def test_null_turns_an_option_of_the_model_off(checkpoint, tmp_path):
     assert run(folder, tmp_path, *flags).stdout == expected != forced
 
 
-def test_every_option_of_the_generation_config_is_offered_or_left_out_by_name():
+def test_every_option_of_the_generation_config_is_offered_or_excluded_by_name():
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     offered = set(generation_option_names())
     assert known - NOT_OFFERED <= offered
@@ -92,11 +92,11 @@ def test_every_option_of_the_generation_config_is_offered_or_left_out_by_name():
     [("3", 3), ("1e-3", 0.001), ("true", True), ("False", False), ("never", "never"),
      ("[[5, 6]]", [[5, 6]])],
 )  # fmt: skip
-def test_values_are_json_or_words(text, value):
+def test_values_of_options_are_json_or_words(text, value):
     assert parse_value(text) == value
 
 
-def test_a_whole_number_serves_where_transformers_expects_a_fraction():
+def test_an_integer_is_accepted_where_transformers_expects_a_float():
     parser = ArgumentParser()
     generation_options.add_generation_options(parser)
     options = vars(parser.parse_args(["--temperature", "2", "--top_k", "2"]))
@@ -112,8 +112,8 @@ def test_all_options_are_in_the_long_help(tmp_path):
     assert all(f"--{name} " in long for name in generation_option_names())
 
 
-def test_options_of_generate_reach_it(checkpoint, tmp_path):
-    """A translation without the tokens of another."""
+def test_options_of_generate_are_passed_on(checkpoint, tmp_path):
+    """The options change the translation."""
     plain = run(checkpoint, tmp_path, "--num_beams", 2, "--early_stopping", "never").stdout
     ids = '[["x"]]'
     refused = run(checkpoint, tmp_path, "--bad_words_ids", ids, check=False)
@@ -123,7 +123,7 @@ def test_options_of_generate_reach_it(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_seed_draws_the_same_translations_again(checkpoint, tmp_path, beams):
+def test_a_seed_reproduces_the_sampled_translations(checkpoint, tmp_path, beams):
     flags = ("--do_sample", "--num_beams", beams, "--temperature", 9.5)
     first, again, other = (
         run(checkpoint, tmp_path, *flags, "--seed", seed).stdout for seed in (1, 1, 2)
@@ -132,7 +132,7 @@ def test_a_seed_draws_the_same_translations_again(checkpoint, tmp_path, beams):
     assert first != other
 
 
-def test_an_ensemble_of_a_model_with_itself_is_the_model(checkpoint, tmp_path):
+def test_an_ensemble_of_a_model_with_itself_equals_the_model(checkpoint, tmp_path):
     flags = ("--num_beams", 3, "--n_best", 2)
     one = run(checkpoint, tmp_path, *flags).stdout
     two = run(checkpoint, tmp_path, "--model", checkpoint, f"{checkpoint}/", *flags).stdout
@@ -142,7 +142,7 @@ def test_an_ensemble_of_a_model_with_itself_is_the_model(checkpoint, tmp_path):
     assert scores[1] == pytest.approx(scores[0], abs=1e-5)
 
 
-def test_what_ends_in_gz_is_compressed(checkpoint, tmp_path):
+def test_files_that_end_in_gz_are_compressed(checkpoint, tmp_path):
     """From file to file, and from a stream to a file."""
     with gzip.open(tmp_path / "in.gz", "wt") as file:
         file.write(LINES)
@@ -170,7 +170,7 @@ def test_prefixes_scores_and_alignments_from_file_to_file(checkpoint, tmp_path):
     assert "2 of 3 translations reached their length limit" in process.stderr.splitlines()[-1]
 
 
-def test_scores_start_where_the_translation_does(checkpoint, tmp_path):
+def test_scores_start_where_the_translation_starts(checkpoint, tmp_path):
     (tmp_path / "in").write_text("three\n")
     flags = ["--source", "in", "--output", "out", "--n_best", 2, "--num_beams", 2, "--token_scores"]
     flags += ["--length_penalty", 0, "--max_new_tokens", 5, "--decoder_start_token_id", 7]
@@ -180,7 +180,7 @@ def test_scores_start_where_the_translation_does(checkpoint, tmp_path):
         assert sum(map(float, tokens.split())) == pytest.approx(float(score), abs=2e-3)
 
 
-# ---------------------------------------------------------------- Searches of other people
+# ---------------------------------------------------------------- Custom searches
 
 METHOD = """
 from transformers import GenerationMixin
@@ -221,7 +221,7 @@ class Forced(LogitsProcessor):
 
 @pytest.fixture
 def method(tmp_path):
-    """The name of a folder with a search that begins with the forced words."""
+    """The name of a folder with a custom search whose translations start with the forced words."""
     folder = tmp_path / "begin/custom_generate"
     folder.mkdir(parents=True)
     (folder / "generate.py").write_text(METHOD)
@@ -229,8 +229,8 @@ def method(tmp_path):
     return "begin"
 
 
-def test_a_method_forces_words(checkpoint, tokenizer, tmp_path, method):
-    """What begins with forced words is what a prefix gives."""
+def test_a_custom_search_can_force_words(checkpoint, tokenizer, tmp_path, method):
+    """A translation that starts with forced words equals one with a prefix."""
     (tmp_path / "in").write_text(LINES)
     (tmp_path / "prefixes").write_text("ein Haus\n\nein Haus\n")
     files = ("--source", "in", "--output", "out")
@@ -245,8 +245,10 @@ def test_a_method_forces_words(checkpoint, tokenizer, tmp_path, method):
     assert expected.startswith("ein Haus")
 
 
-def test_a_job_knows_the_code_of_its_method(checkpoint, tmp_path, method, monkeypatch):
-    """So that it is not resumed with other code."""
+def test_the_settings_of_a_job_include_the_code_of_its_custom_search(
+    checkpoint, tmp_path, method, monkeypatch
+):
+    """So that it is not resumed with different code."""
     monkeypatch.chdir(tmp_path)
     arguments = TranslateArguments([str(checkpoint)], custom_generate=method)
     loading = LoadingArguments(device="cpu", trust_remote_code=True)
@@ -260,7 +262,7 @@ def test_a_job_knows_the_code_of_its_method(checkpoint, tmp_path, method, monkey
     assert before != settings()
 
 
-def test_a_method_of_the_hub_is_looked_up_once(tmp_path, method, monkeypatch):
+def test_a_custom_search_on_the_hub_is_only_looked_up_once(tmp_path, method, monkeypatch):
     asked = []
 
     def download(name, allow_patterns):
@@ -272,7 +274,7 @@ def test_a_method_of_the_hub_is_looked_up_once(tmp_path, method, monkeypatch):
     assert asked == [("someone/begin", "custom_generate/*")]
 
 
-def test_forced_words_are_tokens_of_the_target(tokenizer):
+def test_forced_words_are_encoded_with_the_target_vocabulary(tokenizer):
     assert encode_forced_words(["See", "ein Haus"], tokenizer) == [
         tokenizer(text_target=text)["input_ids"][:-1] for text in ("See", "ein Haus")
     ]
@@ -289,7 +291,7 @@ def test_forced_words_are_tokens_of_the_target(tokenizer):
     ["--mbr", "bleu", "--num_beams", 3],
     ["--reverse_model", "{checkpoint}", "--num_beams", 3, "--length_weight", 0.2],
 ], ids=str)  # fmt: skip
-def test_reranking_gives_the_same_from_a_file_in_pieces_as_from_a_stream(
+def test_reranking_gives_the_same_from_a_file_in_chunks_as_from_a_stream(
     checkpoint, tmp_path, flags
 ):
     flags = [str(flag).format(checkpoint=checkpoint) for flag in (*flags, "--n_best", 2)]
@@ -302,8 +304,8 @@ def test_reranking_gives_the_same_from_a_file_in_pieces_as_from_a_stream(
 
 
 @pytest.mark.parametrize("beams", [1, 4])
-def test_samples_are_distinct_and_scored_by_their_log_probability(checkpoint, beams):
-    """Neither temperature nor length counts."""
+def test_samples_are_distinct_and_scored_by_log_probability(checkpoint, beams):
+    """Neither temperature nor length affects the score."""
     arguments = TranslateArguments([str(checkpoint)], n_best=4, token_scores=True)
     options = {"do_sample": True, "num_beams": beams, "temperature": 3.0, "max_new_tokens": 3}
     job = TranslationJob(arguments, LoadingArguments(device="cpu"), options)
@@ -365,7 +367,7 @@ def test_samples_are_distinct_and_scored_by_their_log_probability(checkpoint, be
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_bad_options_are_named_before_work_starts(checkpoint, tmp_path, flags, message):
+def test_invalid_options_are_reported_before_work_starts(checkpoint, tmp_path, flags, message):
     (tmp_path / "in").write_text(LINES)
     (tmp_path / "one").write_text("x\n")
     (tmp_path / "kept").write_text("of an earlier job\n")
@@ -388,8 +390,8 @@ def test_compiling_changes_no_translation_and_ends_after_two_lengths(
     checkpoint, monkeypatch, beams
 ):
     """One graph for the first step and one for all others; both again for the second length, and
-    then for any length."""
-    torch._dynamo.reset()  # what others have compiled
+    then they work for any length."""
+    torch._dynamo.reset()  # what other tests have compiled
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter, fullgraph=True))
     loading, found, graphs = LoadingArguments(device="cpu"), [], []
@@ -407,12 +409,12 @@ def test_the_default_compiler_changes_no_translation(checkpoint, tmp_path):
     stdin = "".join(f"{line}\n" for line in OF_ALL_LENGTHS[-3:])
     flags = ("--batch_size", 1, "--num_beams", 2)
     expected = run(checkpoint, tmp_path, *flags, stdin=stdin).stdout
-    # A copy of a process that has compiled would wait for its threads.
+    # A forked process would wait for the compiler's threads.
     compiled = run(checkpoint, tmp_path, *flags, "--compile", stdin=stdin, fresh=True)
     assert compiled.stdout == expected
 
 
-# ---------------------------------------------------------------- A terminal
+# ---------------------------------------------------------------- Columns, workers and terminals
 def test_a_column_of_a_parquet_file_is_translated_like_lines(checkpoint, tmp_path):
     table = pyarrow.table({"id": [1, 2, 3], "en": LINES.splitlines()})
     parquet.write_table(table, tmp_path / "in.parquet")
@@ -422,7 +424,7 @@ def test_a_column_of_a_parquet_file_is_translated_like_lines(checkpoint, tmp_pat
     assert found["translation"].to_pylist() == lines_of(run(checkpoint, tmp_path).stdout)
 
 
-def test_prefixes_go_with_a_column_of_several(checkpoint, tmp_path):
+def test_prefixes_can_be_combined_with_one_of_several_columns(checkpoint, tmp_path):
     table = pyarrow.table({"note": ["a", "b", "c"], "en": LINES.splitlines()})
     parquet.write_table(table, tmp_path / "in.parquet")
     (tmp_path / "prefixes").write_text("ein Haus\n\n\n")
@@ -433,7 +435,7 @@ def test_prefixes_go_with_a_column_of_several(checkpoint, tmp_path):
 
 @pytest.fixture
 def call(checkpoint):
-    """A call of the command, as workers get it."""
+    """A call of the command as workers receive it."""
     arguments = TranslateArguments([str(checkpoint)], n_best=1)
     return pickle.dumps(
         (arguments, LoadingArguments(device="cpu"), {"num_beams": 2, "max_new_tokens": 2})
@@ -448,13 +450,13 @@ def test_a_worker_translates_a_chunk(call, checkpoint, tmp_path):
     assert counts == [3, 2]
 
 
-def test_a_worker_with_another_model_is_refused(call):
+def test_a_worker_with_a_different_model_is_refused(call):
     settings = {**check_call(call), "weights": "others"}
     with pytest.raises(ValueError, match=r"^weights='\w{16}' on .*: expected 'others', as on"):
         translate_chunk(call, settings, ["a house"], 0)
 
 
-def test_ray_refuses_a_device_and_a_launcher(tmp_path):
+def test_ray_cannot_be_combined_with_a_device_or_a_launcher(tmp_path):
     (tmp_path / "in").touch()
     arguments = TranslateArguments(["model"], source=str(tmp_path / "in"), output="out")
     loading, workers = LoadingArguments(device="cpu"), RayWorkerArguments(ray=True, num_gpus=1)
@@ -465,7 +467,7 @@ def test_ray_refuses_a_device_and_a_launcher(tmp_path):
         expect_ray_options(arguments, loading, workers, num_processes=1)
 
 
-def test_without_ray_the_extra_is_named(monkeypatch):
+def test_without_ray_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     needed = "ray=True needs the package ray: pip install 'vanilla-transformer[ray]'"
     with pytest.raises(ImportError, match=re.escape(needed)):
@@ -473,7 +475,7 @@ def test_without_ray_the_extra_is_named(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_terminal_is_asked_for_a_line(checkpoint, tmp_path):
+def test_there_is_a_prompt_on_a_terminal(checkpoint, tmp_path):
     keyboard, stdin = pty.openpty()
     os.write(keyboard, b"a house\n\x04")
     process = subprocess.run(
@@ -488,11 +490,11 @@ def test_a_terminal_is_asked_for_a_line(checkpoint, tmp_path):
     assert process.stderr.count("> ") == 2
 
 
-def test_only_line_ends_are_taken_out_of_a_translation():
+def test_only_line_breaks_are_removed_from_a_translation():
     assert one_line("a\u2028b\r\nc\nd\x85") == "a\u2028b c d\x85"
 
 
-def test_files_that_are_read_twice_are_no_pipes(tmp_path):
+def test_files_that_are_read_twice_cannot_be_pipes(tmp_path):
     (tmp_path / "file").write_text("one\n")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"pipe: expected a file, not a pipe, as it is read twice"):

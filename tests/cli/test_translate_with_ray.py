@@ -1,4 +1,4 @@
-"""`translate --ray` on two machines, of which one is lost in the middle of the work."""
+"""`translate --ray` on two machines, one of which is lost during the work."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ def wait_until(condition, process):
         time.sleep(0.05)
 
 
-def test_workers_read_a_link_as_its_own_name_says(tmp_path, monkeypatch):
+def test_the_format_of_a_link_follows_from_its_own_name_for_workers_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "4766446201d1").touch()
     (tmp_path / "in.txt.gz").symlink_to("4766446201d1")
@@ -55,7 +55,7 @@ def test_workers_read_a_link_as_its_own_name_says(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_lost_machine_and_a_lost_command_lose_nothing(cluster, checkpoint, tmp_path):
+def test_losing_a_machine_or_the_command_loses_no_lines(cluster, checkpoint, tmp_path):
     """The output is that of `translate` on one machine, line by line."""
     lines = ["a house", "", "the lake is deep", "der See ist tief", " ", "tief"]
     numbered = (
@@ -96,7 +96,7 @@ def test_a_lost_machine_and_a_lost_command_lose_nothing(cluster, checkpoint, tmp
 
 
 @pytest.mark.slow
-def test_chunks_are_read_as_workers_need_them_and_errors_are_raised(cluster, monkeypatch):
+def test_chunks_are_read_lazily_and_errors_of_workers_are_raised(cluster, monkeypatch):
     monkeypatch.setattr(ray_workers, "CHUNKS_UNDER_WAY", 3)
     arguments = ray_workers.RayWorkerArguments(ray=True, ray_address=cluster.address)
     workers, read, found = ray_workers.RayWorkers(arguments), [], {}
