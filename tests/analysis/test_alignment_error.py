@@ -1,4 +1,4 @@
-"""The alignment error rate, on numbers worked out by hand, and of a model's layers."""
+"""The alignment error rate, for numbers computed by hand, and for a model's layers."""
 
 from math import isnan
 
@@ -29,13 +29,13 @@ GOLD = GoldAlignment(frozenset([SURE]), frozenset([SURE, POSSIBLE]))
     ("links", "error_rate", "precision", "recall"),
     [
         ([SURE], 0, 1, 1),
-        ([SURE, POSSIBLE], 0, 1, 1),  # a possible link is no error
+        ([SURE, POSSIBLE], 0, 1, 1),  # a possible link is not an error
         ([POSSIBLE], 1 / 2, 1, 0),
         ([(0, 1)], 1, 0, 0),
         ([SURE, POSSIBLE, (2, 2)], 1 / 4, 2 / 3, 1),  # 1 - (1 + 2) / (3 + 1)
     ],
 )
-def test_an_error_rate_by_hand(links, error_rate, precision, recall):
+def test_the_error_rate_equals_one_computed_by_hand(links, error_rate, precision, recall):
     assert score_alignments([links], [GOLD]) == pytest.approx((error_rate, precision, recall))
 
 
@@ -47,7 +47,7 @@ def test_links_are_counted_over_all_pairs():
         score_alignments(found, [GOLD])
 
 
-def test_a_file_has_sure_links_and_possible_ones(tmp_path):
+def test_a_file_can_have_sure_and_possible_links(tmp_path):
     (tmp_path / "links").write_text("0-0 1p2\n\n")
     assert read_gold_alignments(tmp_path / "links") == [
         GoldAlignment(frozenset([(0, 0)]), frozenset([(0, 0), (1, 2)])),
@@ -56,13 +56,13 @@ def test_a_file_has_sure_links_and_possible_ones(tmp_path):
 
 
 @pytest.mark.parametrize("link", ["1-0", "0-1"])
-def test_a_link_of_a_word_that_does_not_exist_is_named(link, tmp_path):
+def test_a_link_to_a_missing_word_is_reported(link, tmp_path):
     (tmp_path / "links").write_text(link)
     with pytest.raises(ValueError, match=f"links, line 1: link {link} between 1 and 1 words"):
         read_gold_alignments(tmp_path / "links", [("one", "eins")])
 
 
-def test_the_sample_by_hand_links_words_that_exist():
+def test_the_manually_aligned_sample_only_links_existing_words():
     """And most words have a sure link, in an order that differs between the languages."""
     pairs = list(zip(*(list(read_file(SAMPLE / side)) for side in ("en", "de")), strict=True))
     gold = read_gold_alignments(SAMPLE / "links", pairs)
@@ -74,8 +74,8 @@ def test_the_sample_by_hand_links_words_that_exist():
     assert score_alignments(monotone, gold).error_rate > 0.5
 
 
-def test_unknown_words_of_a_target_count(monkeypatch):
-    # Decoding leaves them out, which must not change the index of the words after them.
+def test_unknown_words_of_a_target_are_counted(monkeypatch):
+    # Decoding omits them, which must not change the index of the words after them.
     names = ["<pad>", "<s>", "</s>", "<unk>", "a", "b", "c"]
     raw = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -95,7 +95,7 @@ def test_unknown_words_of_a_target_count(monkeypatch):
             assert score == (0, 1, 1)
 
 
-def test_a_pair_without_tokens_is_counted_from_1_in_the_whole_text(monkeypatch):
+def test_a_pair_without_tokens_is_reported_with_its_number_in_the_text(monkeypatch):
     monkeypatch.setattr(scoring, "LINES_PER_WINDOW", 1)
     names = ["<pad>", "<s>", "</s>", "<unk>", "a"]
     tokenizer = words({name: i for i, name in enumerate(names)}, Specials(template="$A"))

@@ -42,8 +42,9 @@ def loss_of(model, tokenizer, pair):
     return F.cross_entropy(logits[0], inputs["labels"][0], reduction="sum")
 
 
-def test_importance_is_the_slope_of_the_loss_in_the_mask(model, tokenizer, report):
-    """The mean of its size over the pairs, found here with two masks close to 1."""
+def test_importance_is_the_derivative_of_the_loss_by_the_head_mask(model, tokenizer, report):
+    """Its mean absolute value over the pairs, computed here as a difference of two masks close to
+    1."""
     tokens = sum(len(tokenizer(text_target=target)["input_ids"]) for _, target in PAIRS)
     model.double()
     try:
@@ -80,7 +81,7 @@ def test_confidence_is_the_mean_of_the_largest_weights(model, tokenizer, report)
     }  # fmt: skip
 
 
-def test_batches_do_not_change_what_is_measured(model, tokenizer, report):
+def test_the_batch_size_does_not_change_the_measurements(model, tokenizer, report):
     alone = analyze_heads(PAIRS, model.train(), tokenizer, max_tokens=1)  # without dropout
     for kind, values in report.importance.items():
         torch.testing.assert_close(alone.importance[kind], values)
@@ -88,7 +89,7 @@ def test_batches_do_not_change_what_is_measured(model, tokenizer, report):
     assert alone.loss == pytest.approx(report.loss)
 
 
-def test_text_and_attention_that_give_no_weights_are_refused(model, tokenizer):
+def test_inputs_without_attention_weights_are_refused(model, tokenizer):
     with pytest.raises(ValueError, match="the text is empty: expected one pair of sentences"):
         analyze_heads([], model, tokenizer)
     for config in (BartConfig(), small_config(is_encoder_decoder=False)):
@@ -109,7 +110,7 @@ def test_each_layer_keeps_its_most_important_heads(model, report):
             assert values[mask].min() > values[~mask].max()
 
 
-def test_a_pruned_model_computes_what_the_masked_one_does(model, report, tokenizer, tmp_path):
+def test_a_pruned_model_equals_the_model_with_masked_heads(model, report, tokenizer, tmp_path):
     masks = most_important(model.config, report.importance, 0.3)
     prune_heads(model, masks).save_pretrained(tmp_path)
     pruned = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
@@ -131,7 +132,7 @@ def test_a_pruned_model_computes_what_the_masked_one_does(model, report, tokeniz
     assert [len(layers) for layers in attention_modules(pruned).values()] == [2, 3, 3]
 
 
-def test_generation_settings_and_precision_survive_pruning(model, report):
+def test_pruning_keeps_generation_settings_and_precision(model, report):
     masks = most_important(model.config, report.importance, 0.3)
     model.generation_config.num_beams = 3
     pruned = prune_heads(deepcopy(model).bfloat16(), masks)
@@ -149,10 +150,10 @@ def test_generation_settings_and_precision_survive_pruning(model, report):
         ({}, 0.5, "heads of encoder and decoder differ in width"),
     ],
 )
-def test_what_cannot_be_pruned_is_refused(options, share, message):
+def test_impossible_pruning_is_refused(options, share, message):
     with pytest.raises(ValueError, match=message):
         expect_prunable(small_config(**options), share)
 
 
-def test_a_head_is_left_in_each_layer():
+def test_each_layer_keeps_at_least_one_head():
     assert expect_prunable(small_config(**SIX), 0.99) == {"encoder": 1, "decoder": 1}

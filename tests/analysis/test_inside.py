@@ -1,4 +1,4 @@
-"""Positions, embeddings and the page of attention."""
+"""Positions, embeddings and the page with attention weights."""
 
 import math
 from itertools import product
@@ -41,7 +41,7 @@ def translator(checkpoint):
 # ---------------------------------------------------------------- Positions
 
 
-def test_sinusoids_a_number_of_tokens_apart_are_equally_alike_everywhere(translator):
+def test_the_similarity_of_sinusoids_only_depends_on_their_distance(translator):
     encodings = position_encodings(translator[0].model.encoder.embed_positions, 30)
     similarities = position_similarities(encodings)
     frequencies = 10000 ** (-torch.arange(0, 24, 2) / 24)
@@ -54,7 +54,7 @@ def test_sinusoids_a_number_of_tokens_apart_are_equally_alike_everywhere(transla
     assert torch.equal(torch.tensor(axes.images[0].get_array()), similarities)
 
 
-def test_reach_is_measured_over_the_tokens_of_each_sentence(translator):
+def test_attention_reach_is_measured_over_the_tokens_of_each_sentence(translator):
     model, tokenizer = translator
     reach = attention_reach(PAIRS, model, tokenizer)
     assert list(reach) == ["distance", "previous", "same", "next"]
@@ -91,7 +91,7 @@ def test_heads_are_drawn_by_layer(translator):
 
 
 @pytest.mark.parametrize("scale_embedding", [True, False])
-def test_the_factor_decides_how_much_of_the_input_is_position(scale_embedding):
+def test_the_embedding_scale_determines_the_share_of_position_in_the_input(scale_embedding):
     model = seq2seq(scale_embedding=scale_embedding)
     report = analyze_embeddings(model.model.encoder, 40)
     weight = model.model.encoder.embed_tokens.weight.detach()
@@ -137,7 +137,7 @@ def test_each_stack_has_its_own_vocabulary(tokenizer):
         assert vocabulary_of(tokenizer, stack) is tokenizer.backend_tokenizer
 
 
-def test_neighbours_are_those_of_one_token(translator):
+def test_neighbours_are_only_found_for_single_tokens(translator):
     message = "tokens='lakehouse': expected one token of the vocabulary, but it consists of ' lake'"
     with pytest.raises(ValueError, match=message):
         nearest_tokens(torch.eye(300), vocabulary_of(translator[1], "encoder"), ["lakehouse"])
@@ -153,7 +153,7 @@ def test_a_token_inside_a_text_without_spaces_has_neighbours():
     assert nearest_tokens(matrix, vocabulary, ["苹果"], 1)["苹果"][0][0] == "<0x01>"
 
 
-def test_a_word_is_the_token_at_the_start_of_a_text_rather_than_one_inside():
+def test_a_word_is_looked_up_as_a_token_at_the_start_of_a_text_first():
     vocabulary = train_tokenizer(["a b"] * 3, 270, show_progress=False).backend_tokenizer
     start, inside = map(vocabulary.token_to_id, (" a", "a"))
     matrix = torch.eye(vocabulary.get_vocab_size())
@@ -163,8 +163,8 @@ def test_a_word_is_the_token_at_the_start_of_a_text_rather_than_one_inside():
 
 
 @pytest.mark.parametrize("word", ["boat", "See"])
-def test_a_word_that_the_model_lacks_has_no_neighbours(word):
-    """Neither one that the vocabulary lacks, nor one beyond the rows of the matrix."""
+def test_a_word_missing_from_the_model_has_no_neighbours(word):
+    """Neither a word missing from the vocabulary, nor one beyond the rows of the matrix."""
     names = ["<pad>", "<s>", "</s>", "<unk>", "lake", "See"]
     vocabulary = words({name: i for i, name in enumerate(names)}, Specials()).backend_tokenizer
     matrix = torch.eye(5)
@@ -178,7 +178,7 @@ def test_a_word_that_the_model_lacks_has_no_neighbours(word):
 
 
 @pytest.mark.parametrize("view", ["head", "model"])
-def test_the_page_has_the_weights_of_each_use(translator, view):
+def test_the_page_has_the_weights_of_each_kind_of_attention(translator, view):
     pytest.importorskip("bertviz")
     pytest.importorskip("IPython")
     maps = [attention_maps(*translator, "the lake is", "See ist", kind) for kind in KINDS]
@@ -195,7 +195,7 @@ def test_the_page_has_the_weights_of_each_use(translator, view):
     assert '"right_text": ["the", "lake", "is", "</s>"]' in page
 
 
-def test_a_page_needs_bertviz_and_a_known_view(translator, monkeypatch):
+def test_a_page_requires_bertviz_and_a_known_view(translator, monkeypatch):
     maps = [attention_maps(*translator, "the lake", "See")]
     with pytest.raises(ValueError, match="view='neuron': expected one of head, model"):
         attention_page(maps, "neuron")
