@@ -8,7 +8,7 @@ from scripts.api import DOCUMENT, FORWARD, REPOSITORY, reference
 
 PACKAGE = griffe.load("vanilla_transformer", search_paths=[REPOSITORY], docstring_parser="google")
 TEXT = DOCUMENT.read_text(encoding="utf-8")
-# Their fields and the arguments of a base class are no parameters that griffe finds.
+# griffe does not find their fields and the arguments of a base class as parameters.
 INHERITS = {"VanillaTransformerConfig", "BPEDropoutDataset"}
 
 
@@ -22,16 +22,16 @@ def functions(found):
             yield from functions(member)
 
 
-def test_the_page_is_made_from_the_code():
+def test_the_page_is_up_to_date_with_the_code():
     assert reference() == TEXT, "run `python -m scripts.api --write`"
 
 
-def test_every_name_is_imported_as_the_page_says():
+def test_every_name_can_be_imported_as_the_page_says():
     for block in re.findall(r"```py\n(from .*)", TEXT):
         exec(block)
 
 
-def test_descriptions_that_a_description_refers_to_are_on_the_page():
+def test_descriptions_only_refer_to_names_on_the_page():
     names = set(re.findall(r"^### `(?:\w+\.)?(\w+)`", TEXT, re.MULTILINE))
     referred = re.findall(r"\b(?:As|Same as|as for) (?:for |in )?`(\w+)`", TEXT)
     assert len(referred) > 5
@@ -52,7 +52,7 @@ def test_docstrings_name_parameters_that_exist():
     assert described > 300
 
 
-def test_what_a_model_reads_is_described():
+def test_every_input_of_the_model_is_described():
     model = PACKAGE["model.modeling_vanilla_transformer.VanillaTransformerForConditionalGeneration"]
     listed = TEXT.partition("**Parameters of `forward`**")[2].partition("\n\nReturns")[0]
     told = set(", ".join(re.findall(r"^- `([\w, ]+)`", listed, re.MULTILINE)).split(", "))

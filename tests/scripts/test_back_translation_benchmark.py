@@ -10,7 +10,9 @@ from scripts.benchmarks.back_translation import BackTranslationArguments, to_mar
 
 
 @pytest.mark.slow
-def test_the_rest_is_translated_back_and_joins_the_pairs(multi30k_folder, tiny_options, tmp_path):
+def test_the_rest_is_back_translated_and_added_to_the_pairs(
+    multi30k_folder, tiny_options, tmp_path
+):
     flags = ["--data", multi30k_folder, "--output_dir", "out"]
     flags += ["--pairs", 6, "--updates", 4, "--every", 2]
     flags += ["--method", "sampling", "--options", f"{tiny_options} --vocab_size=300"]
@@ -29,7 +31,7 @@ def test_the_rest_is_translated_back_and_joins_the_pairs(multi30k_folder, tiny_o
     assert "<BT>" in tokenizer.get_vocab()
 
 
-def test_the_table_says_what_is_due_to_chance():
+def test_the_table_contains_p_values():
     runs = {
         row: {"bleu": score, "chrf": 2 * score}
         for row, score in (("reverse", 20.0), ("pairs", 21.0), ("back_translation", 25.0))
@@ -41,7 +43,7 @@ def test_the_table_says_what_is_due_to_chance():
     ]
 
 
-def test_missing_text_is_named(multi30k_folder):
+def test_missing_text_is_reported(multi30k_folder):
     (multi30k_folder / "val.de").unlink()
     with pytest.raises(FileNotFoundError, match=r"expected a folder with val\.de"):
         BackTranslationArguments(str(multi30k_folder), "out")

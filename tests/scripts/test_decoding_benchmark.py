@@ -74,7 +74,7 @@ def test_the_table_compares_with_the_first_row():
         ({"rows": ["beam_4"]}, "rows='beam_4': in none of beam_5, greedy, mbr_chrf_32_samples"),
     ],
 )
-def test_what_no_row_can_use_is_refused_before_decoding(files, options, message):
+def test_options_that_no_row_can_use_are_refused_before_decoding(files, options, message):
     with pytest.raises(ValueError, match=message):
         DecodingArguments(["a"], **files, output_dir="out", **options)
 

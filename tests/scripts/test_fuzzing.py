@@ -1,4 +1,4 @@
-"""What the families of scripts/checks/fuzz.py check, and that the harness sees failures."""
+"""What the families of scripts/checks/fuzz.py check, and that the harness detects failures."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ from vanilla_transformer.model.cache import CACHE_NAME
 FEW, MANY = 30, 1000
 
 
-def assert_right_or_refused(family, cases):
+def assert_correct_or_refused(family, cases):
     @settings(
         max_examples=cases,
         deadline=None,
@@ -39,20 +39,20 @@ def assert_right_or_refused(family, cases):
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch):
-    """The families that read files move it."""
+    """Restores the cache folder, which families that read files change."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", None)
 
 
 @pytest.mark.parametrize("name", fuzz.FAMILIES)
-def test_each_case_is_right_or_refused(name):
+def test_each_case_is_correct_or_refused(name):
     # a comparison computes everything twice, and more
-    assert_right_or_refused(fuzz.FAMILIES[name], FEW // 3 if name in fuzz.COMPARISONS else FEW)
+    assert_correct_or_refused(fuzz.FAMILIES[name], FEW // 3 if name in fuzz.COMPARISONS else FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", fuzz.FAMILIES)
-def test_each_of_many_cases_is_right_or_refused(name):
-    assert_right_or_refused(fuzz.FAMILIES[name], MANY)
+def test_each_of_many_cases_is_correct_or_refused(name):
+    assert_correct_or_refused(fuzz.FAMILIES[name], MANY)
 
 
 def raised_by(function):
@@ -63,7 +63,7 @@ def raised_by(function):
     raise AssertionError("nothing was raised")
 
 
-def test_a_refusal_is_raised_on_purpose_and_names_what_is_wrong():
+def test_a_refusal_is_an_intended_error_that_names_the_input():
     refusal = raised_by(lambda: families.small_model("seq2seq", "learned", "sdpa")(input_ids=[[1]]))
     assert families.is_refusal(refusal, ["input_ids"])
     assert not families.is_refusal(refusal, ["labels"])
@@ -74,7 +74,7 @@ def test_a_refusal_is_raised_on_purpose_and_names_what_is_wrong():
 
 
 @pytest.mark.parametrize("limit", [0, 10])
-def test_a_family_that_does_not_hold_shows_the_smallest_failure(monkeypatch, limit):
+def test_a_failing_family_reports_its_smallest_failure(monkeypatch, limit):
     def check(number):
         assert number <= limit
 
@@ -86,7 +86,7 @@ def test_a_family_that_does_not_hold_shows_the_smallest_failure(monkeypatch, lim
     assert "AssertionError" in result["example"]
 
 
-def test_all_cases_are_dealt_out_to_the_families():
+def test_all_cases_are_distributed_over_the_families():
     shares = fuzz.shares(list(fuzz.FAMILIES), 10_000)
     assert sum(shares.values()) == 10_000
     assert min(shares.values()) >= 100
@@ -186,13 +186,13 @@ IDS = torch.tensor([[4, 5, 6], [7, 8, 9]])
         ),
     ],
 )
-def test_an_input_that_torch_would_have_refused_is_named(model, inputs, error, message):
+def test_an_invalid_input_is_reported_before_torch_refuses_it(model, inputs, error, message):
     target = {} if "labels" in inputs else {"decoder_input_ids": IDS}
     with pytest.raises(error, match=message):
         model(**{"input_ids": IDS, **target, **inputs})
 
 
-def test_position_ids_are_the_sources(model):
+def test_position_ids_apply_to_the_source(model):
     """They do not reach the decoder, not even as `None`."""
     counted = model(input_ids=IDS, decoder_input_ids=IDS).logits
     for position_ids in (None, torch.arange(3)[None]):
@@ -202,7 +202,7 @@ def test_position_ids_are_the_sources(model):
     assert not torch.allclose(moved.logits, counted)
 
 
-def test_a_mask_counts_no_further_than_to_one(model):
+def test_a_mask_with_values_above_one_equals_one_of_zeros_and_ones(model):
     mask = torch.tensor([[0, 7, 7], [0.5, 0.5, 0.5]])
     inputs = {"input_ids": IDS, "decoder_input_ids": IDS}
     expected = model(**inputs, attention_mask=mask.bool().long()).logits
@@ -213,8 +213,8 @@ def test_a_mask_counts_no_further_than_to_one(model):
     "cls", [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
 )
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (1, 7), (1, 1, 1, 5)], ids=str)
-def test_a_mask_that_is_not_of_past_and_new_tokens_is_refused(cls, shape):
-    # A mask of the new token alone would move it to the first position.
+def test_a_mask_must_cover_past_and_new_tokens(cls, shape):
+    # A mask of only the new token would move it to the first position.
     model = cls(small_config()).eval()
     name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
     prompt, new = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[10]])
@@ -230,8 +230,8 @@ def test_a_mask_that_is_not_of_past_and_new_tokens_is_refused(cls, shape):
     read(**{name: torch.ones(1, 6).long()})
 
 
-def test_a_mask_of_four_dimensions_is_as_long_as_a_static_cache():
-    # transformers makes it so, before the cache holds anything.
+def test_a_4d_mask_is_as_long_as_a_static_cache():
+    # transformers creates it this way, before the cache contains anything.
     model = VanillaTransformerForCausalLM(small_config()).eval()
     prompt = torch.tensor([[5, 6, 7]])
     cache = StaticCache(model.config.get_text_config(decoder=True), max_cache_len=9)
@@ -256,7 +256,7 @@ def test_a_mask_of_four_dimensions_is_as_long_as_a_static_cache():
         ("early_stopping", [], "True, False or 'never'"),
     ],
 )
-def test_an_option_of_generate_is_named(model, option, value, expected):
+def test_an_invalid_option_of_generate_is_reported(model, option, value, expected):
     with pytest.raises(ValueError, match=f"{option}=.*: expected {expected}"):
         model.generate(IDS, **{option: value})
 
@@ -273,14 +273,14 @@ def test_an_option_of_generate_is_named(model, option, value, expected):
         ("9" * 10_000, r"line 1: not readable JSON \(Exceeds the limit"),
     ],
 )
-def test_a_defect_of_a_table_is_named_with_its_file(tmp_path, line, message):
+def test_a_defect_in_a_table_is_reported_with_its_file(tmp_path, line, message):
     file = tmp_path / "train.jsonl"
     file.write_text(line)
     with pytest.raises(ValueError, match=rf"train\.jsonl.*{message}"):
         load_parallel_dataset(DataArguments(train_file=str(file)))
 
 
-def test_half_a_character_is_no_text(checkpoint):
+def test_unpaired_surrogates_are_refused(checkpoint):
     with pytest.raises(
         ValueError, match=r"text 2 has the surrogate '\\ud800' at position 1: expected"
     ):

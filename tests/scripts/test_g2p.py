@@ -1,4 +1,5 @@
-"""The grapheme-to-phoneme benchmark: every language and seed, kept when it is repeated."""
+"""The grapheme-to-phoneme benchmark: every language and seed, with results kept for the next
+run."""
 
 import json
 from importlib.util import find_spec
@@ -37,8 +38,8 @@ def test_all_languages_are_trained_scored_and_kept(data, tiny_options, tmp_path)
     assert results.read_text() == before
 
 
-def test_scores_alone_have_no_ensemble(data, tmp_path):
-    """Scores of earlier runs, without their models, are shown as they are."""
+def test_scores_without_models_have_no_ensemble(data, tmp_path):
+    """Scores of earlier runs without models are shown unchanged."""
     runs = [
         {"row": row, "seed": seed, **dict.fromkeys(MEASURES, 50.0)}
         for row, seed in product(("fre", "kor"), (1, 2))
@@ -80,6 +81,6 @@ def test_fairseq_runs_the_same_task_and_resumes(data, tmp_path):
     assert (tmp_path / "out/fre-1/checkpoint2.pt").exists()
 
 
-def test_a_language_without_data_is_named(data):
+def test_a_language_without_data_is_reported(data):
     with pytest.raises(ValueError, match="languages has 'xyz': expected of fre, kor"):
         G2PArguments(str(data), "out", languages=["xyz"])

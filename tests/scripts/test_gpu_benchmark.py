@@ -1,4 +1,4 @@
-"""The benchmark of a GPU, as far as it can be shown without one."""
+"""The GPU benchmark, as far as it can be tested without a GPU."""
 
 import json
 import operator
@@ -26,7 +26,7 @@ from vanilla_transformer.data.token_batches import TokenBudgetSampler
 from vanilla_transformer.model.modeling_vanilla_transformer import VanillaTransformerStack
 
 PARTS = {"training": training, "decoding": decoding, "recipes": recipes}
-# What needs a GPU, or a package that need not be installed.
+# Cells that need a GPU, or an optional package.
 MAY_LACK = ("varlen_attn", "flex", "flash", "liger", "ctranslate2", "linear_cross_entropy")
 
 
@@ -37,7 +37,8 @@ def worker():
     worker.stop()
 
 
-# ---------------------------------------------------------------- all of it, in a tiny form
+# ---------------------------------------------------------------- the whole benchmark, in a tiny
+# form
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def read(folder, part):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
-def test_every_cell_has_figures_or_a_reason(dry_run, part):
+def test_every_cell_has_numbers_or_a_reason(dry_run, part):
     folder, printed = dry_run
     result, table = read(folder, part)
     module, plan = PARTS[part], Plan(**DRY_RUN)
@@ -123,7 +124,7 @@ def test_the_recipes_train_and_score(dry_run):
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused(tmp_path, flags, message):
+def test_invalid_options_are_refused(tmp_path, flags, message):
     process = run_module(
         "scripts.benchmarks.gpu", "--output_dir", "gpu", *flags, cwd=tmp_path, check=False
     )
@@ -133,14 +134,14 @@ def test_what_cannot_be_measured_is_refused(tmp_path, flags, message):
 
 
 @pytest.mark.slow
-def test_no_part_needs_the_packages_that_only_read_or_score_data():
+def test_no_part_needs_packages_that_only_read_or_score_data():
     absent = ("datasets", "babel", "num2words", "rapidfuzz")
     script = f"import sys\nfor name in {absent}: sys.modules[name] = None\n"
     script += f"from scripts.benchmarks.gpu import tests, {', '.join(PARTS)}\n"
     subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True)
 
 
-def test_all_parts_together_take_less_than_25_minutes_and_none_9():
+def test_all_parts_take_less_than_25_minutes_and_each_less_than_9():
     limits = Plan().limits.values()
     assert sum(limits) < 25 * 60
     assert max(limits) < 9 * 60
@@ -193,7 +194,7 @@ def test_a_process_serves_many_cells_until_the_gpu_fails(worker):
     assert worker.measure(Cell({}, os.getpid), 60) != first
 
 
-def test_several_workers_measure_at_once_and_rows_keep_their_order():
+def test_several_workers_measure_in_parallel_and_rows_keep_their_order():
     class Pair:
         meeting = threading.Barrier(2)
 
@@ -208,7 +209,7 @@ def test_several_workers_measure_at_once_and_rows_keep_their_order():
     assert {row["by"] for row in rows[:2]} == {row["by"] for row in rows[2:]} == set(workers)
 
 
-def test_a_cell_may_know_when_it_is_stopped(worker):
+def test_a_cell_can_get_the_time_at_which_it_is_stopped(worker):
     worker.measure(Cell({}, os.getpid), 60)
     begun = time.monotonic()
     end = worker.measure(Cell({}, max, (0.0,), gets_end=True), 30)
@@ -221,7 +222,7 @@ def test_no_cell_starts_when_the_time_is_up(worker):
     assert rows == [{"what": "late", "reason": "not measured: the time of this part was up"}]
 
 
-def test_a_goal_is_reached_or_not_or_not_measured():
+def test_a_goal_is_reached_missed_or_not_measured():
     assert goal("speed", 3.0, 2.0, 1.5)["reached"] is True
     assert goal("speed", 2.0, 2.0, 1.5)["reached"] is False
     assert goal("speed", None, 2.0, 1.5)["reached"] is None
@@ -253,8 +254,8 @@ def test_random_sentences_have_the_lengths_of_wmt():
         assert max(batch[name].numel() for name in ("input_ids", "labels")) <= 3000
 
 
-def test_batches_are_filled_as_from_a_text_of_wmts_size():
-    # Batches of a small text would be a fourth padding.
+def test_batches_are_filled_as_with_a_text_of_the_size_of_wmt():
+    # A fourth of the tokens in batches of a small text would be padding.
     batches = training.wmt_batches(Size(32, 64, 2, 1, 100), 25_000, 6, "cpu")
     padding = [1 - (batch["labels"] != -100).double().mean() for batch in batches]
     padding += [1 - batch["attention_mask"].double().mean() for batch in batches]
@@ -275,17 +276,17 @@ def test_batches_are_filled_as_from_a_text_of_wmts_size():
         ("NVIDIA L4", 121e12),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
-        ("NVIDIA RTX A1000", None),  # not the A100's
+        ("NVIDIA RTX A1000", None),  # not that of the A100
     ],
 )
-def test_the_speed_of_a_gpu_follows_from_its_name(monkeypatch, name, peak):
+def test_the_peak_speed_of_a_gpu_is_found_by_its_name(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert timing.peak_flops() == peak
 
 
-def test_most_batches_of_a_text_have_a_shape_of_their_own():
-    """So that kernels which plan each shape take longer than a benchmark of a few batches tells."""
+def test_most_batches_of_a_text_have_a_unique_shape():
+    """So that kernels which plan each shape take longer than in a benchmark of a few batches."""
     source, target = training.wmt_lengths(900_000, seed=0)
     batches = TokenBudgetSampler(source, target, 25_000, seed=1)
     shapes = {(len(rows), max(source[rows]), max(target[rows])) for rows in batches}
@@ -293,7 +294,7 @@ def test_most_batches_of_a_text_have_a_shape_of_their_own():
 
 
 def attend_row_by_row(causal_option, q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, **options):
-    """What torch's kernel computes, (tokens, heads, dim)."""
+    """The same as torch's kernel, (tokens, heads, dim)."""
     is_causal = options.get(*causal_option[:1]) == causal_option[1]
     assert is_causal or not options
     rows = []
@@ -316,7 +317,7 @@ def with_flag(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
 @pytest.mark.parametrize(
     "kernel", [with_flag, partial(attend_row_by_row, ("window_size", (-1, 0)))]
 )
-def test_rows_packed_for_torchs_kernel_train_as_padded_rows_do(monkeypatch, kernel):
+def test_rows_packed_for_torchs_kernel_train_the_same_as_padded_rows(monkeypatch, kernel):
     monkeypatch.setattr(varlen.varlen, "varlen_attn", kernel)
     varlen.register()
     ids, labels, mask = random_ids(3, 9), random_ids(3, 6, seed=1), torch.ones(3, 9).long()
@@ -336,7 +337,7 @@ def test_rows_packed_for_torchs_kernel_train_as_padded_rows_do(monkeypatch, kern
     assert shapes == [(3, 9), (3, 6), (1, 14), (1, 15)]
 
 
-def test_the_largest_batch_ends_where_memory_does(monkeypatch):
+def test_the_largest_batch_is_the_last_that_fits_into_memory(monkeypatch):
     plan, tried = replace(Plan(**DRY_RUN), doublings=5), []
 
     def steps(plan, size, contender, model, tokens, count):
@@ -355,7 +356,7 @@ def test_the_largest_batch_ends_where_memory_does(monkeypatch):
 
 @pytest.mark.parametrize(("end", "largest"), [(100, 3200), (50, 1600)])
 def test_the_search_of_the_largest_batch_ends_in_time(monkeypatch, end, largest):
-    # If it were stopped from outside, its results would be lost.
+    # If it were killed, its results would be lost.
     plan, clock = replace(Plan(**DRY_RUN), doublings=6), [0.0]
 
     def steps(plan, size, contender, model, tokens, count):

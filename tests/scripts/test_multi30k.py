@@ -19,7 +19,9 @@ STAGES = {
 
 
 @pytest.mark.slow
-def test_a_run_stops_at_each_stage_and_is_kept(multi30k_folder, tiny_options, tmp_path):
+def test_a_run_is_evaluated_at_each_stage_and_its_results_are_kept(
+    multi30k_folder, tiny_options, tmp_path
+):
     options = f"{tiny_options} --vocab_size=300 --eval_strategy=no"
     flags = ["--data", multi30k_folder, "--output_dir", "out", "--seeds", 1, "--options", options]
     module = "scripts.benchmarks.multi30k"
@@ -35,7 +37,7 @@ def test_a_run_stops_at_each_stage_and_is_kept(multi30k_folder, tiny_options, tm
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Those of the trainings, which end at once."""
+    """Records the commands of the trainings, which return at once."""
     commands = []
 
     def started(command, **_):
@@ -56,7 +58,7 @@ def test_several_processes_train_together(multi30k_folder, commands, tmp_path):
     assert command[4:8] == ["--nproc_per_node=2", "-m", "vanilla_transformer", "train"]
 
 
-def test_options_may_name_the_seed(multi30k_folder, commands, tmp_path):
+def test_options_can_contain_the_seed(multi30k_folder, commands, tmp_path):
     options = "--model_name_or_path=base/{seed} --bf16"
     arguments = Multi30kArguments(str(multi30k_folder), "out", updates=[2], options=options)
     for seed in (1, 2):
@@ -64,26 +66,26 @@ def test_options_may_name_the_seed(multi30k_folder, commands, tmp_path):
         assert commands[-1][-2:] == [f"--model_name_or_path=base/{seed}", "--bf16"]
 
 
-def test_the_table_has_the_hours_so_far_and_the_spread_of_the_seeds():
+def test_the_table_has_cumulative_hours_and_the_deviation_over_seeds():
     rows = to_markdown(STAGES).splitlines()
     assert rows[2] == "| 1,000 | 2 | 1.50 | 0.75 | 31.0 ± 1.4 | 52.0 ± 2.8 |"
     assert rows[3] == "| 2,000 | 1 | 4.00 | 2.00 | 40.0 | 60.0 |"
 
 
-def test_hours_of_an_interrupted_stage_follow_from_the_updates_since():
+def test_hours_of_an_interrupted_stage_are_extrapolated_from_its_last_updates():
     assert stage_hours(3600, begin=2000, done=2000, updates=4000) == 1
     assert stage_hours(3600, begin=2000, done=3000, updates=4000) == 2
     assert stage_hours(36, begin=2000, done=4000, updates=4000) > 0  # only the scores were missing
 
 
 @pytest.mark.parametrize(("tokenize", "lines"), [("none", 2), ("13a", 1)])
-def test_the_picture_has_the_literatures_score_where_the_text_is_its_own(tokenize, lines):
+def test_the_picture_shows_the_published_score_if_the_text_is_the_same(tokenize, lines):
     (axes,) = draw(STAGES, tokenize).axes
     assert len(axes.get_lines()) == lines
     assert axes.get_lines()[0].get_xydata().tolist() == [[1.5, 31.0], [4.0, 40.0]]
 
 
-def test_bad_options_are_named(multi30k_folder):
+def test_invalid_options_are_reported(multi30k_folder):
     with pytest.raises(ValueError, match=r"updates=\[4, 2\]: expected positive numbers that rise"):
         Multi30kArguments(str(multi30k_folder), "out", updates=[4, 2])
     with pytest.raises(ValueError, match="processes=0: expected a positive number"):

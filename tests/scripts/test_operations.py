@@ -10,7 +10,7 @@ from scripts.benchmarks.operations import GPU, count_on_gpu, on_gpu, training_ro
 from scripts.benchmarks.peers import Size
 
 
-def test_code_in_the_context_takes_the_paths_of_a_gpu():
+def test_code_in_the_context_uses_the_code_paths_of_a_gpu():
     numbers = torch.arange(4.0)
     with on_gpu():
         assert numbers.device == GPU
@@ -24,7 +24,7 @@ def test_code_in_the_context_takes_the_paths_of_a_gpu():
     assert not torch.is_autocast_enabled("cuda")
 
 
-def test_views_and_new_memory_are_no_operations_and_reading_a_result_is_a_wait():
+def test_views_and_allocations_do_not_count_and_reading_a_result_counts_as_sync():
     numbers = torch.arange(4.0)
 
     def run():
@@ -34,7 +34,7 @@ def test_views_and_new_memory_are_no_operations_and_reading_a_result_is_a_wait()
     assert count_on_gpu(run) == {"operations": 4, "syncs": 3}
 
 
-def test_a_step_of_ours_is_fewer_operations_and_waits_do_not_grow_with_layers(tmp_path):
+def test_our_steps_have_fewer_operations_and_syncs_do_not_grow_with_layers(tmp_path):
     flags = ["--layers", 2, "--vocab_size", 100, "--sentences", 8, "--output_dir", "found"]
     printed = run_module("scripts.benchmarks.operations", *flags, cwd=tmp_path).stdout
     rows = json.loads((tmp_path / "found/operations.json").read_text())

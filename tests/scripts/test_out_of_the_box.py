@@ -10,7 +10,7 @@ from scripts.benchmarks.tasks import scan, scan_commands, symbols
 from vanilla_transformer.data.phrases import TARGET_LANGUAGES
 
 
-def test_scan_is_what_its_grammar_makes():
+def test_scan_has_all_sentences_of_its_grammar():
     """Lake and Baroni (2018): 20,910 commands; examples of figure 1, and the longest output."""
     commands = dict(scan_commands())
     assert len(commands) == 20_910
@@ -24,26 +24,26 @@ def test_scan_is_what_its_grammar_makes():
     assert max(len(actions.split()) for actions in commands.values()) == 48
 
 
-def test_scans_simple_split_has_its_size_and_no_pair_twice():
+def test_scans_simple_split_has_the_published_size_and_no_overlap():
     task = scan()
     assert (len(task.train), len(task.test)) == (16_728, 4182)
     assert not set(task.train) & set(task.test)
 
 
-def test_symbols_are_new_in_the_test():
+def test_sequences_of_symbols_in_the_test_set_are_not_in_the_training_set():
     task = symbols(sorted)
     assert (len(task.train), len(task.test)) == (20_000, 1000)
     assert not set(task.train) & set(task.test)
     assert all(sorted(source.split()) == target.split() for source, target in task.test)
 
 
-def test_there_are_phrases_in_three_languages():
+def test_the_phrases_task_has_three_languages():
     languages = [name.removeprefix("phrases_") for name in TASKS if name.startswith("phrases_")]
     assert len(languages) == 3
     assert set(languages) <= set(TARGET_LANGUAGES)
 
 
-def test_the_table_shows_each_seed_and_who_was_late():
+def test_the_table_shows_each_seed_and_how_many_warned():
     runs = [
         {"exact_match": score, "bleu": 0.0, "ignores": late}
         for score, late in ((90.0, 0), (100.0, 2))
@@ -53,7 +53,7 @@ def test_the_table_shows_each_seed_and_who_was_late():
 
 
 @pytest.mark.slow
-def test_a_run_is_a_training_as_users_start_it(tmp_path):
+def test_a_run_starts_training_with_the_default_options(tmp_path):
     shape = "encoder_layers=1,decoder_layers=1,d_model=8,head_dim=2"
     words = [
         "--tasks", "reverse", "--seeds", 1, "--max_steps", 2, "--output_dir", "runs",

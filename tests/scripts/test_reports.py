@@ -34,7 +34,7 @@ def test_two_processes_keep_each_others_runs(arguments):
         assert [run["bleu"] for run in results.of("base", [1, 2])] == [38.0, 39.0]
 
 
-def test_a_run_that_fails_leaves_what_was_kept(arguments):
+def test_a_failing_run_keeps_earlier_results(arguments):
     results = Results(arguments, "options")
     results.run("base", 1, lambda: {"bleu": 39.0})
     with pytest.raises(ZeroDivisionError):
@@ -49,7 +49,7 @@ def test_a_folder_with_different_settings_is_refused(arguments):
         Results(arguments, "options")
 
 
-def test_a_file_from_before_a_setting_takes_this_one(arguments):
+def test_a_file_without_a_newer_setting_adopts_the_current_value(arguments):
     Results(arguments, "options").run("base", 1, lambda: {"bleu": 39.0})
     arguments.data = "raw"
     Results(arguments, "data", "options").run("base", 2, lambda: {"bleu": 38.0})
@@ -59,7 +59,9 @@ def test_a_file_from_before_a_setting_takes_this_one(arguments):
 
 
 @pytest.mark.parametrize("benchmark", [back_translation, multi30k])
-def test_scores_of_other_data_are_not_taken(benchmark, multi30k_folder, tmp_path, monkeypatch):
+def test_scores_for_different_data_are_not_reused(
+    benchmark, multi30k_folder, tmp_path, monkeypatch
+):
     """As with the tokenized text of Multi30k after the raw one."""
     (tmp_path / "results.json").write_text('{"data": "elsewhere", "runs": []}')
     flags = ["--data", str(multi30k_folder), "--output_dir", str(tmp_path)]

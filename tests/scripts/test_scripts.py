@@ -1,4 +1,4 @@
-"""The scripts as contributors run them."""
+"""The scripts, run as by contributors."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("script", ["quickstart", "test"])
-def test_a_missing_python_is_said_in_one_line(script, tmp_path):
+def test_a_missing_python_is_reported_in_one_line(script, tmp_path):
     (tmp_path / "scripts").mkdir()
     for name in ("setup", script):
         (tmp_path / "scripts" / name).write_bytes((REPOSITORY / "scripts" / name).read_bytes())
@@ -65,7 +65,7 @@ def with_options():
 
 
 @pytest.mark.parametrize("name", with_options())
-def test_help_says_what_a_script_does(name, monkeypatch, capsys):
+def test_the_help_says_what_a_script_does(name, monkeypatch, capsys):
     program = f"{name}.__main__" if name.endswith(".gpu") else name
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit, match="0"):
@@ -76,7 +76,7 @@ def test_help_says_what_a_script_does(name, monkeypatch, capsys):
 # ---------------------------------------------------------------- versions
 
 
-def test_the_workflow_tests_the_oldest_versions_that_are_promised():
+def test_the_workflow_tests_the_oldest_supported_versions():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     bounds = (dependency.split(",")[0] for dependency in project["dependencies"])
     oldest = dict(bound.split(">=") for bound in bounds)
@@ -86,7 +86,7 @@ def test_the_workflow_tests_the_oldest_versions_that_are_promised():
 
 
 @pytest.mark.slow
-def test_an_overlay_has_its_own_versions_and_else_those_below(tmp_path, monkeypatch):
+def test_an_overlay_has_its_own_versions_and_otherwise_those_below(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     wheel = tmp_path / "tabulate-99.0-py3-none-any.whl"
     with ZipFile(wheel, "w") as archive:
@@ -103,7 +103,7 @@ def test_an_overlay_has_its_own_versions_and_else_those_below(tmp_path, monkeypa
     mark.touch()
     make_overlay(tmp_path / "overlay", str(wheel))
     assert mark.exists()
-    monkeypatch.setattr(sys, "version", "4.0")  # of a new .venv
+    monkeypatch.setattr(sys, "version", "4.0")  # as in a new .venv
     make_overlay(tmp_path / "overlay", str(wheel))
     assert not mark.exists()
 
@@ -132,7 +132,7 @@ def test_the_benchmark_writes_ratios_a_table_and_a_chart(folder, workloads):
 
 
 @pytest.mark.slow
-def test_a_process_imports_the_package_of_another_checkout_and_nothing_else_of_it(tmp_path):
+def test_a_process_only_imports_the_package_from_a_different_checkout(tmp_path):
     for name in ("vanilla_transformer", "scripts/benchmarks"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "scripts/benchmarks/turns.py").write_text("raise ImportError")
@@ -175,7 +175,7 @@ def test_the_benchmark_compares_two_checkouts(folder):
 
 
 @pytest.mark.slow
-def test_all_starts_of_a_race_count(folder):
+def test_measurements_of_all_starts_are_combined(folder):
     flags = ["--sizes", "tiny", "--workloads", "G1", "--peers", "marian", "--starts", "2"]
     run_module(
         "scripts.benchmarks.speed", *flags, "--rounds", "3", "--output_dir", "starts", cwd=folder
@@ -185,7 +185,7 @@ def test_all_starts_of_a_race_count(folder):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_weights_of_8_bits_change_a_model_little(model):
+def test_int8_weights_change_the_logits_only_slightly(model):
     inputs = {"input_ids": random_ids(2, 5), "decoder_input_ids": random_ids(2, 4)}
     expected = model(**inputs).logits
     rounded = with_setting(model, {"int8": True})(**inputs).logits
@@ -193,7 +193,7 @@ def test_weights_of_8_bits_change_a_model_little(model):
 
 
 @pytest.mark.slow
-def test_a_model_compiled_for_a_race_generates_the_same(model):
+def test_a_model_compiled_for_the_benchmark_generates_the_same(model):
     prompts = random_ids(1, 5)
     tokens = model.generate(prompts, max_new_tokens=4)
     compiled = with_setting(model, {"compiled": {}})
@@ -201,7 +201,7 @@ def test_a_model_compiled_for_a_race_generates_the_same(model):
 
 
 @pytest.mark.slow
-def test_the_profile_shares_out_the_time_of_a_run(folder):
+def test_the_shares_of_a_profile_add_up_to_the_time_of_a_run(folder):
     flags = ["--sizes", "tiny", "--workloads", "G3", "--runs", "1", "--output_dir", "profile"]
     process = run_module("scripts.benchmarks.profile_steps", *flags, cwd=folder)
     (shares,) = json.loads((folder / "profile/profile.json").read_text()).values()
@@ -213,7 +213,7 @@ def test_the_profile_shares_out_the_time_of_a_run(folder):
 
 
 @pytest.mark.slow
-def test_the_benchmark_races_ctranslate2_where_it_is_installed(folder):
+def test_the_benchmark_measures_ctranslate2_if_it_is_installed(folder):
     pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
     flags = ["--quick", "--workloads", "G2", "--peers", "ctranslate2", "ctranslate2, int8"]
     run_module("scripts.benchmarks.speed", *flags, "--output_dir", "compiled", cwd=folder)
@@ -273,7 +273,7 @@ def test_the_benchmark_of_programs_finds_shares_and_ratios(folder):
     assert results["translate"]["same"] > 0
 
 
-def test_the_estimate_of_memory_says_on_how_many_devices(monkeypatch, capsys):
+def test_the_memory_estimate_includes_the_number_of_devices(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan", "--devices", "1", "8"])
     plan.main()
     one, eight = capsys.readouterr().out.split("GiB on each of 8 devices:\n\n")
@@ -297,7 +297,7 @@ def test_several_processes_are_compared_with_one(folder):
 
 
 @pytest.mark.slow
-def test_ablations_are_trained_once_and_tabled(folder):
+def test_ablations_are_trained_once_and_listed_in_a_table(folder):
     flags = ["--output_dir", "ablations", "--steps", 2, "--train_size", 40, "--test_size", 4]
     flags += ["--seeds", 1, 2, "--rows", "h = 1,", "d_model", "averaged"]
     table = run_module("scripts.benchmarks.ablations", *flags, cwd=folder).stdout
@@ -340,7 +340,7 @@ def test_an_interrupted_ablation_has_no_score(tmp_path, monkeypatch):
     monkeypatch.setattr(ablations, "make_trainer", make_trainer)
     monkeypatch.setattr(ablations.transformers_logging, "set_verbosity_error", lambda: None)
     flags = f"--output_dir {tmp_path} --steps 2 --train_size 40 --test_size 4 --rows base"
-    precision = "--options=--float32_matmul_precision=highest"  # that of the other tests
+    precision = "--options=--float32_matmul_precision=highest"  # also used by the other tests
     monkeypatch.setattr(sys, "argv", ["ablations", *flags.split(), precision])
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         ablations.main()
@@ -363,7 +363,7 @@ def test_the_order_of_ablations_is_compared_with_the_papers():
     assert ablations.agreement({"base": runs(90.0)}) == ""
 
 
-def test_a_claim_of_the_paper_is_confirmed_if_it_holds_in_every_seed():
+def test_a_claim_of_the_paper_is_confirmed_if_it_holds_with_every_seed():
     def runs(*pairs):
         return [
             {"exact_match": value, "loss": loss, "seed": seed}
@@ -394,7 +394,7 @@ def test_the_claims_are_about_rows_of_the_table():
 
 
 class Parrot(BaseHTTPRequestHandler):
-    """Translates each text to itself, and takes what is no JSON for a text."""
+    """Translates each text to itself, and treats invalid JSON as text."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["content-length"]))
@@ -407,7 +407,7 @@ class Parrot(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(answer).encode())
 
 
-def test_an_answer_to_a_broken_request_may_be_wrong_too(monkeypatch):
+def test_wrong_answers_to_broken_requests_are_counted(monkeypatch):
     monkeypatch.setattr(load, "BROKEN", (load.broken_json,))
     with ThreadingHTTPServer(("127.0.0.1", 0), Parrot) as server:
         Thread(target=server.serve_forever).start()
@@ -428,7 +428,7 @@ def test_an_answer_to_a_broken_request_may_be_wrong_too(monkeypatch):
 
 def test_a_training_is_interrupted_until_it_has_two_checkpoints(tmp_path, monkeypatch):
     def go_on(folder, fault):
-        step = 3 * (1 + len(faults.checkpoints_by_step(folder)))  # too soon for a scheduled one
+        step = 3 * (1 + len(faults.checkpoints_by_step(folder)))  # earlier than a scheduled one
         checkpoint = folder / f"checkpoint-{step}"
         checkpoint.mkdir(parents=True)
         for file in faults.FILES:
@@ -449,7 +449,7 @@ def test_a_training_is_interrupted_until_it_has_two_checkpoints(tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_broken_trainings_lose_nothing(folder):
+def test_trainings_with_faults_lose_nothing(folder):
     run_module("scripts.checks.faults", "--times", 10, "--output_dir", "faults", cwd=folder)
     results = json.loads((folder / "faults/faults.json").read_text())
     assert {"kill", "terminate", "truncated", "full", "nan", "rank_stalled"} < set(results)
@@ -466,7 +466,7 @@ def test_broken_trainings_lose_nothing(folder):
         (["--against", "nowhere"], "--against nowhere: expected a folder with vanilla_transformer"),
     ],
 )
-def test_a_benchmark_that_cannot_be_is_refused(folder, flags, message):
+def test_a_benchmark_with_invalid_options_is_refused(folder, flags, message):
     process = run_module("scripts.benchmarks.speed", *flags, cwd=folder, check=False)
     assert process.returncode != 0
     assert f"error: {message}" in process.stderr

@@ -101,8 +101,8 @@ def test_a_preset_has_as_many_parameters_as_the_papers_matrices(name):
     assert papers_parameters(*sizes, rows=37_000) + learned == expected
 
 
-def test_the_papers_counts_are_those_of_larger_vocabularies():
-    """Of 41,100 tokens, and of 36,000 in "big": where the difference to ours lies."""
+def test_the_papers_counts_follow_from_larger_vocabularies():
+    """With 41,100 tokens, and 36,000 in "big": this explains the difference to our counts."""
     for name, millions in PAPERS_MILLIONS.items():
         rows = 36_000 if name == "big" else 41_100
         parameters = papers_parameters(*SPECIFICATION[name][:-1], rows)
@@ -111,7 +111,7 @@ def test_the_papers_counts_are_those_of_larger_vocabularies():
 
 @pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": False}, {"decoder_vocab_size": 70}])
 @pytest.mark.parametrize(("d_k", "d_v"), [(3, 5), (8, 2), (4, 4)])
-def test_d_k_and_d_v_count_each_for_itself(d_k, d_v, fields):
+def test_d_k_and_d_v_affect_the_count_independently(d_k, d_v, fields):
     sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40}
     heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
     config = small_config(**sizes, **heads, head_dim=d_k, value_head_dim=d_v, **fields)
@@ -120,7 +120,7 @@ def test_d_k_and_d_v_count_each_for_itself(d_k, d_v, fields):
 
 
 @pytest.mark.parametrize(("d_k", "d_v"), [(3, 7), (7, 3)])
-def test_multi_head_attention_is_the_papers_one_head_at_a_time(d_k, d_v):
+def test_multi_head_attention_equals_the_papers_one_head_at_a_time(d_k, d_v):
     torch.manual_seed(0)
     config = small_config(head_dim=d_k, value_head_dim=d_v, attn_implementation="eager")
     attention = VanillaTransformerAttention(config, 2, 0, is_causal=False).double()
@@ -143,7 +143,7 @@ def test_the_documentation_shows_what_the_script_prints(capsys):
     assert table in (REPOSITORY / "docs/fidelity.md").read_text(encoding="utf-8")
 
 
-def test_the_script_knows_the_papers_counts():
+def test_the_script_has_the_papers_counts():
     script = runpy.run_path(str(REPOSITORY / "scripts/benchmarks/table3.py"))
     assert script["PAPERS_COUNTS"] == PAPERS_MILLIONS
 
@@ -230,7 +230,7 @@ def test_every_weight_starts_as_documented(model_class, fields):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_that_a_checkpoint_lacks_start_as_documented(tied, tmp_path):
+def test_weights_missing_from_a_checkpoint_start_as_documented(tied, tmp_path):
     torch.manual_seed(0)
     config = small_config(
         **LARGE_ENOUGH_TO_MEASURE,

@@ -1,4 +1,4 @@
-"""The check of other toolkits takes nothing of an earlier run that would differ now, and does not
+"""The check of other toolkits reuses nothing of an earlier run that would differ now, and does not
 hide NaN."""
 
 import math
@@ -11,7 +11,7 @@ pytest.importorskip("subword_nmt", reason="needs subword-nmt")
 from scripts.checks import layouts, toolkit_training, toolkits
 
 
-def test_a_model_of_as_many_updates_is_trained_once(tmp_path, monkeypatch):
+def test_a_model_with_the_same_number_of_updates_is_only_trained_once(tmp_path, monkeypatch):
     trained = []
 
     def record(data, folder, steps):
@@ -23,7 +23,7 @@ def test_a_model_of_as_many_updates_is_trained_once(tmp_path, monkeypatch):
     assert trained == [3, 4]
 
 
-def test_another_text_is_not_mixed_with_what_was_trained(tmp_path, monkeypatch):
+def test_a_different_text_than_in_the_last_run_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(toolkit_training, "MERGES", 2)
     data, other = tmp_path / "data", tmp_path / "other"
     for folder, text in ((data, "ab ab abc\n"), (other, "ab ab abd\n")):
@@ -37,7 +37,7 @@ def test_another_text_is_not_mixed_with_what_was_trained(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_converted_each_time(tmp_path, monkeypatch):
-    """With the converter as it is now."""
+    """With the current converter."""
 
     class ConvertedError(Exception):
         pass
@@ -52,7 +52,7 @@ def test_a_checkpoint_is_converted_each_time(tmp_path, monkeypatch):
         toolkits.compare("mine", tmp_path, tmp_path / "converted", tmp_path, 1)
 
 
-def test_a_difference_that_is_no_number_is_the_largest(monkeypatch):
+def test_a_nan_difference_counts_as_the_largest(monkeypatch):
     found = iter([0.5, math.nan, 0.25])
     monkeypatch.setattr(toolkits, "largest_difference", lambda *arguments: next(found))
     assert math.isnan(toolkits.log_probability_difference(None, None, [[], [], []], [[], [], []]))
