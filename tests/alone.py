@@ -1,6 +1,6 @@
-"""Code that runs where our package was never imported: in a copy of a process with transformers.
+"""Runs code where our package was never imported: in a copy of a process with transformers.
 
-This module imports nothing of ours, because that process finds it here.
+This module must not import our package, because that process imports this module.
 """
 
 import json
@@ -9,12 +9,13 @@ import os
 import sys
 import tempfile
 
-# Whatever takes long to import.
+# Modules that are slow to import.
 PRELOADED = ["torch", "transformers.pipelines", "transformers.generation.utils"]
 
 
 def run_alone(code, *flags, cwd):
-    """What the code prints as JSON, at last. Dynamic modules are cached in the folder `cwd`."""
+    """The JSON that the code prints in its last line. Dynamic modules are cached in the folder
+    `cwd`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.NamedTemporaryFile("w+") as output:

@@ -18,7 +18,7 @@ from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
 
-# Set before transformers and datasets are imported: no test may reach a hub.
+# Set before transformers and datasets are imported: no test must access a hub.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import pytest
@@ -36,12 +36,12 @@ from vanilla_transformer import (
 )
 from vanilla_transformer.data.tokenization import train_tokenizer
 
-gc.set_threshold(50_000, 20, 20)  # what it would find in between is little
+gc.set_threshold(50_000, 20, 20)  # more frequent collections would free little
 REPOSITORY = Path(__file__).parents[1]
-# Up to some version after 5.17, transformers reads back what it has not finished offloading.
+# transformers 5.17 and some later versions read back tensors before they are completely offloaded.
 OFFLOADS_IN_ORDER = "prefetch_stream.wait_stream" in inspect.getsource(Cache.update)
 
-# Small, and with every size different, so that no two can be taken for each other.
+# Small, and with every size different, so that no two can be confused.
 SMALL = {
     "vocab_size": 50,
     "d_model": 24,
@@ -56,15 +56,16 @@ SMALL = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_imports():
-    """What is imported by now stays: after each training accelerate has Python look through it all
-    for what may be freed, which takes half a second."""
+    """Freezes all objects imported so far: after each training, accelerate runs a garbage
+    collection, which would search them for half a second."""
     gc.collect(1)
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_waiting_for_disks():
-    """A checkpoint waits until its files are on the disk, which no test cuts off from power."""
+    """Saving a checkpoint normally waits until its files are on the disk; tests have no power
+    failures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
@@ -72,14 +73,14 @@ def _no_waiting_for_disks():
 
 @pytest.fixture(autouse=True)
 def seed():
-    """The same random numbers for a test, whichever ran before it."""
+    """The same random numbers for a test, whichever tests ran before it."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def curves(request, monkeypatch):
-    """Only tests marked with `curves` draw those of a training, which take half of its time. Where
-    there is no package to train with, there is nothing to draw."""
+    """Only tests marked with `curves` draw the curves of a training, which take half of its time.
+    Without the packages for training, there is nothing to draw."""
     if request.node.get_closest_marker("curves") is None and find_spec("datasets"):
         draw = "vanilla_transformer.training.callbacks.CurvesCallback.on_train_end"
         monkeypatch.setattr(draw, lambda *args, **kwargs: None)
@@ -87,14 +88,14 @@ def curves(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def verbosity():
-    """What transformers logs in a test does not depend on the programs that ran before it."""
+    """What transformers logs in a test does not depend on the tests that ran before it."""
     before = transformers_logging.get_verbosity()
     yield
     transformers_logging.set_verbosity(before)
 
 
 def needs(package, version, feature):
-    """Skips a test of what an installed package is too old for."""
+    """Skips a test if an installed package is too old for it."""
     too_old = Version(installed_version(package)) < Version(version)
     return pytest.mark.skipif(too_old, reason=f"needs {package} {version}: {feature}")
 
@@ -107,7 +108,7 @@ def small_config(**overrides):
 
 
 def slow(*values):
-    """These parameters make slow tests."""
+    """Marks tests with these parameters as slow."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
@@ -131,8 +132,8 @@ def ragged(*lengths, padding_side="right"):
 
 
 def watch(module, look):
-    """Call look(args, kwargs, output) after each forward pass of the module. A hook, unlike this,
-    ends the fast paths."""
+    """Call look(args, kwargs, output) after each forward pass of the module. Unlike this, a hook
+    disables the fast paths."""
     forward = module.forward
 
     @functools.wraps(forward)
@@ -149,14 +150,14 @@ PAIRS = [{"input_ids": [5, 6, 7, 2], "labels": [8, 9, 2]}, {"input_ids": [9, 2],
 
 
 def as_typed(folder):
-    """A folder as people type it: from here, and with a dot and a slash that mean nothing."""
+    """A folder as people type it: relative, with a redundant dot and slash."""
     return f"./{os.path.relpath(folder)}/"
 
 
 def small_trainer(
     folder, tokenizer, *callbacks, config=None, pairs=PAIRS, streaming=False, **options
 ):
-    """A trainer of 8 quiet steps with a checkpoint after every other one."""
+    """A trainer of 8 steps without output, with a checkpoint after every second step."""
     from datasets import Dataset
 
     from vanilla_transformer.training.arguments import TranslationTrainingArguments
@@ -198,7 +199,8 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def onnx_folder(tmp_path_factory):
-    """A model, its folder, and the folder to which it was exported for all processes of the run."""
+    """A model, its folder, and the folder of its export, shared by all processes of the test
+    run."""
     from export.onnx_folder import exported_model
 
     root = tmp_path_factory.getbasetemp()
@@ -218,14 +220,14 @@ def checkpoint(tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_options():
-    """Options of `train` for a model that takes seconds."""
+    """Options of `train` for a model that trains in seconds."""
     shape = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_ffn_dim=16,decoder_ffn_dim=16"
     return f"--use_cpu --config_overrides={shape}"
 
 
 @pytest.fixture
 def multi30k_folder(tmp_path):
-    """A folder with the files of Multi30k, 16 pairs in each."""
+    """A folder with the files of Multi30k, each with 16 pairs."""
     folder = tmp_path / "data"
     folder.mkdir()
     for split in ("train", "val", "test_2016_flickr"):
@@ -236,7 +238,7 @@ def multi30k_folder(tmp_path):
 
 @pytest.fixture
 def ray_environment(tmp_path):
-    """Variables for a Ray beside no other one, without a token in the home folder."""
+    """Environment variables for an isolated Ray, without a token in the home folder."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # its sockets need a short path
         yield {
             "RAY_AUTH_MODE": "disabled",
@@ -255,13 +257,13 @@ def run_command(name, *flags, **options):
 
 
 def run_module(module, *flags, cwd, stdin=None, check=True, fresh=False):
-    """`python -m MODULE ...` as its user runs it: what it printed, and its exit code. Unless it is
-    to be `fresh`, in a copy of this process, in which all that takes long to import is there."""
+    """Runs `python -m MODULE ...` as a user does, and returns its output and exit code. Unless
+    `fresh` is set, it runs in a copy of this process, in which slow imports are done."""
     command = [sys.executable, "-m", module, *map(str, flags)]
     environment = {**os.environ, "HF_HOME": str(Path(cwd) / "huggingface"), "COLUMNS": "80"}
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     options = {"args": command, "cwd": cwd, "input": stdin, "env": environment}
-    if fresh or torch.cuda.is_initialized():  # which can't be copied
+    if fresh or torch.cuda.is_initialized():  # which cannot be forked
         process = subprocess.run(**options, capture_output=True, text=True, check=False)
     else:
         process = run_in_copy(**options)
@@ -271,12 +273,13 @@ def run_module(module, *flags, cwd, stdin=None, check=True, fresh=False):
 
 
 def lines_of(text):
-    """Lines that end in a line feed. Random models also say what `splitlines` takes for an end."""
+    """Lines that end in a line feed. Random models also generate other characters at which
+    `splitlines` splits."""
     return text.removesuffix("\n").split("\n")
 
 
 def in_new_process(code, package, cache, *flags):
-    """What the code prints as JSON in a new process, where the package can be imported or not."""
+    """The JSON that the code prints in a new process, with or without the package."""
     # A None among the modules makes every import of that name fail.
     absent = 'import sys; sys.modules["vanilla_transformer"] = None\n'
     code = ("import vanilla_transformer\n" if package else absent) + textwrap.dedent(code)
@@ -285,7 +288,7 @@ def in_new_process(code, package, cache, *flags):
 
 @pytest.fixture
 def train_here(tmp_path, monkeypatch):
-    """`train` with given flags in this process, and what it does to it undone."""
+    """Runs `train` with the given flags in this process, and undoes its effects on the process."""
     import datasets
 
     from vanilla_transformer.cli import train
@@ -320,7 +323,7 @@ def run_in_copy(args, cwd, input=None, env=None):
 
 
 class BackgroundCopy:
-    """`python -m MODULE ...` in a copy of this process, with what `subprocess.Popen` has for it.
+    """`python -m MODULE ...` in a copy of this process, with the interface of `subprocess.Popen`.
     It prints to an open file."""
 
     def __init__(self, module, *flags, cwd, output, **environment):
@@ -348,9 +351,9 @@ class BackgroundCopy:
 
 
 def run_ranks(processes, script, *flags, cwd, timeout=240):
-    """A script, or "-m" and a module, in copies of this process, which find each other as
-    `torchrun` lets them: whether one failed, and what all printed. After a failure the others have
-    5 seconds to end. One that ends without having left the others fails."""
+    """Runs a script, or "-m" and a module, in copies of this process that form a process group as
+    with `torchrun`, and returns whether one failed, and their output. After a failure the others
+    have 5 seconds to end. A process that ends without leaving the group fails."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
@@ -379,7 +382,7 @@ def run_ranks(processes, script, *flags, cwd, timeout=240):
 
 
 def _end_with_stacks(children):
-    """Kill them after each has printed where it stood."""
+    """Kill them after each has printed its stack."""
     for number in (signal.SIGUSR1, signal.SIGKILL):
         for child in children:
             os.kill(child, number)
@@ -407,8 +410,8 @@ def _become(argv, cwd, env, descriptors):
         transformers_logging.get_logger().handlers = [logging.StreamHandler()]
         os.chdir(cwd)
         os.environ.update(env)
-        AcceleratorState._reset_state(reset_partial_state=True)  # of the test process
-        # torch replaces its thread pool at the first use in a copy, and fails if two threads do so.
+        AcceleratorState._reset_state(reset_partial_state=True)  # that of the test process
+        # torch replaces its thread pool at the first use in a fork, and fails if two threads do so.
         torch.set_num_threads(torch.get_num_threads())
         if argv[0] == "-m":
             sys.argv = argv[1:]
@@ -445,7 +448,7 @@ class Payload:
 
 @pytest.fixture
 def mark(tmp_path):
-    """The trace that a payload leaves; a test in which there is one fails."""
+    """The folder that a payload creates; a test fails if it exists at the end."""
     trace = tmp_path / "mark"
     yield trace
     assert not trace.exists(), "a payload was executed"

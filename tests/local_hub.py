@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face Hub: its HTTP interface, as far as huggingface_hub needs it to
+"""A stand-in for the Hugging Face Hub: its HTTP interface, as far as huggingface_hub needs it to
 create a repository, commit files and load them again. It keeps everything in memory."""
 
 import base64
@@ -39,7 +39,7 @@ class LocalHub(ThreadingHTTPServer):
 
     @property
     def environment(self):
-        """For a process that takes this for the Hub."""
+        """For a process that uses this as the Hub."""
         return {
             "HF_ENDPOINT": self.endpoint,
             "HF_HUB_OFFLINE": "0",

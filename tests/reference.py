@@ -1,14 +1,14 @@
-"""The paper's formulas in plain NumPy, section by section: the oracle that the model is tested by.
+"""The paper's formulas in plain NumPy, section by section: the reference for tests of the model.
 
 "Attention Is All You Need" (Vaswani et al., 2017), https://arxiv.org/abs/1706.03762. One sentence
-at a time and without dropout, so there is no batch, no padding, and no mask but the decoder's.
+at a time and without dropout, so there is no batch, no padding, and no mask except the decoder's.
 
 n is the number of positions in the source or, in a stack alone, in its sentence; m is that of the
 target; V tokens make a vocabulary; N, h, d_model, d_ff, d_k and d_v are the paper's.
 
-Weights are arrays under the model's names for them, "model." left off. A linear layer's matrix is
+Weights are arrays under the model's names for them, without "model.". A linear layer's matrix is
 stored transposed: the paper's W is `weight.T`. Biases in attention, d_k apart from d_model / h,
-pre-norm and learned positions are taken where the weights or the `Stack` have them.
+pre-norm and learned positions are used if the weights or the `Stack` have them.
 """
 
 import math
@@ -33,7 +33,8 @@ def relu(X: Array) -> Array:
 
 @dataclass(frozen=True)
 class Stack:
-    """What the weights of an encoder or decoder don't tell: N layers with h heads, and so on."""
+    """What does not follow from the weights of an encoder or decoder: N layers with h heads, and so
+    on."""
 
     N: int
     h: int
@@ -115,7 +116,7 @@ def decoder(Y: Array, weights: Weights, stack: Stack, Z: Array | None = None) ->
 
 
 def softmax(X: Array) -> Array:
-    """Over each row, which may hold -inf but not only."""
+    """Over each row, which can contain -inf, but not only -inf."""
     exponentials = np.exp(X - X.max(axis=-1, keepdims=True))
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
@@ -127,7 +128,7 @@ def causal_mask(m: int) -> Array:
 
 
 def attention(Q: Array, K: Array, V: Array, mask: Array | None = None) -> Array:
-    """3.2.1, equation (1): softmax(Q K^T / sqrt(d_k)) V, (m, d_v), "setting to -inf" what may not
+    """3.2.1, equation (1): softmax(Q K^T / sqrt(d_k)) V, (m, d_v), "setting to -inf" what must not
     be seen. Q (m, d_k), K (n, d_k), V (n, d_v), mask (m, n)."""
     d_k = Q.shape[1]
     scores = Q @ K.T / math.sqrt(d_k)

@@ -1,7 +1,6 @@
-"""Private names of transformers and accelerate that the package overrides or reads: each is still
-there, still called, and still takes what is relied on.
-
-A failure here says what to look at before `pyproject.toml` admits the version that it came with.
+"""Private names of transformers and accelerate that the package overrides or reads: each still
+exists, is still called, and still has the parameters that we use. A failure here says what to look
+at before `pyproject.toml` allows the new version.
 """
 
 import importlib
@@ -39,7 +38,7 @@ import vanilla_transformer
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.training.checkpoints import STAGING_DIR
 
-# Names with an underscore that transformers asks authors of models and pipelines to define.
+# Names with an underscore that authors of models and pipelines have to define for transformers.
 OFFICIAL = {
     "_auto_class", "_can_compile_fullgraph", "_can_record_outputs", "_init_weights",
     "_keys_to_ignore_on_load_unexpected", "_no_split_modules", "_supports_attention_backend",
@@ -60,7 +59,7 @@ class Override:
         owner: The class that has it.
         name: Its name.
         caller: The method of the owner that calls it.
-        parameters: Those that the override relies on.
+        parameters: Those that the override uses.
         look_at: What to read in this package if it changes.
     """
 
@@ -135,7 +134,8 @@ OVERRIDES = [
     ),
 ]  # fmt: skip
 
-# Private attributes that a property of ours replaces: whose, where it is read, and what to look at.
+# Private attributes that a property of ours replaces: the owner, where it is read, and what to look
+# at.
 PROPERTIES: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "_tokenizer": (
         PreTrainedTokenizerFast, ("_encode_plus", "_decode", "convert_ids_to_tokens"),
@@ -143,7 +143,7 @@ PROPERTIES: dict[str, tuple[Any, tuple[str, ...], str]] = {
     ),
 }  # fmt: skip
 
-# Private names that are read or called: where from, and what reads them.
+# Private names that are read or called: their owner, and what reads them.
 READ: dict[str, tuple[Any, str]] = {
     "_attn_implementation": (PreTrainedConfig, "modeling, attention, analysis"),
     "_get_top_k_continuations": (GenerationMixin, "model/decoding_steps.py"),
@@ -167,7 +167,7 @@ def classes_of_the_package():
             continue
         try:
             found = vars(importlib.import_module(module.name)).values()
-        except ModuleNotFoundError as error:  # of an extra that is not installed
+        except ModuleNotFoundError as error:  # part of an extra that is not installed
             if str(error.name).startswith("vanilla_transformer"):
                 raise
             continue
@@ -177,7 +177,7 @@ def classes_of_the_package():
 
 
 def private_overrides():
-    """(name, whose) for each private name of others that a class of ours defines anew."""
+    """(name, owner) for each private name of others that a class of ours overrides."""
     for cls in classes_of_the_package():
         for name in vars(cls):
             owners = [base for base in cls.__mro__[1:] if name in vars(base)]
@@ -192,7 +192,7 @@ def test_every_override_of_a_private_name_has_a_contract():
     assert not lacking, "add an Override for each: its caller, what it takes, what to look at"
 
 
-def test_no_contract_is_of_what_nobody_overrides():
+def test_every_contract_is_for_a_name_that_is_overridden():
     overridden = {name for name, _ in private_overrides()}
     assert {override.name for override in OVERRIDES} | PROPERTIES.keys() <= overridden
 
@@ -205,7 +205,7 @@ def test_an_attribute_that_a_property_replaces_is_still_read(name):
 
 
 @pytest.mark.parametrize("override", OVERRIDES, ids=str)
-def test_what_is_overridden_is_there_is_called_and_takes_what_it_took(override):
+def test_an_overridden_method_exists_is_called_and_has_the_same_parameters(override):
     hint = f"{override} changed in transformers {transformers.__version__}: {override.look_at}"
     method = getattr(override.owner, override.name, None)
     assert method is not None, hint
@@ -220,12 +220,12 @@ def test_what_is_overridden_is_there_is_called_and_takes_what_it_took(override):
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_is_read_is_there(name):
+def test_private_names_that_are_read_exist(name):
     owner, reader = READ[name]
     assert hasattr(owner, name), f"{owner.__name__}.{name} is gone: look at {reader}"
 
 
-def test_no_epochs_are_left_where_the_first_of_the_initial_values_is_zero():
+def test_the_first_initial_training_value_is_the_number_of_epochs():
     # training/interruption.py changes the first value by the last.
     source = inspect.getsource(Trainer._inner_training_loop)
     values = re.search(r"\(([^()]*)\) = self\.set_initial_training_values", source)[1]
@@ -234,7 +234,7 @@ def test_no_epochs_are_left_where_the_first_of_the_initial_values_is_zero():
     assert "in range(epochs_trained, num_train_epochs)" in source
 
 
-def test_the_model_is_wrapped_between_making_the_optimizer_and_the_scheduler():
+def test_the_model_is_wrapped_between_creating_optimizer_and_scheduler():
     # training/distributed.py hides embeddings from accelerate between the two.
     source = inspect.getsource(Trainer._prepare_for_training)
     places = [
@@ -244,7 +244,7 @@ def test_the_model_is_wrapped_between_making_the_optimizer_and_the_scheduler():
     assert places == sorted(places)
 
 
-def test_a_generation_config_knows_its_tokens_as_tensors():
+def test_a_generation_config_has_its_tokens_as_tensors():
     # model/generation.py reads `_pad_token_tensor` and `_eos_token_tensor`.
     model, seen = VanillaTransformerForConditionalGeneration(small_config()), []
 
@@ -258,7 +258,7 @@ def test_a_generation_config_knows_its_tokens_as_tensors():
     assert seen[0]._eos_token_tensor.tolist() == [2]
 
 
-def test_beam_search_asks_what_has_ended_and_lets_the_model_reorder_its_cache():
+def test_beam_search_checks_what_has_ended_and_lets_the_model_reorder_its_cache():
     # model/running_rows.py gives a copy of the model methods of these names.
     source = inspect.getsource(GenerationMixin._beam_search)
     assert "self._reorder_cache(" in source
@@ -271,7 +271,7 @@ def test_beam_search_asks_what_has_ended_and_lets_the_model_reorder_its_cache():
     ]
 
 
-def test_a_pipeline_keeps_its_parameters_and_what_it_was_registered_as():
+def test_a_pipeline_stores_its_parameters_and_its_registered_class():
     # model/pipelines.py sets `_preprocess_params` and deletes `_registered_impl`.
     source = inspect.getsource(Pipeline.__init__)
     assert "self._preprocess_params" in source
@@ -280,8 +280,8 @@ def test_a_pipeline_keeps_its_parameters_and_what_it_was_registered_as():
     assert "check_task" in vars(transformers.pipelines.PipelineRegistry)
 
 
-def test_layers_of_a_cache_are_what_the_decoder_replaces():
-    # model/cache.py puts layers of its own in the place of `DynamicLayer`.
+def test_layers_of_a_cache_are_those_that_the_decoder_replaces():
+    # model/cache.py replaces `DynamicLayer` with its own layers.
     cache = DynamicCache(config=small_config().get_text_config(decoder=True))
     assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 3
     assert cache.offloading is False
@@ -290,8 +290,8 @@ def test_layers_of_a_cache_are_what_the_decoder_replaces():
 
 
 @pytest.mark.parametrize("attend", [sdpa_attention_forward, flash_attention_forward])
-def test_attention_functions_take_what_the_model_gives(attend):
-    # model/attention.py calls them, and adds where packed rows end.
+def test_attention_functions_have_the_parameters_that_the_model_passes(attend):
+    # model/attention.py calls them, and adds the ends of packed rows.
     taken = list(inspect.signature(attend).parameters)
     assert taken[:5] == ["module", "query", "key", "value", "attention_mask"]
     assert {"scaling", "dropout", "kwargs"} <= set(taken)
@@ -305,8 +305,8 @@ def test_plans_of_parallel_layers_are_dictionaries_of_names():
     assert model._fsdp_plan
 
 
-def test_accelerate_skips_batches_and_shares_its_state_as_batching_relies_on():
-    # training/token_batches.py makes `DataLoaderShard`s and asks for the active loader.
+def test_accelerate_skips_batches_and_shares_its_state_as_batching_expects():
+    # training/token_batches.py creates `DataLoaderShard`s and reads the active loader.
     taken = inspect.signature(DataLoaderShard.__init__).parameters
     assert "device" in taken
     for name in ("end_of_dataloader", "active_dataloader"):
@@ -315,14 +315,14 @@ def test_accelerate_skips_batches_and_shares_its_state_as_batching_relies_on():
         assert hasattr(PartialState, name), name
 
 
-def test_a_trainer_still_asks_a_table_that_registering_leaves_alone():
+def test_a_trainer_still_reads_a_table_that_registering_does_not_update():
     # vanilla_transformer/__init__.py adds the causal model to it.
     assert "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()" in inspect.getsource(Trainer.compute_loss)
     for register in (AutoModelForCausalLM.register, _LazyAutoMapping.register):
         assert "MAPPING_NAMES" not in inspect.getsource(register)
 
 
-def test_a_push_to_the_hub_leaves_out_what_is_unfinished():
+def test_a_push_to_the_hub_leaves_out_unfinished_checkpoints():
     # training/checkpoints.py writes checkpoints there; a push must not upload them.
     assert fnmatch(f"{STAGING_DIR}/checkpoint-2/optimizer.pt", "_*")
     for push in (Trainer.push_to_hub, Trainer._push_from_checkpoint):
@@ -330,5 +330,5 @@ def test_a_push_to_the_hub_leaves_out_what_is_unfinished():
 
 
 def test_a_card_is_filled_in_from_a_template():
-    # model_card.py gives `template_str`.
+    # model_card.py passes `template_str`.
     assert "template_str" in inspect.signature(ModelCard.from_template).parameters

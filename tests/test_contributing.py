@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md describes the code as it is."""
+"""CONTRIBUTING.md is up to date with the code."""
 
 import re
 
@@ -10,11 +10,11 @@ MODULES = sorted((REPOSITORY / "vanilla_transformer").rglob("*.py"))
 TEXT = DOCUMENT.read_text(encoding="utf-8")
 
 
-def test_the_structure_is_drawn_from_the_code():
+def test_the_structure_is_up_to_date_with_the_code():
     assert with_structure(TEXT) == TEXT, "run `python -m scripts.structure --write`"
 
 
-def test_every_file_that_is_named_exists():
+def test_every_file_it_mentions_exists():
     names = re.findall(r"`([\w./]+/[\w.]+)`", TEXT)
     assert len(names) > 10
     for name in names:
@@ -22,7 +22,7 @@ def test_every_file_that_is_named_exists():
         assert any((root / name).exists() for root in roots), name
 
 
-def test_a_batch_takes_ten_steps():
+def test_the_path_of_a_batch_has_ten_steps():
     walk = TEXT.partition("## How a batch is processed")[2].partition("## ")[0]
     assert re.findall(r"^\d+(?=\.)", walk, re.MULTILINE) == [str(n) for n in range(1, 11)]
 
@@ -30,5 +30,5 @@ def test_a_batch_takes_ten_steps():
 @pytest.mark.parametrize(
     "path", sorted((REPOSITORY / "vanilla_transformer").rglob("*.py")), ids=str
 )
-def test_every_module_says_what_it_is_for(path):
+def test_every_module_has_a_description(path):
     assert purpose(path)

@@ -1,4 +1,4 @@
-"""Imports run one way, and the model's folder can travel alone."""
+"""Imports run one way, and the model's folder can be used by itself."""
 
 import ast
 import shutil
@@ -33,7 +33,7 @@ MODEL = sorted((REPOSITORY / "vanilla_transformer/model").glob("*.py"))
     ],
 )
 def test_imports_run_one_way(tmp_path, module, line, broken):
-    """`attic.py` stands for a new room without a place among the others."""
+    """`attic.py` represents a new module that is not in the list of layers."""
     shutil.copytree(REPOSITORY / "vanilla_transformer", tmp_path / "vanilla_transformer")
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
     with open(tmp_path / "vanilla_transformer" / module, "a") as file:
@@ -44,8 +44,9 @@ def test_imports_run_one_way(tmp_path, module, line, broken):
         assert any(broken in text and "BROKEN" in text for text in process.stdout.splitlines())
 
 
-def test_the_model_imports_torch_transformers_and_itself():
-    """And huggingface_hub, which transformers needs: its decorator checks the configuration."""
+def test_the_model_only_imports_torch_transformers_and_itself():
+    """And huggingface_hub, a dependency of transformers whose decorator checks the
+    configuration."""
     graph = grimp.build_graph("vanilla_transformer", include_external_packages=True, cache_dir=None)
     root = "vanilla_transformer.model"
     imported = {
@@ -56,8 +57,8 @@ def test_the_model_imports_torch_transformers_and_itself():
     }
     assert imported - sys.stdlib_module_names <= {
         "torch", "transformers", "huggingface_hub",
-        "sacremoses",  # where a tokenizer runs it
-        "triton",  # where it is installed
+        "sacremoses",  # for tokenizers that use it
+        "triton",  # if it is installed
     }  # fmt: skip
 
 
@@ -93,7 +94,7 @@ RUN_MODELS = {"translate", "back-translate", "score", "convert", "info", "recipe
 
 
 @pytest.mark.parametrize("extra", [None, *slow("train", *EXTRAS.values())])
-def test_commands_import_only_what_their_extra_brings(extra):
+def test_commands_only_import_packages_of_their_extra(extra):
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(optional[extra] if extra else ())]

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what they hold, what they say, and that the wheel works on its own."""
+"""The wheel and the sdist: their files, their metadata, and that the wheel works on its own."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ print(vanilla_transformer.__file__, *sys.path, sep="\\n")
 # ---------------------------------------------------------------- Metadata
 
 
-def test_the_version_stands_in_one_place():
+def test_the_version_is_the_same_everywhere():
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["version"]
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
@@ -87,7 +87,7 @@ def test_the_hooks_run_the_checks_of_the_tests_script():
         assert f"    {hook['entry'].removesuffix(' --force-exclude')}" in script
 
 
-def test_recipes_are_found_beside_the_package():
+def test_recipes_are_found_in_the_package():
     assert (files(vanilla_transformer) / "recipes/phrases.yaml").is_file()
 
 
@@ -109,7 +109,7 @@ def built(tmp_path_factory):
 
 
 def run(*command, cwd, stdin=None):
-    """What a command prints, in an environment that does not know of this repository."""
+    """The output of a command, in an environment without this repository."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HOME": str(Path(cwd) / "huggingface"), "COLUMNS": "80"}
     process = subprocess.run(
@@ -120,11 +120,11 @@ def run(*command, cwd, stdin=None):
     return process.stdout
 
 
-def test_the_index_accepts_both(built):
+def test_pypi_accepts_the_wheel_and_the_sdist(built):
     assert run(sys.executable, "-m", "twine", "check", "--strict", *built, cwd=REPOSITORY)
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(built):
+def test_the_wheel_contains_the_package_and_nothing_else(built):
     with ZipFile(built[0]) as wheel:
         names = wheel.namelist()
         (path,) = (name for name in names if name.endswith("/METADATA"))
@@ -150,7 +150,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert len(metadata.get_all("Project-URL")) == len(PROJECT["urls"])
 
 
-def test_the_sdist_holds_what_a_build_needs_and_no_tests(built):
+def test_the_sdist_contains_what_a_build_needs_and_no_tests(built):
     with tarfile.open(built[1]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= names

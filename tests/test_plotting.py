@@ -1,5 +1,4 @@
-"""Pictures show the numbers that they are of, each is labelled, and the same ones give the same
-files."""
+"""Pictures show the given numbers with labels, and the same numbers give the same files."""
 
 import copy
 import json
@@ -59,7 +58,7 @@ def write_state(folder, log, step):
     return folder
 
 
-def test_losses_and_bleu_of_runs_are_drawn_over_each_other():
+def test_losses_and_bleu_of_several_runs_are_drawn_together():
     runs = {"base": LOG, "no_scores": [{"step": 15, "loss": 6.0}, {"step": 25, "eval_loss": 5.0}]}
     figure = plot_curves(runs)
     loss, bleu = figure.axes
@@ -84,13 +83,13 @@ def test_a_run_has_one_colour_and_its_training_loss_is_the_lighter_line():
     assert training.get_alpha() < 1
 
 
-def test_more_runs_than_colours_can_still_be_told_apart():
+def test_more_runs_than_colours_can_still_be_distinguished():
     runs = {f"run {number}": LOG for number in range(20)}
     _, bleu = plot_curves(runs).axes
     assert len({(line.get_color(), line.get_linestyle()) for line in bleu.lines}) == 20
 
 
-def test_the_legend_names_runs_and_what_is_light_whatever_their_folders_are_called():
+def test_the_legend_lists_runs_and_kinds_of_loss_for_any_folder_names():
     (legend,) = plot_curves({"_hidden": LOG, "$x$": LOG}).legends
     texts = legend.get_texts()
     assert [text.get_text() for text in texts] == ["_hidden", "$x$", "training", "validation"]
@@ -112,15 +111,15 @@ def test_the_log_is_the_newest_in_a_folder_or_its_checkpoints(tmp_path):
     run = tmp_path / "run"
     write_state(run / "checkpoint-90", LOG[:1], 90)
     write_state(run / "checkpoint-100", LOG[:2], 100)
-    assert read_log(run) == LOG[:2]  # still going on
+    assert read_log(run) == LOG[:2]  # still running
     write_state(run, LOG[:3], 110)
-    assert read_log(run) == LOG[:3]  # done
+    assert read_log(run) == LOG[:3]  # finished
     write_state(run / "checkpoint-120", LOG[:4], 120)
-    assert read_log(run) == LOG[:4]  # taken up again
+    assert read_log(run) == LOG[:4]  # resumed
     assert read_log(run / "checkpoint-90") == LOG[:1]
 
 
-def test_runs_have_the_names_of_their_folders_or_where_these_are_the_same_their_paths(tmp_path):
+def test_runs_are_labelled_by_folder_or_by_path_if_folders_have_the_same_name(tmp_path):
     folders = [
         write_state(tmp_path / name, LOG[: number + 1], number)
         for number, name in enumerate(("a/model", "b/model", "c"))
@@ -128,7 +127,7 @@ def test_runs_have_the_names_of_their_folders_or_where_these_are_the_same_their_
     assert read_runs(folders) == {str(folders[0]): LOG[:1], str(folders[1]): LOG[:2], "c": LOG[:3]}
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_folders_without_a_run_are_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no run: expected one at least"):
         plot_curves({})
     with pytest.raises(
@@ -166,7 +165,7 @@ def test_the_learning_rate_of_training_is_the_papers_formula():
     assert [axes.get_xlabel(), axes.get_ylabel()] == ["step", "learning rate"]
 
 
-def test_a_warmup_longer_than_the_picture_has_no_dot():
+def test_a_warmup_longer_than_the_picture_has_no_peak_marker():
     (axes,) = plot_schedule([(512, 400)], steps=399).axes
     assert axes.lines[0].get_markevery() == []
 
@@ -180,7 +179,7 @@ def test_a_warmup_longer_than_the_picture_has_no_dot():
         ([], 10, "there is no setting"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(settings, steps, message):
+def test_an_invalid_schedule_is_refused(settings, steps, message):
     with pytest.raises(ValueError, match=message):
         plot_schedule(settings, steps)
 
@@ -188,7 +187,7 @@ def test_a_schedule_that_cannot_be_is_refused(settings, steps, message):
 # ---------------------------------------------------------------- Positions
 
 
-def test_the_heat_map_is_of_the_models_sinusoids_and_lines_are_of_its_rows():
+def test_the_heat_map_shows_the_models_sinusoids_and_lines_show_its_rows():
     sinusoids = SinusoidalPositions(small_config())
     encodings = position_encodings(sinusoids, 50)
     assert encodings.shape == (50, 24)
@@ -210,7 +209,7 @@ def test_the_heat_map_is_of_the_models_sinusoids_and_lines_are_of_its_rows():
 
 
 @pytest.mark.parametrize("d_model", [2, 8, 128, 512])
-def test_sines_and_cosines_of_the_same_frequencies_are_drawn_each_in_colours_of_a_kind(d_model):
+def test_sines_and_cosines_have_the_same_frequencies_and_different_colours(d_model):
     config = small_config(d_model=d_model, encoder_attention_heads=1, decoder_attention_heads=1)
     _, even, odd = plot_positions(position_encodings(SinusoidalPositions(config), 10)).axes
     sines, cosines = ([int(line.get_label()) for line in axes.lines] for axes in (even, odd))
@@ -224,7 +223,7 @@ def test_sines_and_cosines_of_the_same_frequencies_are_drawn_each_in_colours_of_
         assert red > blue
 
 
-def test_learned_positions_are_seen_as_they_are():
+def test_learned_positions_are_drawn_unchanged():
     config = small_config(position_encoding="learned", max_position_embeddings=20)
     stack = VanillaTransformerForConditionalGeneration(config).model.decoder
     encodings = position_encodings(stack.embed_positions, 20)
@@ -238,7 +237,7 @@ def test_learned_positions_are_seen_as_they_are():
         position_encodings(stack.embed_positions, 21)
 
 
-def test_positions_that_do_not_exist_are_refused():
+def test_missing_positions_are_refused():
     sinusoids = SinusoidalPositions(small_config())
     with pytest.raises(ValueError, match="length=0: expected a positive number"):
         position_encodings(sinusoids, 0)
@@ -315,8 +314,8 @@ def test_the_target_is_the_models_own_translation_by_default(translator):
     assert torch.equal(maps.weights, torch.cat(outputs.cross_attentions))
 
 
-def test_a_model_that_was_saved_to_return_several_translations_has_one_here(translator):
-    """The best one would have as much padding as the others are longer."""
+def test_attention_is_of_one_translation_whatever_num_return_sequences_is(translator):
+    """Otherwise the best translation would be padded to the length of the others."""
     model, tokenizer = translator
     model, found = copy.deepcopy(model), []
     model.generation_config.num_beams = 4
@@ -327,7 +326,7 @@ def test_a_model_that_was_saved_to_return_several_translations_has_one_here(tran
     assert found[0] == found[1]
 
 
-def test_layers_and_heads_are_chosen_by_numbers_from_1_on(translator):
+def test_layers_and_heads_are_numbered_from_1(translator):
     maps = attention_maps(*translator, SOURCE, TARGET)
     figure = plot_attention(maps, layers=[3], heads=[4, 2])
     first, second, _ = figure.axes
@@ -346,7 +345,7 @@ def test_heads_of_one_layer_fill_a_grid(heads, rows):
     assert grid.nrows * grid.ncols == heads
 
 
-def test_tokens_look_as_in_a_text_and_white_space_and_parts_of_characters_can_be_seen(translator):
+def test_tokens_are_shown_as_text_with_visible_white_space_and_bytes(translator):
     maps = attention_maps(*translator, "the $ lake $ 中", TARGET, "encoder")
     assert maps.keys == [
         "the", "␣", "$", "lake", "␣", "$", "␣", "<0xE4>", "<0xB8>", "<0xAD>", "</s>",
@@ -355,7 +354,7 @@ def test_tokens_look_as_in_a_text_and_white_space_and_parts_of_characters_can_be
     assert not any(label.get_parse_math() for label in axes.get_xticklabels())
 
 
-def test_joiners_and_ideographic_spaces_can_be_seen():
+def test_joiners_and_ideographic_spaces_are_visible():
     tokenizer = train_tokenizer(["می\u200cرود", "我\u3000你"], 300, tokenizer_type="char")
     config = small_config(vocab_size=len(tokenizer), attn_implementation="eager")
     model = VanillaTransformerForConditionalGeneration(config)
@@ -390,13 +389,13 @@ def test_each_side_has_the_tokens_of_its_own_vocabulary(kind, queries, keys):
         ({"heads": [5]}, "head=5: expected 1 to 4"),
     ],
 )
-def test_layers_and_heads_that_do_not_exist_are_refused(translator, options, message):
+def test_missing_layers_and_heads_are_refused(translator, options, message):
     maps = attention_maps(*translator, SOURCE, TARGET)
     with pytest.raises(ValueError, match=message):
         plot_attention(maps, **options)
 
 
-def test_what_has_no_attention_maps_is_refused(translator, checkpoint):
+def test_inputs_without_attention_maps_are_refused(translator, checkpoint):
     model, tokenizer = translator
     with pytest.raises(ValueError, match="source=' ': expected a sentence"):
         attention_maps(model, tokenizer, " ")
@@ -414,7 +413,7 @@ def test_what_has_no_attention_maps_is_refused(translator, checkpoint):
 SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 
-def test_a_name_without_a_suffix_gives_png_and_svg_and_another_that_file(tmp_path):
+def test_a_name_without_a_suffix_gives_png_and_svg_and_with_a_suffix_that_file(tmp_path):
     figure = plot_curves({"run": LOG[:2]})
     places = {
         "new/folder/curves": [".png", ".svg"],
@@ -444,7 +443,7 @@ def test_the_same_numbers_give_the_same_file(tmp_path, suffix):
     assert anew == first
 
 
-def test_a_suffix_of_no_known_format_is_refused(tmp_path):
+def test_an_unknown_suffix_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a\.jpg: expected a name that ends in \.png, \.svg, "):
         save(plot_curves({"run": LOG}), tmp_path / "a.jpg")
     assert not list(tmp_path.iterdir())
@@ -485,7 +484,7 @@ def test_the_script_draws_attention(checkpoint, tmp_path):
         (["--kind", "decoder", "--layer", "all"], "Self-attention of the decoder"),
     ],
 )
-def test_the_script_draws_the_layers_asked_for(plot, checkpoint, flags, title):
+def test_the_script_draws_the_requested_layers(plot, checkpoint, flags, title):
     figure = plot("attention", "--model", checkpoint, "--source", SOURCE, *flags)
     assert figure.get_suptitle() == title
 
@@ -503,7 +502,7 @@ def test_the_script_draws_schedules(plot):
     assert axes.get_xlim() == (0, 30)
 
 
-def test_the_script_draws_positions_of_a_width_or_of_a_model(plot, checkpoint):
+def test_the_script_draws_positions_for_a_d_model_or_of_a_model(plot, checkpoint):
     heat_map = plot("positions", "--d_model", 6, "--length", 4).axes[0]
     assert heat_map.images[0].get_array().shape == (6, 4)
     heat_map, even, odd = plot("positions", "--model", checkpoint, "--dimensions", 2, 3, 4).axes
@@ -534,7 +533,7 @@ def test_the_script_draws_positions_of_a_width_or_of_a_model(plot, checkpoint):
         ),
     ],
 )
-def test_what_cannot_be_drawn_is_said_before_work_starts(
+def test_inputs_that_cannot_be_drawn_are_reported_before_work_starts(
     plot, monkeypatch, checkpoint, capsys, flags, message
 ):
     monkeypatch.delattr(script, "AutoModelForSeq2SeqLM")
@@ -545,7 +544,7 @@ def test_what_cannot_be_drawn_is_said_before_work_starts(
     assert message in f"{raised.value}{capsys.readouterr().err}"
 
 
-def test_a_model_for_another_engine_is_refused(plot, checkpoint, tmp_path):
+def test_a_model_for_a_different_engine_is_refused(plot, checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "model")
     (tmp_path / "model/model.bin").touch()  # CTranslate2's
     assert ctranslate2_engine.recognizes(tmp_path / "model")
@@ -563,7 +562,7 @@ def test_a_model_for_a_browser_is_refused(plot, checkpoint, tmp_path):
             plot(*picture, "--model", "model")
 
 
-def test_a_model_of_another_kind_is_refused(plot, tmp_path):
+def test_a_model_of_an_unsupported_type_is_refused(plot, tmp_path):
     for model_type, picture, message in (
         ("bert", ["attention", "--source", "a"], "expected an encoder and a decoder"),
         ("bart", ["positions"], "model is of type bart: expected vanilla_transformer"),

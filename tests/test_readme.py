@@ -1,4 +1,4 @@
-"""What the documents show works as it stands."""
+"""The examples in the documents work as shown."""
 
 import os
 import re
@@ -29,7 +29,7 @@ DOCUMENTS = {
 def python_blocks():
     for name, text in DOCUMENTS.items():
         blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        if name == "docs/paper.md":  # a notebook: each block uses names of those before
+        if name == "docs/paper.md":  # a notebook: each block uses names of earlier blocks
             blocks = ["".join(blocks)]
         for number, code in enumerate(blocks):
             yield pytest.param(code, id=f"{name}-{number}")
@@ -63,7 +63,7 @@ def headings(text):
 
 
 @pytest.mark.parametrize("code", python_blocks())
-def test_python_runs(code, checkpoint, tmp_path, monkeypatch, capsys):
+def test_python_examples_run(code, checkpoint, tmp_path, monkeypatch, capsys):
     if "import inseq" in code:
         pytest.importorskip("inseq")
     (tmp_path / "outputs").mkdir()
@@ -85,7 +85,7 @@ def test_the_readme_is_short_and_shows_a_translation():
 
 
 @every_document
-def test_links_lead_somewhere(name):
+def test_links_have_an_existing_target(name):
     for link in re.findall(r"(?:\]\(|src=\")(?!https?:)([^)\"]+)", DOCUMENTS[name]):
         path, _, anchor = link.partition("#")
         target = os.path.normpath(os.path.join(os.path.dirname(name), path)) if path else name
@@ -101,7 +101,7 @@ def test_tables_have_a_header(name):
 
 
 @every_document
-def test_named_files_exist(name):
+def test_mentioned_files_exist(name):
     for path in re.findall(r"`((?:tests|scripts|vanilla_transformer)/[\w./-]+)`", DOCUMENTS[name]):
         assert (REPOSITORY / path).exists(), path
 
@@ -123,7 +123,7 @@ def test_commands_and_their_options_exist(name):
             path = target.replace(".", "/")
             assert {f"{path}.py", f"{path}/__main__.py"} & scripts.keys(), target
             texts, known = list(scripts.values()), set()
-            if "options" in options:  # what follows is handed to `train`
+            if "options" in options:  # the rest is passed to `train`
                 texts, known = texts + training, inherited
         else:
             target = target.replace("-", "_")
@@ -143,7 +143,7 @@ def test_commands_and_their_options_exist(name):
             assert option in known or any(map(defined.search, texts)), f"{target} --{option}"
 
 
-def test_each_section_of_the_paper_is_where_the_page_on_fidelity_says():
+def test_each_section_of_the_paper_is_implemented_where_the_fidelity_page_says():
     text, _, _ = DOCUMENTS["docs/fidelity.md"].partition("Where the paper leaves a choice")
     rows = re.findall(r"^\| \d\.\d.*\| (.*) \|$", text, re.MULTILINE)
     assert len(rows) == 12
@@ -162,7 +162,7 @@ def test_recipes_exist(name):
         assert recipe in recipes or recipe.endswith(".yaml"), recipe
 
 
-def test_changes_of_the_configuration_are_possible():
+def test_documented_changes_of_the_configuration_are_possible():
     changes = re.findall(r"`--config_overrides ([^`]+)` \|", DOCUMENTS["docs/paper.md"])
     assert len(changes) == 7
     recipe = "encoder_layers=2,decoder_layers=2,dropout=0.0,label_smoothing=0.0"
@@ -175,7 +175,7 @@ def test_changes_of_the_configuration_are_possible():
     assert len(configurations) == 8
 
 
-def test_the_index_names_every_page():
+def test_the_index_lists_every_page():
     for page in (REPOSITORY / "docs").glob("*.md"):
         assert page.name == "README.md" or f"]({page.name})" in DOCUMENTS["docs/README.md"]
 

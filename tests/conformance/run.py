@@ -20,7 +20,7 @@ from scripts.overlay import make_overlay
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 BUILD = REPOSITORY / "build" / "conformance"
-# Imports of the tests, and packages without which they are skipped, beside our own extras.
+# Imports of the tests, and packages without which they are skipped, in addition to our own extras.
 REQUIREMENTS = ["parameterized", "pytest-timeout", "httpx", "scikit-learn"]
 OPTIONAL = ["onnx", "onnxscript", "onnxruntime", "executorch", "torchao", "optimum-quanto"]
 

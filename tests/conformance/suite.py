@@ -1,6 +1,6 @@
 """transformers' own test classes, applied to our models or, for comparison, to Marian's.
 
-This file only works where `run.py` copies it: beside the tests of transformers.
+This file only works where `run.py` copies it: next to the tests of transformers.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ from vanilla_transformer import (
 # Without these lists, the distributed tests run for every model.
 test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
-# Processes over gloo may outnumber the CPUs; HSDP (2 replicas of 2 shards) takes four.
+# Processes over gloo can outnumber the CPUs; HSDP (2 replicas of 2 shards) takes four.
 test_fsdp_mixin._get_available_fsdp_workers = lambda: 4
 
-# Without torchvision transformers 5.17 has no table of image processors, in which a pipeline's test
-# looks for every model.
-with contextlib.suppress(ImportError):  # only a checkout has this module
+# Without torchvision, transformers 5.17 has no table of image processors, in which a pipeline test
+# looks up every model.
+with contextlib.suppress(ImportError):  # this module is only in a checkout
     from tests.pipelines import test_pipelines_feature_extraction as feature_extraction
 
     if not is_torchvision_available():

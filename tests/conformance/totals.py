@@ -1,4 +1,5 @@
-"""A pytest plugin that ends a run with a line of totals, for the documentation to quote."""
+"""A pytest plugin that prints a line of totals at the end of a run, to quote in the
+documentation."""
 
 import os
 
