@@ -1,1 +1,1 @@
-"""The model: all that travels with a checkpoint; it imports torch, transformers and itself."""
+"""The model: what is saved with a checkpoint; it imports torch, transformers and itself."""

@@ -31,11 +31,11 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 NO_ATTENTION_OPTIONS = {"use_cache", "output_hidden_states"}
 FLASH_TILE = 128  # positions
-CHOICE_OF_KERNELS = threading.Lock()  # it is the process's, and threads share a model
+CHOICE_OF_KERNELS = threading.Lock()  # the choice is global, and threads may share a model
 
 
 class FastAttention(AttentionInterface):
-    """transformers' attention functions, with ours in the place of "sdpa" and of flash attention.
+    """transformers' attention functions, with ours in place of "sdpa", flash and flex attention.
 
     Each takes queries (batch, heads, query_length, d_k), keys (batch, heads, key_length, d_k),
     values (batch, heads, key_length, d_v) and a mask, and returns the output
@@ -45,7 +45,7 @@ class FastAttention(AttentionInterface):
     def get_interface(
         self, attn_implementation: str, default: AttentionFunction
     ) -> AttentionFunction:
-        """The function of this name; `default`, the equation written out, for "eager"."""
+        """The function of this name; for "eager" it is `default`, the equation."""
         attend = super().get_interface(attn_implementation, default)
         if attend is sdpa_attention_forward:
             return partial(sdpa_attention, default)
@@ -67,7 +67,7 @@ def sdpa_attention(
     """Same as `sdpa_attention_forward`, with the fastest kernel of a CPU.
 
     In half precision, or where float32 is multiplied with less precision, torch's fused attention
-    trains several times slower than the `equation` written out, if the scores fit in memory.
+    trains several times slower than the `equation`, which is used if the scores fit in memory.
     """
     again = partial(sdpa_attention, equation)
     if rows is not None:
@@ -78,7 +78,7 @@ def sdpa_attention(
     if query.device.type == "cuda":
         attend = attend_on_gpu
         if attention_mask is not None and attention_mask.is_floating_point():
-            attention_mask = attention_mask.to(query.dtype)  # a quantized layer may choose its own
+            attention_mask = attention_mask.to(query.dtype)  # a quantized layer may use another
     known = {"scaling", "dropout"} | NO_ATTENTION_OPTIONS
     if query.device.type == "cpu" and options.keys() <= known:
         is_small = query.shape[2] * key.shape[2] <= 512 * 512
@@ -90,13 +90,13 @@ def sdpa_attention(
 
 
 def is_tracing() -> bool:
-    """Whether a compiler or `torch.jit.trace` makes a graph of this call, which must not depend on
-    the values of this batch."""
+    """Whether `torch.compile` or `torch.jit.trace` records this call as a graph, which must not
+    depend on the values of the batch."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:
-    if torch.compiler.is_compiling() or dtype != torch.float32:  # a compiler can't ask for more
+    if torch.compiler.is_compiling() or dtype != torch.float32:  # compiled code can't see more
         return dtype.itemsize == 2
     return torch.get_float32_matmul_precision() != "highest"
 
@@ -111,7 +111,7 @@ def fused_attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`sdpa_attention_forward`, without its checks for options and devices that are not ours."""
+    """`sdpa_attention_forward`, without its checks for options and devices that we don't use."""
     is_causal = attention_mask is None and module.is_causal and query.shape[2] > 1
     output = F.scaled_dot_product_attention(
         query, key, value, attention_mask, dropout, is_causal=is_causal, scale=scaling
@@ -121,8 +121,8 @@ def fused_attention(
 
 def one_row_for_all_queries(is_token: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """A mask (batch, 1, 1, length) of keys for "sdpa" from (batch, length) booleans. On a GPU it is
-    0 for tokens and -inf for padding, in the type of the heads that follow from `states` and in
-    rows of a multiple of 16: torch would make that of booleans in each layer."""
+    0 for tokens and -inf for padding, in the type of projected `states` and padded to a multiple of
+    16: torch would convert booleans to this in each layer."""
     if is_token.device.type != "cuda":
         return is_token[:, None, None]
     (batch, length), dtype = is_token.shape, product_dtype(states)
@@ -140,15 +140,15 @@ def attend_on_gpu(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """`sdpa_attention_forward` without two kernels that torch 2.11 to 2.13 prefer, unless the
-    caller has left no alternative. cuDNN's, on Hopper and Blackwell, plans each new shape, which
-    takes longer than a training step, and sentences have many shapes. Flash attention works on
-    tiles of 128 positions: for short sentences, the memory-efficient kernel is faster."""
+    caller has disabled the alternatives. cuDNN's kernel, on Hopper and Blackwell, plans each new
+    shape, which takes longer than a training step, and sentences have many shapes. Flash attention
+    works on tiles of 128 positions: for short sentences, the memory-efficient kernel is faster."""
     heads = (query, key, value)
     arguments, is_short = (module, *heads, attention_mask), suits_small_tiles(module, *heads)
     if torch.compiler.is_compiling():
         with sdpa_kernel(kernels_to_choose_from(is_short)):
             return sdpa_attention_forward(*arguments, **options)
-    kernels = torch.backends.cuda  # `sdpa_kernel` would take longer, in each layer
+    kernels = torch.backends.cuda  # `sdpa_kernel` is slower, and runs in each layer
     with CHOICE_OF_KERNELS:
         before = kernels.cudnn_sdp_enabled(), kernels.flash_sdp_enabled()
         cudnn, flash = keeps_cudnn_and_flash(is_short)
@@ -162,15 +162,15 @@ def attend_on_gpu(
 
 
 def suits_small_tiles(module: torch.nn.Module, *heads: torch.Tensor) -> bool:
-    """Whether these are short sentences in training, in heads that the memory-efficient kernel
-    takes: their width is a multiple of 8."""
+    """Whether these are short sentences in training, with heads that the memory-efficient kernel
+    supports: their width is a multiple of 8."""
     if not module.training or any(states.shape[3] % 8 for states in heads):
         return False
     return all(states.shape[2] <= FLASH_TILE for states in heads)
 
 
 def keeps_cudnn_and_flash(is_short: bool) -> tuple[bool, bool]:
-    """Whether cuDNN's kernel and flash attention's stay among those to choose from."""
+    """Whether torch may choose cuDNN's kernel, and flash attention's."""
     kernels = torch.backends.cuda
     cudnn = kernels.cudnn_sdp_enabled() and not kernels.math_sdp_enabled()
     flash = kernels.flash_sdp_enabled() and not (is_short and kernels.mem_efficient_sdp_enabled())
@@ -179,7 +179,7 @@ def keeps_cudnn_and_flash(is_short: bool) -> tuple[bool, bool]:
 
 @torch.compiler.assume_constant_result
 def kernels_to_choose_from(is_short: bool) -> list[SDPBackend]:
-    """For a compiler, which can't ask what is enabled, and follows no later change."""
+    """The enabled kernels. A compiler can't read them, and later changes have no effect on it."""
     kernels = torch.backends.cuda
     cudnn, flash = keeps_cudnn_and_flash(is_short)
     enabled = {
@@ -192,7 +192,7 @@ def kernels_to_choose_from(is_short: bool) -> list[SDPBackend]:
 
 
 def as_scores(attention_mask: torch.Tensor) -> torch.Tensor:
-    """A mask to add to scores, from one, or from booleans that are True where a key is visible."""
+    """A mask to add to scores, from such a mask or from booleans, True where a key is visible."""
     if attention_mask.dtype != torch.bool:
         return attention_mask
     return torch.where(attention_mask, 0.0, torch.finfo(torch.float32).min)
@@ -232,7 +232,7 @@ def flash_or_flex_attention(
     rows: "RowEnds | None" = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Flash attention, told where packed rows end, or flex attention. SDPA computes what they don't
+    """Flash attention, with the ends of packed rows, or flex attention. SDPA does what they don't
     support: masks of four dimensions and, for flash, masks of keys from another sequence."""
     if rows is not None:
         ends = rows.source if module.is_cross_attention else rows.own
@@ -255,7 +255,7 @@ def is_flex(attn_implementation: str) -> bool:
 
 
 def cast_once(states: torch.Tensor) -> torch.Tensor:
-    """The states in autocast's type, which would otherwise be cast in each of several products."""
+    """The states in autocast's type. Otherwise each product with them would cast them again."""
     return states.to(product_dtype(states)) if states.dtype == torch.float32 else states
 
 
@@ -272,8 +272,8 @@ def attend_with_shared_keys(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of (batch * beams, heads, length, d_k) queries to (batch, heads, key_length, d_k)
-    keys: the beams of a source become further queries of one row. No query is hidden from another,
-    so a mask of keys, (batch * beams, 1, 1, key_length), is enough."""
+    keys: the beams of a source become further queries of one row. All queries see the same keys, so
+    a mask of keys, (batch * beams, 1, 1, key_length), is enough."""
     batch, beams = key.shape[0], query.shape[0] // key.shape[0]
     heads, length = query.shape[1:3]
     folded = query.unflatten(0, (batch, beams)).transpose(1, 2).flatten(2, 3)

@@ -14,18 +14,18 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
-# What transformers calls the cache among inputs and outputs: "past_key_values" up to 5.23.
+# The name of the cache among inputs and outputs: "past_key_values" up to transformers 5.23.
 CACHE_NAME = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 
-# What layers hold besides keys and values. It is not among their attributes: transformers'
-# exporters take every tensor that an attribute leads to for an input or output of the graph.
+# What layers hold besides keys and values. These are not attributes, as transformers' exporters
+# treat every tensor that they find in an attribute as an input or output of the graph.
 _BUFFERS: WeakKeyDictionary["GrowingLayer", tuple[torch.Tensor, ...]] = WeakKeyDictionary()
 _SPARE: WeakKeyDictionary["GrowingLayer", list[torch.Tensor]] = WeakKeyDictionary()
 
 
 def takes_either_name(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A `forward` whose `cache` may be called `past_key_values` as well. Its signature has the name
-    that transformers uses, whose exporters look there."""
+    that transformers uses, because its exporters read it."""
     signature = inspect.signature(forward)
 
     @wraps(forward)
@@ -81,7 +81,7 @@ def update_kv_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of all positions so far, (batch, heads, length, head_dim) each: those in the
     cache, and `project(states)` for new ones. The source's are projected once per generation.
-    `options` of the attention function may change."""
+    May change `options`, those of the attention function."""
     if cache is None:
         return project(states)
     if is_paged(cache):
@@ -95,7 +95,7 @@ def update_kv_cache(
     cross = cache.cross_attention_cache
     if cache.is_updated.get(layer_idx):
         layer = cross.layers[layer_idx]
-        if getattr(cross, "offloading", False):  # which only an update brings back
+        if getattr(cross, "offloading", False):  # only an update loads them again
             if states.is_cuda:
                 torch.cuda.default_stream(states.device).wait_stream(cross.prefetch_stream)
             return layer.keys.to(states.device), layer.values.to(states.device)
@@ -127,7 +127,7 @@ class GrowingLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append (batch, heads, new_length, head_dim) states and return all so far."""
-        if torch.compiler.is_compiling():  # a graph would hold as many steps as there is room for
+        if torch.compiler.is_compiling():  # a graph would be specific to the size of the buffer
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

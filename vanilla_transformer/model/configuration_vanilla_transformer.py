@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 if TYPE_CHECKING:
-    # Never executed: transformers saves a file together with the files that it imports relatively,
-    # so these lines put every model and the pipeline into every checkpoint folder.
+    # Never executed. transformers saves a file together with its relative imports, so these lines
+    # put every model and the pipeline into every checkpoint folder.
     from .modeling_vanilla_transformer import VanillaTransformerModel  # noqa: F401
     from .pipelines import TranslationPipeline  # noqa: F401
 
@@ -38,7 +38,7 @@ CUSTOM_PIPELINES = {
 
 
 class CustomPipelines(dict):
-    """What `pipeline()` looks a task up in by its full name, to alter in place what it finds."""
+    """Where `pipeline()` looks up a task by its full name. It changes the result in place."""
 
     def __contains__(self, task: object) -> bool:
         return super().__contains__(self._base(task))
@@ -48,7 +48,7 @@ class CustomPipelines(dict):
 
     @staticmethod
     def _base(task: object) -> object:
-        """The task that "translation_en_to_de" and the like are served by."""
+        """The task that "translation_en_to_de" and the like belong to."""
         return "translation" if str(task).startswith("translation_") else task
 
 
@@ -64,8 +64,9 @@ def _ffn(d_ff: int) -> dict[str, Any]:
     return {"encoder_ffn_dim": d_ff, "decoder_ffn_dim": d_ff}
 
 
-# What each row changes in the base model, which is the configuration's default (Table 3).
-# "tiny" is not the paper's: the Multi30k model of Wu et al. (2021), https://aclanthology.org/2021.acl-long.480
+# What each row changes in the base model, which is the configuration's default (Table 3). "tiny" is
+# not from the paper but the Multi30k model of Wu et al. (2021),
+# https://aclanthology.org/2021.acl-long.480
 PRESETS: dict[str, dict[str, Any]] = {
     "base": {},
     "A-h1": _heads(1),
@@ -90,9 +91,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"d_model": 128, **_ffn(256), **_heads(4), **_layers(4), "dropout": 0.3},
 }
 
-# The largest sizes, so that a hostile file can't claim all memory or time: a thousand layers are
-# the deepest published (https://arxiv.org/abs/2203.00555), and float32, in which positions are
-# encoded, counts no further than 2^24.
+# The largest sizes, so that a malicious file can't use up memory or time: the deepest published
+# model has a thousand layers (https://arxiv.org/abs/2203.00555), and float32, in which positions
+# are encoded, has all integers up to 2^24.
 MOST_LAYERS, MOST = 1000, 2**24
 
 
@@ -101,15 +102,15 @@ class VanillaTransformerConfig(PreTrainedConfig):
     """Hyper-parameters of the encoder-decoder Transformer; the defaults are the paper's base model.
 
     Args:
-        vocab_size: Tokens in the vocabulary that source and target share, or in the source's.
-        decoder_vocab_size: Tokens in a target vocabulary of its own (it may be of equal size);
-            `None` shares the source's.
+        vocab_size: Size of the vocabulary that source and target share, or of the source's.
+        decoder_vocab_size: Size of a separate target vocabulary, equal or not; `None` shares the
+            source's.
         d_model: Width of every layer's input and output.
         encoder_layers, decoder_layers: N.
         encoder_attention_heads, decoder_attention_heads: h.
         encoder_ffn_dim, decoder_ffn_dim: d_ff.
         head_dim: d_k, the width of a query or key in one head; `None` becomes d_model / h, and
-            stays where encoder and decoder differ in h.
+            stays `None` if encoder and decoder differ in h.
         value_head_dim: d_v, the width of a value in one head; `None` is d_k.
         attention_bias: Biases in the four projections of attention. The paper's are plain matrices.
         dropout: P_drop, on each sub-layer's output and on embedding plus position (section 5.4).
@@ -121,36 +122,37 @@ class VanillaTransformerConfig(PreTrainedConfig):
             x + Sublayer(LayerNorm(x)) with one more LayerNorm after each stack.
         decoder_norm_position: The same for the decoder; `None` is `norm_position`.
         final_layer_norm: Which stacks end in a layer normalization: "both", "encoder", "decoder" or
-            "none". `None` means those with pre-norm; the paper has none.
+            "none". `None` means those with pre-norm. Not in the paper.
         embedding_layer_norm: Layer normalization of embedding plus position. Not in the paper.
-        layer_norm_eps: Added to the variance; tensor2tensor's value, the paper names none.
-        position_encoding: "sinusoidal" knows no length limit; "learned" is row (E) of Table 3.
+        layer_norm_eps: Added to the variance; the default is tensor2tensor's, as the paper names
+            none.
+        position_encoding: "sinusoidal" has no length limit; "learned" is row (E) of Table 3.
         sinusoid_frequencies: "paper" is 10000^(-2i / d_model); "tensor2tensor", as in its code and
             in fairseq and Marian, is 10000^(-2i / (d_model - 2)).
-        position_offset: The first token's place in the sinusoids. The paper's is 0.
+        position_offset: The first token's position in the sinusoids. The paper's is 0.
         max_position_embeddings: Number of learned positions; sinusoids have no limit.
         scale_embedding: Multiply embeddings by sqrt(d_model) on input (section 3.4).
         tie_word_embeddings: Source embedding, target embedding and pre-softmax projection are one
             matrix (section 3.4); with two vocabularies, the latter two.
         lm_head_bias: A bias in the projection before the softmax. The paper has none.
         pad_token_id, bos_token_id, eos_token_id, decoder_start_token_id: Special token ids.
-        initializer: How weights start: "depth_scaled" lets post-norm models learn sooner,
-            "tensor2tensor" is the start of the paper's own code. See `_init_weights`.
+        initializer: How weights are initialized: "depth_scaled" lets post-norm models learn sooner,
+            "tensor2tensor" is what the paper's own code does. See `_init_weights`.
         use_cache: Keep keys and values of earlier positions while generating.
 
     Raises:
-        huggingface_hub.errors.StrictDataclassError: A value of the wrong type, out of range, or at
-            odds with another; the message names it and what was expected.
+        huggingface_hub.errors.StrictDataclassError: A value has the wrong type, is out of range, or
+            contradicts another; the message names it and what was expected.
     """
 
     model_type = "vanilla_transformer"
-    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # its name up to transformers 5.23
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # the latter up to transformers 5.23
     attribute_map = {
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",
         "num_hidden_layers": "encoder_layers",
     }
-    # Names within a stack, or in the models around it: each class keeps what it has of them.
+    # Names within a stack, or in the models around it: each class keeps those of its own modules.
     base_model_tp_plan = {
         "shared": "embedding_rowwise",
         "embed_tokens": "embedding_rowwise",
@@ -207,20 +209,20 @@ class VanillaTransformerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs["auto_map"] = self._auto_map(kwargs.pop("auto_map", None) or {})
-        # `pipeline()` demands trust for whatever it finds here, even where the code is installed.
+        # `pipeline()` requires `trust_remote_code` if this is set, even if the code is installed.
         kwargs.pop("custom_pipelines", None)
         if __name__.startswith("transformers_modules."):
             kwargs["custom_pipelines"] = CustomPipelines(CUSTOM_PIPELINES)
         self._take_other_names(kwargs)
         heads = self.encoder_attention_heads
         if self.head_dim is None and heads == self.decoder_attention_heads:
-            # transformers reads the width of keys and values from here; bad sizes are named below
+            # transformers reads the width of keys and values from here; sizes are checked below
             self.head_dim = self.d_model // heads if heads and self.d_model % heads == 0 else None
         super().__post_init__(**kwargs)
 
     def _auto_map(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Our classes, as every folder carries all the code; and what the folder of a user's
-        subclass names, which does without our code if the configuration is one too."""
+        """Our classes, as every folder has all of their code, and those that the folder of a user's
+        subclass names. If the configuration is such a subclass too, ours are not needed."""
         ours = tuple("." + place.partition(".")[2] for place in AUTO_MAP.values())
         own = {name: place for name, place in saved.items() if not str(place).endswith(ours)}
         return {**AUTO_MAP, **own} if type(self) is VanillaTransformerConfig else own
@@ -239,7 +241,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def _take_other_names(self, given: dict[str, Any]) -> None:
-        """Let `hidden_size` and the like be set before anything follows from them."""
+        """Set `hidden_size` and the like before other values are derived from them."""
         for alias in given.keys() & self.attribute_map.keys():
             name, value = self.attribute_map[alias], given.pop(alias)
             held = getattr(self, name)
@@ -250,7 +252,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
             setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved, the pipelines included, for processes that lack this package."""
+        """The fields to save, with the pipelines, for processes that lack this package."""
         return {**super().to_dict(), "custom_pipelines": copy.deepcopy(CUSTOM_PIPELINES)}
 
     @classmethod
@@ -270,7 +272,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
 
     @property
     def target_vocab_size(self) -> int:
-        """Tokens that the decoder reads and predicts."""
+        """Size of the vocabulary that the decoder reads and predicts."""
         return self.decoder_vocab_size or self.vocab_size
 
     @property
@@ -292,7 +294,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
     def get_text_config(
         self, decoder: bool | None = None, encoder: bool | None = None
     ) -> PreTrainedConfig:
-        """This configuration, or one stack's share of it under the names of a single stack."""
+        """This configuration, or the part for one stack under the names of a single stack."""
         if decoder and not encoder:
             # The base class renames decoder_X to X, and neither of these can be None.
             explicit = copy.copy(self)
@@ -302,7 +304,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
         return super().get_text_config(decoder=decoder, encoder=encoder)
 
     def for_both_stacks(self) -> "VanillaTransformerConfig":
-        """This configuration for encoder and decoder, also if it is that of one of them."""
+        """The configuration of encoder and decoder, even if this one is for only one of them."""
         return self._with(is_encoder_decoder=True)
 
     def for_one_stack(self, stack: Literal["encoder", "decoder"]) -> "VanillaTransformerConfig":
@@ -318,7 +320,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
         return self._with(is_encoder_decoder=False, decoder_vocab_size=None, **fields)
 
     def _with(self, **fields: Any) -> "VanillaTransformerConfig":
-        """This configuration if it has these values, or else a copy that has."""
+        """This configuration if it has these values, otherwise a copy with them."""
         if all(getattr(self, name) == value for name, value in fields.items()):
             return self
         config = copy.deepcopy(self)
@@ -327,7 +329,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
         return config
 
     def validate_sizes(self) -> None:
-        """Every size is a positive integer, and not larger than any model's."""
+        """Every size is a positive integer up to its limit."""
         stacks = ("layers", "attention_heads", "ffn_dim")
         sizes = [f"{stack}_{size}" for stack in ("encoder", "decoder") for size in stacks]
         sizes += ["vocab_size", "d_model", "max_position_embeddings"]
@@ -342,7 +344,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={value!r}: expected at most {most}")
 
     def validate_widths(self) -> None:
-        """Without `head_dim` the heads divide d_model; all heads together are no wider than a
+        """Without `head_dim` the heads divide d_model; all heads together are at most as wide as a
         model may be; sinusoids need an even d_model."""
         for name in ("encoder_attention_heads", "decoder_attention_heads"):
             heads = getattr(self, name)
@@ -371,7 +373,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
             raise ValueError(f"position_offset={self.position_offset}: expected an integer from 0")
 
     def validate_probabilities(self) -> None:
-        """Rates of dropout and label smoothing lie in [0, 1), the layer norm's epsilon above 0."""
+        """Rates of dropout and label smoothing are in [0, 1), the layer norm's epsilon above 0."""
         for name in ("dropout", "attention_dropout", "activation_dropout", "label_smoothing"):
             value = getattr(self, name)
             if not 0 <= value < 1:
@@ -388,7 +390,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
             )
 
     def validate_token_ids(self) -> None:
-        """Special ids lie in the vocabulary that they index (the base class only warns)."""
+        """Special ids are in the vocabulary that they index (the base class only warns)."""
         source, target = self.vocab_size, self.target_vocab_size
         limits = {
             "pad_token_id": min(source, target),

@@ -1,4 +1,4 @@
-"""Faster steps of a search: the decoder alone, and on a CPU, no more logits than are looked at."""
+"""Faster steps of a search: the decoder alone, and, on a CPU, only the logits that are needed."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +15,9 @@ from .hooks import are_all_watched, hooks_of
 from .loss import at_least_float32, is_plain_matrix
 from .validation import expect_in_range
 
-LARGE, PIECE = 2**24, 2**21  # bytes of a projection, and of as much as a CPU's caches hold
+LARGE, PIECE = 2**24, 2**21  # bytes of a projection, and of what a CPU's caches hold
 FEW = 512  # rows of states
-# All that transformers passes in a step whose outputs nobody wants to see.
+# All that transformers passes in a step if no states or attentions are to be returned.
 OF_A_STEP = {
     "decoder_input_ids", "decoder_attention_mask", "attention_mask", "encoder_outputs", CACHE_NAME,
     "use_cache", "return_dict",
@@ -30,16 +30,16 @@ COUNTS_TOKENS_BY_SCORES = (
 
 
 def shallow_copy(model: Any) -> Any:
-    """A model of the same modules, weights and hooks, whose attributes may be changed while other
-    threads use the first. `copy.copy` would build FSDP's anew."""
+    """A model with the same modules, weights and hooks, whose attributes may be changed while other
+    threads use the original. `copy.copy` would build FSDP's again."""
     copied = object.__new__(type(model))
     copied.__dict__.update(model.__dict__)
     return copied
 
 
 def may_replace_forward(model: Any) -> bool:
-    """Whether nobody looks at, or changes, what this model's `forward` returns: no subclass, no
-    hook, no replaced or compiled method; and whether it runs the fast paths."""
+    """Whether no subclass, hook, or replaced or compiled method reads or changes what this model's
+    `forward` returns, and the model runs the fast paths."""
     is_ours = "_auto_class" in vars(type(model)) and "forward" not in vars(model)
     is_ours = is_ours and model._compiled_call_impl is None
     is_fast = model.config._attn_implementation != "eager"
@@ -60,9 +60,9 @@ def with_fast_steps(model: Any, cache: object) -> Any:
 
 
 def with_logits(model: Any, project: Callable[[torch.Tensor, nn.Linear], torch.Tensor]) -> Any:
-    """A copy of the model for one search, whose `forward` returns, for logits, what `project` makes
-    of the last states (batch, 1, d_model) and the projection. The first step checks the inputs and
-    fills the cache with the source; the others call the decoder alone."""
+    """A copy of the model for one search, whose `forward` returns as logits what `project` computes
+    from the last states (batch, 1, d_model) and the projection. The first step checks the inputs
+    and adds the source to the cache; the others call the decoder alone."""
     copied, stacks = shallow_copy(model), model.model
     is_ours, is_first = may_replace_forward(stacks) and not hooks_of(stacks), True
 
@@ -145,8 +145,8 @@ def _pieces(matrix: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def best_tokens(
     model: Any, options: dict[str, Any], expand: Callable[[torch.Tensor], torch.Tensor]
 ) -> "BestTokens | None":
-    """The tokens that a beam search on a CPU looks at in place of all; None if their scores are
-    returned, changed or sampled. `expand` turns computed rows into all rows of a batch."""
+    """The only tokens that a beam search on a CPU needs; None if the scores of all are returned,
+    changed or sampled. `expand` turns computed rows into all rows of a batch."""
     config = options["generation_config"]
     if model.device.type != "cpu" or not COUNTS_TOKENS_BY_SCORES:
         return None
@@ -164,8 +164,8 @@ class BestTokens(LogitsProcessor):
 
     A step needs no more: the best continuations of a sentence are among the best of its beams. They
     take far less memory than the logits of a vocabulary, of which transformers holds four copies.
-    As the only logits processor, this replaces log-probabilities over the few tokens by those over
-    all.
+    As the only logits processor, this replaces log-probabilities over these tokens with those over
+    the vocabulary.
 
     Attributes:
         model: A copy of the model whose `forward` returns logits of the best tokens, best first,
@@ -185,8 +185,8 @@ class BestTokens(LogitsProcessor):
         return self.log_probs
 
     def continuations(self, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        """Same as `GenerationMixin._get_top_k_continuations` (5.18 to 5.24), whose tokens are
-        places among the best."""
+        """Same as `GenerationMixin._get_top_k_continuations` (5.18 to 5.24), which returns tokens
+        as indices of the best ones."""
         found = GenerationMixin._get_top_k_continuations(self.model, **kwargs)
         _, sequences, beams = found
         now = kwargs["cur_len"]
@@ -202,7 +202,7 @@ class BestTokens(LogitsProcessor):
             parts = ((first, rows @ piece.t()) for first, piece in _pieces(projection.weight))
         else:
             parts = [(0, projection(states)[:, 0])]
-        hooked = not is_plain_matrix(projection)  # who may keep what is theirs
+        hooked = not is_plain_matrix(projection)  # a hook or module may keep its output, so copy it
         for first, narrow in parts:
             scores = narrow.to(at_least_float32(narrow.dtype), copy=hooked)
             values, places = topk(scores, min(self.count, scores.shape[1]))
@@ -219,7 +219,7 @@ class BestTokens(LogitsProcessor):
 
 
 def topk(scores: torch.Tensor, count: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as `scores.topk(count)`, in half the time for a few of many. Scores are arranged in
+    """Same as `scores.topk(count)`, in half the time for few of many. Scores are arranged in
     columns of `rows`: the `count` columns with the highest maxima contain the best."""
     if scores.shape[1] % rows or scores.shape[1] < rows * count:
         return scores.topk(count)

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """`torch.nn.functional.dropout`; on a CPU, p is rounded to a multiple of 2^-16.
 
-    There torch draws 64 random bits for each element, which is a tenth of a small model's training
-    step; this draws 16.
+    There torch draws 64 random bits for each element, which takes a tenth of a small model's
+    training step; this draws 16.
     """
     dropped = round(p * 2**16)
     if not training or dropped == 0:
@@ -24,8 +24,7 @@ def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
 
 
 def is_transformed() -> bool:
-    """Whether `torch.compile` or `torch.func` runs the model: functions whose gradients are written
-    by hand here are not made for them."""
+    """Whether `torch.compile` or `torch.func` is active: our autograd functions support neither."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 

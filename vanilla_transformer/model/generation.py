@@ -1,4 +1,4 @@
-"""What the paper's decoding adds to transformers' `GenerationMixin`, and faster ways through it."""
+"""The paper's decoding, added to transformers' `GenerationMixin`, and faster paths through it."""
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
@@ -37,7 +37,7 @@ from .pretrained import as_model_output
 from .running_rows import WatchedCriteria, running_rows
 from .validation import expect_in_range, expect_prompt
 
-# Options with which transformers makes another cache than a plain dynamic one, or rolls it back.
+# Options with which transformers does not use a plain dynamic cache, or rolls it back.
 NO_PLAIN_CACHE = (
     "cache_implementation", "assistant_model", "custom_generate", "prompt_lookup_num_tokens",
     "prefill_chunk_size", "penalty_alpha", "dola_layers", "is_assistant",
@@ -45,12 +45,12 @@ NO_PLAIN_CACHE = (
 
 
 class VanillaTransformerGenerationMixin(GenerationMixin):
-    """`generate()` with the paper's default output length, and the paper's length penalty where the
+    """`generate()` with the paper's default output length, and the paper's length penalty if the
     generation config, or a call, has `length_penalty_type="gnmt"`: hypotheses are ranked by their
     log-probability over ((5 + length) / 6)^`length_penalty`, not over length^`length_penalty`.
 
-    With `early_stopping="never"` the best hypothesis is found; otherwise transformers may stop
-    before it.
+    With `early_stopping="never"` the search finds the best hypothesis; otherwise transformers may
+    stop before it.
     """
 
     # Section 6.1: "we set the maximum output length during inference to input length + 50"
@@ -67,11 +67,11 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
         Args:
             kwargs: As for transformers, and `length_penalty_type`, "power", "gnmt", "avg" or "wu";
-                `extra_output_tokens`, by which an output may be longer than its source (50), or
-                `max_length_factor`, by which an output may be longer than the longest source.
+                `extra_output_tokens`, how many tokens longer than its source an output may be (50),
+                or `max_length_factor`, how many times as long as the longest source it may be.
 
         Raises:
-            TypeError, ValueError: An input or an option is not what a model can read or do.
+            TypeError, ValueError: The model can't read an input or use an option.
             IndexError: A token id is outside the vocabulary (on the CPU).
         """
         if _is_sharded(self) and "generate" not in vars(self):
@@ -81,7 +81,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
                 return self.generate(inputs, generation_config, **kwargs)
         self._forget_limit_of_trainer()
         encoded = as_model_output(kwargs.get("encoder_outputs"))
-        if isinstance(encoded, ModelOutput):  # whose rows transformers repeats in place
+        if isinstance(encoded, ModelOutput):  # transformers repeats its rows in place
             kwargs["encoder_outputs"] = type(encoded)(**encoded)
         expect_prompt(self, {"inputs": inputs, **kwargs})
         kwargs = read_target_vocabulary(rename_cache(kwargs, CACHE_NAME))
@@ -104,10 +104,10 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             raise
         repeat_for_each_beam(getattr(output, CACHE_NAME, None))
         is_inference = isinstance(output, torch.Tensor) and output.is_inference()
-        return output.clone() if is_inference else output  # the clone takes part in training
+        return output.clone() if is_inference else output  # a clone can take part in training
 
     def _forget_limit_of_trainer(self) -> None:
-        """Undo the limit of 20 tokens that `Seq2SeqTrainer` (5.17 to 5.24) writes into the model's
+        """Undo the limit of 20 tokens. `Seq2SeqTrainer` (5.17 to 5.24) writes it into the model's
         generation config after its first batch, with all other defaults of transformers."""
         config, defaults = self.generation_config, GenerationConfig._get_default_generation_params()
         if any(
@@ -121,8 +121,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             config.max_length = self._max_length_before_trainer
 
     def _use_fast_cache(self, prompt_length: int, options: GenerationOptions) -> None:
-        """Pass a cache that copies less, where transformers would make a plain dynamic one, and no
-        hook expects the rows of all beams."""
+        """Pass a cache that copies less, if transformers would make a plain dynamic one and no hook
+        expects the rows of all beams."""
         if any(options[name] for name in NO_PLAIN_CACHE) or CACHE_NAME in options.kwargs:
             return
         if options["use_cache"] is False or self.config._attn_implementation != "sdpa":
@@ -133,8 +133,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         options.kwargs[CACHE_NAME] = generation_cache(self.config, *size)
 
     def _without_autograd(self, options: GenerationOptions) -> AbstractContextManager:
-        """torch's inference mode, which saves a twentieth of the time, but whose tensors can't take
-        part in training: only where nothing but token ids remains of a generation."""
+        """torch's inference mode, which saves a twentieth of the time. Its tensors can't take part
+        in training, so it is only used if a generation returns nothing but token ids."""
         kwargs, kind = options.kwargs, self.device.type
         if not is_generation_cache(kwargs.get(CACHE_NAME)):
             return nullcontext()
@@ -142,7 +142,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             return nullcontext()
         if _shows_what_may_be_kept(options):
             return nullcontext()
-        if "forward" in vars(self) or kind == "meta":  # compiled, or weights come and go
+        if "forward" in vars(self) or kind == "meta":  # compiled, or its weights are offloaded
             return nullcontext()
         if _is_quantized(self):  # to a type that inference mode may not handle
             return nullcontext()
@@ -160,8 +160,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Same as transformers', which looks in each step for all that any model might take, and
-        hides the padding of a target behind the mask that it makes for a static cache."""
+        """Same as transformers', which checks in each step for all that any model might take, and
+        hides the padding of a target with the mask that it makes for a static cache."""
         given = {CACHE_NAME: cache, "attention_mask": attention_mask, **kwargs}
         ours = isinstance(cache, EncoderDecoderCache) and (
             cache.is_compileable or is_generation_cache(cache)
@@ -184,18 +184,18 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         and without the rows that have ended."""
         model, criteria = with_fast_steps(self, kwargs.get(CACHE_NAME)), kwargs["stopping_criteria"]
         rows = running_rows(self, input_ids, kwargs)
-        # Without such criteria transformers lets a row go on until all have ended.
+        # Without such criteria transformers continues a row until all have ended.
         if rows is not None and any(hasattr(each, "eos_token_id") for each in criteria):
             model, kwargs["stopping_criteria"] = rows.of(model), WatchedCriteria(criteria, rows)
         return GenerationMixin._sample(model, input_ids, **kwargs)
 
     def _beam_search(self, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
-        """Same as transformers' (5.17 to 5.24), looking at the best tokens alone where these
-        decide, and without the rows of sources that have ended."""
+        """Same as transformers' (5.17 to 5.24), but computes the best tokens alone where these are
+        enough, and no rows of sources that have ended."""
         config, rows = kwargs["generation_config"], running_rows(self, input_ids, kwargs)
         pad = config._pad_token_tensor
         if pad is not None:
-            # transformers (5.17 to 5.24) takes id 0 for no padding, and fills up with </s> instead.
+            # transformers (5.17 to 5.24) ignores a padding id of 0 and pads with </s> instead.
             config = kwargs["generation_config"] = copy.copy(config)
             config._pad_token_tensor = torch.full_like(pad, -1)
         best = best_tokens(self, kwargs, nn.Identity() if rows is None else rows.expand)
@@ -215,9 +215,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         return GenerationMixin.compute_transition_scores(model, *args, **kwargs)
 
     def _with_target_vocabulary(self) -> "VanillaTransformerGenerationMixin":
-        """This model or, where the target has a vocabulary of its own, one of the same weights
-        whose `config.vocab_size` is the target's: transformers (5.17 to 5.24) reads the number of
-        tokens to generate from there."""
+        """This model or, if the target has a vocabulary of its own, one with the same weights whose
+        `config.vocab_size` is the target's. transformers (5.17 to 5.24) reads from there how many
+        tokens there are to choose from."""
         if self.config.decoder_vocab_size in (None, self.config.vocab_size):
             return self
         model = shallow_copy(self)
@@ -228,7 +228,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
 def read_target_vocabulary(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keywords of `generate()`, with the target's vocabulary where transformers would read the
-    source's: in the tokenizer, for `stop_strings`, and in an assistant, which it compares."""
+    source's: in the tokenizer, for `stop_strings`, and in an assistant, to compare both."""
     target = getattr(kwargs.get("tokenizer"), "target_tokenizer", None)
     if target is not None:
         kwargs = {**kwargs, "tokenizer": PreTrainedTokenizerFast(tokenizer_object=target)}
@@ -239,7 +239,7 @@ def read_target_vocabulary(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shows_what_may_be_kept(options: GenerationOptions) -> bool:
-    """Whether the caller's own objects see tokens or scores."""
+    """Whether objects of the caller see, and may keep, tokens or scores."""
     if options["streamer"] is not None or options["prefix_allowed_tokens_fn"] is not None:
         return True
     lists = ("logits_processor", "stopping_criteria")
@@ -250,7 +250,7 @@ def _shows_what_may_be_kept(options: GenerationOptions) -> bool:
 
 
 def _is_quantized(model: torch.nn.Module) -> bool:
-    """Whether a library has made the matrices of all layers a type of its own."""
+    """Whether a library has replaced the matrices of all layers with a type of its own."""
     layers = getattr(model.get_decoder(), "layers", nn.Module())  # an engine has none
     first = next(layers.parameters(), None)
     return first is not None and type(first) is not nn.Parameter

@@ -17,8 +17,8 @@ LIMITS = ("max_new_tokens", "max_length", "max_length_factor", "extra_output_tok
 
 
 class GenerationOptions:
-    """The options of a call of `generate()`: its keywords go before its generation config, and that
-    before the model's. None is unset.
+    """The options of a call of `generate()`: its keywords override its generation config, which
+    overrides the model's. None means unset.
 
     Args:
         default: The model's generation config.
@@ -32,7 +32,7 @@ class GenerationOptions:
         self.default = default
         self.given = copy.deepcopy(given)
         self.kwargs = dict(kwargs)
-        for name in ("num_beams", "num_return_sequences"):  # transformers (5.17 to 5.24) needs one
+        for name in ("num_beams", "num_return_sequences"):  # transformers (5.17 to 5.24) needs it
             if kwargs.get(name, 1) is None:
                 self.kwargs[name] = 1
 
@@ -54,23 +54,23 @@ class GenerationOptions:
     def __setitem__(self, name: str, value: Any) -> None:
         if self.given is None:
             self.kwargs[name] = value
-        else:  # transformers warns where there are both a config and keywords
+        else:  # transformers warns if it gets both a config and keywords
             setattr(self.given, name, value)
 
     def first_of(self, names: Sequence[str]) -> str | None:
-        """Of these options the first that is set, in the first place where any is."""
+        """The first of these options that is set, from the first place that sets any."""
         names = [name for name in names if self[name] is not None]
         return first_given(
             *(name for place in self._places() for name in names if place.get(name) is not None)
         )
 
     def take(self, name: str) -> Any:
-        """The value of an option that transformers does not know, which is no keyword any more."""
+        """The value of an option that transformers does not know, removed from the keywords."""
         value = self.kwargs.pop(name, None)
         return self[name] if value is None else value
 
     def mask_padding(self, source: torch.Tensor | None) -> None:
-        """Hide what is `pad_token_id` in the token ids (sources, source_length) of a call without a
+        """Hide every `pad_token_id` in the token ids (sources, source_length) of a call without a
         mask. transformers (5.17 to 5.24) does so only without an encoder."""
         pad = self["pad_token_id"]
         if source is None or self["attention_mask"] is not None or pad in (None, *self.ends()):
@@ -84,14 +84,14 @@ class GenerationOptions:
         return {eos} if isinstance(eos, int) else set(eos or ())
 
     def cache_size(self, prompt_length: int) -> tuple[int, int]:
-        """The rows of each source, and the most positions of a target."""
+        """The rows of each source, and the largest number of positions of a target."""
         rows = max(self["num_beams"] or 1, self["num_return_sequences"] or 1)
         new_tokens = self["max_new_tokens"]
         return rows, self["max_length"] if new_tokens is None else prompt_length + new_tokens
 
     def prompt_length(self) -> int:
-        """Target tokens to begin with: transformers puts the start token before a prompt that lacks
-        it."""
+        """The number of target tokens to begin with. transformers adds the start token to a prompt
+        that lacks it."""
         prompt = self.kwargs.get("decoder_input_ids")
         if prompt is None:
             return 1
@@ -113,7 +113,7 @@ COUNTS = {
     "max_new_tokens": (1, LONGEST), "max_length": (1, LONGEST),
     "min_length": (0, LONGEST), "min_new_tokens": (0, LONGEST), "top_k": (0, LONGEST),
     "no_repeat_ngram_size": (0, LONGEST),
-    "encoder_no_repeat_ngram_size": (0, 1000),  # transformers copies the source as often
+    "encoder_no_repeat_ngram_size": (0, 1000),  # transformers copies the source that often
     "extra_output_tokens": (0, LONGEST),
 }  # fmt: skip
 NUMBERS = (
@@ -133,9 +133,9 @@ LISTS = TOKENS[-3:]
 def expect_generation_options(
     options: dict[str, Any], vocab_size: int, is_encoder_decoder: bool = True
 ) -> None:
-    """Raise a ValueError unless counts are whole and in their range, numbers finite, tokens in the
-    vocabulary, and guidance is asked of a decoder alone. None is none of them, and what else is
-    wrong transformers says."""
+    """Raise a ValueError unless counts are integers in their range, numbers are finite, tokens are
+    in the vocabulary, and guidance is only used with a decoder alone. None is allowed everywhere,
+    and transformers checks the rest."""
     given = {name: value for name, value in options.items() if value is not None}
     for name in given.keys() & COUNTS.keys():
         value, (least, most) = given[name], COUNTS[name]
@@ -151,7 +151,7 @@ def expect_generation_options(
         if is_used and value <= 0:
             raise ValueError(f"{name}={value!r}: expected a number above 0")
     guidance = given.get("guidance_scale", 1)
-    if is_encoder_decoder and guidance != 1:  # transformers would read the target as a source
+    if is_encoder_decoder and guidance != 1:  # transformers would encode the target
         raise ValueError(f"guidance_scale={guidance}: expected None or 1 for an encoder-decoder")
     for name in given.keys() & set(TOKENS):
         least = -1 if name in ("eos_token_id", "pad_token_id") else 0  # -1 is customary for none

@@ -1,5 +1,4 @@
-"""Finds hooks on a model's modules, and modules from elsewhere: both get whole batches, padding
-included."""
+"""Finds hooks and foreign modules in a model: these get complete batches, with padding."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -22,7 +21,7 @@ POSITION_WISE = (
     "torch.nn.modules.activation",
     "torch.nn.modules.dropout",
     "torch.nn.modules.linear",
-    "torch.nn.modules.module",  # of containers, which have no method of their own
+    "torch.nn.modules.module",  # containers, which have no method of their own
     "torch.nn.modules.normalization",
     "torch.nn.modules.sparse",
     "torch.ao.",
@@ -44,7 +43,7 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether the module, or one in it, has hooks that may depend on the rows of a batch."""
+    """Whether the module or a submodule has hooks that may depend on the rows of a batch."""
     hooks = chain.from_iterable(hooks_of(part) for part in module.modules())
     return any(map(_depends_on_rows, hooks)) or are_all_watched()
 
@@ -63,8 +62,8 @@ def _depends_on_rows(hook: Callable[..., Any]) -> bool:
 
 
 def is_position_wise(module: nn.Module) -> bool:
-    """Whether the module gives the same for packed rows as for a batch: it has no part, and no
-    replaced method, from another package, which may treat them as one long row."""
+    """Whether the module gives the same for packed rows as for a batch: no submodule or replaced
+    method is from another package, which might treat them as one long row."""
     return all(
         str(getattr(part.forward, "__module__", None)).startswith(POSITION_WISE)
         for part in module.modules()

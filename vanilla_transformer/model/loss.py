@@ -15,12 +15,12 @@ from .hooks import are_all_watched, hooks_of
 
 logger = logging.getLogger(__name__)
 
-ROWS = 256  # of logits, worked on at a time
-# About the logit of a token that a conversion has added and no translation may contain. Label
-# smoothing leaves it out.
+ROWS = 256  # of logits, computed at a time
+# Roughly the logit of a token that a conversion has added and no translation may contain. Label
+# smoothing ignores such tokens.
 SUPPRESSED = -1e4
-# Returns a further loss of log-probabilities (rows, vocabulary). Adds its gradient at the logits to
-# the probabilities.
+# Returns an additional loss of log-probabilities (rows, vocabulary). Adds its gradient with respect
+# to the logits to the probabilities.
 Regularizer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -38,17 +38,16 @@ def fused_linear_cross_entropy(
     num_items_in_batch: torch.Tensor | int | None = None,
     regularizer: Regularizer | None = None,
 ) -> torch.Tensor:
-    """The model file's `label_smoothed_cross_entropy` of logits that never exist as a whole.
+    """The model file's `label_smoothed_cross_entropy` without ever holding all logits.
 
     Args:
         states: (batch, length, d_model), or of several passes over a batch, (passes * batch,
             length, d_model).
         matrix: The projection, (vocabulary, d_model).
-        labels: (batch, length); -100 takes no part, and its row is not projected.
+        labels: (batch, length); -100 is ignored, and its row is not projected.
         label_smoothing: eps.
         num_items_in_batch: What the sum is divided by; by default the number of labels.
-        regularizer: A further loss of each token's predictions, those of all passes next to each
-            other.
+        regularizer: An additional loss of each token's predictions; all passes are adjacent.
     """
     flat = labels.to(states.device, torch.long).flatten().contiguous()  # for the kernel
     passes = max(1, len(states) // max(1, len(labels)))
@@ -74,9 +73,9 @@ def fused_linear_cross_entropy(
 class FusedLinearCrossEntropy(torch.autograd.Function):
     """The autograd function of `fused_linear_cross_entropy`.
 
-    With p = softmax(states projection^T), the gradient at the logits is p less (1 - eps) on the
-    label less eps / V everywhere. The last part is the same in each column, as is its part in the
-    loss, so that both come from the mean row of the projection instead of from V columns.
+    With p = softmax(states projection^T), the gradient with respect to the logits is p, minus (1 -
+    eps) on the label, minus eps / V everywhere. The last term is the same in each column, also in
+    the loss, so both are computed from the mean row of the projection instead of from V columns.
     """
 
     @staticmethod
@@ -93,8 +92,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         passes: int = 1,
         regularizer: Regularizer | None = None,
     ) -> torch.Tensor:
-        """(rows, d_model) states and a (vocabulary, d_model) matrix, which are multiplied in
-        `dtype`, to a sum of -log p over `items`. Rows of `passes` stay together."""
+        """The sum of -log p over `items`, from (rows, d_model) states and a (vocabulary, d_model)
+        matrix, which are multiplied in `dtype`. Rows of `passes` stay together."""
         eps, wide = label_smoothing, at_least_float32(dtype)
         ctx.dtypes, ctx.items = (states.dtype, projection.dtype), items
         mean_row = projection.mean(0).to(wide)
@@ -131,9 +130,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients that `forward` has found already. The projection's is large: on a CPU it is
-        not written again to multiply it by 1. That of states may be too narrow for 1 / items."""
-        if torch.is_grad_enabled():  # by create_graph; `once_differentiable` would miss a plain 1
+        """The gradients that `forward` has computed. The projection's is large, so on a CPU it is
+        not written again to multiply it by 1. The states' may be too narrow for 1 / items."""
+        if torch.is_grad_enabled():  # by create_graph; `once_differentiable` misses a constant 1
             raise RuntimeError(
                 "create_graph=True: the loss without logits has no second derivatives; expected "
                 'a model with attn_implementation="eager"'
@@ -149,31 +148,31 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _has_wide_products(device: torch.device) -> bool:
-    """Whether products of half precision can be written, and added up, in float32."""
+    """Whether products of half precision can be accumulated and written in float32."""
     return device.type == "cuda" and torch.version.cuda is not None
 
 
 def _add_product(
     total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, product: torch.Tensor | None
 ) -> None:
-    """Adds left^T right to a total, by way of `product` where that is given."""
+    """Adds left^T right to a total, through the buffer `product` if there is one."""
     if total.dtype == left.dtype:
         total.addmm_(left.t(), right)
     elif product is None:
         torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
     else:
         torch.mm(left.t(), right, out=product)
-        # A CPU has each slice in its cache; elsewhere, each would be a kernel.
+        # On a CPU each slice stays in the cache; elsewhere, each would be a kernel.
         rows = ROWS if total.device.type == "cpu" else len(total)
         for wide, narrow in _split(rows, total, product):
             wide += narrow
 
 
 def _rows_at_a_time(states: torch.Tensor, vocab_size: int) -> tuple[int, int]:
-    """How many rows of logits to have at a time, and how many of these a CPU's cache holds.
+    """How many rows of logits to compute at a time, and how many of these a CPU's cache holds.
 
     Products in half precision are so fast that adding them up in float32, once for each part,
-    takes its time: hence fewer and larger parts there. On a GPU each kernel wants much to do, in
+    becomes noticeable, so the parts are fewer and larger. On a GPU a kernel needs enough work, in
     tiles of up to 128 rows.
     """
     if states.device.type != "cpu":
@@ -190,7 +189,7 @@ def _softmax_less_label(
     out: torch.Tensor,
     regularizer: Regularizer | None = None,
 ) -> torch.Tensor:
-    """Writes softmax(scores), less `weight` on each row's label, into `out`; returns the sum of
+    """Writes softmax(scores), minus `weight` on each row's label, into `out`; returns the sum of
     log(normalizer) - weight * score of the label. The regularizer adds to both."""
     kernel = _gpu_kernel(scores.device) if scores.device.type == "cuda" else None
     if kernel is not None and regularizer is None and scores.dtype.itemsize <= 4:
@@ -212,8 +211,8 @@ def _softmax_less_label(
 
 @cache
 def _gpu_kernel(device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """`softmax_less_label` of `loss_kernel.py`; None where it can't be built, as Triton is missing
-    or the C compiler that it needs."""
+    """`softmax_less_label` of `loss_kernel.py`; None if it can't be built because Triton, or the C
+    compiler that it needs, is missing."""
     try:
         from .loss_kernel import softmax_less_label
 
@@ -234,14 +233,14 @@ def _split(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ..
 
 def not_suppressed(logits: torch.Tensor, has_label: torch.Tensor) -> torch.Tensor:
     """Which tokens a translation may contain, (vocabulary,), from logits (batch, length,
-    vocabulary): those whose logit is not about `SUPPRESSED` at all positions with a label, (batch,
-    length)."""
+    vocabulary): all except those whose logit is about `SUPPRESSED` wherever there is a label,
+    (batch, length)."""
     is_suppressed = (logits - SUPPRESSED).abs() < -SUPPRESSED / 2
     return (~is_suppressed & has_label[..., None]).flatten(0, -2).any(dim=0)
 
 
 def is_plain_matrix(projection: nn.Module) -> bool:
-    """Whether a call is only a product: no bias, nothing quantized, adapted or offloaded."""
+    """Whether this is only a matrix: without bias, not quantized, adapted or offloaded."""
     plain = (
         type(projection) is nn.Linear
         and projection.bias is None
@@ -260,5 +259,5 @@ def product_dtype(factor: torch.Tensor) -> torch.dtype:
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Half precision widened to float32; float64 stays."""
+    """float32 for half precision; otherwise the same."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,12 +1,12 @@
 """The softmax of the fused loss as one kernel of a GPU, in Triton, which comes with torch.
 
-torch's operations read and write the logits six times for it; the kernel reads them once from the
-GPU's memory, a second time from its cache, and writes them once.
+torch's operations read and write the logits six times; the kernel reads them once from the GPU's
+memory and once from its cache, and writes them once.
 """
 
 import torch
 
-try:  # outside of it, transformers would ask for Triton wherever it loads a checkpoint's code
+try:  # without it, transformers would require Triton to load a checkpoint's code
     import triton
     import triton.language as tl
 except ModuleNotFoundError:
@@ -28,7 +28,7 @@ def _softmax_less_label(  # type: ignore[no-untyped-def]
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row, of units * UNIT columns: one load takes as many as UNIT at once."""
+    """One row, of units * UNIT columns: one load reads UNIT of them."""
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64)
     scores += row * columns
@@ -54,8 +54,8 @@ def _softmax_less_label(  # type: ignore[no-untyped-def]
 def softmax_less_label(
     scores: torch.Tensor, labels: torch.Tensor, weight: float, out: torch.Tensor
 ) -> torch.Tensor:
-    """Writes softmax(scores), less `weight` on each row's label, into `out`, and returns the sum of
-    log(normalizer) - weight * score of the label.
+    """Writes softmax(scores), minus `weight` on each row's label, into `out`, and returns the sum
+    of log(normalizer) - weight * score of the label.
 
     Args:
         scores: Contiguous, (rows, columns), of at most 32 bits, like `out`.
@@ -63,9 +63,9 @@ def softmax_less_label(
     """
     rows, columns = scores.shape
     unit = 8 if columns % 8 == 0 else 1
-    label_scores = scores.gather(-1, labels)  # where torch stops at a label that has no column
+    label_scores = scores.gather(-1, labels)  # here torch stops at a label that has no column
     losses = torch.empty(rows, dtype=torch.float32, device=scores.device)
-    with torch.cuda.device_of(scores):  # Triton works on the current one
+    with torch.cuda.device_of(scores):  # Triton uses the current device
         _softmax_less_label[(rows,)](
             *(scores, labels, label_scores, out, losses, weight, columns // unit),
             UNIT=unit,

@@ -1,9 +1,9 @@
 # Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
 """The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the paper's order.
 
-Section by section, https://arxiv.org/abs/1706.03762, then figure 1. What is faster is behind the
-attention function (`attention.py`), the batches (`packing.py`), the cache (`cache.py`) and the loss
-(`loss.py`); with `attn_implementation="eager"`, this file computes everything."""
+Section by section, https://arxiv.org/abs/1706.03762, then figure 1. Faster versions are in other
+files: attention (`attention.py`), batches (`packing.py`), the cache (`cache.py`) and the loss
+(`loss.py`). With `attn_implementation="eager"`, this file computes everything."""
 
 import math
 from collections.abc import Callable
@@ -75,7 +75,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         self.embed_tokens = nn.Embedding(vocab_size, config.d_model)
         learned = config.position_encoding == "learned"
         self.embed_positions = (LearnedPositions if learned else SinusoidalPositions)(config)
-        # not `embed_scale`, by which inseq multiplies what it passes as `inputs_embeds`
+        # not `embed_scale`: inseq would multiply the `inputs_embeds` that it passes by it
         self.embedding_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
         self.embed_layer_norm = _layer_norm(config, config.embedding_layer_norm)
         number = getattr(config, f"{stack}_layers")
@@ -90,7 +90,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         cache: Cache | None = None,
     ) -> Tensor:  # fmt: skip
         """Dropout(sqrt(d_model) * embedding + position), (batch, length, d_model): sections 3.4,
-        3.5 and 5.4. `inputs_embeds` are rows of the embedding matrix, not yet scaled."""
+        3.5 and 5.4. `inputs_embeds` are rows of the embedding matrix, unscaled."""
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if position_ids is None:
@@ -128,7 +128,7 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
 
 
 class VanillaTransformerDecoder(VanillaTransformerStack):
-    """As the encoder, but no position sees a later one, and each layer attends to the source."""
+    """Like the encoder, but no position sees a later one, and each layer attends to the source."""
 
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(config, "decoder", VanillaTransformerDecoderLayer)
@@ -147,10 +147,10 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         cache: Cache | None = None, inputs_embeds: States = None,
         use_cache: bool | None = None, **kwargs: Unpack[TransformersKwargs],
     ) -> DecoderOutput:  # fmt: skip
-        """Decode (batch, target_length) token ids into (batch, target_length, d_model) states,
-        with a mask (batch, past_length + target_length) of their own, the encoder's output
-        (batch, source_length, d_model) and its mask (batch, source_length)."""
-        past = None if is_paged(cache) else cache  # continuous batching brings its own mask
+        """Decode (batch, target_length) token ids into (batch, target_length, d_model) states, with
+        their mask (batch, past_length + target_length), the encoder's output (batch, source_length,
+        d_model) and its mask (batch, source_length)."""
+        past = None if is_paged(cache) else cache  # continuous batching has its own mask
         if use_cache and cache is None:
             cache = new_cache(self.config)
         hidden_states = self.embed(input_ids, inputs_embeds, position_ids, attention_mask, cache)
@@ -158,8 +158,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         if source is not None:
             source = cast_once(source)
             source_mask = padding_mask(self.config, hidden_states, source_mask, source)
-        # Position i sees the positions up to i ("masking out", section 3.2.3), but no padding, and
-        # without a past no other sequence of its row: each counts its positions anew.
+        # Position i sees the positions up to i ("masking out", section 3.2.3), but no padding and,
+        # without a past, no other sequence in its row: in each, positions start from 0.
         mask = create_causal_mask(
             self.config, hidden_states, attention_mask, past, position_ids=position_ids
         )
@@ -182,7 +182,7 @@ class VanillaTransformerLayer(GradientCheckpointingLayer):
     ) -> Tensor:
         """LayerNorm(x + Dropout(Sublayer(x))), or pre-norm x + Dropout(Sublayer(LayerNorm(x)))."""
         states = sublayer(layer_norm(x) if self.pre_norm else x, *args, **kwargs)
-        states = states[0] if isinstance(states, tuple) else states  # attention's weights are left
+        states = states[0] if isinstance(states, tuple) else states  # without the attention weights
         states = x + dropout(states, self.dropout, self.training)
         return states if self.pre_norm else layer_norm(states)
 
@@ -248,12 +248,12 @@ def scaled_dot_product_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Equation (1), softmax(Q K^T / sqrt(d_k)) V: the "eager" entry among transformers' attentions.
 
-    From queries (batch, heads, query_length, d_k), keys (batch, heads, key_length, d_k), values
-    (batch, heads, key_length, d_v) and a mask, True where a key is visible or added to the scores,
-    the output (batch, query_length, heads, d_v) and the weights (batch, heads, query_length,
-    key_length).
+    Takes queries (batch, heads, query_length, d_k), keys (batch, heads, key_length, d_k), values
+    (batch, heads, key_length, d_v) and a mask, which is True where a key is visible or is added to
+    the scores. Returns the output (batch, query_length, heads, d_v) and the weights (batch, heads,
+    query_length, key_length).
     """
-    # Half precision can't hold the sum of many small exponentials, nor a masked score.
+    # Half precision can't represent the sum of many small exponentials, or a masked score.
     wide = at_least_float32(query.dtype)
     scores = query * scaling @ key.transpose(-1, -2)
     if attention_mask is not None:
@@ -294,8 +294,8 @@ class VanillaTransformerAttention(nn.Module):
         cache: Cache | None = None, **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attend from (batch, query_length, d_model) states to themselves and those in the cache,
-        or to `source`, (batch, source_length, d_model): the output (batch, query_length, d_model)
-        and, from eager attention, the weights (batch, heads, query_length, key_length)."""
+        or to `source`, (batch, source_length, d_model). Returns the output (batch, query_length,
+        d_model) and, with eager attention, the weights (batch, heads, query_length, key_length)."""
         hidden_states = cast_once(hidden_states)
         query = _split_heads(self.q_proj(hidden_states), self.d_k)
         states = hidden_states if source is None else source
@@ -322,7 +322,7 @@ def _split_heads(states: Tensor, head_dim: int) -> Tensor:
 def padding_mask(
     config: VanillaTransformerConfig, queries: Tensor, attention_mask: Mask, keys: Tensor
 ) -> Mask:
-    """No query sees padding, the keys for which `attention_mask`, (batch, key_length), is 0."""
+    """Hides padding: the keys for which `attention_mask`, (batch, key_length), is 0."""
     if attention_mask is None:
         return None
     broadcasts = config._attn_implementation == "sdpa" and attention_mask.ndim == 2
@@ -336,7 +336,7 @@ def padding_mask(
 
 
 class VanillaTransformerFeedForward(nn.Module):
-    """Equation (2), FFN(x) = max(0, x W_1 + b_1) W_2 + b_2, at each position alike."""
+    """Equation (2), FFN(x) = max(0, x W_1 + b_1) W_2 + b_2, the same at each position."""
 
     def __init__(self, config: VanillaTransformerConfig, ffn_dim: int):
         super().__init__()
@@ -370,7 +370,7 @@ class VanillaTransformerEmbeddedStacks(VanillaTransformerPreTrainedModel):
 
 
 class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
-    """A model and the linear transformation before the softmax, which has the same matrix."""
+    """A model and the linear transformation before the softmax, with the same matrix."""
 
     def __init__(self, model: VanillaTransformerEmbeddedStacks):
         config = model.config
@@ -407,7 +407,7 @@ class VanillaTransformerWithProjection(VanillaTransformerPreTrainedModel):
 
 class SinusoidalPositions(nn.Module):
     """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the same, computed
-    for any length when needed: a checkpoint holds no table."""
+    for any length when needed: a checkpoint has no table."""
 
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__()
@@ -441,8 +441,8 @@ def label_smoothed_cross_entropy(
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of logits (batch, length, vocabulary) against (1 - eps) on the label plus
-    eps / vocabulary on every token that is not suppressed. Labels are (batch, length), and -100
-    takes no part. The sum is divided by `num_items_in_batch`, by default the number of labels."""
+    eps/vocabulary on every token that is not suppressed. Labels are (batch, length), and -100 is
+    ignored. The sum is divided by `num_items_in_batch`, by default the number of labels."""
     labels = labels.to(logits.device, torch.long)
     has_label = labels != -100
     # The gradient of a row without a label is 0, but 0 times NaN is NaN.
@@ -483,7 +483,7 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
         """Encode the source, unless `encoder_outputs` are given, and decode the target; for the
         arguments see `VanillaTransformerForConditionalGeneration`."""
         positions = kwargs.pop("position_ids", None)
-        kwargs["return_dict"] = True  # whatever the configuration says of the whole
+        kwargs["return_dict"] = True  # whatever the model's configuration says
         if encoder_outputs is None:
             encoded = self.encoder(input_ids, attention_mask, positions, inputs_embeds, **kwargs)
         else:
@@ -504,20 +504,20 @@ class VanillaTransformerModel(VanillaTransformerEmbeddedStacks):
 class VanillaTransformerForConditionalGeneration(
     VanillaTransformerWithProjection, VanillaTransformerGenerationMixin
 ):
-    """The whole of figure 1: `AutoModelForSeq2SeqLM`.
+    """All of figure 1: `AutoModelForSeq2SeqLM`.
 
     Args of `forward`:
         input_ids: Source, (batch, source_length).
         attention_mask: 1 for source tokens, 0 for padding on either side, (batch, source_length).
         decoder_input_ids: Target shifted right by one, (batch, target_length).
         decoder_attention_mask: (batch, past_length + target_length).
-        encoder_outputs, cache: An earlier call's, to compute them only once.
-        inputs_embeds, decoder_inputs_embeds: In place of ids, not scaled, (batch, length, d_model).
+        encoder_outputs, cache: From an earlier call, to compute them only once.
+        inputs_embeds, decoder_inputs_embeds: In place of ids, unscaled, (batch, length, d_model).
         position_ids, decoder_position_ids: (batch, length); counted from the mask by default.
-        labels: Target, (batch, target_length), -100 outside the loss; makes `decoder_input_ids`.
+        labels: Target, (batch, target_length), -100 to ignore; gives `decoder_input_ids`.
         use_cache: Return keys and values as `cache`; by default as the configuration says.
         logits_to_keep: Number of last positions to predict (0 for all), or an index of positions.
-        num_items_in_batch: Labels in all batches of a gradient step, which divide the loss.
+        num_items_in_batch: Labels in all batches of a gradient step, by which the loss is divided.
         skip_logits: Never hold all logits, and return None for them; by default in training.
 
     Returns `loss` and `logits` (batch, target_length, vocabulary). Raises a TypeError or ValueError
@@ -541,7 +541,7 @@ class VanillaTransformerForConditionalGeneration(
         num_items_in_batch: Tensor | int | None = None, skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:  # fmt: skip
-        """Predict the target from the source and what comes before in the target."""
+        """Predict each target token from the source and the target tokens before it."""
         if labels is not None:
             use_cache = False
             if decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -574,7 +574,7 @@ class VanillaTransformerForConditionalGeneration(
 
 
 class VanillaTransformerEncoderModel(VanillaTransformerEmbeddedStacks):
-    """The encoder alone, every position seeing every other: `AutoModelForTextEncoding`."""
+    """The encoder alone, in which every position sees all: `AutoModelForTextEncoding`."""
 
     _auto_class = "AutoModelForTextEncoding"
     _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
@@ -588,8 +588,8 @@ class VanillaTransformerEncoderModel(VanillaTransformerEmbeddedStacks):
         self, input_ids: Ids = None, attention_mask: Mask = None, position_ids: Ids = None,
         inputs_embeds: States = None, **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:  # fmt: skip
-        """Encode (batch, length) token ids or (batch, length, d_model) embeddings, not yet scaled,
-        into (batch, length, d_model) states; the mask, (batch, length), is 1 for tokens."""
+        """Encode (batch, length) token ids or (batch, length, d_model) embeddings, unscaled, into
+        (batch, length, d_model) states; the mask, (batch, length), is 1 for tokens."""
         return self.encoder(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
 
 
@@ -627,9 +627,9 @@ class VanillaTransformerForCausalLM(
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """Predict each next token; for arguments see `VanillaTransformerForConditionalGeneration`.
-        `labels`, (batch, length), are usually `input_ids`, and shifted here, as in every causal
-        model of transformers; `shift_labels` are taken as they stand."""
-        # No parameter: `Trainer` would demand it as a column of each data set with labels.
+        `labels`, (batch, length), are usually `input_ids` and are shifted here, as in every causal
+        model of transformers; `shift_labels` are not shifted."""
+        # Not a parameter, which `Trainer` would require as a column of each data set with labels.
         shift_labels = kwargs.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
             expect_shiftable(labels)

@@ -1,5 +1,5 @@
 # Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
-"""Moses around a tokenizer: what many models of other toolkits were trained on.
+"""Moses tokenization around a tokenizer, for models of other toolkits that were trained on it.
 
 sacremoses (https://github.com/hplt-project/sacremoses) does the work.
 """
@@ -13,12 +13,12 @@ from transformers.models.fsmt.tokenization_fsmt import (
 
 
 class Moses:
-    """Splits text into words and signs before a tokenizer reads it, and joins translations.
+    """Splits text into words and punctuation before a tokenizer reads it, and joins translations.
 
     Args:
-        source_lang, target_lang: The languages, such as "de". None: this side stays as it is.
-        normalize: Whether punctuation is normalized first, and characters that nothing prints are
-            removed, as `FSMTTokenizer` does.
+        source_lang, target_lang: The languages, such as "de". None leaves a side unchanged.
+        normalize: Whether punctuation is normalized first, and non-printing characters are removed,
+            as `FSMTTokenizer` does.
         lowercase: Whether text is lower-cased before all of this.
         aggressive_dash_splits, escape: As for `sacremoses.MosesTokenizer.tokenize`.
 
@@ -52,7 +52,7 @@ class Moses:
         self.detokenizers = {k: sacremoses.MosesDetokenizer(v) for k, v in given.items()}
 
     def split(self, text: Any, side: str) -> Any:
-        """A text, or a list of texts, with spaces between words and signs.
+        """A text, or a list of texts, with spaces between words and punctuation.
 
         Args:
             side: "source" or "target".
@@ -69,7 +69,7 @@ class Moses:
         return self.tokenizers[side].tokenize(text, return_str=True, **self.options)
 
     def join(self, text: str | list[str], side: str) -> str | list[str]:
-        """What people write, from one or several texts as `split` returns them."""
+        """Ordinary text, from one or several texts as `split` returns them."""
         if side not in self.detokenizers:
             return text
         if isinstance(text, list):

@@ -17,8 +17,8 @@ from .generation_options import LIMITS, GenerationOptions, first_given
 
 # ---------------------------------------------------------------- The length penalty
 
-# By `length_penalty_type`, a and b of (a + length) / b, which takes the length's place. "gnmt", the
-# paper's, is equation 14 of https://arxiv.org/abs/1609.08144; "avg" and "wu" are OpenNMT-py's.
+# For each `length_penalty_type`, a and b of (a + length) / b, which replaces the length. "gnmt",
+# the paper's, is equation 14 of https://arxiv.org/abs/1609.08144; "avg" and "wu" are OpenNMT-py's.
 LENGTH_PENALTIES = {"power": (0, 1), "gnmt": (5, 6), "avg": (1, 1), "wu": (6, 6)}
 
 
@@ -34,20 +34,20 @@ class LengthPenalty(float):
         return penalty
 
     def __getnewargs__(self) -> tuple[float, float, float]:  # type: ignore[override]
-        return float(self), self.a, self.b  # to be copied with a generation config
+        return float(self), self.a, self.b  # so that it can be copied with a generation config
 
     def __rpow__(self, length: Any, modulo: None = None) -> Any:
         return ((self.a + length) / self.b) ** float(self)
 
 
 def use_length_penalty_type(options: GenerationOptions) -> None:
-    """Replace `length_penalty` by the one that `length_penalty_type` names.
+    """Replace `length_penalty` with the one that `length_penalty_type` names.
 
     Raises:
-        ValueError: It names none, or alpha is negative or no number.
+        ValueError: It names none, or alpha is negative or not a number.
     """
     kind, alpha = options.take("length_penalty_type") or "power", options["length_penalty"]
-    if kind not in list(LENGTH_PENALTIES):  # a list has no hash
+    if kind not in list(LENGTH_PENALTIES):  # a list is not hashable
         choices = ", ".join(LENGTH_PENALTIES)
         raise ValueError(f"length_penalty_type={kind!r}: expected one of {choices}")
     if kind == "power":
@@ -66,9 +66,10 @@ def use_length_penalty_type(options: GenerationOptions) -> None:
 def limit_by_source(
     model: Any, inputs: torch.Tensor | None, prompt_length: int, options: GenerationOptions
 ) -> None:
-    """Input length + `extra_output_tokens` where nothing sets another limit; transformers' own
-    default is 20 tokens. Each row ends at its own limit, or with `max_length_factor`, Marian's, at
-    that multiple of the batch's longest source. Learned positions end where their table does."""
+    """Limit outputs to input length + `extra_output_tokens` unless another limit is set;
+    transformers' own default is 20 tokens. Each row ends at its own limit or, with
+    `max_length_factor` as in Marian, at that multiple of the batch's longest source. With learned
+    positions, a row also ends where their table does."""
     limiting = options.first_of(LIMITS)
     extra = first_given(options.take("extra_output_tokens"), model.extra_output_tokens)
     factor = options.take("max_length_factor")
@@ -88,7 +89,7 @@ def limit_by_source(
         return
     lengths = (mask.count_nonzero(1) + extra).clamp(min=1, max=limit)
     limits = set(lengths.tolist())
-    if len(limits) == 1:  # a limit of all rows, which assisted decoding keeps to the token
+    if len(limits) == 1:  # one limit for all rows, which assisted decoding meets exactly
         options["max_new_tokens"] = limits.pop()
     else:
         _end_rows_at(prompt_length + lengths, options)
@@ -106,7 +107,7 @@ def _positions_left(config: Any, prompt_length: int) -> int:
 
 
 def _end_rows_at(lengths: torch.Tensor, options: GenerationOptions) -> None:
-    """End the targets of each source at its length, the prompt included, (sources,)."""
+    """End the targets of each source at its length, which includes the prompt, (sources,)."""
     ends, forced = SourceLengthCriteria(lengths), options["forced_eos_token_id"]
     criteria = options.kwargs.get("stopping_criteria") or []
     options.kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, ends])
@@ -117,12 +118,12 @@ def _end_rows_at(lengths: torch.Tensor, options: GenerationOptions) -> None:
 
 
 class SourceLengthCriteria(StoppingCriteria):
-    """Ends each row at its own length, which follows from its source, whatever else is in the
+    """Ends each row at its own length, which depends on its source alone and not on the rest of the
     batch.
 
     Args:
-        max_lengths: Of the targets of each source, the prompt included, (sources,). The targets of
-            a source, beams or samples, follow one another.
+        max_lengths: For the targets of each source, with the prompt, (sources,). The targets of a
+            source, beams or samples, are adjacent rows.
     """
 
     eos_token_id = None  # its presence makes transformers pad rows that have ended
@@ -138,7 +139,7 @@ class SourceLengthCriteria(StoppingCriteria):
 
 class SourceLengthForcedEnd(LogitsProcessor):
     """Forces the last token of each row at the row's own length, as transformers' processor does at
-    the length of the batch.
+    one length for the batch.
 
     Args:
         ends: The lengths.
@@ -161,7 +162,7 @@ class SourceLengthForcedEnd(LogitsProcessor):
 def new_token_limits(
     model: Any, source: torch.Tensor, prompt_length: int, options: GenerationOptions
 ) -> list[int]:
-    """The most new tokens for each of the (sources, source_length) by the rules of
+    """The largest number of new tokens for each of (sources, source_length), by the rules of
     `limit_by_source`, for code that does not call `generate()` of our models."""
     limit_by_source(model, source, prompt_length, options)
     for criteria in options.kwargs.get("stopping_criteria") or []:

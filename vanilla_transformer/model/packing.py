@@ -1,7 +1,7 @@
 """Batches without padding: the tokens of all rows in one row, for the layers of a stack.
 
-Flash and flex attention keep packed rows apart by themselves. On a CPU, "sdpa" works on groups of
-rows of similar length, in the encoder. With hooks, eager attention or a compiler, batches keep
+Flash and flex attention keep packed rows separate by themselves. On a CPU, "sdpa" works on groups
+of rows of similar length, in the encoder. With hooks, eager attention or a compiler, batches keep
 their padding.
 """
 
@@ -44,7 +44,7 @@ class Rows:
 
 
 class PackedRows(Rows):
-    """Row after row.
+    """Packs one row after the other.
 
     Args:
         is_token: Which positions of the batch hold a token, boolean, (batch, length).
@@ -56,7 +56,7 @@ class PackedRows(Rows):
         self._lengths = is_token.count_nonzero(1)
 
     def unpack_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """(1, heads, tokens, head_dim) to (batch, heads, length, head_dim), likewise."""
+        """(1, heads, tokens, head_dim) to (batch, heads, length, head_dim), 0 at padding."""
         unpacked = self.unpack(states.transpose(1, 2).flatten(2))
         return unpacked.unflatten(2, (states.shape[1], -1)).transpose(1, 2)
 
@@ -82,7 +82,7 @@ class RowEnds(NamedTuple):
 
     @classmethod
     def of(cls, rows: PackedInputs) -> "RowEnds":
-        """Those of a stack's inputs."""
+        """The ends of a stack's rows, and of the source's."""
         own = rows.own.ends()
         source = own if rows.source is None else rows.source.ends()
         names = ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")
@@ -90,17 +90,17 @@ class RowEnds(NamedTuple):
 
 
 class RowsByLength(Rows):
-    """Rows of similar length next to each other: attention, which needs each row apart, works on
+    """Rows of similar length next to each other: attention, which needs separate rows, works on
     groups with little padding.
 
     Args:
         attention_mask: 1 for tokens, (batch, length).
     """
 
-    SHORTEST = 0.6  # row of a group, relative to its longest
+    SHORTEST = 0.6  # length of a row in a group, relative to the longest
 
     def __init__(self, attention_mask: torch.Tensor):
-        self.groups: list[tuple[PackedRows, torch.Tensor | None]] = []  # with the mask of keys
+        self.groups: list[tuple[PackedRows, torch.Tensor | None]] = []  # and the mask of their keys
         index = torch.arange(attention_mask.numel(), device=attention_mask.device)
         index, places = index.view(attention_mask.shape), [index[:0]]
         for rows in self._of_similar_length(attention_mask.count_nonzero(1)):
@@ -139,8 +139,8 @@ class RowsByLength(Rows):
 
 
 def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., BaseModelOutput]:
-    """A stack's `forward` that computes the tokens of a batch in one row, without padding, where
-    that saves time and no hook or module of a user would notice. Its output is 0 at padding."""
+    """A stack's `forward` that computes the tokens of a batch in one row, without padding, if that
+    saves time and no hook or module of a user could notice. Its output is 0 at padding."""
     names = list(inspect.signature(forward).parameters)[1:]
     is_decoder = "encoder_hidden_states" in names
 
@@ -158,7 +158,7 @@ def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., Ba
                 if keeps_apart
                 else group_by_length(self.config, **given)
             )
-        # Last, as these walk through all modules.
+        # Checked last, as these two visit all modules.
         if packed is None or is_watched(self) or not is_position_wise(self):
             return forward(self, **inputs)
         rows, changed = packed
@@ -181,8 +181,8 @@ def mask_from_labels(
     decoder_input_ids: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor | None:
-    """A mask (batch, target_length) of everything up to a row's last label, as no loss depends on
-    what follows; None where a mask saves nothing."""
+    """A mask (batch, target_length) of all positions up to a row's last label, as the loss does not
+    depend on later ones; None if a mask saves nothing."""
     if not keeps_rows_apart(config) or are_layers_recorded(config, options):
         return None
     if decoder_input_ids is None or decoder_input_ids.shape != labels.shape:
@@ -191,19 +191,19 @@ def mask_from_labels(
 
 
 def keeps_rows_apart(config: PreTrainedConfig) -> bool:
-    """Whether this attention takes packed rows: flash attention, which is told where they end, and
-    flex attention, whose mask leaves out blocks of different rows."""
+    """Whether this attention supports packed rows: flash attention, which gets their ends, and flex
+    attention, whose mask leaves out blocks of different rows."""
     return is_flash(config._attn_implementation) or is_flex(config._attn_implementation)
 
 
 def group_by_length(
     config: PreTrainedConfig, attention_mask: torch.Tensor | None = None, **inputs: Any
 ) -> tuple[Rows, dict[str, Any]] | None:
-    """The rows of a padded source, and the encoder's inputs of their tokens alone; None unless
+    """The rows of a padded source, and the encoder's inputs for their tokens alone; None unless
     padding costs time: with "sdpa" on a CPU, where no gradients are needed.
 
     Raises:
-        ValueError: The mask has another shape than the source.
+        ValueError: The mask and the source have different shapes.
     """
     mask = attention_mask
     if mask is None or mask.ndim != 2:
@@ -231,8 +231,8 @@ def pack_rows(
     cache: Any = None,
     **inputs: Any,
 ) -> tuple[Rows, dict[str, Any]] | None:
-    """The rows of a padded batch, and a stack's inputs of their tokens alone; None with a cache,
-    and without padding."""
+    """The rows of a padded batch, and a stack's inputs for their tokens alone; None with a cache or
+    without padding."""
     sides = [(inputs.get("input_ids", inputs.get("inputs_embeds")), attention_mask)]
     if encoder_hidden_states is not None:
         sides.append((encoder_hidden_states, encoder_attention_mask))
@@ -257,7 +257,7 @@ def _packed_inputs(rows: Rows, mask: torch.Tensor, **inputs: Any) -> dict[str, A
 
 
 def _kept_apart(config: PreTrainedConfig, rows: PackedInputs, is_decoder: bool) -> dict[str, Any]:
-    """The inputs that keep packed rows apart: where they end, or masks."""
+    """The inputs that keep packed rows separate: their ends, or masks."""
     masks: dict[str, Any] = {"attention_mask": None}
     if is_decoder:
         masks["encoder_attention_mask"] = None
@@ -270,7 +270,7 @@ def _kept_apart(config: PreTrainedConfig, rows: PackedInputs, is_decoder: bool) 
 
 
 def _can_be_packed(sides: list[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
-    """Whether each target has a source of its own, and some of what is there is padding."""
+    """Whether each target has its own source, and there are both tokens and padding."""
     if len({len(states) for states, _ in sides}) > 1:
         return False
     if any(mask is not None and mask.shape != states.shape[:2] for states, mask in sides):
@@ -294,7 +294,7 @@ def _block_mask(
     def in_one_row(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         return queries.row_of[query] == keys.row_of[key]
 
-    empty = torch.empty(1, 1, 0, device=queries.places.device)  # gives shape, type and device
+    empty = torch.empty(1, 1, 0, device=queries.places.device)  # for its shape, type and device
     asking, seen = (empty.expand(1, len(rows.places), 0) for rows in (queries, keys))
     if is_causal:
         return create_causal_mask(config, asking, None, None, and_mask_function=in_one_row)

@@ -1,7 +1,7 @@
-"""Text in, text out with any encoder-decoder: the pipelines that transformers 5 dropped.
+"""Text in, text out with any encoder-decoder: the pipelines that transformers 5 removed.
 
-This file stands alone, on transformers' public names: a checkpoint carries it, and a process
-without this package runs it with `trust_remote_code=True`.
+This file is self-contained and uses transformers' public names. It is saved with checkpoints, and a
+process without this package runs it with `trust_remote_code=True`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 import torch
 from transformers import AutoModelForSeq2SeqLM, Pipeline, PreTrainedModel, pipelines
 
-LONGEST_NOTHING = 8  # tokens: a prefix and special tokens, without a source
+LONGEST_NOTHING = 8  # tokens of an empty source: at most a prefix and special tokens
 _LANGUAGE_PAIR = re.compile(r"translation_(.+?)_to_(.+)")
 _INVISIBLE = ("Cc", "Cf")  # Unicode's categories of control and format characters
 
 
 def is_blank(text: str) -> bool:
-    """Whether there is nothing to see in a text, as in a zero-width space or a byte order mark."""
+    """Whether a text shows nothing: zero-width spaces and byte order marks are invisible."""
     return all(char.isspace() or unicodedata.category(char) in _INVISIBLE for char in text)
 
 
@@ -31,8 +31,8 @@ class Text2TextGenerationPipeline(Pipeline):
     The value of a parameter of `generate()` comes from the first of these that sets it: the call,
     the constructor, `config.task_specific_params[task]`, the model's generation config,
     `generation_defaults`. A model trained with this package has its number of beams in its
-    generation config; the default of 4 is for models that have none there. A `generation_config`
-    given by the user leaves out the third and the last.
+    generation config; the default of 4 is for models that have none there. With a
+    `generation_config` given by the user, the third and the last are ignored.
 
     Args:
         model: An encoder-decoder that reads token ids.
@@ -42,8 +42,8 @@ class Text2TextGenerationPipeline(Pipeline):
         ValueError: The model is not an encoder-decoder that reads token ids.
     """
 
-    # `_pipeline_calls_generate` stays off: what it sets up differs before and since transformers
-    # 5.20, and parameters given here reach `generate()` without it.
+    # `_pipeline_calls_generate` stays off: its effect changed in transformers 5.20, and parameters
+    # given here reach `generate()` without it.
     _load_tokenizer = True
     _load_processor = False
     _load_image_processor = False
@@ -86,7 +86,7 @@ class Text2TextGenerationPipeline(Pipeline):
 
         Raises:
             TypeError: A source is not a string. A sequence is checked before any work starts.
-            ValueError: A source holds half a surrogate pair, likewise.
+            ValueError: A source contains half a surrogate pair, checked likewise.
         """
         if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Sequence):
             return super().__call__(inputs, **kwargs)
@@ -139,24 +139,24 @@ class Text2TextGenerationPipeline(Pipeline):
 
         Returns:
             `input_ids` and `attention_mask` (1, source length), and other outputs of the tokenizer
-            for `generate()`. The mask of a blank source is zero throughout.
+            for `generate()`. The mask of a blank source is all zeros.
 
         Raises:
             TypeError: The source is not a string.
-            ValueError: The source holds half a surrogate pair.
+            ValueError: The source contains half a surrogate pair.
         """
         self._check_source(text)
         encoded = dict(self._tokenize(text, **tokenizer_kwargs))
         encoded.pop("token_type_ids", None)
         if is_blank(text) or self._is_nothing(encoded["input_ids"]):
-            # A row with a shape to batch, that `_forward` knows by its mask and never computes.
+            # A row that can be batched. `_forward` recognizes it by its mask and never computes it.
             encoded["input_ids"] = torch.full((1, 1), self.tokenizer.pad_token_id or 0)
             encoded["attention_mask"] = torch.zeros_like(encoded["input_ids"])
         encoded.setdefault("attention_mask", torch.ones_like(encoded["input_ids"]))
         return encoded
 
     def _is_nothing(self, ids: torch.Tensor) -> bool:
-        """Whether these are the ids of an empty source: the tokenizer has left nothing."""
+        """Whether these are the ids of an empty source: the tokenizer has removed all text."""
         if ids.shape[1] > LONGEST_NOTHING:
             return False
         return ids[0].tolist() == self.tokenizer(self.prefix)["input_ids"]
@@ -199,10 +199,10 @@ class Text2TextGenerationPipeline(Pipeline):
         return next((number for number in given if number is not None), 1)
 
     def _weaker_params(self, generate_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The task's parameters, and the defaults for what neither they nor the model set."""
+        """The task's parameters, and defaults for those that neither it nor the model sets."""
         config, task_params = self.model.generation_config, self._task_params
         params = {"pad_token_id": self.tokenizer.pad_token_id, **self.generation_defaults}
-        # With two limits at once `generate()` warns and takes `max_new_tokens`. Our own models know
+        # With two limits at once `generate()` warns and takes `max_new_tokens`. Our own models have
         # a better default: the paper's, which grows with the source.
         limited = config.max_length is not None or "max_length" in task_params
         if limited or hasattr(self.model, "extra_output_tokens"):
@@ -249,8 +249,8 @@ class TranslationPipeline(Text2TextGenerationPipeline):
     """Translates: `pipeline("translation", model=...)` or `pipeline("translation_en_to_de", ...)`.
 
     A call takes two more parameters, the languages `src_lang` and `tgt_lang`; the second form of
-    the task's name sets both. They matter to tokenizers of many languages and to no other. The
-    default is the languages of a tokenizer with a `tgt_lang`, as `train` saves it.
+    the task's name sets both. Only multilingual tokenizers use them. The default is the languages
+    of a tokenizer with a `tgt_lang`, as `train` saves it.
     """
 
     return_name = "translation"
@@ -284,14 +284,14 @@ class TranslationPipeline(Text2TextGenerationPipeline):
         build = getattr(self.tokenizer, "_build_translation_inputs", None)
         if build is None:
             return super()._tokenize(text, **tokenizer_kwargs)
-        with suppress(KeyError):  # which some tokenizers raise, and others take for unknown
+        with suppress(KeyError):  # some tokenizers raise it, others return the unknown token
             encoded = build(
                 text, return_tensors="pt", src_lang=src_lang, tgt_lang=tgt_lang, **tokenizer_kwargs
             )
             marks = (encoded.get("forced_bos_token_id"), *self.tokenizer("")["input_ids"])
             if (unknown := self.tokenizer.unk_token_id) is None or unknown not in marks:
                 if marks[0] == self.model.generation_config.decoder_start_token_id:
-                    encoded.pop("forced_bos_token_id", None)  # it would come twice, as in mBART
+                    encoded.pop("forced_bos_token_id", None)  # or it is passed twice, as for mBART
                 return encoded
         raise ValueError(
             f"src_lang={src_lang!r}, tgt_lang={tgt_lang!r}: expected language codes of "
@@ -307,7 +307,7 @@ def _select(value: Any, rows: torch.Tensor) -> Any:
 
 
 class _NoDefaultModel:
-    """Stands where the registry keeps a default model, which is unpacked when one is needed."""
+    """Takes the place of a default model in the registry, which unpacks it when it needs one."""
 
     def __iter__(self) -> NoReturn:
         raise ValueError(
@@ -316,7 +316,7 @@ class _NoDefaultModel:
 
 
 def _check_task(task: str) -> tuple[str, dict[str, Any], Any]:
-    """`PipelineRegistry.check_task`, which takes `translation_XX_to_YY` for `translation`."""
+    """`PipelineRegistry.check_task`, which treats `translation_XX_to_YY` as `translation`."""
     if _LANGUAGE_PAIR.fullmatch(task):
         task = "translation"
     return pipelines.PipelineRegistry.check_task(pipelines.PIPELINE_REGISTRY, task)
@@ -344,10 +344,10 @@ def register_translation_pipelines() -> None:
                 type="text",
             )
             # `Pipeline.save_pretrained` would write it into the config as remote code, and loading
-            # the folder would demand trust in code that is installed. Our own models' config names
-            # the pipeline for those who do not have it.
+            # the folder would require trust in code that is installed. The config of our own models
+            # names the pipeline for processes that lack this package.
             del pipeline_class._registered_impl
-    # Patch: the registry of transformers 5 (5.17 to 5.24) knows no parametrised task names.
+    # Patch: the registry of transformers 5 (5.17 to 5.24) has no parametrized task names.
     registry.check_task = _check_task
 
 

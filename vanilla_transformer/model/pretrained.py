@@ -35,13 +35,13 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(config)
         if self.can_generate():
-            # One that counts as made from a configuration loses `length_penalty_type` on loading.
+            # If it counts as made from a configuration, it loses `length_penalty_type` on loading.
             self.generation_config._from_model_config = False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize a module. The paper does not say how. This is tensor2tensor's way, except that
-        `initializer="depth_scaled"` makes the last matrix of each sub-layer smaller.
+        """Initialize a module. The paper does not say how. This is tensor2tensor's method, except
+        that `initializer="depth_scaled"` makes the last matrix of each sub-layer smaller.
 
         | weights                                          | start                         |
         |--------------------------------------------------|-------------------------------|
@@ -66,8 +66,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
-        """Same as transformers' method, but refuses a checkpoint that lacks far more weights than
-        it holds. transformers (5.17 to 5.24) allocates them before it reports them."""
+        """Same as transformers' method, but rejects a checkpoint that lacks far more weights than
+        it has. transformers (5.17 to 5.24) allocates them before it reports them."""
         if load_config.pretrained_model_name_or_path is not None:
             expect_weights(model, loading_info.missing_and_mismatched())
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
@@ -80,8 +80,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         **kwargs: Any,
     ) -> Any:
         """Same as transformers' method, but sets `tie_word_embeddings` by comparing the matrices.
-        PEFT trains one of the tied matrices apart from the others, and calls those of two
-        vocabularies untied: the checkpoint would lack matrices, or tie different ones."""
+        PEFT trains one of the tied matrices separately, and marks those of two vocabularies as
+        untied: the checkpoint would lack matrices, or tie different ones."""
         matrices = self._matrices_built_as_one()
         if len(matrices) > 1:
             is_tied, first = self.config.tie_word_embeddings, matrices[0]
@@ -95,8 +95,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
 
     def _matrices_built_as_one(self) -> list[nn.Parameter]:
-        """The embeddings and the projection for which the model was built with one matrix; none if
-        there was none, or where one is adapted, quantized, sharded or offloaded."""
+        """The embeddings and the projection that shared one matrix when the model was built; none
+        if they did not, or if one is adapted, quantized, sharded or offloaded."""
         if self.config.decoder_vocab_size is not None:
             stacks = [self.get_decoder()]
         elif hasattr(self.base_model, "shared"):
@@ -115,8 +115,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return [module.weight for module in modules] if is_plain else []
 
     def init_parallel_plans(self) -> None:
-        """Drop the entries of the plans that name no part of this model: one plan serves all
-        classes."""
+        """Drop the plans' entries for modules that this model lacks: all classes share a plan."""
         super().init_parallel_plans()
         parts = chain(self.named_modules(), self.named_parameters())
         names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in parts}
@@ -125,7 +124,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
                 del plan[name]
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """The shared matrix; the source's where source and target have matrices of their own."""
+        """The shared matrix, or the source's if source and target have separate ones."""
         return getattr(*self._embedding_owner())
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
@@ -166,8 +165,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Embedding:
-        """Resize the target's embedding and the projection, where the target has a vocabulary of
-        its own; `resize_token_embeddings` resizes the source's.
+        """Resize the target's embedding and the projection, if the target has a vocabulary of its
+        own; `resize_token_embeddings` resizes the source's.
 
         Raises:
             ValueError: Source and target share a vocabulary.
@@ -191,7 +190,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return decoder.embed_tokens
 
     def get_position_embeddings(self) -> nn.Embedding | tuple[nn.Embedding, ...]:
-        """The learned positions; a pair if there are an encoder and a decoder.
+        """The learned positions: a pair for an encoder and a decoder.
 
         Raises:
             ValueError: The positions are sinusoids: nothing is learned, and there is no limit.
@@ -205,7 +204,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         return positions if self.config.is_encoder_decoder else positions[0]
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
-        """Change the number of learned positions of every stack. Those that remain keep their
+        """Change the number of learned positions of every stack. Remaining positions keep their
         vectors.
 
         Raises:
@@ -232,8 +231,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
 
 
 def _without_shared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a model that was built tied, as those of an untied one: each stack has its
-    own."""
+    """The weights of a model that was built tied, under the names of an untied one, in which each
+    stack has its own."""
     return {
         name: weight.clone() if name.endswith("embed_tokens.weight") else weight
         for name, weight in weights.items()
@@ -259,7 +258,7 @@ def scale_sublayers(layers: nn.ModuleList, initializer: str) -> None:
 
 
 def output_recorders(layer: type[nn.Module], attention: type[nn.Module]) -> dict[str, Any]:
-    """What transformers records of a stack: the outputs of layers, and the weights of attention."""
+    """What transformers records in a stack: the outputs of layers, and attention weights."""
     states = OutputRecorder(layer)
     recorders = {"hidden_states": states, "attentions": OutputRecorder(attention, 1, "self_attn")}
     states.num_hidden_layers_key = "encoder_layers"  # a field since transformers 5.18
@@ -270,7 +269,7 @@ def output_recorders(layer: type[nn.Module], attention: type[nn.Module]) -> dict
 
 
 def as_model_output(encoder_outputs: Any) -> Any:
-    """Encoder outputs by their names, also if they are a tuple."""
+    """Encoder outputs with names, even if they are given as a tuple."""
     is_plain = isinstance(encoder_outputs, (tuple, list))
     return BaseModelOutput(*encoder_outputs[:3]) if is_plain else encoder_outputs
 
@@ -278,8 +277,8 @@ def as_model_output(encoder_outputs: Any) -> Any:
 def count_positions(
     embeddings: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None = None
 ) -> torch.Tensor:
-    """Positions from 0 at each row's first token, so that left padding shifts nothing: (batch,
-    length) of a mask (batch, past_length + length), or (1, length) without one."""
+    """Positions, with 0 at each row's first token, so that left padding shifts nothing: (batch,
+    length) from a mask (batch, past_length + length), or (1, length) without one."""
     length = embeddings.shape[1]
     if attention_mask is None or attention_mask.ndim != 2:
         past_length = 0 if cache is None else cache.get_seq_length()

@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput
 from .cache import CACHE_NAME, is_generation_cache
 from .decoding_steps import may_replace_forward, shallow_copy
 
-MOST_RUNNING = 0.75  # of the rows that are computed; with more, it does not pay to copy the cache
+MOST_RUNNING = 0.75  # of the computed rows: with more, copying the cache costs more than it saves
 MASKS = {"attention_mask", "decoder_attention_mask"}
 
 
@@ -19,14 +19,14 @@ def running_rows(
     model: Any, input_ids: torch.LongTensor, options: dict[str, Any]
 ) -> "RunningRows | None":
     """The rows of a search with these options; None if the caller may see ended rows or the cache,
-    or if beams are sampled: fewer steps would change the samples of the next batch."""
+    or if beams are sampled: fewer random numbers would change the samples of the next batch."""
     config = options["generation_config"]
     cache: Any = options.get(CACHE_NAME)
     if model.device.type != "cpu" or not may_replace_forward(model):
         return None
     if not is_generation_cache(cache):
         return None
-    if cache.get_seq_length() > 0:  # the caller's
+    if cache.get_seq_length() > 0:  # a cache from the caller
         return None
     if config.return_dict_in_generate or options.get("synced_gpus"):
         return None
@@ -41,8 +41,8 @@ class RunningRows:
     """The rows of a batch that a search still needs: all beams or samples of some of its sources.
 
     Args:
-        rows: In the batch.
-        rows_per_source: Beams or samples of each source, which follow one another.
+        rows: Number of rows in the batch.
+        rows_per_source: Beams or samples of each source, which are adjacent rows.
     """
 
     def __init__(self, rows: int, rows_per_source: int):
@@ -69,7 +69,7 @@ class RunningRows:
     # ------------------------------------------------------------ What has ended
 
     def end(self, rows: torch.Tensor) -> None:
-        """Leave out the sources of which all rows have ended, (rows,)."""
+        """Leave out the sources for which all rows have ended, (rows,)."""
         self._has_ended = rows.unflatten(0, (-1, self.rows_per_source)).all(1)
 
     def has_unfinished(
@@ -128,7 +128,7 @@ class RunningRows:
 
 
 def _count(number: int) -> torch.Tensor:
-    """0, 1, ..., number - 1, whatever torch's default device is."""
+    """0, 1, ..., number - 1, on the CPU, even if torch's default device is another."""
     return torch.arange(number, device="cpu")
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
 """A tokenizer with a vocabulary for the source and another for the target, or with Moses.
 
-One vocabulary for both needs none of this: a plain `PreTrainedTokenizerFast` serves.
+For one shared vocabulary, a plain `PreTrainedTokenizerFast` is enough.
 """
 
 import os
@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from .moses import Moses
 
 TARGET_FILE = "target_tokenizer.json"
-# The source's beside a model of transformers, in place of tokenizer.json: where this class is not
-# loaded, transformers' own tokenizer would read that for both sides.
+# The source's tokenizer next to a model of transformers, in place of tokenizer.json, which
+# transformers' own tokenizer would read for both sides where this class is not loaded.
 SOURCE_FILE = "source_tokenizer.json"
 
-_mode = threading.local()  # in each thread, the tokenizer that is at its target
+_mode = threading.local()  # in each thread, the tokenizer that is reading a target
 
 
 class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
@@ -42,15 +42,15 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         tokenizer_object: The source's `tokenizers.Tokenizer`, in place of a file.
         target_tokenizer_object: The target's.
         target_size: Target ids from this one on are symbols that the model does not know: a target
-            gets `target_unk_id` in their place. By default the model knows all.
+            gets `target_unk_id` in their place. By default the model knows all symbols.
         target_unk_id: The id of the target's unknown token.
         moses: The arguments of `Moses`, which then splits text before a tokenizer reads it, and
-            joins what `decode` returns. Offsets are those in the text that Moses returns.
+            joins what `decode` returns. Offsets refer to the text that Moses returns.
         kwargs: As for every fast tokenizer: `pad_token`, `eos_token`, `model_max_length`, ...
 
     Raises:
-        ValueError: A side has neither file nor object, the ids of `pad_token` differ, or one side
-            lacks `unk_token`.
+        ValueError: A side has neither a file nor an object, the ids of `pad_token` differ, or one
+            side lacks `unk_token`.
         ImportError: `moses` is given, and sacremoses is not installed.
     """
 
@@ -119,14 +119,14 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def convert_to_native_format(cls, **kwargs: Any) -> dict[str, Any]:
-        """The files as they are. Each knows its added tokens, so those that transformers read from
-        the source's are dropped, or the target would get them."""
+        """The files, unchanged. Each lists its added tokens, so those that transformers read from
+        the source's are dropped: the target would get them."""
         kwargs.pop("added_tokens_decoder", None)
         return kwargs
 
     @property
     def _tokenizer(self) -> Any:
-        """The side that this thread is at; the target while there is no other."""
+        """The side that this thread uses; the target until there is a source."""
         is_at_target = getattr(_mode, "at_target", None) is self
         return self._target if is_at_target or self._source is None else self._source
 
@@ -135,8 +135,8 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         self._target = tokenizer  # the base class sets it, before there is a source
 
     def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
-        """Same as transformers', to the source; special tokens to the target too, which gets them
-        when it is loaded."""
+        """Same as transformers', to the source. Special tokens are also added to the target, as
+        they are when it is loaded."""
         added = super()._add_tokens(new_tokens, special_tokens)
         if special_tokens and self._source is not None:
             self._target.add_special_tokens(new_tokens)
@@ -151,7 +151,7 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         _mode.at_target = self
 
     def __call__(self, text: Any = None, *args: Any, text_target: Any = None, **kwargs: Any) -> Any:
-        """Same as every tokenizer; what comes after `text_target` is given by name. After an error
+        """Same as every tokenizer; arguments after `text_target` are given by name. After an error
         it reads sources again."""
         try:
             encoded = super().__call__(text, *args, text_target=text_target, **kwargs)
@@ -163,7 +163,7 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         return encoded
 
     def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-        """Where all that encodes meets: `__call__`, `encode` and `tokenize`."""
+        """Called by `__call__`, `encode` and `tokenize`."""
         if self._moses is not None and not kwargs.get("is_split_into_words"):
             side = "target" if self._tokenizer is self._target else "source"
             text = self._moses.split(text, side)
@@ -227,7 +227,7 @@ class VanillaTransformerTokenizer(PreTrainedTokenizerFast):
         legacy_format: bool | None = None,
         filename_prefix: str | None = None,
     ) -> tuple[str, ...]:
-        """Writes both files, before `save_pretrained` looks for what to upload."""
+        """Writes both files, before `save_pretrained` looks for files to upload."""
         saved = super()._save_pretrained(
             save_directory, file_names, legacy_format=legacy_format, filename_prefix=filename_prefix
         )

@@ -15,13 +15,13 @@ from .dropout import is_transformed
 
 logger = logging.get_logger(__name__)
 
-# Parameters that a checkpoint may lack: a gigabyte's, or this many times as many as it has.
+# Parameters that a checkpoint may lack: a gigabyte of them, or this many times those it has.
 LACKING_ANYWAY, LACKING_TIMES = 2**28, 8
 
 
 def validate_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's `forward` whose inputs are checked before it starts, and which names a token id or
-    position that has no embedding.
+    """A model's `forward` with checked inputs. An error names a token id or position that has no
+    embedding.
 
     Raises:
         TypeError, ValueError: Inputs are missing, given twice, of the wrong type, or their shapes
@@ -34,7 +34,7 @@ def validate_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
         expect_inputs(self, inputs)
-        if hasattr(self, "encoder"):  # padding on the right of a decoder harms no token
+        if hasattr(self, "encoder"):  # right padding does no harm in a decoder
             warn_of_padding(self, inputs.get("input_ids"), inputs.get("attention_mask"))
         try:
             return forward(self, **inputs)
@@ -46,8 +46,8 @@ def validate_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
-    """Raise an error unless the inputs of each stack are what it reads, and there are as many
-    targets as sources, or the same number of targets for each source."""
+    """Raise an error unless each stack can read its inputs, and there are as many targets as
+    sources, or the same number of targets for each source."""
     config, dtype, cache = model.config, model.dtype, inputs.get("cache")
     if cache is not None and (isinstance(cache, dict) or not hasattr(cache, "update")):
         raise TypeError(f"{CACHE_NAME} of type {type(cache).__name__}: expected a Cache")
@@ -84,8 +84,8 @@ def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
 def warn_of_padding(
     model: PreTrainedModel, ids: torch.Tensor | None, mask: torch.Tensor | None
 ) -> None:
-    """Warns once of a source that begins or ends in padding and has no mask: a loop that trains
-    without masks, unlike `generate()`, which makes them, learns from other states than it decodes.
+    """Warns once about a source that begins or ends in padding and has no mask: a loop that trains
+    without masks learns from different states than `generate()`, which makes masks, decodes.
     """
     if ids is not None and not is_transformed():
         model.warn_if_padding_and_no_attention_mask(ids, mask)
@@ -144,7 +144,7 @@ def expect_in_range(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
             continue
         positions = inputs.get(f"{prefix}position_ids")
         if positions is None:
-            is_source = config.is_encoder_decoder and not prefix  # nothing comes before it
+            is_source = config.is_encoder_decoder and not prefix  # a source has no past
             past = 0 if is_source else _past_length(cache) or 0
             positions = torch.arange(past, past + given.shape[1])
         raise_if_outside(positions, config.max_position_embeddings, "position")
@@ -160,13 +160,13 @@ def raise_if_outside(ids: torch.Tensor, limit: int, name: str) -> None:
 
 
 def expect_tensor(value: Any, name: str) -> None:
-    """Raise a TypeError unless it is one."""
+    """Raise a TypeError unless this is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} of type {type(value).__name__}: expected a tensor")
 
 
 def expect_integers(ids: Any, name: str) -> None:
-    """Raise an error unless these are 32 or 64 bits each, (batch, length)."""
+    """Raise an error unless these are integers of 32 or 64 bits, (batch, length)."""
     expect_tensor(ids, name)
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
@@ -189,7 +189,7 @@ def expect_states(states: Any, name: str, d_model: int, dtype: torch.dtype) -> N
 
 
 def _past_length(cache: Any) -> int | None:
-    """Positions in a cache; None for one that keeps the number where only a GPU knows it."""
+    """Positions in a cache; None if the cache keeps the number on the GPU."""
     if cache is None:
         return 0
     length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else None
@@ -206,8 +206,8 @@ def expect_mask(
 ) -> None:
     """Raise an error unless a mask covers keys of this shape, (batch, length, ...), and those in a
     cache: (batch, past + length) of any numbers, or (batch or 1, heads or 1, query_length or 1,
-    past + length) of booleans or of the type of the scores that it is added to, and longer where a
-    cache has room."""
+    past + length) of booleans or of the type of the scores that it is added to, and longer if the
+    cache has room for more."""
     if attention_mask is None:
         return
     expect_tensor(attention_mask, "attention_mask")
@@ -233,7 +233,7 @@ def expect_mask(
 
 
 def expect_prompt(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Raise an error unless what `generate()` is given to read is what a model reads."""
+    """Raise an error unless a model can read the inputs of `generate()`."""
     for name in ("inputs", "input_ids", "decoder_input_ids"):
         if options.get(name) is not None:
             expect_integers(options[name], name)
@@ -252,13 +252,13 @@ def expect_prompt(model: PreTrainedModel, options: dict[str, Any]) -> None:
 
 
 def is_a(kind: type, value: Any) -> bool:
-    """Whether this is such a number, of Python or NumPy."""
+    """Whether this is a number of this kind, from Python or NumPy."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def expect_weights(model: PreTrainedModel, lacking: Collection[str]) -> None:
-    """Raise a ValueError if weights that a checkpoint lacks, or has in other sizes, would take far
-    more than it holds: its configuration is not that of these weights."""
+    """Raise a ValueError if weights that a checkpoint lacks, or has in other sizes, are far larger
+    than those it has: its configuration does not belong to these weights."""
     weights = dict(model.named_parameters())
     sizes = {name: weight.numel() for name, weight in weights.items()}
     missing = {name: sizes[name] for name in lacking if name in sizes}
@@ -276,7 +276,7 @@ def expect_weights(model: PreTrainedModel, lacking: Collection[str]) -> None:
 
 
 def expect_as_many(targets: int, sources: int) -> None:
-    """Raise a ValueError unless there are as many targets, or as many for each source."""
+    """Raise a ValueError unless each source has the same number of targets."""
     if targets % sources != 0:
         raise ValueError(
             f"{targets} targets for {sources} sources: expected as many, or as many for each source"
@@ -297,8 +297,8 @@ def expect_labels(labels: Any, predictions: torch.Tensor, vocab_size: int) -> No
 
 
 def expect_count(count: Any, name: str) -> None:
-    """Raise a TypeError unless this is a number, or a tensor of one: `DataParallel` makes tensors
-    of shape (1, 1)."""
+    """Raise a TypeError unless this is a number or a tensor with one, as `DataParallel` makes
+    tensors of shape (1, 1)."""
     if isinstance(count, torch.Tensor):
         if count.numel() == 1 and not count.is_complex():
             return
@@ -309,8 +309,8 @@ def expect_count(count: Any, name: str) -> None:
 
 
 def warn_of_unshifted(labels: Any, decoder_input_ids: Any) -> None:
-    """Warns once (on the CPU) if the decoder reads the very tokens that it is to predict: it learns
-    to copy them, with a low loss, and `generate()` has nothing to copy."""
+    """Warns once (on the CPU) if the decoder reads the same tokens that it must predict: it learns
+    to copy them, with a low loss, but `generate()` has nothing to copy."""
     given = (labels, decoder_input_ids)
     if not all(isinstance(ids, torch.Tensor) and ids.device.type == "cpu" for ids in given):
         return
@@ -318,7 +318,7 @@ def warn_of_unshifted(labels: Any, decoder_input_ids: Any) -> None:
         return
     counts = labels != -100
     gold, read = labels[counts], decoder_input_ids[counts]
-    # A blank target equals its shift where </s> also begins a target.
+    # An empty target equals its shift if </s> also starts a target.
     if torch.equal(gold, read.to(gold.dtype)) and len(gold.unique()) > 1:
         logger.warning_once(
             "decoder_input_ids are the labels: expected the labels shifted right by one, or none, "
@@ -327,11 +327,12 @@ def warn_of_unshifted(labels: Any, decoder_input_ids: Any) -> None:
 
 
 def select_positions(states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """The last of (batch, length, d_model) states, this many or all for 0, or those of an index.
+    """The last `logits_to_keep` (batch, length, d_model) states, all for 0, or those at its
+    indices.
 
     Raises:
         TypeError: `logits_to_keep` is neither a number nor a tensor.
-        IndexError: It is no index of positions, or of one that is not there (on the CPU).
+        IndexError: It is not an index of positions, or a position does not exist (on the CPU).
     """
     if isinstance(logits_to_keep, int):
         return states[:, slice(-logits_to_keep, None)]
