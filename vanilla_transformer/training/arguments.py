@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # What a training from scratch chooses from its model and data (defaults.py), and transformers' own
 # defaults, which apply to fine-tuning.
 CHOSEN = {"learning_rate": 5e-5, "warmup_steps": 0, "num_train_epochs": 3.0}
-# They watch metric_for_best_model. By default, both lower the rate unless it falls.
+# Schedules that watch metric_for_best_model. By default, both lower the rate unless it falls.
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 WITHOUT_WARMUP = ("constant", *SCHEDULES_BY_METRIC)
 WITHOUT_KWARGS = ("constant", "constant_with_warmup")
@@ -44,7 +44,7 @@ class AddFields(Action):
     """An option whose fields add to those of the recipe, and of the same option before it."""
 
     def __call__(self, parser: Any, namespace: Namespace, values: Any, *args: Any) -> None:
-        """Replace those that are there already."""
+        """Add the fields to those that were given before."""
         before = getattr(namespace, self.dest)
         fields = _as_fields(before) | _as_fields(values) if before else values
         setattr(namespace, self.dest, fields)
@@ -66,7 +66,7 @@ class ModelArguments(TokenizerArguments):
     config_overrides: str | None = HfArg(
         default=None,
         help="Configuration fields that override the preset, such as "
-        "dropout=0.2,norm_position=pre, or those of the checkpoint to fine-tune that leave its "
+        "dropout=0.2,norm_position=pre, or fields of the checkpoint to fine-tune that leave its "
         "weights as they are. They add to those of a recipe.",
         metadata={"action": AddFields},
     )
@@ -98,7 +98,7 @@ class ModelArguments(TokenizerArguments):
             VanillaTransformerConfig.from_preset(self.preset, **overrides)
 
     def warn_of_what_has_no_effect(self) -> None:
-        """Name the options of a new tokenizer or a new model where an existing one is taken."""
+        """Warn about options for a new tokenizer or model if an existing one is used."""
         decides: dict[str, str] = {}
         if self.tokenizer_name is not None or self.model_name_or_path is not None:
             of_new = TokenizerArguments.__dataclass_fields__.keys() - {
@@ -121,8 +121,8 @@ class ModelArguments(TokenizerArguments):
         return "dropout" in self.overrides() or self.preset.startswith("D-drop")
 
     def overrides(self) -> dict[str, Any]:
-        """`config_overrides` as fields and values. A recipe may have them as a mapping. Those of a
-        model to fine-tune are fields of its own configuration."""
+        """`config_overrides` as fields and values. A recipe may have them as a mapping. For a model
+        to fine-tune they are fields of its own configuration."""
         fields = _as_fields(self.config_overrides)
         is_new = self.model_name_or_path is None
         for name in fields:
@@ -134,7 +134,7 @@ class ModelArguments(TokenizerArguments):
 
 
 def _warn_of_second(options: Any, one: str, other: str) -> None:
-    """Warn if both are given, because the first makes the second ineffective."""
+    """Warn if both are given, as the second then has no effect."""
     values = getattr(options, one), getattr(options, other)
     if None not in values:
         logger.warning("%s=%s has no effect: %s=%s decides", other, values[1], one, values[0])
@@ -169,7 +169,7 @@ TypedLoader.add_implicit_resolver(
 class TranslationTrainingArguments(
     TokenBudgetArguments, FiniteGradientArguments, Seq2SeqTrainingArguments
 ):
-    """`Seq2SeqTrainingArguments`, and the options that these lack for the paper's training.
+    """`Seq2SeqTrainingArguments`, with the options that the paper's training needs besides.
 
     Raises:
         ValueError: An option has an invalid value, or two options contradict each other, such as
@@ -274,7 +274,7 @@ class TranslationTrainingArguments(
     )
 
     def __post_init__(self) -> None:
-        # The options of a command line and those of its recipe. Python code has neither.
+        # The options on the command line and in its recipe; empty in Python code.
         self.on_command_line, self.in_recipe = set[str](), set[str]()
         if self.disable_tqdm is None and not (sys.stderr.isatty() or is_in_notebook()):
             self.disable_tqdm = True  # nested bars would fill a file with escape sequences
@@ -304,7 +304,7 @@ class TranslationTrainingArguments(
         return torch.device("cpu") if device.type == "cpu" else device
 
     def _choose_metrics(self) -> None:
-        """Also compute the metric that selects the best model, and set which way it improves."""
+        """Also compute the metric that selects the best model, and set its direction."""
         expect_bleu_tokenizer(self.bleu_tokenize, "bleu_tokenize")
         choices = ", ".join(METRICS_WITHOUT_SOURCE)
         for name in self.metrics:
@@ -327,12 +327,12 @@ class TranslationTrainingArguments(
 
     @property
     def has_token_batches(self) -> bool:
-        """Whether `max_tokens`, given or chosen, makes the batches."""
+        """Whether batches are made by `max_tokens`, given or chosen."""
         return self.max_tokens is not None or "max_tokens" in self.left_open
 
     def _find_left_open(self) -> None:
-        """Collect the options that a training from scratch chooses later, and set them to
-        transformers' defaults until then."""
+        """Collect the unset options, whose values a training from scratch chooses later, and set
+        them to transformers' defaults until then."""
         _warn_of_second(self, "max_tokens", "per_device_train_batch_size")
         if self.train_sampling_strategy != "random":
             _warn_of_second(self, "max_tokens", "train_sampling_strategy")
@@ -356,7 +356,7 @@ class TranslationTrainingArguments(
                 setattr(self, name, value)
 
     def _name_counted_tokens(self) -> None:
-        """Take the words of transformers' option or, as it does, a boolean value."""
+        """Accept the values of transformers' option, booleans included."""
         given = str(self.include_num_input_tokens_seen).lower()
         self.include_num_input_tokens_seen = {"true": "all", "false": "no"}.get(given, given)
         if self.include_num_input_tokens_seen not in ("all", "non_padding", "no"):
@@ -382,7 +382,7 @@ class TranslationTrainingArguments(
         self.gradient_accumulation_steps = wanted // processes
 
     def expect_data(self, splits: Collection[str], streaming: bool = False) -> None:
-        """Check that the splits that training needs exist, and what a stream needs.
+        """Check that the splits that training needs exist, and that the options suit a stream.
 
         Raises:
             ValueError: A split or `max_steps` is missing, or several processes would read batches

@@ -29,7 +29,7 @@ TRAINER_FILES = {
     CHECKSUMS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
 }
-# Besides the rates of dropout, the fields that change no output of a trained model.
+# Fields that don't change the output of a trained model, besides the rates of dropout.
 IGNORED_CONFIG_FIELDS = {
     "transformers_version", "dtype", "_name_or_path", "label_smoothing", "initializer", "use_cache",
 }  # fmt: skip
@@ -45,11 +45,11 @@ def select_checkpoints(
     folder: str | Path, last: int | None = None, steps: Sequence[int] | None = None
 ) -> list[Path]:
     """The last `last` checkpoints with weights in a trainer's output folder, or those of `steps`.
-    Checkpoints that only a signal made don't count among the last.
+    Checkpoints that were saved only because of a signal don't count as last.
 
     Raises:
-        FileNotFoundError: There are fewer, or none of such a step. The message names those that
-            exist.
+        FileNotFoundError: There are fewer, or none of one of the steps. The message names those
+            that exist.
         ValueError: A step is repeated.
     """
     found = checkpoints_with_weights(folder)
@@ -71,8 +71,8 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
     """Write a model with the mean of the weights in the folders, the configuration and tokenizer
     of the last folder, and a card with its languages and licence.
 
-    Besides the mean, it keeps one tensor of one checkpoint in memory at a time. Sums are in
-    float64. Tensors of integers are copied from the last folder.
+    Besides the mean, only one tensor of one checkpoint is in memory at a time. Sums are in
+    float64. Integer tensors are copied from the last folder.
 
     Args:
         folders: Models of the same architecture.
@@ -177,7 +177,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _expect_each_once(folders: Sequence[Path]) -> None:
-    """Names that lead to the same folder are refused: it would count twice in the mean."""
+    """Raise a ValueError if two names lead to one folder, which would count twice in the mean."""
     places = [folder.resolve() for folder in folders]
     named = zip(folders, places, strict=True)
     if repeated := dict.fromkeys(str(name) for name, place in named if places.count(place) > 1):

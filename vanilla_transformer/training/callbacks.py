@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class ResumableEarlyStoppingCallback(EarlyStoppingCallback):
-    """Early stopping that, after resuming, continues to count the evaluations without an
+    """Early stopping that, after resuming, keeps its count of evaluations without an
     improvement."""
 
     def on_train_begin(
@@ -41,7 +41,7 @@ def evaluations_without_gain(state: TrainerState) -> int:
 
 class EpochCallback(TrainerCallback):
     """Tells a `BPEDropoutDataset`, which differs from epoch to epoch, which epoch begins.
-    accelerate does not, if it skips the batches before a checkpoint."""
+    accelerate does not do so if it skips the batches before a checkpoint."""
 
     def on_epoch_begin(
         self,
@@ -68,7 +68,7 @@ class ResilientTensorBoardCallback(TensorBoardCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the logs, to a new file if that fails."""
+        """Write the logs, and if that fails, to a new file."""
         try:
             super().on_log(args, state, control, logs=logs, **kwargs)
         except OSError as error:

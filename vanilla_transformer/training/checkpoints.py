@@ -1,10 +1,10 @@
 """Checkpoints that are either complete or absent, whatever interrupts training.
 
 AtomicCheckpointTrainer   a `Trainer` that writes a checkpoint to a staging folder, then renames it
-step_of                   the step of a checkpoint, by its name
+step_of                   the step of a checkpoint, from its name
 checkpoints_by_step       the checkpoints in an output folder
-is_off_schedule           whether only a signal made a checkpoint
-from_worst_to_best        their steps, by the score of an evaluation
+is_off_schedule           whether a checkpoint was saved only because of a signal
+from_worst_to_best        steps of checkpoints, sorted by the score of an evaluation
 last_complete_checkpoint  the newest checkpoint that training can resume from
 find_defect               what is wrong with a checkpoint
 """
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 STAGING_DIR = "_incomplete"
 CHECKSUMS_NAME = "checksums.json"
 OFF_SCHEDULE = "off_schedule"  # in a checkpoint's `TrainerState.stateful_callbacks`
-REQUIRED_FILES = {  # of any trainer's checkpoint: what it must hold, and the files that may hold it
+REQUIRED_FILES = {  # parts of any trainer's checkpoint, and the files that each may be in
     "weights": ("*model*.safetensors", "pytorch_model*", "global_step*"),
     "optimizer state": ("optimizer*", "global_step*"),
     "learning rate scheduler": ("scheduler.pt",),
@@ -58,11 +58,11 @@ class AtomicCheckpointTrainer(Trainer):
     """A mixin for any trainer: `class MyTrainer(AtomicCheckpointTrainer, Seq2SeqTrainer)`.
 
     It writes each checkpoint to a staging folder, with checksums of its files, flushes it to the
-    disk, and renames it only then. An old checkpoint is moved to the staging folder before its
+    disk, and only then renames it. An old checkpoint is moved to the staging folder before its
     files are deleted.
 
-    If `outdated_scores` names scores such as "eval_bleu", those that training resumes with are
-    renamed to "earlier_eval_bleu" in the log, and the first new one is the best so far.
+    If `outdated_scores` names scores such as "eval_bleu", earlier ones are renamed to
+    "earlier_eval_bleu" in the log when training resumes, and the first new one is the best so far.
     """
 
     resumed_checkpoint: str | None = None
@@ -88,7 +88,7 @@ class AtomicCheckpointTrainer(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def resumed_state(self) -> TrainerState | None:
-        """The state that the checkpoint to resume from has saved."""
+        """The trainer's state in the checkpoint to resume from."""
         if self.resumed_checkpoint is None:
             return None
         return TrainerState.load_from_json(
@@ -101,8 +101,8 @@ class AtomicCheckpointTrainer(Trainer):
         return os.path.join(folder, STAGING_DIR) if self._is_staging else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Same as in `Trainer` (5.17 to 5.24), by way of the staging folder. If someone deletes
-        that folder meanwhile, a single process writes the checkpoint again."""
+        """Same as in `Trainer` (5.17 to 5.24), but through the staging folder. If that is deleted
+        meanwhile, a single process writes the checkpoint again."""
         folder = Path(self._get_output_dir(trial))
         staged = folder / STAGING_DIR / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         try:
@@ -119,7 +119,7 @@ class AtomicCheckpointTrainer(Trainer):
     def _stage_and_publish(self, model: nn.Module, trial: Any, staged: Path) -> None:
         folder = staged.parent.parent
         if self.args.should_save:
-            # This file comes first: if it is still there in the end, so are all the others.
+            # This file is created first: if it still exists in the end, so do all others.
             staged.mkdir(parents=True, exist_ok=True)
             (staged / CHECKSUMS_NAME).touch()
         self._is_staging = True
@@ -148,8 +148,8 @@ class AtomicCheckpointTrainer(Trainer):
         return from_worst_to_best(self.args, self.state, [*known, step])[-1:] == [step]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Same as in `Trainer` (5.17 to 5.24), but not before the checkpoint has its name, nor
-        while an earlier upload reads the files that this one replaces. If the upload fails, a
+        """Same as in `Trainer` (5.17 to 5.24), but waits until the checkpoint has its final name,
+        and until no earlier upload reads the files that this one replaces. If the upload fails, a
         warning says so."""
         if self._is_staging:
             return
@@ -175,23 +175,23 @@ class AtomicCheckpointTrainer(Trainer):
             kept |= {checkpoints[step].resolve() for step in best}
         removable = [path for path in older if path.resolve() not in kept]
         removable.sort(key=lambda path: not is_off_schedule(path))
-        # One that a signal made must not take the place of one that an average needs.
+        # A checkpoint that a signal caused must not replace one that an average needs.
         total = len(older) + (not is_off_schedule(newest))
         for path in removable[: max(0, total - limit)]:
             _delete(path)
 
     def is_uploading(self) -> bool:
         """Whether a thread may still read the output folder and a checkpoint, which the next save
-        deletes."""
+        could delete."""
         push = getattr(self, "push_in_progress", None)
         return push is not None and not push.is_done()
 
 
 class _CheckpointCallback(TrainerCallback):
-    """Finds the best checkpoint after its run was moved or copied: it lies beside the one that
+    """Finds the best checkpoint after its run was moved or copied: it is next to the one that
     training resumes from. `Trainer` looks for it only at its old path.
 
-    In the end it waits for the last upload before anything else writes to the output folder."""
+    At the end it waits for the last upload before anything else writes to the output folder."""
 
     def __init__(self, trainer: AtomicCheckpointTrainer) -> None:
         self.trainer = trainer
@@ -218,13 +218,13 @@ class _CheckpointCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait as `Trainer` does, which lets the callbacks write first."""
+        """Wait for the upload, as `Trainer` does only after the callbacks have written files."""
         self.trainer._finish_current_push()
 
 
 def _is_of_another_metric(args: TrainingArguments, state: TrainerState) -> bool:
-    """Whether the best score so far is one of another metric, or outdated, so that no score of this
-    run can be compared with it."""
+    """Whether the best score so far is of another metric or outdated, so that this run's scores
+    can't be compared with it."""
     best = state.best_metric
     if args.metric_for_best_model is None or best is None or not math.isfinite(best):
         return False
@@ -232,8 +232,8 @@ def _is_of_another_metric(args: TrainingArguments, state: TrainerState) -> bool:
 
 
 def _choose_best_anew(args: TrainingArguments, state: TrainerState, folder: Path) -> None:
-    """Choose among the checkpoints in a folder by this run's metric. If it has scored none, the
-    best one stays until it has."""
+    """Choose among the checkpoints in a folder by this run's metric. If none has such a score, the
+    best one stays until one has."""
     scores, checkpoints = _scores(args, state), checkpoints_by_step(folder)
     known = [step for step in checkpoints if math.isfinite(scores.get(step, math.nan))]
     state.best_metric = None
@@ -267,9 +267,9 @@ def _delete(checkpoint: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Wait until a file or a folder is on the disk. Windows flushes only what is open for writing,
-    and opens no folder."""
-    # A copy of this package's code is read-only where the package is.
+    """Wait until a file or a folder is on the disk. Windows flushes only files that are open for
+    writing, and can't open folders."""
+    # A copy of this package's code is read-only if the package is.
     is_writable = path.is_file() and path.stat().st_mode & stat.S_IWUSR
     try:
         handle = os.open(path, os.O_RDWR if is_writable else os.O_RDONLY)
@@ -296,8 +296,8 @@ def _files(checkpoint: Path) -> Iterator[Path]:
 
 
 def _write_checksums(checkpoint: Path) -> None:
-    """Fill the file that was created, empty, before all others. It must still exist: if someone has
-    deleted the folder meanwhile, files are missing, even if the folder is there again."""
+    """Fill the empty file that was created before all others. It must still exist: if the folder
+    was deleted meanwhile, files are missing, even if it exists again."""
     contents = {
         path.relative_to(checkpoint).as_posix(): [path.stat().st_size, _checksum(path)]
         for path in _files(checkpoint)
@@ -308,7 +308,7 @@ def _write_checksums(checkpoint: Path) -> None:
 
 
 def step_of(checkpoint: str | Path) -> int:
-    """The step that the name of a checkpoint ends with."""
+    """The step at the end of a checkpoint's name."""
     return int(Path(checkpoint).name.rpartition("-")[2])
 
 
@@ -323,7 +323,7 @@ def checkpoints_by_step(folder: str | Path) -> dict[int, Path]:
 
 
 def is_off_schedule(checkpoint: Path) -> bool:
-    """Whether only a signal made this checkpoint of an `InterruptibleTrainer`."""
+    """Whether an `InterruptibleTrainer` saved this checkpoint only because of a signal."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # of another trainer, or damaged
@@ -338,8 +338,8 @@ def _scores(args: Any, state: TrainerState) -> dict[int, float]:
 
 
 def from_worst_to_best(args: Any, state: TrainerState, steps: Iterable[int]) -> list[int]:
-    """Those of these steps at which the model was evaluated, by `metric_for_best_model`; of equal
-    ones the later is the better."""
+    """The steps at which the model was evaluated, sorted by `metric_for_best_model`; a later one
+    counts as better than an equal earlier one."""
     scores = _scores(args, state)
     sign = 1 if args.greater_is_better else -1
     return sorted(scores.keys() & set(steps), key=lambda step: (sign * scores[step], step))
@@ -360,7 +360,7 @@ def find_defect(checkpoint: str | Path) -> str | None:
         contents: dict[str, list[int]] = json.loads(text)
         for name, (size, checksum) in contents.items():
             path = folder / name
-            path.resolve().relative_to(folder.resolve())  # a name must not lead out of the folder
+            path.resolve().relative_to(folder.resolve())  # a name must not point outside the folder
             if not path.is_file():
                 return f"{path} is missing"
             if path.stat().st_size != size:
@@ -391,8 +391,8 @@ def _find_defect_without_checksums(folder: Path) -> str | None:
 
 
 def last_complete_checkpoint(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint in an output folder, or None if it holds no checkpoint. A
-    warning names each newer one that is skipped, and why.
+    """The newest complete checkpoint in an output folder, or None if it holds no checkpoint. For
+    each newer one that is skipped, a warning says why.
 
     A complete checkpoint that is still in the staging folder is renamed first.
 

@@ -8,21 +8,21 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-GRAPHS = 64  # of a layer: torch's limit of 8 is below the kinds of batches, with padding or without
+GRAPHS = 64  # per layer: torch's limit of 8 is too low for batches with and without padding
 
 
 def compile_layers(model: nn.Module, **options: Any) -> bool:
-    """Compile what each layer of encoder and decoder does in training, for batches of any shape.
+    """Compile the training of each layer of encoder and decoder, for batches of any shape.
 
-    What is around the layers stays as it is, the loss without logits too, and so does generation,
-    which would compile each of its steps anew.
+    Code outside the layers is not compiled, such as the loss without logits, nor is generation,
+    whose steps would each be compiled again.
 
     Args:
         model: Any of transformers' models.
         options: Of `torch.compile`.
 
     Returns:
-        Whether there are layers that transformers knows as such: FSMT, for one, has none.
+        Whether there are layers that transformers marks as such: FSMT, for example, has none.
     """
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
 

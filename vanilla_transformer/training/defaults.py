@@ -28,12 +28,12 @@ class TextSize(NamedTuple):
     pairs: int
     source_tokens: int
     target_tokens: int
-    longest_excess: int  # the most tokens by which a target is longer than its source
+    longest_excess: int  # tokens: how much longer a target is than its source, at most
     distinct_target_tokens: int
 
     @classmethod
     def of(cls, dataset: Any) -> "TextSize | None":
-        """The size of a data set with `input_ids` and `labels`; None of a stream."""
+        """The size of a data set with `input_ids` and `labels`; None for a stream."""
         if not hasattr(dataset, "__len__"):
             return None
         source, target = count_tokens(dataset)
@@ -43,17 +43,17 @@ class TextSize(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the side that has more: it decides how many batches there are."""
+        """Tokens of the longer side, which decides how many batches there are."""
         return max(self.source_tokens, self.target_tokens)
 
 
 def choose_dropout(config: VanillaTransformerConfig, size: TextSize) -> float:
-    """0.3 where the text has fewer target tokens than the model has weights, otherwise 0.1. The
+    """0.3 if the text has fewer target tokens than the model has weights, otherwise 0.1. The
     paper's choices follow the same rule: 0.1 for its base model and for big on the 36 million pairs
     of WMT 2014 English-French, 0.3 for big on the 4.5 million of English-German (section 6.1).
 
     A text whose targets consist of a few frequent symbols, as in formal languages, also gets 0.1:
-    more dropout keeps the model from learning exact rules.
+    more dropout prevents the model from learning exact rules.
     """
     with torch.device("meta"):
         weights = VanillaTransformerForConditionalGeneration(config).num_parameters()
@@ -107,15 +107,15 @@ def choose_open_options(arguments: Any, d_model: int | None, size: TextSize | No
 
 
 def has_bfloat16_products() -> bool:
-    """Whether this CPU has instructions that multiply in bfloat16. Others take many times as long
-    as in float32; oneDNN also supports those that have only AVX-512."""
+    """Whether this CPU has instructions that multiply in bfloat16. Without them it takes many times
+    as long as float32, even where oneDNN supports it with AVX-512 alone."""
     has = torch.cpu.get_capabilities()
     instructions = any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # bf16: ARM
     return instructions and torch.backends.mkldnn.is_available()
 
 
 def advise_on_precision(arguments: Any) -> None:
-    """Warn of half precision that a CPU does not have, and name bfloat16 on one that has it."""
+    """Warn about half precision that a CPU lacks, and suggest bfloat16 on one that has it."""
     if arguments.device.type != "cpu":
         return
     if arguments.fp16:
@@ -129,9 +129,9 @@ def advise_on_precision(arguments: Any) -> None:
 
 
 def extend_output_limit(model: PreTrainedModel, size: TextSize | None) -> None:
-    """Let translations be as long as the targets of the text: input length + 50 is the paper's
-    limit (section 6.1), and cuts the targets of some tasks. A checkpoint keeps a higher limit.
-    Other models keep their own, or get one from `set_output_limit`.
+    """Let translations be as long as the targets of the text. The paper's limit, input length + 50
+    (section 6.1), would cut the targets of some tasks. A checkpoint keeps a higher limit. Models of
+    other classes keep their own, or get one from `set_output_limit`.
     """
     set_output_limit(model)
     limit = getattr(model, "extra_output_tokens", math.inf)

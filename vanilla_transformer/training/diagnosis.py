@@ -13,16 +13,16 @@ logger = logging.getLogger(__name__)
 class SourceUseCallback(TrainerCallback):
     """Warns if the decoder still ignores its source after 500, 1,000, 2,000, ... updates.
 
-    If the learning rate is too high, the decoder of a post-norm model may for a long time, or for
-    ever, predict the next token from the target's beginning alone, while the loss falls as if the
-    model were learning. The test compares the loss of 64 training pairs with their loss when the
-    sources are exchanged, which is far higher if the decoder reads its source.
+    If the learning rate is too high, the decoder of a post-norm model may for a long time, or
+    forever, predict the next token from the previous target tokens alone, while the loss falls as
+    if the model were learning. The test compares the loss of 64 training pairs with their loss when
+    the sources are exchanged, which is far higher if the decoder reads its source.
     """
 
     FIRST_STEP = 500
     PAIRS = 64
     LEAST_GAIN = 0.05  # nats per token
-    LEAST_RATIO = 1.5  # of the losses; in a long target the source may decide only one word
+    LEAST_RATIO = 1.5  # of the losses; in a long target, only one word may depend on the source
 
     def __init__(self) -> None:
         self.passed = False
@@ -36,7 +36,7 @@ class SourceUseCallback(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Compare the losses, if it is time. All processes do, as their model may be sharded."""
+        """Compare the losses at these steps. All processes do, as the model may be sharded."""
         times, rest = divmod(state.global_step, self.FIRST_STEP)
         is_due = rest == 0 and times > 0 and times & (times - 1) == 0
         if self.passed or not is_due:
@@ -55,8 +55,8 @@ class SourceUseCallback(TrainerCallback):
             )  # fmt: skip
 
     def _sample(self, dataloader: Any, args: TrainingArguments) -> dict[str, Any] | None:
-        """A batch of random training pairs with different sources; None of a stream, or if there
-        are no two."""
+        """A batch of random training pairs with different sources; None for a stream, or if there
+        are not two."""
         dataset: Any = getattr(dataloader, "dataset", None)
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             return None
@@ -71,7 +71,7 @@ class SourceUseCallback(TrainerCallback):
 
 @torch.no_grad()
 def _losses(model: Any, inputs: dict[str, Any]) -> tuple[float, float]:
-    """The loss of a batch, and its loss with each target's source replaced by another one's."""
+    """The loss of a batch, and its loss with each source replaced by that of another target."""
     sources = {"input_ids", "attention_mask", "position_ids"} & inputs.keys()
     exchanged = {name: inputs[name].roll(1, 0) for name in sources}
     was_training = model.training

@@ -3,8 +3,8 @@
 ShardedTrainer           a `Trainer` for FSDP2 and DeepSpeed that runs no code from checkpoints
 load_saved_model         load the model that several processes have trained and saved
 run_on_main_process      let the others have its result or its error
-expect_in_all_processes  refuse a folder that only some of them see
-end_training             leave the other processes when all is done
+expect_in_all_processes  reject a folder that not all of them can see
+end_training             leave the other processes when everything is done
 init_cpu_process_group   let processes on CPUs give up on each other after `ddp_timeout`
 enable_fsdp_on_cpu       let accelerate use FSDP without a GPU
 """
@@ -51,8 +51,8 @@ from ..model.pretrained import own_class
 logger = logging.getLogger(__name__)
 
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # overrides the arguments of `torch.load`
-# What may be unpickled from the index of a sharded checkpoint, besides dtypes. None of these
-# classes opens a file.
+# The classes that may be unpickled from the index of a sharded checkpoint, besides dtypes. None of
+# them opens a file.
 INDEX_CLASSES = {
     "torch": {"Size", "device"},
     "torch.serialization": {"_get_layout"},
@@ -109,7 +109,7 @@ def run_on_main_process(make: Callable[[], Any]) -> Any:
 
 
 def expect_in_all_processes(folder: str | Path, is_seen: bool) -> None:
-    """Raise a FileNotFoundError in all processes unless all of them see what is in the folder."""
+    """Raise a FileNotFoundError in all processes unless all can see the folder's content."""
     seen = gather_object([is_seen])
     if missing := [process for process, sees in enumerate(seen) if not sees]:
         raise FileNotFoundError(
@@ -119,8 +119,8 @@ def expect_in_all_processes(folder: str | Path, is_seen: bool) -> None:
 
 
 def init_cpu_process_group(arguments: TrainingArguments) -> None:
-    """Apply `ddp_timeout` to processes on CPUs. transformers (5.17 to 5.24) ignores it there, and
-    the other processes would wait for a stalled one for 30 minutes."""
+    """Apply `ddp_timeout` to processes on CPUs. transformers (5.17 to 5.24) ignores it there, so
+    that the other processes would wait 30 minutes for a stalled one."""
     several = launched_world_size() > 1 and "RANK" in os.environ
     if arguments.use_cpu and several and not distributed.is_initialized():
         timeout = timedelta(seconds=arguments.ddp_timeout)
@@ -130,11 +130,11 @@ def init_cpu_process_group(arguments: TrainingArguments) -> None:
 def end_training(trainer: Trainer) -> None:
     """Leave the other processes; the trainer can't be used afterwards.
 
-    Its wrapped model goes first. If `DistributedDataParallel` is the last to refer to a group of
-    gloo, torch joins the group's threads while it holds the interpreter's lock, and hangs if one
-    of them waits for that lock.
+    The trainer's wrapped model is deleted first. If `DistributedDataParallel` has the last
+    reference to a gloo group, torch joins the group's threads while it holds the interpreter's
+    lock, and hangs if one of them waits for that lock.
 
-    Processes that never leave their group are aborted at times
+    Processes that never leave their group are sometimes aborted
     (https://github.com/pytorch/pytorch/issues/190489).
     """
     trainer.model_wrapped = trainer.model
@@ -156,16 +156,16 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process holds."""
+    """The part of a tensor that this process has."""
     held = getattr(tensor, "ds_tensor", tensor)
     return held.to_local() if isinstance(held, DTensor) else held
 
 
 def load_saved_model(model: PreTrainedModel, folder: str | Path) -> Any:
-    """Load what the processes that trained the model have saved into the folder: unsharded, and
+    """Load what the processes that trained the model have saved into the folder: not sharded, and
     without the trainer's autocast. All of them must call it."""
     PartialState().wait_for_everyone()  # until the main process has written the files
-    unset_hf_deepspeed_config()  # otherwise transformers would shard it under ZeRO 3
+    unset_hf_deepspeed_config()  # or transformers would shard the model under ZeRO 3
     return type(model).from_pretrained(folder)
 
 
@@ -187,7 +187,7 @@ class ShardedTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Tied weights are saved once, so a checkpoint that lacks their other names is complete.
+        # Tied weights are saved under one name: a checkpoint without their other names is complete.
         if isinstance(self.model, PreTrainedModel):
             ignored = {
                 *(self.model._keys_to_ignore_on_save or ()),
@@ -213,8 +213,8 @@ class ShardedTrainer(Trainer):
         """Same as `Trainer.create_optimizer`, which comes right before accelerate wraps the model.
 
         accelerate (1.15) makes the embedding and the projection a unit of FSDP2. Their weight is
-        also the embedding of each stack, and torch (2.13) wants all of these in one unit, such as
-        the root's, so the two are hidden from accelerate.
+        also the embedding of each stack, and torch (2.13) requires all of these in one unit, such
+        as the root's, so the two are hidden from accelerate.
         """
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.is_fsdp_enabled:
@@ -242,7 +242,7 @@ class ShardedTrainer(Trainer):
                 plugin.set_state_dict_type("FULL_STATE_DICT")
                 super().save_model(output_dir)
                 plugin.set_state_dict_type("SHARDED_STATE_DICT")
-            elif self.args.should_save:  # the parts of a checkpoint that are in no shard
+            elif self.args.should_save:  # the parts of a checkpoint that are not sharded
                 self.model.config.save_pretrained(output_dir)
                 if self.processing_class is not None:
                     self.processing_class.save_pretrained(output_dir)
@@ -259,7 +259,7 @@ class _IndexCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse it before any step is made."""
+        """Reject it before the first step."""
         if state.best_model_checkpoint is not None:
             check_index(state.best_model_checkpoint)
 
@@ -267,7 +267,7 @@ class _IndexCallback(TrainerCallback):
 @contextmanager
 def _original_class(model: Any) -> Iterator[None]:
     """Give a model back its own class, which FSDP2 has replaced: a saved model names its class and
-    carries the code of it."""
+    includes its code."""
     sharded = type(model)
     if issubclass(sharded, FSDPModule):
         model.__class__ = own_class(model)
@@ -293,7 +293,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: Any, name: str) -> Enum:
-    """What Python 3.11.0 to 3.11.3 pickle an enum's member as, in place of `getattr`."""
+    """How Python 3.11.0 to 3.11.3 pickle a member of an enum, in place of `getattr`."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise pickle.UnpicklingError(f"{kind!r} is not allowed in a checkpoint's index")
     return kind[name]
@@ -304,7 +304,7 @@ def check_index(checkpoint: str | Path) -> None:
     them without a check.
 
     Raises:
-        ValueError: An index can't be read, or holds other classes than an index does.
+        ValueError: An index can't be read, or contains classes that don't belong in one.
     """
     for folder in (SHARDED_MODEL, SHARDED_OPTIMIZER):
         index = Path(checkpoint, folder, ".metadata")
@@ -328,13 +328,13 @@ def force_weights_only() -> Iterator[None]:
     `weights_only=False`.
 
     Raises:
-        ValueError: A sharded checkpoint holds something else.
+        ValueError: A sharded checkpoint contains something else.
     """
     before = os.environ.get(FORCE_WEIGHTS_ONLY)
     os.environ[FORCE_WEIGHTS_ONLY] = "1"
     try:
         yield
-    except CheckpointException as error:  # which is not an `Exception`
+    except CheckpointException as error:  # not a subclass of `Exception`
         raise ValueError(f"the checkpoint's shards can't be read: {error}") from error
     finally:
         os.environ.pop(FORCE_WEIGHTS_ONLY)

@@ -44,10 +44,10 @@ class FiniteGradientsCallback(TrainerCallback):
     `trainer.add_callback(FiniteGradientsCallback())`.
 
     After more than `max_skipped_steps` (an attribute of the arguments, by default 0) in a row it
-    raises `FloatingPointError`, which ends training; the weights and the checkpoints are those from
-    before. `Trainer` alone continues with NaN weights, and logs the mean of earlier losses instead.
-    In float16 the loss scaler skips such steps; training ends when no scale helps. DeepSpeed
-    updates the weights before a callback can skip the step, so training ends one step later.
+    raises `FloatingPointError`, which ends training; the weights and the checkpoints are unchanged.
+    `Trainer` alone continues with NaN weights, and logs the mean of earlier losses instead. In
+    float16 the loss scaler skips such steps; training ends when no scale helps. DeepSpeed updates
+    the weights before a callback can skip the step, so training ends one step later.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class FiniteGradientsCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Check the gradient. It is already clipped, which leaves NaN in it."""
+        """Check the gradient, which is already clipped: clipping does not remove NaN."""
         if not any_process(not _is_finite(model), args):
             self.skipped = 0
             return
@@ -83,8 +83,8 @@ class FiniteGradientsCallback(TrainerCallback):
 
 @torch.no_grad()
 def _is_finite(model: torch.nn.Module) -> bool:
-    """Whether this process's part of all gradients is finite; of all weights with DeepSpeed, which
-    keeps its gradients elsewhere."""
+    """Whether this process's part of all gradients is finite, or of all weights with DeepSpeed,
+    which keeps its gradients elsewhere."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = get_total_norm([local_part(tensor) for tensor in gradients or parameters])

@@ -1,5 +1,5 @@
-"""Keeps a second training out of a folder in which one is at work, and the processes of one
-training in one folder."""
+"""Keeps a second training out of a folder that one uses, and all processes of a training in the
+same folder."""
 
 import os
 import time
@@ -22,8 +22,8 @@ def locked(output_dir: str | Path) -> Iterator[None]:
     """Keep other trainings out of a folder. The main process holds the lock, and decides for all.
 
     Raises:
-        FileExistsError: Another training is at work there.
-        FileNotFoundError: Some processes see another folder, on the disk of another host.
+        FileExistsError: Another training uses it.
+        FileNotFoundError: Some processes see a different folder, on the disk of another host.
     """
     folder = Path(output_dir)
     held: list[IO[bytes] | None] = []
@@ -48,17 +48,17 @@ def locked(output_dir: str | Path) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> IO[bytes] | None:
-    """A file that is locked until it is closed, or the process ends, however it does. None where
-    there are no locks, or nothing can be written."""
+    """A file that is locked until it is closed or the process ends in any way. None if there are no
+    locks, or nothing can be written."""
     try:
-        import fcntl  # Windows has none
+        import fcntl  # Windows does not have it
 
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("ab")
     except (ImportError, OSError):
         return None
     try:
-        # Unlike that of `flock`, this lock is not shared by workers, which may outlive the process.
+        # Unlike `flock`'s, this lock is not shared with workers, which may outlive the process.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
@@ -72,7 +72,7 @@ def _lock(folder: Path) -> IO[bytes] | None:
 
 
 def _mark(lock: IO[bytes] | None) -> bytes | None:
-    """Write what no other file holds into the locked file, and return it; None where it can't."""
+    """Write a unique mark into the locked file and return it; None if that fails."""
     mark = uuid4().bytes
     if lock is not None:
         with suppress(OSError):
@@ -87,7 +87,7 @@ def _mark(lock: IO[bytes] | None) -> bytes | None:
 def _expect_mark(folder: Path, mark: bytes | None) -> None:
     if mark is None:
         return
-    # The main process must not open the file again: closing it would end the lock.
+    # The main process must not open the file again: closing it would release the lock.
     is_seen = PartialState().is_main_process or _appears(folder / LOCK, mark)
     expect_in_all_processes(f"output_dir={folder}", is_seen)
 
@@ -96,7 +96,7 @@ def _appears(file: Path, mark: bytes) -> bool:
     limit = time.monotonic() + SECONDS_TO_APPEAR
     while True:
         with suppress(OSError):
-            os.listdir(file.parent)  # which makes a network file system look again
+            os.listdir(file.parent)  # makes a network file system refresh its entries
             if file.read_bytes() == mark:
                 return True
         if time.monotonic() > limit:

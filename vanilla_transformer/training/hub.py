@@ -25,17 +25,17 @@ from ..model.tokenization_vanilla_transformer import (
 from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, find_defect
 from .model_card import USAGE
 
-# What a finished model holds, and the files that may hold it, in any of the exported formats.
+# The parts of a finished model, and the files that each may be in, in any exported format.
 REQUIRED_FILES = {
     "configuration": ("config.json",),
     "weights": ("*.safetensors", "*.onnx", "model.bin"),
     "tokenizer": ("tokenizer.json", SOURCE_FILE, "*.spm", "*.model", "vocab*"),
 }
-BELOW = ".onnx"  # which an export may put into a subfolder
+BELOW = ".onnx"  # files that an export may put into a subfolder
 WEIGHTS = (*REQUIRED_FILES["weights"], "*.safetensors.index.json")
 
-# What training needs to resume, what converting back needs, and what belongs to this machine alone:
-# fairseq's options, which a conversion keeps in `original`, name its folders.
+# Files for resuming, for converting back, or about this machine: fairseq's options, which a
+# conversion keeps in `original`, contain paths of its folders.
 PRIVATE_FILES = (
     "_*", ".*", "checkpoint-*", "runs", "training_args.bin", "trainer_state.json", "optimizer*",
     "original",
@@ -64,26 +64,27 @@ def push_folder(
     revision: str | None = None,
     commit_message: str = "Upload model",
 ) -> CommitInfo:
-    """Upload a finished model to the Hub, and create the repository and the branch if need be.
+    """Upload a finished model to the Hub, and create the repository and the branch if necessary.
 
     The card is the folder's `README.md` with the repository's name in its title and its example, or
-    a short one. What only training needs stays here: checkpoints, the optimizer, the options.
-    Weights that an earlier upload left beside the configuration are deleted: loading could prefer
-    them.
+    a short one. Files that only training needs are not uploaded: checkpoints, the optimizer, the
+    options. Weights from an earlier upload next to the configuration are deleted, because they
+    could be loaded instead.
 
     Args:
-        folder: A model as training, averaging, conversion or export leaves it.
+        folder: A model written by training, averaging, conversion or export.
         repository: `NAME/MODEL`, or `MODEL` for the user's own.
-        private: Whether a new repository is private. Default: as the user's account sets it.
+        private: Whether a new repository is private. Default: the setting of the user's account.
         revision: A branch. Default: the main one.
 
     Returns:
-        The commit; its `oid` is what `revision=` takes when the model is loaded.
+        The commit; pass its `oid` as `revision=` to load this version.
 
     Raises:
         ValueError: The folder holds no finished model, or a card that can't be read. The message
             names what is missing.
-        huggingface_hub.errors.HfHubHTTPError: The Hub refuses, for example for lack of a token.
+        huggingface_hub.errors.HfHubHTTPError: The Hub rejects the upload, for example without a
+            token.
     """
     folder = Path(folder)
     expect_finished_model(folder)
@@ -110,7 +111,7 @@ def push_folder(
 
 
 def expect_finished_model(folder: Path) -> None:
-    """Raise a ValueError unless the folder holds all that loading needs."""
+    """Raise a ValueError unless the folder has everything needed for loading."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected a model's folder")
     files = _public_files(folder)
@@ -137,7 +138,7 @@ def _expect_both_vocabularies(folder: Path) -> None:
 
 
 def _public_files(folder: Path) -> list[Path]:
-    """All files but the card and those that stay here."""
+    """All files to upload except the card."""
     return [
         path
         for path in sorted(folder.rglob("*"))
@@ -152,7 +153,7 @@ def _public_files(folder: Path) -> list[Path]:
 
 
 def _read_card(folder: Path) -> Any:
-    """The folder's card, or a short one: a checkpoint's has the metadata of its training's."""
+    """The folder's card, or a short one; a checkpoint's has the metadata of its training."""
     path = folder / "README.md"
     try:
         if path.is_file():

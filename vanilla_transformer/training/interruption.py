@@ -23,12 +23,13 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
     """A mixin for any trainer: `class MyTrainer(InterruptibleTrainer, Seq2SeqTrainer)`.
 
     After a signal, training saves a checkpoint at the end of the current step and stops; an
-    evaluation stops at once. A second, equal signal ends the program immediately. The signal may
+    evaluation stops at once. The same signal again ends the program immediately. The signal may
     reach one process or several: all of them stop after the same step. When training resumes, it
-    first repeats the evaluation that was interrupted. A finished run makes no further step. A
-    checkpoint that only a signal made takes no part in averages, and is the first to be deleted.
+    first repeats the evaluation that was interrupted. A finished run makes no more steps. A
+    checkpoint that was saved only because of a signal is left out of averages, and is deleted
+    first.
 
-    This replaces transformers' `enable_jit_checkpoint`, which waits for three seconds, knows only
+    This replaces transformers' `enable_jit_checkpoint`, which waits for three seconds, handles only
     SIGTERM, and lets the processes stop at different steps.
     """
 
@@ -42,7 +43,7 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
     ) -> tuple[Any, ...]:
         """Same as `Trainer.set_initial_training_values`, but with no epochs left if the checkpoint
         is at the last step: `Trainer` would make one more step before it stops. A warning says if
-        an epoch has another number of updates now, as with other batches."""
+        the number of updates in an epoch has changed, as with different batches."""
         epochs, *others, max_steps = super().set_initial_training_values(args, dataloader)
         state = self.resumed_state()
         if state is not None:
@@ -72,25 +73,25 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Same as `Trainer.train`, but an interrupted evaluation ends the program."""
-        with suppress(_InterruptedError):  # its frames refer to the wrapped model
+        with suppress(_InterruptedError):  # drops its frames, which refer to the wrapped model
             return super().train(*args, **kwargs)
         return self._exit()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Same as `Trainer._run_epoch` (5.17 to 5.24), which checks only after a step whether to
-        stop, but without a step if the repeated evaluation has ended training."""
+        stop, but makes no step if the repeated evaluation has ended training."""
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Same as `Trainer.log`, but without the summary of a run that makes no step because it had
-        finished before: its `train_loss` would be 0."""
+        """Same as `Trainer.log`, but without the summary if an already finished run makes no step:
+        its `train_loss` would be 0."""
         if "train_loss" not in logs or self.state.global_step > self.interruption.first_step:
             super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Same as `Trainer.evaluate`, but it leaves the random number generators as they were:
-        training continues as it would have without this evaluation."""
+        """Same as `Trainer.evaluate`, but restores the random number generators: training continues
+        as if there had been no evaluation."""
         device = self.args.device
         devices = [] if device.type == "cpu" else [device]
         try:
@@ -103,14 +104,14 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
             raise
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple:
-        """Same as `Trainer.prediction_step`, unless training is to stop."""
+        """Same as `Trainer.prediction_step`, unless training must stop."""
         if self.is_in_train and self.interruption.stop_requested():
             raise _InterruptedError
         return super().prediction_step(*args, **kwargs)
 
     def run_missed_evaluation(self) -> None:
         """Evaluate the checkpoint that training resumes from, which may be the best one, and set
-        the learning rate if it follows from evaluations."""
+        the learning rate if it depends on evaluations."""
         if self._determine_best_metric(self._evaluate(None, None), trial=None):
             self.state.best_model_checkpoint = self.resumed_checkpoint
 
@@ -140,7 +141,7 @@ class _InterruptionCallback(TrainerCallback):
 
     Attributes:
         received: The signal that was received, if any.
-        first_step: The step at which training has begun or resumed.
+        first_step: The step at which training started or resumed.
     """
 
     def __init__(self, trainer: InterruptibleTrainer):
@@ -173,7 +174,7 @@ class _InterruptionCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The loop calls this when it stops, even within an epoch, after the checkpoint."""
+        """Called when the loop stops, even within an epoch, after the checkpoint is saved."""
         if self.received is not None:
             control.should_save = control.should_evaluate = False
 
@@ -186,8 +187,8 @@ class _InterruptionCallback(TrainerCallback):
     def note_schedule(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> None:
-        """Note in the state, and so in the checkpoint, if it would not be saved without a signal:
-        the schedule asks for none at this step, nor soon, at the end of the epoch or of the run."""
+        """Note in the state, and so in the checkpoint, if only a signal has caused it: no save is
+        due at this step, or soon at the end of the epoch or of the run."""
         at_end = state.global_step >= state.max_steps or state.epoch == int(state.epoch or 0)
         if not control.should_save and not (args.save_strategy == "epoch" and at_end):
             state.stateful_callbacks[OFF_SCHEDULE] = {}

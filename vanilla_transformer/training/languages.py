@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 def set_languages(
     tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
 ) -> None:
-    """Tell a multilingual tokenizer the languages of its texts. Others stay as they are.
+    """Tell a multilingual tokenizer the languages of its texts. Other tokenizers are not changed.
 
     Args:
         tokenizer: Multilingual if it has `src_lang` and `tgt_lang`.
@@ -26,7 +26,7 @@ def set_languages(
         ("target_lang", "tgt_lang", target, "text_target"),
     ):
         marks = [tokenizer.unk_token_id]
-        with suppress(KeyError):  # which some tokenizers raise, and others take for unknown
+        with suppress(KeyError):  # some tokenizers raise it, others return the unknown token
             if code is not None:
                 setattr(tokenizer, attribute, code)
                 marks = tokenizer(**{side: ""}).input_ids
@@ -37,10 +37,10 @@ def set_languages(
 
 
 def start_in_target_language(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let a decoder start with the language of the tokenizer's targets, if they have one.
+    """Make a decoder start with the language of the tokenizer's targets, if they have one.
 
-    A target that begins with its language (mBART-50, NLLB, M2M-100) makes this the first token that
-    is generated; one that ends with it (mBART) makes it the token that a decoder starts with.
+    If targets begin with their language (mBART-50, NLLB, M2M-100), it is the first generated token;
+    if they end with it (mBART), it is the token that a decoder starts with.
     """
     if getattr(tokenizer, "tgt_lang", None) is None:
         return
@@ -53,7 +53,7 @@ def start_in_target_language(model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def language_to_start_with(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that a decoder starts with because the tokenizer's targets end with it, if any."""
+    """The token that a decoder starts with because the tokenizer's targets end with it, or None."""
     if getattr(tokenizer, "tgt_lang", None) is None:
         return None
     ids: list[int] = tokenizer(text_target="").input_ids

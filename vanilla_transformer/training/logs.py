@@ -42,7 +42,7 @@ def _read_state(path: Path) -> TrainerState:
 
 
 def read_runs(folders: Iterable[str | Path]) -> dict[str, Log]:
-    """`read_log` of each folder, by its name, or by its path where two folders share a name.
+    """`read_log` of each folder, by its name, or by its path if two folders share a name.
 
     Raises:
         FileNotFoundError, ValueError: As `read_log`, or a folder is given twice.

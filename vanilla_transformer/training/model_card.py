@@ -92,9 +92,9 @@ class ModelCardTrainer(Trainer):
     """A mixin for any trainer: `class MyTrainer(ModelCardTrainer, Seq2SeqTrainer)`.
 
     Set `card_arguments` to the model and data arguments. The trainer then writes its card with
-    `write_model_card`, and every push to the Hub includes it, with the model's code.
-    With `target_tokens_per_epoch`, it also says how many the model saw, and with `averaged_steps`,
-    of which steps the weights are the mean.
+    `write_model_card`, and every push to the Hub includes it, with the model's code. With
+    `target_tokens_per_epoch`, it also says how many tokens the model saw, and with
+    `averaged_steps`, which steps the weights are averaged over.
     """
 
     card_arguments: tuple[Any, ...] = ()
@@ -107,8 +107,8 @@ class ModelCardTrainer(Trainer):
         self.add_callback(_CompletePush(self))
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """Same as `Trainer.init_hf_repo`; creates the branch `hub_revision` too if need be, unless
-        it is that of a pull request."""
+        """Same as `Trainer.init_hf_repo`; also creates the branch `hub_revision` if necessary,
+        unless it belongs to a pull request."""
         super().init_hf_repo(*args, **kwargs)
         branch, token = self.args.hub_revision, self.args.hub_token
         if branch and not branch.startswith("refs/") and self.is_world_process_zero():
@@ -166,7 +166,7 @@ class ModelCardTrainer(Trainer):
     def _write_card(self, model: PreTrainedModel) -> Path:
         steps, epochs = self.state.global_step, self.state.epoch or 0.0
         log: dict[str, Any] = {"steps": steps}
-        if has_length(self.train_dataset):  # all steps on a stream are one epoch for `Trainer`
+        if has_length(self.train_dataset):  # `Trainer` counts all steps on a stream as one epoch
             log["epochs"] = round(epochs, 2)
         if self.target_tokens_per_epoch is not None:
             log["target_tokens"] = f"{round(epochs * self.target_tokens_per_epoch):,}"
@@ -177,7 +177,7 @@ class ModelCardTrainer(Trainer):
         )
 
     def _weights(self) -> str | None:
-        """Of which steps the weights are, unless they are those of the last one."""
+        """Which steps the weights are from, unless from the last one."""
         steps, best = list(self.averaged_steps), self.state.best_model_checkpoint
         if not steps and not self.is_in_train and self.args.load_best_model_at_end and best:
             steps = [step_of(best)]
@@ -189,8 +189,8 @@ class ModelCardTrainer(Trainer):
 
 
 class _CompletePush(TrainerCallback):
-    """Before a push, writes our card and adds the model's code: before it pushes a checkpoint,
-    `Trainer` does neither."""
+    """Before a push, writes our card and adds the model's code: `Trainer` does neither when it
+    pushes a checkpoint."""
 
     def __init__(self, trainer: ModelCardTrainer) -> None:
         self.trainer = trainer
@@ -198,7 +198,7 @@ class _CompletePush(TrainerCallback):
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write what is missing or has changed: a thread may still read the last push's files."""
+        """Write only missing or changed files: a thread may still read those of the last push."""
         if self.trainer.card_arguments:
             self.trainer.create_model_card()
         checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -223,7 +223,7 @@ def write_model_card(
         scores: For each split, the result of `metrics.score_translations`; `None` if not measured
             yet.
         log: `steps` done and, if known, `epochs` and the `target_tokens` in them, and which
-            `weights` these are if not those of the last step.
+            `weights` these are if not from the last step.
         repository: The name on the Hub, if the model is pushed.
 
     Returns:
@@ -270,7 +270,7 @@ def write_model_card(
 
 
 def _on_the_hub(name: str | None, *built_in: str) -> str | None:
-    """The name, if it is that of a repository on the Hub: metadata links to it."""
+    """The name, if it belongs to a repository on the Hub: metadata links to it."""
     return None if name is None or name in built_in or Path(name).exists() else name
 
 
@@ -327,8 +327,8 @@ def _command(token: str | None) -> str:
     return f"{words[0]} {shlex.join(words[1:])}"
 
 
-# What does not describe a training: an option that another one replaces, and what is set for a
-# machine, or follows from others.
+# Options that don't describe a training: those that another option replaces, those that are set for
+# a machine, and those that follow from others.
 REPLACED = {
     "num_train_epochs": "max_steps",
     "per_device_train_batch_size": "max_tokens",
@@ -341,8 +341,7 @@ INCIDENTAL = {
 
 
 def _changed(arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """The options with other values than their defaults, without secrets and without those that
-    decide nothing."""
+    """The options that differ from their defaults, without secrets and options without effect."""
     changed: dict[str, Any] = {}
     for group in arguments:
         for name, spec in type(group).__dataclass_fields__.items():

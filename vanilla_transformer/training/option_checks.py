@@ -1,7 +1,7 @@
 """Checks of a training's options that transformers makes late, or not at all.
 
-Each raises a ValueError that names the option and what was expected, before any text is read. What
-has no effect gives a warning."""
+Each raises a ValueError that names the option and what was expected, before any text is read. For
+options without effect there is a warning."""
 
 import copy
 import logging
@@ -19,7 +19,7 @@ from .distributed import saves_shards
 
 logger = logging.getLogger(__name__)
 
-# The least value of each. With less, training fails late, or silently leaves out what is asked for.
+# The lowest value of each. Below it, training fails late or silently ignores the option.
 AT_LEAST = {
     "gradient_accumulation_steps": 1,
     "per_device_eval_batch_size": 1,
@@ -85,14 +85,14 @@ def _expect_numbers(args: Any) -> None:
 
 
 def _expect_optimizer(args: Any) -> None:
-    """Make an optimizer of one number: its package may be missing, or a setting wrong."""
+    """Make an optimizer for one number: it fails if a package is missing or a setting wrong."""
     if args.optim_args and any(one.count("=") != 1 for one in args.optim_args.split(",")):
         raise ValueError(
             f"optim_args={args.optim_args!r}: expected name=value, with commas between several"
         )
     modules, name = args.optim_target_modules, args.optim.value
     if "lomo" in name or (modules and name.startswith(("galore", "apollo"))):
-        return  # it needs the model
+        return  # these need the model
     if modules:
         logger.warning("optim_target_modules=%s has no effect with optim=%s", modules, name)
     try:
@@ -107,7 +107,7 @@ def _expect_optimizer(args: Any) -> None:
 
 
 def _warn_of_unread_optim_args(args: Any) -> None:
-    """Name those that this optimizer does not take: transformers (5.17 to 5.24) ignores them."""
+    """Warn about arguments that this optimizer lacks: transformers (5.17 to 5.24) ignores them."""
 
     def optimizer(optim_args: str | None) -> Any:
         other = copy.copy(args)
@@ -120,8 +120,8 @@ def _warn_of_unread_optim_args(args: Any) -> None:
 
 
 def _expect_schedule(args: Any) -> None:
-    """Make a schedule of two numbers, in two groups as those of a trainer: it may lack an argument,
-    or have a wrong one."""
+    """Make a schedule for two numbers, in two groups as in a trainer: it fails if an argument is
+    missing or wrong."""
     given, kind = args.lr_scheduler_kwargs or {}, args.lr_scheduler_type
     if not isinstance(given, dict):
         raise ValueError(f"lr_scheduler_kwargs={given!r}: expected a JSON object")

@@ -24,7 +24,7 @@ LOCAL_DATA_OPTIONS = {
 }
 REMOTE_DATA_OPTIONS = {"dataset_name", "dataset_config_name", "source_lang", "target_lang"}
 
-# Options that set the same in two ways. One on the command line replaces a recipe's other one.
+# Options that set the same thing. One on the command line replaces another in a recipe.
 ALTERNATIVES = (
     {"max_steps", "num_train_epochs"},
     {"max_tokens", "per_device_train_batch_size"},
@@ -32,7 +32,7 @@ ALTERNATIVES = (
     {"corpus_weights", "corpus_temperature"},
 )
 
-# `Trainer` follows these only in an evaluation after training, which no command makes with it.
+# `Trainer` uses these only in an evaluation after training, and no command makes one with it.
 FOR_LATER_EVALUATIONS = ("bf16_full_eval", "fp16_full_eval")
 
 
@@ -41,8 +41,8 @@ def parse_arguments(
     argv: Sequence[str] | None = None,
     make_parser: Callable[..., HfArgumentParser] = HfArgumentParser,
 ) -> tuple:
-    """Parse a command line in which `--config RECIPE` sets defaults and flags override them, also
-    where both set the same in different ways, such as `max_steps` and `num_train_epochs`.
+    """Parse a command line in which `--config RECIPE` sets defaults and flags override them, even
+    if they set the same thing in different ways, such as `max_steps` and `num_train_epochs`.
 
     Args:
         dataclass_types: As for `HfArgumentParser`.
@@ -53,8 +53,8 @@ def parse_arguments(
         One instance of each dataclass.
 
     Raises:
-        ValueError: The recipe is not a mapping, a name in it is not an option, or nothing is to be
-            trained.
+        ValueError: The recipe is not a mapping, a name in it is not an option, or `do_train` is
+            false.
         FileNotFoundError: `--config` is neither a file nor the name of a packaged recipe.
     """
     parser = make_parser(dataclass_types, allow_abbrev=False)
@@ -67,7 +67,7 @@ def parse_arguments(
     if not torch.accelerator.is_available():
         # Otherwise, several processes on CPUs would each train a model of their own.
         parser.set_defaults(use_cpu=True)
-    # A namespace with attributes gets no defaults, so that only what is given remains.
+    # The parser sets no defaults for attributes that exist, so only given options remain.
     blank = Namespace(**dict.fromkeys(action.dest for action in parser._actions))
     given = {
         k: v for k, v in vars(parser.parse_known_args(argv, blank)[0]).items() if v is not None
@@ -92,8 +92,8 @@ def parse_arguments(
 
 
 class _TextLoader(yaml.SafeLoader):
-    """Reads all values but null as text: options convert it, on a command line and in a recipe.
-    Norwegian remains "no", and 1e-3 a number."""
+    """Reads all values except null as text, which options convert as on a command line. Norwegian
+    stays "no", and 1e-3 is a number."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
@@ -101,7 +101,7 @@ class _TextLoader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-        """Refuse a name that appears twice, as YAML does. PyYAML takes its last value."""
+        """Reject a name that appears twice, as YAML does. PyYAML uses its last value."""
         names = [name.value for name, _ in node.value]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise yaml.constructor.ConstructorError(None, None, f"{twice} appears twice")
@@ -110,7 +110,7 @@ class _TextLoader(yaml.SafeLoader):
 
 def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) -> list[str]:
     """The options of a recipe as flags, without those that the `given` options replace. Values that
-    no flag can have, such as mappings, become the parser's defaults.
+    a flag can't have, such as mappings, become the parser's defaults.
 
     Raises:
         ValueError: As `parse_arguments`.
@@ -152,8 +152,8 @@ TEXT_OR_LIST = {"report_to", "optim_target_modules"}
 
 
 def _options_without_flag(parser: HfArgumentParser, value: Any) -> set[str]:
-    """The options that a recipe can give such a value and no command line can: a mapping, or a list
-    where flags have one value."""
+    """The options that can have such a value in a recipe but not on a command line: a mapping, or a
+    list where flags have one value."""
     if isinstance(value, dict):
         groups = (getattr(one, "_VALID_DICT_FIELDS", ()) for one in parser.dataclass_types)
         return {"config_overrides"}.union(*groups)

@@ -43,18 +43,18 @@ from .languages import language_to_start_with, set_languages, start_in_target_la
 
 logger = logging.getLogger(__name__)
 
-SAMPLE = 100  # references to look at
+SAMPLE = 100  # references to check
 
 
 class Preparation(NamedTuple):
-    """All that a trainer needs.
+    """Everything that a trainer needs.
 
     Attributes:
-        pairs: The splits as text, columns `source` and `target`.
-        splits: The same as token ids, columns `input_ids` and `labels`.
+        pairs: The splits as text, with columns `source` and `target`.
+        splits: The same as token ids, with columns `input_ids` and `labels`.
         size: The size of the training text; None if it is a stream.
-        target_tokens: Those that an epoch trains on: `oversized="drop"` leaves pairs out. None for
-            a stream.
+        target_tokens: Target tokens in an epoch: `oversized="drop"` leaves pairs out. None for a
+            stream.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -75,11 +75,11 @@ def prepare(
     set. `checkpoint` is the one to resume from.
 
     Raises:
-        ValueError, FileNotFoundError: An option, a file or the text is not what training needs.
+        ValueError, FileNotFoundError: Training can't use an option, a file or the text.
     """
     training_args.limit(data_args)
     if model_args.model_name_or_path is not None:
-        read_config(model_args.model_name_or_path)  # what it can't read is found before the text is
+        read_config(model_args.model_name_or_path)  # fails before the text is read, if at all
     model_args.warn_of_what_has_no_effect()
     set_label_smoothing(model_args, training_args)
     set_seed(training_args.seed)
@@ -120,8 +120,8 @@ def prepare(
 def target_tokens_of_epoch(
     train: Any, size: TextSize, training_args: TranslationTrainingArguments
 ) -> int:
-    """What an epoch trains on: `oversized="drop"` leaves pairs out, and BPE-dropout, on average,
-    makes targets longer than in the text of this size."""
+    """The number in an epoch: `oversized="drop"` leaves pairs out, and BPE-dropout, on average,
+    makes targets longer than in `size`."""
     tokens, (_, growth) = size.target_tokens, getattr(train, "growth", (1.0, 1.0))
     if training_args.oversized == "drop" and training_args.max_tokens:
         is_kept = np.maximum(*count_tokens(train)) <= training_args.max_tokens
@@ -132,9 +132,9 @@ def target_tokens_of_epoch(
 def set_label_smoothing(
     model_args: ModelArguments, training_args: TranslationTrainingArguments
 ) -> None:
-    """Move `label_smoothing_factor`, which transformers has for models without a label smoothing of
-    their own, to the configuration of ours. On a command line it counts more than
-    `config_overrides`, in a recipe less."""
+    """Move `label_smoothing_factor`, which transformers has for models without their own label
+    smoothing, to the configuration of ours. On a command line it overrides `config_overrides`; in a
+    recipe, `config_overrides` win."""
     option, name = "label_smoothing_factor", model_args.model_name_or_path
     on_command_line = option in training_args.on_command_line
     if not on_command_line and option not in training_args.in_recipe:
@@ -153,8 +153,8 @@ def set_label_smoothing(
 def expect_bleu_above_0(
     pairs: Sequence[Mapping[str, str]] | None, arguments: TranslationTrainingArguments
 ) -> None:
-    """Raise a ValueError if BLEU, which is 0 for perfect translations of short targets, is to
-    choose the best checkpoint."""
+    """Raise a ValueError if BLEU selects the best checkpoint but all targets are so short that it
+    is 0 for perfect translations."""
     best = (arguments.metric_for_best_model or "").removeprefix("eval_")
     if pairs is None or best != "bleu":
         return
@@ -174,7 +174,7 @@ def make_tokenizer(
 
     Raises:
         ValueError: The named tokenizer has no padding token or no `eos_token`, or has two
-            vocabularies, as one of FSMT or, for a new model, of Marian.
+            vocabularies, like one of FSMT or, for a new model, of Marian.
     """
     name = checkpoint or arguments.tokenizer_name or arguments.model_name_or_path
     if name is not None:
@@ -220,9 +220,9 @@ def make_model(
             first, kind = next(iter(unknown)), type(config).__name__
             raise ValueError(f"config_overrides has {first!r}: no field of {kind}")
         _expect_same_shapes(arguments, config)
-        if saved is not None:  # its special tokens became those of the tokenizer and the language
+        if saved is not None:  # training has set its special tokens by tokenizer and language
             _expect_same_model(config, saved, checkpoint, with_tokens=False)
-        # In float16 training destroys a model. Mixed precision is for --bf16 and --fp16.
+        # Training float16 weights destroys a model. --bf16 and --fp16 mix precisions.
         model, report = AutoModelForSeq2SeqLM.from_pretrained(
             name, config=config, dtype=torch.float32, output_loading_info=True, **attention
         )
@@ -247,7 +247,7 @@ def make_model(
 
 def _expect_same_shapes(arguments: ModelArguments, config: PreTrainedConfig) -> None:
     """Raise a ValueError if `config_overrides` give the model to fine-tune weights, or shapes of
-    weights, that it does not have. They would start at random, or fail to load."""
+    weights, that it does not have. Those would be random, or fail to load."""
     if not arguments.overrides():
         return
     found = []
@@ -265,8 +265,8 @@ def _expect_same_shapes(arguments: ModelArguments, config: PreTrainedConfig) -> 
 
 
 def _freeze_what_is_not_saved(model: PreTrainedModel) -> None:
-    """Marian's tables of sinusoids: trained ones would be lost. transformers (5.17 to 5.24) makes
-    them trainable when it loads a model."""
+    """Freeze Marian's tables of sinusoids: if trained, they would be lost. transformers (5.17 to
+    5.24) makes them trainable when it loads a model."""
     for name, weight in model.named_parameters():
         if name in (model._keys_to_ignore_on_save or ()):
             weight.requires_grad_(False)
@@ -279,10 +279,10 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]
 
 
 def _vocabulary_sizes(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The rows of a new model's embeddings: all up to the largest id, as numbers may be missing."""
+    """The rows of a new model's embeddings: up to the largest id, as some ids may be unused."""
     if isinstance(tokenizer, VanillaTransformerTokenizer):
         return {"vocab_size": rows(tokenizer), "decoder_vocab_size": tokenizer.target_vocab_size}
-    # M2M-100's languages may be missing in its vocabulary.
+    # M2M-100's vocabulary may lack its languages.
     marks = [*tokenizer("")["input_ids"], *tokenizer(text_target="")["input_ids"]]
     return {"vocab_size": max([rows(tokenizer), *(mark + 1 for mark in marks)])}
 
@@ -293,7 +293,7 @@ def _expect_same_model(
     checkpoint: str | None,
     with_tokens: bool = True,
 ) -> None:
-    """Raise a ValueError unless the checkpoint's model computes what this one does."""
+    """Raise a ValueError unless the checkpoint's model computes the same as this one."""
     for name in ("model_type", *type(config).__dataclass_fields__):
         if name in ("architectures", "dtype", "transformers_version", "use_cache"):
             continue
@@ -310,13 +310,13 @@ def _expect_same_model(
 
 
 def expect_end_of_targets(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a ValueError unless a tokenizer ends its targets, and begins none, with its
-    `eos_token`. The token of a language may follow."""
+    """Raise a ValueError unless a tokenizer ends its targets with its `eos_token` and doesn't begin
+    them with it. A language token may follow."""
     name, eos = tokenizer.name_or_path, tokenizer.eos_token
     labels = empty = tokenizer(text_target="")["input_ids"]
-    with suppress(Exception):  # what `tokenizers` raises for a word if none is unknown
+    with suppress(Exception):  # for an unknown word, without an unknown token
         labels = tokenizer(text_target="a")["input_ids"]
-    is_read = labels != empty  # or the tokenizer lacks the letter
+    is_read = labels != empty  # otherwise the tokenizer lacks the letter
     if tokenizer.eos_token_id not in (labels[1:] if is_read else labels):
         raise ValueError(
             f"{name}: the tokenizer does not add its eos_token {eos!r} to the end of a text: "
@@ -337,7 +337,7 @@ def warn_of_another_vocabulary(
         return
     try:
         own = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
-    except (OSError, ValueError):  # it has none
+    except (OSError, ValueError):  # the model has no tokenizer
         return
     if own.get_vocab() != tokenizer.get_vocab():
         logger.warning(
@@ -350,9 +350,8 @@ def warn_of_another_vocabulary(
 def warn_of_changed_references(
     pairs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Warn if the tokenizer changes most of the first targets to score by, as it does in another
-    case or Unicode normal form, or with unknown words: no translation can equal them. Streams are
-    not checked."""
+    """Warn if the tokenizer changes most of the first reference targets, by case, Unicode normal
+    form or unknown words: no translation can equal them. Streams are not checked."""
     for name in ("validation", "test"):
         if not hasattr(pairs.get(name), "__len__"):
             continue

@@ -44,7 +44,7 @@ def r_drop_loss(
 
 
 def can_fuse_r_drop(model: nn.Module) -> bool:
-    """Whether `fused_r_drop_loss` may stand in for this model's projection and `r_drop_loss`."""
+    """Whether `fused_r_drop_loss` can replace this model's projection and `r_drop_loss`."""
     is_ours = type(model) is VanillaTransformerForConditionalGeneration
     return is_ours and can_fuse(model.config, model.lm_head)
 
@@ -57,7 +57,7 @@ def fused_r_drop_loss(
     label_smoothing: float = 0.0,
     num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
-    """`r_drop_loss` of logits that never exist as a whole.
+    """`r_drop_loss` without ever holding all logits.
 
     Args:
         states: The decoder's states in both passes, concatenated, (2 * batch, length, d_model).
@@ -70,8 +70,8 @@ def fused_r_drop_loss(
 
 def _add_divergence(weight: float, log_probs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The divergences of neighbouring rows from each other, times `weight`, given their
-    log-probabilities, (rows, vocabulary). Adds its gradient at the logits to `gradient`, which
-    holds the probabilities."""
+    log-probabilities, (rows, vocabulary). Adds its gradient with respect to the logits to
+    `gradient`, which contains the probabilities."""
     one, other = gradient[::2], gradient[1::2]
     difference = log_probs[::2] - log_probs[1::2]
     change = one - other

@@ -42,8 +42,8 @@ OPTIMIZER = (
 VALIDATION = "the validation text"
 SCORING = ("generation_kwargs", "bleu_tokenize")
 CARD = "README.md"
-CODE = Path(model.__file__).parent  # each model carries a copy
-FILES = {"tokenizer_name", "sentencepiece_model", "bpe_codes"}  # which may have moved
+CODE = Path(model.__file__).parent  # each model has a copy
+FILES = {"tokenizer_name", "sentencepiece_model", "bpe_codes"}  # files may have moved
 
 
 def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
@@ -53,7 +53,7 @@ def find_checkpoint(arguments: Seq2SeqTrainingArguments) -> str | None:
     `output_dir`, or "auto" for the same if there is one. The main process decides for all.
 
     Raises:
-        FileNotFoundError: The checkpoint does not exist, or not for all processes.
+        FileNotFoundError: The checkpoint does not exist, or not all processes can see it.
         ValueError: The checkpoint is damaged (the message names the file), or holds no optimizer
             state that this run can load.
         FileExistsError: `output_dir` is a file, or holds a model that would be overwritten.
@@ -117,8 +117,8 @@ def _expect_free(output_dir: Path) -> None:
 
 
 def _is_users(file: Path) -> bool:
-    """Whether a file with the name of one that training writes has content of its own: a new
-    repository brings a card without text, a saved tokenizer the model's code."""
+    """Whether a file that training would overwrite has content from the user. A card without text
+    comes with a new repository, and the model's code with a saved tokenizer."""
     if not file.exists():
         return False
     if file.name == CARD:
@@ -126,7 +126,7 @@ def _is_users(file: Path) -> bool:
     return file.read_bytes() != (CODE / file.name).read_bytes()
 
 
-# How an optimizer's state is saved, and the file or folder in a checkpoint that shows it.
+# Ways to save an optimizer's state, and the file or folder by which a checkpoint shows each.
 OPTIMIZER_LAYOUTS = {
     "DeepSpeed": "global_step*",
     "FSDP with SHARDED_STATE_DICT": SHARDED_OPTIMIZER,
@@ -158,8 +158,8 @@ def _expect_optimizer_state(checkpoint: Path, layout: str) -> str:
 
 
 class OptionsCallback(TrainerCallback, ExportableState):
-    """Saves options in the trainer's state, and with it in each checkpoint; a resumed training
-    takes those that may change.
+    """Saves options in the trainer's state, and with it in each checkpoint; a resumed training uses
+    the new values of those that may change.
 
     Args:
         options: The result of `fixed_options`.
@@ -176,14 +176,14 @@ class OptionsCallback(TrainerCallback, ExportableState):
         self.arguments = {"options": options, "text": text, "scoring": scoring}
 
     def state(self) -> dict[str, Any]:
-        """The options and the size, as `TrainerState.stateful_callbacks` holds them."""
+        """The options and the size, in the form that `TrainerState.stateful_callbacks` has."""
         return {"args": self.arguments, "attributes": {}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Log, evaluate and save as often as the options say. `Trainer` (5.17 to 5.24) resumes with
-        the numbers of steps in the checkpoint."""
+        """Log, evaluate and save as often as the options say. `Trainer` (5.17 to 5.24) would use
+        the intervals in the checkpoint."""
         state.compute_steps(args, state.max_steps)
 
 
@@ -201,9 +201,9 @@ def fixed_options(
 
 
 def expect_same_options(checkpoint: str | Path, options: dict[str, Any]) -> None:
-    """Raise a ValueError if a checkpoint was trained with others of these options. One that was
-    saved without them is not checked. The schedule may change, except to, from or of one that
-    follows a metric: its state holds its settings."""
+    """Raise a ValueError if a checkpoint was trained with other values of these options. One that
+    was saved without them is not checked. The schedule may change unless the old or the new one
+    follows a metric, as its state contains its settings."""
     saved = _saved(checkpoint, "options") or {}
     schedules = {each.get("lr_scheduler_type") for each in (saved, options)}
     for name, before in saved.items():
@@ -217,8 +217,8 @@ def expect_same_options(checkpoint: str | Path, options: dict[str, Any]) -> None
 
 
 def warn_of_another_text(checkpoint: str | Path, text: dict[str, int] | None) -> None:
-    """Log a warning if a checkpoint was trained on a text of a different size: epochs, and the
-    defaults that follow from the text, change in the middle of the training."""
+    """Log a warning if a checkpoint was trained on a text of a different size: epochs, and defaults
+    that depend on the text, change in the middle of the training."""
     before = _saved(checkpoint, "text")
     if before and text and _in_words(before) != _in_words(text):
         logger.warning(
@@ -239,7 +239,7 @@ def scoring_options(trainer: Trainer) -> dict[str, Any]:
 
 
 def find_outdated_scores(checkpoint: str | Path, scoring: dict[str, Any]) -> set[str]:
-    """The names of a checkpoint's scores with which those of this run can't be compared. If there
+    """The names of a checkpoint's scores that can't be compared with those of this run. If there
     are any, a warning says why."""
     before = _saved(checkpoint, "scoring") or {}
     changed = [name for name in before if before[name] != scoring.get(name)]
@@ -271,7 +271,7 @@ def _in_words(text: dict[str, int]) -> str:
 
 
 def _name_files(option: str, value: Any) -> Any:
-    """The names of files without their folders; other values as they are."""
+    """The names of files without their folders; other values unchanged."""
     if option not in FILES or value is None:
         return value
     paths: Iterable[str] = [value] if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Measured speeds of training, in a JSON file: what `vanilla-transformer plan` extrapolates."""
+"""Measured speeds of training, in a JSON file, which `vanilla-transformer plan` extrapolates."""
 
 import json
 import math
@@ -14,17 +14,16 @@ from ..data.bpe_dropout import BPEDropoutDataset
 from ..data.token_batches import count_tokens
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 
-# Where no measurement has the same of these, the nearest one serves for another device's plan.
+# If no measurement has the same values of these, a plan uses the nearest one.
 BRIDGED = ("vocabulary", "batch", "accumulation", "processes", "source_ratio", "target_length")
 
 
 def measurement_key(model: PreTrainedModel, args: TrainingArguments, text: Any) -> dict[str, Any]:
     """What the speed depends on: device, model, precision, batches, options and text. `batch` is
-    what a device holds at once; an update has `accumulation` of them on each of `processes`.
+    the batch of one device; an update has `accumulation` of them on each of `processes`.
     `source_ratio` is the number of source tokens per target token in `text`, the tokenized training
-    data: the speed is counted in target tokens, but sources take time too. `target_length` is the
-    mean number of target tokens in a pair, as a power of two: a batch of short pairs has few
-    tokens."""
+    data: speed is in target tokens, but sources take time too. `target_length` is the mean number
+    of target tokens in a pair, as a power of two: a batch of short pairs has few tokens."""
     config = model.config
     source, target = (int(lengths.sum()) for lengths in count_tokens(text))
     shape = f"{config.model_type}, {model.num_parameters():,} parameters"
@@ -72,7 +71,7 @@ def layer_weights(model: PreTrainedModel) -> int:
 
 
 def precision(args: TrainingArguments) -> str:
-    """The precision of products; for float32, also what torch is allowed to round."""
+    """The precision of products; with float32, also what torch may round to."""
     if args.bf16:
         return "bf16"
     if args.fp16:
@@ -91,10 +90,10 @@ def device_name(device: torch.device) -> str:
 
 
 def read_speeds(path: str | Path | None) -> list[dict[str, Any]]:
-    """The measurements of a file: none if it does not exist. Each is its key, with
+    """The measurements of a file: none if it does not exist. Each has the fields of its key,
     `target_tokens_per_second` of a device and `gib`, the peak memory in GiB. Older files lack
     `layer_weights`, `heads`, `accumulation`, `processes`, `source_ratio` and `target_length`.
-    Where `accumulation` is missing, `batch` is an update's."""
+    Without `accumulation`, `batch` is that of an update."""
     if path is None or not Path(path).exists():
         return []
     return json.loads(Path(path).read_text(encoding="utf-8"))
@@ -108,9 +107,9 @@ def find_speed(rows: list[dict[str, Any]], key: dict[str, Any]) -> dict[str, Any
 def nearest_speed(
     rows: list[dict[str, Any]], key: dict[str, Any], model: PreTrainedModel
 ) -> dict[str, Any] | None:
-    """The measurement of this device, model, precision, attention and options, with batches of
-    tokens or of pairs as here, that is nearest in what is `BRIDGED`; None if there is none. Its
-    speed is scaled to the weights that `model` has with its own vocabulary."""
+    """The measurement of this device, model, precision, attention and options, also with batches of
+    tokens or of pairs, whose `BRIDGED` values are nearest; None if there is none. Its speed is
+    scaled to the weights that `model` has with its own vocabulary."""
     rows = [row for row in rows if _is_comparable(row, key)]
     if not rows:
         return None
@@ -122,15 +121,15 @@ def nearest_speed(
 
 
 def _is_comparable(row: dict[str, Any], key: dict[str, Any]) -> bool:
-    """Whether all is equal but what is `BRIDGED`. What an older file lacks counts as equal."""
+    """Whether all values outside `BRIDGED` are equal, or missing in the row of an older file."""
     same = [name for name in key if name not in BRIDGED]
     equal = all(row.get(name, key[name]) == key[name] for name in same)
     return equal and row["batch"] * key["batch"] > 0
 
 
 def _distance(row: dict[str, Any], key: dict[str, Any]) -> tuple[float, int]:
-    """How far off a measurement is by its ratios, then how much of the key it lacks. The batch of
-    an older file is that of an update, on one device."""
+    """How far away a measurement is: first by ratios of values, then by how many it lacks. In an
+    older file, `batch` is that of an update, on one device."""
     whole = {**key, "processes": 1, **row}
     if "accumulation" not in row:
         whole["batch"] /= key["accumulation"]
@@ -139,6 +138,6 @@ def _distance(row: dict[str, Any], key: dict[str, Any]) -> tuple[float, int]:
 
 
 def write_speeds(path: str | Path, rows: list[dict[str, Any]]) -> None:
-    """Write measurements to a file, in a folder that need not exist."""
+    """Write measurements to a file, creating the folder if necessary."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -57,8 +57,8 @@ class TokenBudgetArguments:
 class TokenBudgetTrainer(Trainer):
     """Batches by number of tokens, for any trainer: `class Mine(TokenBudgetTrainer, Trainer)`.
 
-    Its arguments have the fields of `TokenBudgetArguments`. Without a budget it loads batches as
-    transformers does. Predictions come in the order of the data set, on any number of processes.
+    Its arguments have the fields of `TokenBudgetArguments`. Without a budget, batches are as in
+    transformers. Predictions are in the order of the data set, on any number of processes.
     """
 
     _loss_and_labels: torch.Tensor | None = None  # the sum over an evaluation so far
@@ -67,8 +67,8 @@ class TokenBudgetTrainer(Trainer):
         """Same as `Trainer.get_train_dataloader`, with batches of at most `max_tokens`."""
         dataloader = self._make_train_dataloader()
         if dataloader.persistent_workers:
-            # Each start of workers draws a number: from torch's generator, a resumed training,
-            # which starts them twice, would draw more than one that was not interrupted.
+            # Starting workers draws a random number. A resumed training starts them twice, so with
+            # torch's generator its numbers would differ from those of an uninterrupted one.
             inner = getattr(dataloader, "base_dataloader", dataloader)
             inner.generator = torch.Generator().manual_seed(_data_seed(self.args))
         return dataloader
@@ -154,10 +154,10 @@ class TokenBudgetTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Same as `Trainer.evaluation_loop`, except that on several processes metrics leave out
-        the copies of pairs that fill the last batch, which `Seq2SeqTrainer` (5.17 to 5.24) counts,
-        and that the loss is the mean of all labels: transformers' mean of the batches depends on
-        their sizes. With `eval_max_tokens`, predictions are in the order of the data set."""
+        """Same as `Trainer.evaluation_loop`, except that on several processes metrics exclude the
+        copies of pairs that fill the last batch, which `Seq2SeqTrainer` (5.17 to 5.24) counts, and
+        that the loss is the mean of all labels: transformers' mean of the batches depends on their
+        sizes. With `eval_max_tokens`, predictions are in the order of the data set."""
         args = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.gather_function == self.accelerator.gather:  # type: ignore[has-type]
             self.gather_function = self.accelerator.gather_for_metrics
@@ -267,7 +267,7 @@ class TokenBudgetTrainer(Trainer):
             return DataLoaderShard(stream, batch_size=None, collate_fn=collate, **loading)
         source, target = count_tokens(dataset)
         sampler = TokenBudgetSampler(source, target, max_tokens, **options)
-        sampler.batch_size = 1  # which accelerate multiplies
+        sampler.batch_size = 1  # accelerate multiplies it
         logger.info(
             "%s: %d batches of at most %d tokens, %.1f%% padding; %d longer pairs %s",
             description,
@@ -285,7 +285,7 @@ def _data_seed(args: TrainingArguments) -> int:
 
 
 class _SeededLengthGroupedSampler(LengthGroupedSampler):
-    """The sampler of a trainer, whose order follows from the trainer's seed and epoch."""
+    """The sampler of a trainer, whose order depends on the trainer's seed and epoch."""
 
     def __init__(self, sampler: LengthGroupedSampler, trainer: Trainer):
         super().__init__(sampler.batch_size, lengths=sampler.lengths)

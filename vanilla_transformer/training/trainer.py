@@ -56,11 +56,11 @@ def make_trainer(
     Raises:
         ValueError: An option would have no effect on this model.
     """
-    # Trainer writes this into the model's configuration, which is saved. Losses need no cache.
+    # Trainer saves this in the model's configuration. Losses need no cache in any case.
     arguments.use_cache = True
     if arguments.load_best_model_at_end and arguments.save_total_limit == 1:
-        # It keeps the best checkpoint and the last one either way. With 1, `Trainer` deletes the
-        # last in the end, and the same command would train again from the best.
+        # It keeps the best checkpoint and the last one in both cases. With 1, `Trainer` deletes the
+        # last at the end, and the same command would continue from the best.
         arguments.save_total_limit = 2
     set_generation_options(model, arguments)
     if arguments.neftune_noise_alpha and getattr(model.config, "shares_embeddings", False):
@@ -96,7 +96,7 @@ def make_trainer(
     # Replicas of `DataParallel` would all compute with the layers of the first GPU.
     if arguments.torch_compile and arguments.n_gpu <= 1:
         how = {"backend": arguments.torch_compile_backend, "mode": arguments.torch_compile_mode}
-        if compile_layers(model, **how):  # and not the model as a whole
+        if compile_layers(model, **how):  # in place of the entire model
             trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
     trainer.add_callback(CurvesCallback(trainer))
     if trainer.pop_callback(TensorBoardCallback) is not None:
@@ -116,14 +116,14 @@ def set_generation_options(model: PreTrainedModel, arguments: Seq2SeqTrainingArg
         given = Seq2SeqTrainer.load_generation_config(arguments.generation_config)
         given.update(**own, defaults_only=True, allow_custom_entries=True)
         model.generation_config = given
-        arguments.generation_config = None  # which `Seq2SeqTrainer` would put in its place
+        arguments.generation_config = None  # `Seq2SeqTrainer` would use it instead
     config = model.generation_config
     config.num_beams = arguments.generation_num_beams or config.num_beams or 1
     for name, value in (arguments.generation_kwargs or {}).items():
         setattr(config, name, value)
     expect_valid_options(model, {})
     try:
-        config.validate(strict=True)  # as every checkpoint does
+        config.validate(strict=True)  # as each save of a checkpoint does
     except ValueError as error:
         raise ValueError(f"{error}\nIn generation_kwargs, null unsets an option.") from error
 
@@ -136,10 +136,10 @@ class TranslationTrainer(
     ModelCardTrainer,
     Seq2SeqTrainer,
 ):
-    """`Seq2SeqTrainer` with all of these and R-Drop."""
+    """`Seq2SeqTrainer` with all of these mixins and R-Drop."""
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Same as that of `InterruptibleTrainer`, but with no epochs left, either, if training had
+        """Same as that of `InterruptibleTrainer`, but also with no epochs left if training had
         stopped early: it would continue up to the next evaluation."""
         epochs, *others = super().set_initial_training_values(*args, **kwargs)
         patience = getattr(self.args, "early_stopping_patience", None)
@@ -155,8 +155,8 @@ class TranslationTrainer(
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Same as `Trainer.compute_loss`; in training, with `r_drop_alpha`, from the update
-        `r_drop_start` on, the R-Drop loss of two passes."""
+        """Same as `Trainer.compute_loss`, but with `r_drop_alpha`, after `r_drop_start` updates of
+        training, the R-Drop loss of two passes."""
         starts = self.state.global_step >= getattr(self.args, "r_drop_start", 0)
         if getattr(self.args, "r_drop_alpha", 0.0) and starts and model.training:
             return self._compute_r_drop_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -164,8 +164,8 @@ class TranslationTrainer(
         has_own_loss = self.label_smoother is not None or self.compute_loss_func is not None
         if num_items_in_batch is None or has_own_loss or counts_items:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # Stock models return the mean of a batch, whatever the number of labels of the update is.
-        # `Trainer` (5.17 to 5.24) treats it as the batch's part of the update's mean.
+        # Stock models return the mean of a batch, regardless of the labels in the update. `Trainer`
+        # (5.17 to 5.24) treats it as the batch's share of the update's mean.
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         share = (inputs["labels"] != -100).sum() / num_items_in_batch
         if self.args.average_tokens_across_devices:  # DDP divides by the number of processes
@@ -175,7 +175,7 @@ class TranslationTrainer(
     def _compute_r_drop_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any
     ) -> Any:
-        # Both passes share their labels. Models that are given no labels return all logits.
+        # Both passes have the same labels. Without labels, models return all logits.
         twice: dict[str, Any] = {
             name: torch.cat([value, value]) for name, value in inputs.items() if name != "labels"
         }
@@ -212,10 +212,10 @@ class TranslationTrainer(
         *args: Any,
         **kwargs: Any,
     ) -> tuple:
-        """Same as `Seq2SeqTrainer.prediction_step`, but a source has one translation, and a blank
-        one a blank translation, as in `translate`, and the model keeps its generation config.
-        transformers (5.17 to 5.24) writes all defaults into it, among them a maximum of 20 tokens,
-        which would be saved with the model."""
+        """Same as `Seq2SeqTrainer.prediction_step`, but with one translation per source, which is
+        blank for a blank source, as in `translate`, and without changes to the model's generation
+        config. transformers (5.17 to 5.24) writes all defaults into it, which would be saved with
+        the model, such as a maximum of 20 tokens."""
         generation_config = self.model.generation_config
         self.model.generation_config = config = copy.deepcopy(generation_config)
         config.num_return_sequences, config.return_dict_in_generate = 1, False
@@ -227,7 +227,7 @@ class TranslationTrainer(
             self.model.generation_config = generation_config
         if self.args.predict_with_generate and outputs is not None:
             pad, nothing = self.processing_class.pad_token_id, self.processing_class("")
-            mask = inputs.get("attention_mask")  # `pad_token` may be an `eos_token` too
+            mask = inputs.get("attention_mask")  # `pad_token` may also be the `eos_token`
             lengths = (inputs["input_ids"].ne(pad) if mask is None else mask).sum(1)
             is_blank = lengths <= len(nothing["input_ids"])
             outputs[is_blank.to(outputs.device)] = pad
@@ -238,14 +238,14 @@ def load_averaged_checkpoints(trainer: Seq2SeqTrainer) -> None:
     """Load the mean of the last `average_checkpoints` checkpoints into the trainer's model, or that
     of the best ones with `load_best_model_at_end`.
 
-    If there are fewer checkpoints, it is the mean of all. If there are none, as after resuming a
-    finished run in another folder, the model stays as it is.
+    If there are fewer checkpoints, the mean is over all. If there are none, as after resuming a
+    finished run in another folder, the model is unchanged.
     """
     args = trainer.args
     if not args.average_checkpoints:
         return
     checkpoints = checkpoints_with_weights(args.output_dir)
-    # A run that resumed from an earlier step may end before the last one's checkpoints.
+    # A run that resumed from an earlier step may end before the checkpoints of the previous run.
     steps = [
         step
         for step, path in checkpoints.items()
