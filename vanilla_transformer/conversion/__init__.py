@@ -20,24 +20,23 @@ from .core import Conversion, ConversionOptions
 from .saving import read_record, save
 from .unpickling import load_torch
 
-# In the order in which they examine a checkpoint: formats with file names of their own first, bare
-# state dicts last.
+# In the order in which they are tried: formats with their own file names first, state dicts last.
 FORMATS: list[ModuleType] = [
     marian, fsmt, hf_marian, sockeye, tensor2tensor, fairseq, opennmt_py, joeynmt, torch_nn,
 ]  # fmt: skip
-# Files of `torch.save`.
+# Files written by `torch.save`.
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
 
 
 def find_format(path: Path, name: str | None = None) -> ModuleType:
-    """The module for a checkpoint: the one that is named, or the first that recognizes it.
+    """The module for a checkpoint: the named one, or the first that recognizes it.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
         ValueError: No format has this name, or none recognizes the checkpoint.
     """
     names = ", ".join(module.NAME for module in FORMATS)
-    prefix = Path(f"{path}.index")  # of a TensorFlow checkpoint
+    prefix = Path(f"{path}.index")  # a TensorFlow checkpoint's index
     if not path.exists() and not prefix.is_file():
         raise FileNotFoundError(f"{path}: expected a checkpoint, a file or a folder")
     for module in FORMATS:
@@ -46,7 +45,7 @@ def find_format(path: Path, name: str | None = None) -> ModuleType:
     if name is not None:
         raise ValueError(f"format={name!r}: expected one of {names}")
     for file in [path] if path.is_file() else sorted(path.glob("*")):
-        if file.suffix in TORCH_SUFFIXES:  # perhaps it is incomplete
+        if file.suffix in TORCH_SUFFIXES:  # raises if it is incomplete
             load_torch(file, inert=["*"])
     raise ValueError(f"{path}: not recognized, expected a checkpoint of {names}")
 
@@ -78,7 +77,7 @@ def convert(
     Args:
         path: The checkpoint, a file or a folder.
         output_dir: A new or empty folder.
-        options: What the checkpoint does not say.
+        options: Information that is not in the checkpoint.
         max_shard_size: The largest size of a file of weights.
 
     Returns:
@@ -87,7 +86,7 @@ def convert(
     Raises:
         FileNotFoundError: A file is missing.
         FileExistsError: The output folder is in use.
-        ValueError: The checkpoint is not understood; the message names the tensor, the option or
+        ValueError: The checkpoint can't be converted; the message names the tensor, the option or
             the file.
     """
     expect_unused(output_dir)

@@ -1,6 +1,6 @@
 """Compares a toolkit with the model that was converted from its checkpoint, on the same lines.
 
-A format takes part with a function `load_toolkit(path, options) -> Toolkit`, which imports the
+A format supports this with a function `load_toolkit(path, options) -> Toolkit`, which imports the
 toolkit.
 """
 
@@ -29,7 +29,7 @@ class Toolkit(ABC):
     Attributes:
         module: The model.
         pad: The id under the padding, the same on both sides.
-        start: What the decoder starts from.
+        start: The id that the decoder starts from.
         unk: The unknown token of the source.
         source_size: The rows of the source embedding. Higher ids, which only the converted model
             has, are unknown tokens.
@@ -68,13 +68,14 @@ class Toolkit(ABC):
 
     @abstractmethod
     def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
-        """The toolkit's own loss without label smoothing, the mean over tokens. Arguments as in
+        """The toolkit's own loss without label smoothing, the mean over tokens. Arguments are as in
         `logits`, with targets (batch, target_length) that end in their end token."""
 
     @torch.no_grad()
     def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
-        """Of every token, after each prefix of a target: a tensor (length, vocabulary) for each.
-        A toolkit that reports no others gives those of the target's own tokens, (length, 1)."""
+        """Log-probabilities of every token after each prefix of a target: a tensor (length,
+        vocabulary) for each target. If a toolkit reports only those of the target's own tokens,
+        (length, 1)."""
         sources = self.padded(self.known(sources))
         rows = self.logits(sources, self.inputs(self.padded(targets))).log_softmax(-1)
         return [row[: len(target)] for row, target in zip(rows, targets, strict=True)]
@@ -88,7 +89,7 @@ class Toolkit(ABC):
         return torch.cat([torch.full_like(targets[:, :1], self.start), targets[:, :-1]], dim=1)
 
     def known(self, sources: list[list[int]]) -> list[list[int]]:
-        """The sources with unknown tokens in the place of ids that only the converted model has."""
+        """The sources, with unknown tokens in place of ids that only the converted model has."""
         return [[i if i < self.source_size else self.unk for i in source] for source in sources]
 
 
@@ -96,10 +97,10 @@ class TransformersModel(Toolkit):
     """A model of transformers.
 
     Args:
-        module: It, in float32.
+        module: The model, in float32.
         source_size: See `Toolkit`.
         unk: See `Toolkit`.
-        encode: From a line to ids.
+        encode: Turns a line into ids.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class TransformersModel(Toolkit):
 
     def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
         """See `Toolkit`."""
-        # With a cache FSMT would mask nothing: a target would see what follows.
+        # With a cache, FSMT would not mask later target positions.
         return self.module(
             **self._with_mask(sources), decoder_input_ids=inputs, use_cache=False
         ).logits
@@ -147,7 +148,7 @@ class TransformersModel(Toolkit):
 
 
 def subwords(codes: str | Path | None) -> Callable[[str], list[str]]:
-    """The function that splits a line for toolkits that read subwords with spaces between them.
+    """The function that splits a line for toolkits that read subwords separated by spaces.
 
     Args:
         codes: Codes of subword-nmt, a SentencePiece model, or None for words.
@@ -170,7 +171,7 @@ def subwords(codes: str | Path | None) -> Callable[[str], list[str]]:
 
 
 class Converted(TransformersModel):
-    """The converted model, which knows all ids."""
+    """The converted model, which has all ids."""
 
     def __init__(self, folder: str | Path, dtype: str = "float32"):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -250,14 +251,14 @@ def check(
     format: Any,
     options: ConversionOptions | None = None,
 ) -> str:
-    """Compare on the lines of a file.
+    """Compare toolkit and converted model on the lines of a file.
 
     Args:
         path: The toolkit's checkpoint.
         folder: The converted model.
         file: Source lines.
         format: The module of the checkpoint's format.
-        options: Those of the conversion.
+        options: The options of the conversion.
 
     Returns:
         A table, or why nothing was compared.

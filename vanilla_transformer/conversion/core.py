@@ -36,13 +36,13 @@ from .unpickling import load_torch
 from .weights import PROJECTION_BIAS, SHARED, add_rows, matrix_of
 
 STACKS, SIDES = ("encoder", "decoder"), ("source", "target")
-# The options that name the files of a text's tokens.
+# Options that name files for the tokenizer.
 TOKEN_FILES = ("source_vocabulary", "target_vocabulary", "source_codes", "target_codes")
 
 
 @dataclass
 class ConversionOptions:
-    """What a checkpoint does not say. Every option has a default.
+    """Information that is not in a checkpoint. Every option has a default.
 
     Raises:
         FileNotFoundError: A file does not exist.
@@ -60,10 +60,10 @@ class ConversionOptions:
         "from the toolkit.",
     )
     source_vocabulary: str | None = HfArg(
-        default=None, help="The source's vocabulary. Default: beside the checkpoint."
+        default=None, help="The source's vocabulary. Default: next to the checkpoint."
     )
     target_vocabulary: str | None = HfArg(
-        default=None, help="The target's vocabulary. Default: beside the checkpoint."
+        default=None, help="The target's vocabulary. Default: next to the checkpoint."
     )
     source_codes: str | None = HfArg(
         default=None, help="BPE codes or SentencePiece model of the source (or of both sides)."
@@ -107,7 +107,7 @@ class ConversionOptions:
                 raise FileNotFoundError(f"{name}={value!r}: expected a file")
 
     def codes(self, side: str) -> str | None:
-        """The codes of a side, "source" or "target". The source's serve both if there are no
+        """The codes of a side, "source" or "target". The source's are used for both if there are no
         others."""
         return getattr(self, f"{side}_codes") or self.source_codes
 
@@ -121,7 +121,7 @@ class ConversionOptions:
             raise ValueError(f"{name}={value!r} has no effect with {where}")
 
     def expect_only(self, names: Sequence[str], format: str) -> None:
-        """Raise a ValueError if an option is given that a format does not read."""
+        """Raise a ValueError if an option is given that a format does not use."""
         for name, value in self.given().items():
             if name not in (*names, "format", "moses", "license"):
                 raise ValueError(
@@ -136,17 +136,17 @@ class Conversion:
 
     Attributes:
         config: Its configuration.
-        weights: Our names, and tensors in the checkpoint's own precision. Tied matrices are there
-            once (see `tie`).
-        tokenizer: Takes text as the toolkit's own pipeline does.
+        weights: Tensors by our names, in the checkpoint's own precision. Tied matrices occur once
+            (see `tie`).
+        tokenizer: Tokenizes text as the toolkit's own pipeline does.
         generation: Fields of the generation config.
         origin: `toolkit`, `version`, `license`, `notes`: for the model card.
-        record: JSON values that the format's `write` needs to go back.
-        sources: For each tensor of the checkpoint, in order, what it consists of, one below the
-            other: our tensors, perhaps only their first rows ("lm_head.weight[:1000]"), and
-            leftovers ("original:" and the checkpoint's name).
-        leftovers: Tensors, under the checkpoint's names, that no model needs and going back does.
-        files: Small files, such as vocabularies, that are kept for the way back.
+        record: JSON values that the format's `write` needs to convert back.
+        sources: For each tensor of the checkpoint, in order, the parts that are stacked to make it:
+            our tensors, perhaps only their first rows ("lm_head.weight[:1000]"), and leftovers
+            ("original:" and the checkpoint's name).
+        leftovers: Tensors, under the checkpoint's names, that only converting back needs.
+        files: Small files, such as vocabularies, that are kept for converting back.
         languages: Of source and target, as the toolkit names them, for the model card.
     """
 
@@ -162,13 +162,13 @@ class Conversion:
     languages: Sequence[str | None] = ()
 
     def fill_with_clones(self, side: str, rows: int, unk: int) -> None:
-        """Let a vocabulary grow to this number of rows, if it has fewer, with rows that no
-        translation contains and that are `<unk>` to the model: symbols that byte-pair encoding or a
-        unigram model may produce, and that the toolkit's vocabulary lacks.
+        """Extend a vocabulary to this number of rows, if it has fewer, with copies of `<unk>` that
+        no translation contains: symbols that byte-pair encoding or a unigram model may produce but
+        that the toolkit's vocabulary lacks.
 
         Args:
             side: "source" or "target".
-            rows: Of the embedding.
+            rows: The number of rows of the embedding.
             unk: The id of `<unk>`.
         """
         matrix = matrix_of(self.weights, side)
@@ -185,7 +185,7 @@ class Conversion:
         """Compare names and shapes of the weights with those of the model.
 
         Raises:
-            ValueError: A tensor is missing, unknown or of another shape.
+            ValueError: A tensor is missing, unknown or has the wrong shape.
         """
         model = empty_model(self.config)
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -204,7 +204,7 @@ class Conversion:
 
 
 class Tensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint. It keeps track of those that were read.
+    """The tensors of a checkpoint. It keeps track of which were read.
 
     Args:
         tensors: Torch tensors or NumPy arrays by name; a lazy mapping reads them one by one.
@@ -228,7 +228,7 @@ class Tensors(Mapping[str, Tensor]):
         return name in self.tensors
 
     def take(self, name: str, *shape: int | None) -> Tensor:
-        """A tensor of this shape, in which None stands for any size. Without a shape, any tensor.
+        """A tensor of this shape, in which None matches any size. Without a shape, any tensor.
 
         Raises:
             ValueError: There is no tensor of this name, or it has a different shape.
@@ -249,19 +249,20 @@ class Tensors(Mapping[str, Tensor]):
         return tensor
 
     def count(self, pattern: str) -> int:
-        """How many layers there are: one more than the largest number that the group of `pattern`,
-        a regular expression for the start of a name, matches."""
+        """The number of layers: one more than the largest number that the group in `pattern`, a
+        regular expression for the start of a name, matches."""
         found = (re.match(pattern, name) for name in self)
         return max((int(match[1]) for match in found if match), default=-1) + 1
 
     def expect_all_taken(self, ignored: Sequence[str] = ()) -> None:
-        """Nothing is lost silently.
+        """Check that every tensor was read, so that nothing is lost silently.
 
         Args:
             ignored: Regular expressions for whole names of tensors that no model needs.
 
         Raises:
-            ValueError: Tensors that were neither read nor ignored; the message names them.
+            ValueError: There are tensors that were neither read nor ignored; the message names
+                them.
         """
         left = [
             name
@@ -282,7 +283,7 @@ def _show(shape: Sequence[int | None]) -> str:
 
 
 def has_model_type(folder: Path, model_type: str) -> bool:
-    """Whether a folder holds a configuration of this type of transformers."""
+    """Whether a folder has a configuration of transformers with this model type."""
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -315,11 +316,11 @@ def read_transformers_weights(folder: Path) -> Tensors:
 
 
 def read_weights(path: Path) -> Any:
-    """What a file of safetensors or of `torch.save` holds.
+    """The content of a file written by safetensors or `torch.save`.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is incomplete, or as `load_torch`.
+        ValueError: It is incomplete, or as for `load_torch`.
     """
     if path.suffix != ".safetensors":
         return load_torch(path)
@@ -331,7 +332,7 @@ def read_weights(path: Path) -> Any:
 
 
 def renamed(name: str, patterns: Mapping[str, str]) -> str:
-    """The name after all replacements, in order: regular expressions, and what replaces them."""
+    """The name after all replacements of regular expressions, in order."""
     for pattern, replacement in patterns.items():
         name = re.sub(pattern, replacement, name)
     return name
@@ -343,7 +344,7 @@ def take_layers(
     """Every tensor except embeddings, positions and projection, with its shape checked.
 
     Args:
-        names: From our names to the checkpoint's; see `renamed`.
+        names: Replacements that turn our names into the checkpoint's; see `renamed`.
     """
     apart = r".*(shared|embed_tokens|embed_positions|lm_head)\.(weight|bias)"
     shapes = {name: tensor.shape for name, tensor in empty_model(config).state_dict().items()}
@@ -369,7 +370,7 @@ def final_layer_norm(encoder: bool, decoder: bool) -> str:
 
 
 def expect_size(place: str | Path, vocab: Mapping[str, int], size: int) -> None:
-    """Check that vocabulary and embedding have the same size, except for rows that fill up a
+    """Check that vocabulary and embedding have the same size, except for rows that pad to a
     multiple of 8."""
     found = len(vocab)
     is_filled_up = size % 8 == 0 and 0 < size - found <= max(8, size // 10)
@@ -378,6 +379,6 @@ def expect_size(place: str | Path, vocab: Mapping[str, int], size: int) -> None:
 
 
 def empty_model(config: VanillaTransformerConfig) -> VanillaTransformerForConditionalGeneration:
-    """A model without memory for its weights."""
+    """A model whose weights take no memory."""
     with torch.device("meta"):
         return VanillaTransformerForConditionalGeneration(config)

@@ -1,4 +1,4 @@
-"""fairseq: `checkpoint*.pt` beside `dict.*.txt`.
+"""fairseq: `checkpoint*.pt` next to `dict.*.txt`.
 
 Versions 0.1 to 0.12 (facebookresearch/fairseq at 3d262bb2): post- and pre-norm, learned and
 sinusoidal positions, shared or separate embeddings.
@@ -34,14 +34,14 @@ NAME = "fairseq"
 READS: tuple[str, ...] = TOKEN_FILES
 PAD, EOS, UNK = 1, 2, 3
 
-# From our names to theirs: regular expressions and what replaces them, one after the other.
+# Turn our names into theirs: regular expressions and their replacements, applied in order.
 NAMES = {
     r"^model\.": "",
     r"\.ffn\.fc": ".fc",
     r"\.ffn_layer_norm": ".final_layer_norm",
     r"\.embed_layer_norm": ".layernorm_embedding",
 }
-# Older names: the module, then what it is now.
+# Older names of modules, and the current ones.
 OLD_NAMES = {
     r"encoder\.layers\.\d+\.layer_norms\.0": "self_attn_layer_norm",
     r"encoder\.layers\.\d+\.layer_norms\.1": "final_layer_norm",
@@ -49,7 +49,7 @@ OLD_NAMES = {
     r"decoder\.layers\.\d+\.layer_norms\.1": "encoder_attn_layer_norm",
     r"decoder\.layers\.\d+\.layer_norms\.2": "final_layer_norm",
 }
-# Buffers without a meaning for the model.
+# Buffers that the model does not need.
 BUFFERS = (r"(en|de)coder\.version", r"(en|de)coder\.embed_positions\.(_float_tensor|weights)")
 ACTIVATIONS = {
     "relu": "relu",
@@ -60,7 +60,7 @@ ACTIVATIONS = {
     "tanh": "tanh",
     "linear": "linear",
 }
-# Options that change what a model computes, and that our model lacks.
+# Options that change what a model computes and that our model does not have.
 REFUSED = (
     "adaptive_softmax_cutoff", "adaptive_input", "char_inputs", "cross_self_attention",
     "no_cross_attention", "base_layers", "quant_noise_pq", "quant_noise_scalar", "scale_fc",
@@ -69,13 +69,13 @@ REFUSED = (
     "encoder_xformers_att_config", "alibi", "use_alibi", "rotary_embeddings",
     "max_relative_positions", "prepend_bos",
 )  # fmt: skip
-# Tasks whose texts begin with <s>: those of models that restore texts, and that of the Levenshtein
-# Transformer. In the task of mBART, texts end in their language.
+# Tasks whose texts begin with <s>: denoising, and the Levenshtein Transformer's. In mBART's task,
+# texts end in their language.
 OTHER_TASKS = (
     "denoising", "multilingual_denoising", "masked_lm", "multilingual_masked_lm", "translation_lev",
 )  # fmt: skip
 MBART = "translation_from_pretrained_bart"
-# Classes of saved options and states: nothing in them is executed.
+# Classes of saved options and states, none of whose code is executed.
 INERT = (
     "fairseq.*", "omegaconf.*", "typing.*", "_operator.getitem", "collections.defaultdict",
     "builtins.dict", "builtins.list", "builtins.tuple", "builtins.int", "builtins.float",
@@ -84,7 +84,7 @@ INERT = (
 
 
 def recognizes(path: Path) -> bool:
-    """A checkpoint, or a folder with one beside its dictionaries."""
+    """Whether this is a checkpoint, or a folder with one and its dictionaries."""
     if path.is_dir():
         return bool(list(path.glob("dict*.txt"))) and bool(list(path.glob("*.pt")))
     strings, _ = contents(path)
@@ -116,13 +116,13 @@ def build(
     state: dict[str, Tensor],
     make_side: Callable[[str, int], "Side"],
 ) -> Conversion:
-    """The model, without what only a format knows of it.
+    """The model, without what each format adds to it.
 
     Args:
         path: The checkpoint, for error messages.
         args: fairseq's options.
         state: fairseq's names and tensors.
-        make_side: From "source" or "target", and the rows of its embedding, to its tokenizer.
+        make_side: Makes the tokenizer of "source" or "target" for the rows of its embedding.
     """
     _expect_translation_model(path, args, state)
     tensors, parts = _with_new_names(state, path)
@@ -144,7 +144,7 @@ def build(
     conversion.files = [file for side in sides.values() for file in side.files]
     if config.position_encoding == "sinusoidal":
         interleave_halves(weights)
-    # Targets have <unk> in the place of a clone.
+    # Targets get <unk> in place of a clone.
     conversion.fill_with_clones("source", vocabularies.rows(tokenizers[0]), UNK)
     return conversion
 
@@ -171,7 +171,7 @@ def _model_options(path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):
         raise ValueError(f"{path}: expected the options of training, 'args' or 'cfg.model'")
     model = dict(cfg["model"])
-    for name in ("encoder", "decoder", "quant_noise"):  # groups, if hydra made the configuration
+    for name in ("encoder", "decoder", "quant_noise"):  # groups in hydra's configurations
         for key, value in (model.pop(name, None) or {}).items():
             model[f"{name}_{key}"] = value
     task = cfg.get("task") or {}
@@ -182,10 +182,10 @@ def _model_options(path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Options without the classes that they were saved in."""
+    """Options as plain values, without the classes in which they were saved."""
     if isinstance(value, Inert):
         state = value.state if isinstance(value.state, dict) else {}
-        for key in ("_content", "_val"):  # a container of omegaconf, and a value
+        for key in ("_content", "_val"):  # omegaconf's containers and values
             if key in state:
                 return plain(state[key])
         return plain(state) if state else list(value.arguments)
@@ -199,7 +199,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain_values(args: dict[str, Any]) -> dict[str, Any]:
-    """What JSON can hold."""
+    """Options that JSON can represent."""
     simple = (str, int, float, bool, list, type(None))
     return {name: value for name, value in args.items() if isinstance(value, simple)}
 
@@ -239,7 +239,8 @@ def _expect_translation_model(path: Path, args: dict[str, Any], state: dict[str,
 
 
 def _with_new_names(state: dict[str, Tensor], path: Path) -> tuple[Tensors, dict[str, list[str]]]:
-    """The tensors under the names of fairseq 0.9 and later, and which of these each one holds."""
+    """The tensors under the names of fairseq 0.9 and later, and for each tensor of the file, its
+    new names."""
     tensors: dict[str, Tensor] = {}
     parts: dict[str, list[str]] = {}
     for name, tensor in state.items():
@@ -267,7 +268,7 @@ def _embeddings(tensors: Tensors, args: dict[str, Any]) -> tuple[Tensor, Tensor,
         projection = tensors.take("decoder.output_projection.weight", len(target), None)
     elif not (args.get("share_decoder_input_output_embed") or args.get("share_all_embeddings")):
         tensors.take("decoder.output_projection.weight", *target.shape)
-    # Linear maps without a bias next to a matrix are part of it.
+    # A linear map without a bias can be multiplied into the matrix next to it.
     if "decoder.project_in_dim.weight" in tensors:
         into = tensors.take("decoder.project_in_dim.weight", width, target.shape[1])
         target = (target.double() @ into.double().T).to(target.dtype)
@@ -334,7 +335,7 @@ def _rate(args: dict[str, Any], name: str, default: float) -> float:
 
 
 def _ends_in_norm(tensors: Tensors, args: dict[str, Any], stack: str) -> bool:
-    """Whether a pre-norm stack ends in a layer norm. Those of the first versions don't."""
+    """Whether a pre-norm stack ends in a layer norm. In the first versions, it does not."""
     name = f"{stack}.layer_norm.weight"
     if stack == "decoder" and args.get("no_decoder_final_norm"):
         return False
@@ -344,7 +345,7 @@ def _ends_in_norm(tensors: Tensors, args: dict[str, Any], stack: str) -> bool:
 
 
 def _count_layers(path: Path, args: dict[str, Any], tensors: Tensors, stack: str) -> int:
-    """As many as the file holds, which pruning may have made fewer."""
+    """The number of layers in the file, which pruning may have reduced."""
     found, kept = tensors.count(rf"{stack}\.layers\.(\d+)\."), args.get(f"{stack}_layers_to_keep")
     expected = args.get(f"{stack}_layers") or found
     if kept:
@@ -374,7 +375,7 @@ def _positions(
     tensors: Tensors, args: dict[str, Any], config: VanillaTransformerConfig
 ) -> dict[str, Tensor]:
     """Learned positions of both stacks, (max_position_embeddings, d_model); none if both have
-    sinusoids. Their first two rows belong to no position of a token."""
+    sinusoids. The first two rows are not positions of tokens."""
     if config.position_encoding == "sinusoidal":
         return {}
     tables = {}
@@ -397,7 +398,7 @@ def _way_back(
     parts: dict[str, list[str]],
     weights: dict[str, Tensor],
 ) -> tuple[dict[str, list[str]], dict[str, Tensor]]:
-    """`Conversion.sources` and `Conversion.leftovers`; nothing if a fold has no inverse."""
+    """`Conversion.sources` and `Conversion.leftovers`; empty if matrices were multiplied."""
     if any(name.startswith("decoder.project_") for name in state):
         return {}, {}
     ours = {core.renamed(name, NAMES): name for name in weights}
@@ -420,8 +421,8 @@ def _way_back(
 
 
 def write(model_folder: Path, output: Path) -> None:
-    """The checkpoint that a model was converted from, with the model's weights, which may have been
-    trained since, and its dictionaries."""
+    """Write the checkpoint that a model was converted from, with the model's current weights, and
+    its dictionaries."""
     config = VanillaTransformerConfig.from_pretrained(model_folder)
     state = restore(model_folder, halves=config.position_encoding == "sinusoidal")
     record = read_record(model_folder)
@@ -443,7 +444,7 @@ def write(model_folder: Path, output: Path) -> None:
 
 @dataclass
 class Side:
-    """Source or target: its tokenizer, the files that this came from, and the id of its end."""
+    """Source or target: its tokenizer, the files that it was made from, and its end's id."""
 
     tokenizer: PreTrainedTokenizerFast
     files: list[Path]
@@ -475,7 +476,7 @@ def _side(
 def _specials(
     file: Path, vocab: dict[str, int], args: dict[str, Any], language: str | None
 ) -> vocabularies.Specials:
-    """mBART's texts end in `</s>` and their language, from which its decoder also starts."""
+    """mBART's texts end in `</s>` and their language, and its decoder starts from the language."""
     if args.get("task") != MBART:
         return vocabularies.Specials()
     token = f"[{language}]"
@@ -485,8 +486,8 @@ def _specials(
 
 
 def _with_languages(path: Path, args: dict[str, Any]) -> dict[str, Any]:
-    """The options with the languages that fairseq takes from the names of its data, if no option
-    names them. Without the data, equal dictionaries do as well."""
+    """The options with the languages. If no option names them, fairseq takes them from file names
+    of its data. Without the data, the names of two equal dictionaries are used."""
     if args.get("source_lang") or args.get("target_lang"):
         return args
     data = Path(str(args.get("data") or "").split(":")[0] or path.parent)
@@ -502,7 +503,7 @@ def _with_languages(path: Path, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_dictionary(path: Path, args: dict[str, Any], side: str, language: str | None) -> Path:
-    """Beside the checkpoint, or in the folder that training read."""
+    """The dictionary next to the checkpoint, or in the folder that training read."""
     data = str(args.get("data") or "").split(":")[0]
     folders = [path.parent, *([path.parent / data, Path(data)] if data else [])]
     names = [f"dict.{language}.txt", "dict.txt"] if language else ["dict.txt"]
@@ -527,7 +528,7 @@ def _added_tokens(args: dict[str, Any], number: int) -> list[str]:
 
 
 def _find_codes(folders: set[Path], args: dict[str, Any], language: str | None) -> Path | None:
-    """BPE codes, or a SentencePiece model: one for the language goes before one for all."""
+    """BPE codes, or a SentencePiece model: one for this language is preferred to one for all."""
     saved = [args.get(name) for name in ("bpe_codes", "sentencepiece_model")]
     names = [Path(name).name for name in saved if isinstance(name, str) and name]
     for stem in ("bpecodes", "codes", "code", "bpe.codes", "codes.bpe"):
@@ -544,7 +545,7 @@ def _find_codes(folders: set[Path], args: dict[str, Any], language: str | None) 
 def _generation(
     checkpoint: dict[str, Any], args: dict[str, Any], config: VanillaTransformerConfig
 ) -> dict[str, Any]:
-    """What `fairseq-generate` does with its own defaults, or with the options that were saved."""
+    """The search of `fairseq-generate` with its own defaults, or with the saved options."""
     cfg = plain(checkpoint.get("cfg"))
     saved = {**args, **((cfg or {}).get("generation") or {})}
     fields = {
@@ -578,7 +579,7 @@ def _limit(saved: dict[str, Any], positions: int) -> dict[str, Any]:
 
 
 def _notes(args: dict[str, Any]) -> str:
-    """What the tokenizer leaves to the user."""
+    """The preprocessing that the tokenizer does not do."""
     tokenizer = args.get("tokenizer")
     if not tokenizer:
         return ""
@@ -603,7 +604,7 @@ def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
 
 
 class FairseqModel(Toolkit):
-    """fairseq gets options and weights as we read them: it opens no pickle."""
+    """A model in fairseq, which gets options and weights that we have read: it opens no pickle."""
 
     pad, start, unk = PAD, EOS, UNK
 
@@ -624,7 +625,7 @@ class FairseqModel(Toolkit):
         self.module.load_state_dict(checkpoint["model"], strict=True, model_cfg=cfg.model)
         self.module.float().eval()
         self.criterion = CrossEntropyCriterion(self.task, sentence_avg=False)
-        self.ends: list[int] = []  # of a source, after </s>
+        self.ends: list[int] = []  # tokens after a source's </s>
         if args.get("task") == MBART:
             dictionaries = self.task.source_dictionary, self.task.target_dictionary
             tokens = (f"[{args[f'{side}_lang']}]" for side in core.SIDES)

@@ -33,7 +33,7 @@ GENERATION = (
 
 
 def recognizes(path: Path) -> bool:
-    """A folder with a configuration of this type."""
+    """Whether this is a folder with a configuration of this type."""
     return core.has_model_type(path, NAME)
 
 
@@ -44,7 +44,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     state = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     tables = {name: state.pop(name) for name in list(state) if "embed_positions" in name}
     if theirs.tie_word_embeddings and "decoder.embed_tokens.weight" in state:
-        # One matrix for all, which the file holds once.
+        # One matrix for all, which the file contains once.
         state.setdefault("encoder.embed_tokens.weight", state["decoder.embed_tokens.weight"])
 
     def make_side(side: str, rows: int) -> fairseq.Side:
@@ -72,7 +72,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
 
 
 def write(model_folder: Path, output: Path) -> None:
-    """A folder for `FSMTForConditionalGeneration`, with the weights of a model that `read` made."""
+    """Write a folder for `FSMTForConditionalGeneration` from a model that `read` has made."""
     tensors = restore(model_folder, halves=True)
     output.mkdir(parents=True, exist_ok=True)
     write_safetensors(tensors, output / "model.safetensors")
@@ -84,7 +84,7 @@ def _args(theirs: FSMTConfig) -> dict[str, Any]:
         **{name: getattr(theirs, name) for name in OPTIONS},
         "arch": "fsmt",
         "share_all_embeddings": theirs.tie_word_embeddings,
-        # Files whose target embedding is the projection may hold it once.
+        # If the target embedding is the projection, files may contain it once.
         "share_decoder_input_output_embed": True,
         "no_scale_embedding": not theirs.scale_embedding,
         "max_source_positions": theirs.max_position_embeddings,
@@ -93,7 +93,7 @@ def _args(theirs: FSMTConfig) -> dict[str, Any]:
 
 
 def _set_fields(config: Any, theirs: FSMTConfig) -> None:
-    """Set what fairseq has as constants."""
+    """Set the fields that are constants in fairseq."""
     for name in ("activation_function", "pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, getattr(theirs, name))
     config.decoder_start_token_id = theirs.decoder_start_token_id

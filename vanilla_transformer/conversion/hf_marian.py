@@ -1,7 +1,7 @@
 """transformers' `MarianMTModel`, such as the models of OPUS-MT, and back.
 
-These models were trained by Marian. transformers runs them with other sinusoids and another epsilon
-than Marian, and so do we, because this is what their users have. `marian` reads Marian's own files
+These models were trained by Marian. transformers runs them with different sinusoids and epsilon
+than Marian. So do we, to give the same results as transformers. `marian` reads Marian's own files
 and runs them as they were trained.
 """
 
@@ -47,7 +47,7 @@ BIAS = "final_logits_bias"
 UNK, END = "<unk>", "</s>"
 SPECIALS = Specials(bos=None, eos=END, unk=UNK, template=f"$A {END}", prints_unk=False)
 
-# What every MarianMTModel is, in fields of our configuration.
+# Every MarianMTModel, in fields of our configuration.
 FIXED = {
     "norm_position": "post",
     "final_layer_norm": "none",
@@ -66,7 +66,7 @@ SAME = (
     "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
     "decoder_start_token_id", "use_cache",
 )  # fmt: skip
-# From our names to those of `MarianMTModel` and its siblings.
+# Turn our names into those of `MarianMTModel` and similar classes.
 NAMES = {
     r"\.ffn\.fc": ".fc",
     r"\.ffn\.activation": ".activation_fn",  # the parameters of PReLU and xIELU
@@ -75,7 +75,7 @@ NAMES = {
 # Options of models before transformers 4: today's MarianMTModel ignores them.
 OFF = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "add_bias_logits")
 SAMPLING = ("temperature", "top_k", "top_h", *SHARES)
-# What goes back as it is.
+# Files that are copied when converting back.
 FILES = (
     "config.json", "generation_config.json", "source.spm", "target.spm", "vocab.json",
     "target_vocab.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -92,7 +92,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     """Read a folder of a `MarianMTModel`.
 
     Raises:
-        FileNotFoundError, ValueError: A file is missing or damaged, or holds what our model can't.
+        FileNotFoundError, ValueError: A file is missing or damaged, or our model does not support
+            it.
     """
     theirs = MarianConfig.from_pretrained(path)
     for name in OFF:
@@ -131,14 +132,14 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
 
 
 def _was_exported(folder: Path) -> bool:
-    """Whether the folder has one of our tokenizers, as `export` writes it, and not Marian's."""
+    """Whether the folder has one of our tokenizers, written by `export`, and not Marian's."""
     has_ours = any((folder / name).is_file() for name in ("tokenizer.json", SOURCE_FILE))
     return has_ours and not (folder / "vocab.json").is_file()
 
 
 def _matrices(tensors: Tensors, theirs: MarianConfig) -> list[Tensor]:
-    """Source embedding, target embedding, projection and its bias. Files hold a matrix of several
-    names under one of them or all."""
+    """Source embedding, target embedding, projection and its bias. A matrix with several names may
+    be saved under one of them or all."""
     shared = theirs.share_encoder_decoder_embeddings
     target_size = theirs.vocab_size if shared else theirs.decoder_vocab_size
     matrices, name = [], SHARED
@@ -156,7 +157,7 @@ def _matrices(tensors: Tensors, theirs: MarianConfig) -> list[Tensor]:
 
 
 def _positions(tensors: Tensors, d_model: int) -> dict[str, Any]:
-    """The frequencies of the sinusoids, which old files hold as a table, rounded to float16."""
+    """The frequencies of the sinusoids. Old files contain them as a table, rounded to float16."""
     names = [f"model.{stack}.embed_positions.weight" for stack in core.STACKS]
     kinds = set()
     for name in filter(tensors.__contains__, names):
@@ -172,8 +173,8 @@ def _positions(tensors: Tensors, d_model: int) -> dict[str, Any]:
 
 
 def _generation(folder: Path) -> dict[str, Any]:
-    """The generation config. Before transformers 4.27, its fields were the configuration's. Those
-    of sampling are left out of a search, with which transformers saves none."""
+    """The generation config. Before transformers 4.27, its fields were in the configuration.
+    Sampling options are left out if the model does not sample: transformers would not save them."""
     file = folder / "generation_config.json"
     known = GenerationConfig().to_dict().keys() - {"transformers_version"}
     settings = json.loads(
@@ -199,7 +200,7 @@ def _sides(folder: Path, config: VanillaTransformerConfig) -> dict[str, PreTrain
         model = vocabulary_files.read_sentencepiece(folder / f"{side}.spm")
         whole = [token for token in vocab if re.fullmatch(">>.+<<", token)]
         tokenizer = vocabularies.sentencepiece(model, SPECIALS, vocab=vocab, size=size, whole=whole)
-        tokenizer.add_special_tokens({"unk_token": UNK})  # decoding leaves it out
+        tokenizer.add_special_tokens({"unk_token": UNK})  # so that decoding leaves it out
         sides[side] = tokenizer
     return sides
 
@@ -223,7 +224,7 @@ def _way_back(
     sources, leftovers = {}, {}
     for name, tensor in tensors.tensors.items():
         if name in ours:
-            rows = f"[:{tensor.shape[name == BIAS]}]" if tensor.ndim else ""  # xIELU has numbers
+            rows = f"[:{tensor.shape[name == BIAS]}]" if tensor.ndim else ""  # xIELU has scalars
             sources[name] = [ours[name] + rows]
         else:
             leftovers[name], sources[name] = tensor, [f"original:{name}"]
@@ -231,8 +232,8 @@ def _way_back(
 
 
 def write(model_folder: Path, output: Path) -> None:
-    """Write the folder of a `MarianMTModel`, from one that `read` made of another and that may have
-    been trained since.
+    """Write the folder of a `MarianMTModel` from a model that `read` has made, with its current
+    weights.
 
     Raises:
         FileNotFoundError: The model was not converted.

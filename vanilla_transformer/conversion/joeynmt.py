@@ -1,4 +1,4 @@
-"""JoeyNMT 1.x to 2.3: `best.ckpt` beside `config.yaml`, `src_vocab.txt` and `trg_vocab.txt`.
+"""JoeyNMT 1.x to 2.3: `best.ckpt` with `config.yaml`, `src_vocab.txt` and `trg_vocab.txt`.
 
 Source: joeynmt/joeynmt, tags 1.0 to v2.3.
 """
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 NAME = "joeynmt"
 READS: tuple[str, ...] = TOKEN_FILES
 
-# From our names to theirs: regular expressions and what replaces them, one after the other.
+# Turn our names into theirs: regular expressions and their replacements, applied in order.
 NAMES = {
     r"^model\.": "",
     r"^(encoder\..+)\.self_attn_layer_norm": r"\1.layer_norm",
@@ -67,17 +67,17 @@ NAMES = {
     r"ffn\.fc2": "feed_forward.pwff_layer.3",
 }
 SIDES = ("src", "trg")
-# The sinusoids of the paper, stored.
+# The paper's sinusoids, stored as a table.
 BUFFERS = [r"(en|de)coder\.pe\.pe"]
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "tanh": "tanh", "swish": "silu"}
 EPSILON = 1e-6
-# Options of the search that transformers computes in another way.
+# Options of the search that transformers computes differently.
 NO_EQUIVALENT = ("repetition_penalty", "no_repeat_ngram_size")
 SPECIALS = {"unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>", "sep": None}
 
 
 class Symbols(NamedTuple):
-    """Special tokens, of which some vocabularies lack the separator, and names of languages."""
+    """Special tokens (some vocabularies have no separator) and names of languages."""
 
     unk: str
     pad: str
@@ -88,7 +88,7 @@ class Symbols(NamedTuple):
 
     @property
     def special(self) -> list[str]:
-        """What every vocabulary begins with."""
+        """The tokens at the beginning of every vocabulary."""
         return [token for token in self[:5] if token]
 
 
@@ -101,7 +101,7 @@ def _symbols(cfg: Mapping[str, Any]) -> Symbols:
 
 
 def recognizes(path: Path) -> bool:
-    """A checkpoint, or a folder with one; only with `config.yaml` can it be read."""
+    """Whether this is a checkpoint, or a folder with one. Reading it also needs `config.yaml`."""
     try:
         strings, _ = contents(_checkpoint(path))
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
 
     Raises:
         FileNotFoundError: A file is missing: the checkpoint, `config.yaml`, a vocabulary or codes.
-        ValueError: The model is of another kind, or has tensors that nothing reads.
+        ValueError: The model is of a different kind, or has unknown tensors.
     """
     path = _checkpoint(path)
     cfg = _read_config(path.parent / "config.yaml")
@@ -176,8 +176,8 @@ def _checkpoint(path: Path) -> Path:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The configuration of the training, in the form of version 2: version 1 has one set of options
-    for the text of both sides."""
+    """The configuration of the training in the format of version 2. Version 1 has one set of text
+    options for both sides."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected the configuration of the training")
     try:
@@ -214,7 +214,7 @@ def _expect(path: Path, name: str, value: Any, *expected: Any) -> None:
 def _vocabulary(
     cfg: Mapping[str, Any], side: str, symbols: Symbols, options: ConversionOptions, folder: Path
 ) -> dict[str, int]:
-    """Ids by token. Training writes the vocabularies beside the checkpoint."""
+    """Ids by token. Training writes the vocabularies next to the checkpoint."""
     given = options.source_vocabulary if side == "src" else options.target_vocabulary
     file = _find(given, folder / f"{side}_vocab.txt", cfg["data"][side].get("voc_file"))
     tokens = dict.fromkeys([*symbols.special, *symbols.tags, *read_lines(file)])
@@ -222,7 +222,7 @@ def _vocabulary(
 
 
 def _find(given: str | None, beside: Path, named: str | None = None) -> Path:
-    """The file that an option gives, or one beside the checkpoint."""
+    """The file that an option gives, or one next to the checkpoint."""
     files = [Path(given)] if given else [beside]
     if named and not given:
         files.append(beside.parent / Path(named).name)
@@ -255,7 +255,7 @@ def _matrices(
 
 
 def _norms(cfg: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """Where layer norms are, and their epsilon with the weight `alpha` of residual connections."""
+    """The places of layer norms, and their epsilon, adapted to the weight `alpha` of residuals."""
     norms = [_norm(cfg, stack, tensors) for stack in STACKS]
     (encoder, encoder_ends), (decoder, decoder_ends) = norms
     alphas = [_alpha(cfg, stack) for stack in STACKS]
@@ -333,7 +333,7 @@ def _generation(
     """The search that `testing` describes."""
     testing = cfg["testing"]
     alpha = first_given(testing.get("beam_alpha"), testing.get("alpha"), -1)
-    beams = max(1, first_given(testing.get("beam_size"), 1))  # 0 is greedy
+    beams = max(1, first_given(testing.get("beam_size"), 1))  # 0 means greedy
     for name in NO_EQUIVALENT:
         if (testing.get(name) or -1) > 0:
             logger.warning(
@@ -347,7 +347,7 @@ def _generation(
     if most is not None and most > 0:
         fields["max_new_tokens"] = most
     else:
-        fields["max_length_factor"] = 1.5  # of the longest source in a batch
+        fields["max_length_factor"] = 1.5  # times the longest source in a batch
     if cfg.get("joeynmt_version") == "1":
         return fields
     forbidden = [] if testing.get("generate_unk", True) else [symbols.unk]
@@ -392,7 +392,7 @@ def _tokenizer(
 def _codes(
     cfg: Mapping[str, Any], side: str, options: ConversionOptions, folder: Path
 ) -> Path | None:
-    """Codes or a SentencePiece model. Version 1 leaves them to the user."""
+    """Codes or a SentencePiece model. In version 1, users apply these themselves."""
     given = options.codes("source" if side == "src" else "target")
     text = cfg["data"][side]
     if text["level"] != "bpe" or (not given and cfg.get("joeynmt_version") == "1"):
@@ -417,7 +417,7 @@ def _characters(vocabulary: Mapping[str, int], specials: Specials) -> PreTrained
 
 
 def _prepare(backend: Tokenizer, text: Mapping[str, Any]) -> None:
-    """What happens to a text before it is split, and with `normalize` to a translation too."""
+    """Add the preprocessing of texts and, with `normalize`, the postprocessing of translations."""
     first: list[normalizers.Normalizer] = []
     if text.get("normalize"):
         tidy: list[tuple[str | Regex, str]] = [("\u200b", ""), (Regex("[ \u3000]+"), " ")]
@@ -428,7 +428,7 @@ def _prepare(backend: Tokenizer, text: Mapping[str, Any]) -> None:
             *(normalizers.Replace(*pair) for pair in (*quotes, *tidy)),
             normalizers.Strip(),
         ]
-        # Without a decoder of its own a tokenizer joins words by spaces.
+        # Without its own decoder, a tokenizer joins words with spaces.
         joined = backend.decoder or decoders.WordPiece(prefix=PRIVATE, cleanup=False)
         last = [decoders.Replace(*pair) for pair in tidy]
         backend.decoder = decoders.Sequence([joined, decoders.Fuse(), *last])
@@ -440,8 +440,8 @@ def _prepare(backend: Tokenizer, text: Mapping[str, Any]) -> None:
 
 
 def _moses_languages(cfg: Mapping[str, Any]) -> list[str | None]:
-    """The language of each side that runs Moses. With `normalize` it stays outside: JoeyNMT
-    normalizes before Moses, the converted tokenizer after it."""
+    """The language of each side that runs Moses. None with `normalize`: JoeyNMT normalizes before
+    Moses, the converted tokenizer would do so after it."""
     data = [cfg["data"][side] for side in SIDES]
     return [one["lang"] if _runs_moses(one) and not one.get("normalize") else None for one in data]
 
@@ -451,7 +451,7 @@ def _runs_moses(data: Mapping[str, Any]) -> bool:
 
 
 def _notes(cfg: Mapping[str, Any], options: ConversionOptions) -> str:
-    """What the tokenizer leaves to its user."""
+    """The processing that the tokenizer does not do."""
     data = [cfg["data"][side] for side in SIDES]
     if any(_runs_moses(one) and one.get("normalize") for one in data):
         return "text goes through sacremoses first, and translations through its detokenizer"
@@ -474,7 +474,7 @@ def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
 
 
 class JoeyModel(Toolkit):
-    """JoeyNMT gets its weights as we read them: it opens no pickle."""
+    """A model in JoeyNMT, which gets weights that we have read: it opens no pickle."""
 
     def __init__(self, path: Path, options: ConversionOptions):
         from joeynmt.model import build_model

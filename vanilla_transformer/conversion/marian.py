@@ -1,8 +1,8 @@
 """Native Marian: `model.npz`, `decoder.yml` and vocabularies. https://github.com/marian-nmt/marian-dev
 
 A model runs as it was trained. Marian's sinusoids have d_model - 2 in the exponent, its layer norms
-an epsilon of 1e-6, and its decoder starts from a vector of zeros. transformers' own converter keeps
-none of the first two; `like="transformers"` gives what it would give.
+an epsilon of 1e-6, and its decoder starts from a vector of zeros. transformers' own converter does
+not keep the first two; `like="transformers"` gives the same as it.
 """
 
 import logging
@@ -54,10 +54,10 @@ LAYER_NAMES = {
     "ffn_layer_norm": "ffn_ffn_ln_{}",
 }
 ACTIVATIONS = {"relu": "relu", "swish": "silu", "gelu": "gelu", "sigmoid": "sigmoid", "": "linear"}
-EXACT_GELU = (1, 12, 3)  # x * sigmoid(1.702 x) before
-NORMALIZED_KEYS = (1, 11)  # before, pre-norm did not normalize keys and values
+EXACT_GELU = (1, 12, 3)  # in earlier versions x * sigmoid(1.702 x)
+NORMALIZED_KEYS = (1, 11)  # in earlier versions, pre-norm did not normalize keys and values
 
-# Options of a model that ours has with these values only; the first is the default.
+# Options of which our model supports only these values; the first is the default.
 HELD: dict[str, tuple[Any, ...]] = {
     "type": ("transformer",),
     "transformer-decoder-autoreg": ("self-attention",),
@@ -75,7 +75,7 @@ HELD: dict[str, tuple[Any, ...]] = {
 REQUIRED = {
     "dim-vocabs", "dim-emb", "enc-depth", "dec-depth", "transformer-heads", "transformer-dim-ffn",
 }  # fmt: skip
-# Other options that we read, and those that a transformer with the values above ignores.
+# Other options that we read, and those that have no effect with the values above.
 READ = {
     "version", "tied-embeddings", "tied-embeddings-src", "tied-embeddings-all", "output-omit-bias",
     "transformer-no-projection", "transformer-decoder-dim-ffn", "transformer-ffn-activation",
@@ -93,7 +93,7 @@ IGNORED = re.compile(
 
 @dataclass
 class Side:
-    """The tokenizer of a side and two of its ids."""
+    """The tokenizer of a side, and two of its ids."""
 
     tokenizer: PreTrainedTokenizerFast
     unk_id: int
@@ -116,11 +116,12 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
 
     Args:
         path: `model.npz`, its `decoder.yml`, or a folder with one model.
-        options: `source_vocabulary` and `target_vocabulary` replace those that `decoder.yml` names;
-            `like="transformers"` takes the sinusoids and the epsilon of `MarianMTModel`.
+        options: `source_vocabulary` and `target_vocabulary` replace those named in `decoder.yml`;
+            `like="transformers"` uses the sinusoids and the epsilon of `MarianMTModel`.
 
     Raises:
-        FileNotFoundError, ValueError: A file is missing, damaged, or holds what our model can't.
+        FileNotFoundError, ValueError: A file is missing or damaged, or our model does not support
+            it.
     """
     files = MarianFiles.find(path, options)
     with NumpyFile(files.model) as arrays:
@@ -195,8 +196,8 @@ class MarianFiles:
 
 
 def _only(folder: Path, *patterns: str) -> Path:
-    """The file in a folder that the first of these patterns with a match has. `decoder.yml` itself
-    comes before those of single models, and an optimizer's state is no model."""
+    """The file in a folder that matches the first of these patterns that has a match. `decoder.yml`
+    is preferred to those of single models, and an optimizer's state is not a model."""
     if (folder / "decoder.yml").is_file():
         return folder / "decoder.yml"
     for pattern in patterns:
@@ -210,7 +211,8 @@ def _only(folder: Path, *patterns: str) -> Path:
 
 
 def _beside(file: Path, name: str) -> Path:
-    """The file that `file` names; models are moved together with what they need."""
+    """The file that `file` names, or the one of that name next to it, as models are moved with
+    their files."""
     places = [file.parent / name, file.parent / Path(name).name]
     for place in places:
         if place.is_file():
@@ -233,10 +235,11 @@ def _parse_yaml(text: str | bytes, file: Path) -> dict[str, Any]:
 
 
 class NumpyFile(Mapping[str, Tensor]):
-    """The arrays of an `.npz` file, each read when it is asked for. Nothing is unpickled.
+    """The arrays of an `.npz` file, each read when it is needed. Nothing is unpickled.
 
     Raises:
-        ValueError: The file is damaged, or an array is of a type that Marian's float models lack.
+        ValueError: The file is damaged, or an array has a type that does not occur in Marian's
+            float models.
     """
 
     def __init__(self, path: Path):
@@ -278,7 +281,7 @@ class NumpyFile(Mapping[str, Tensor]):
         raise ValueError(f"{self.path}: {name} is shorter than its shape {shape}")
 
     def _header(self, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and type, from which follows how much memory an array takes."""
+        """Shape and type of an array, which tell how much memory it takes."""
         with self._zip.open(info) as file:
             is_old = np.lib.format.read_magic(file) == (1, 0)
             header = "read_array_header_1_0" if is_old else "read_array_header_2_0"
@@ -290,7 +293,7 @@ class NumpyFile(Mapping[str, Tensor]):
 
 
 def _model_options(arrays: NumpyFile) -> dict[str, Any]:
-    """The options in the model; each is one that we understand."""
+    """The options in the model. All must be known."""
     if OPTIONS not in arrays:
         raise ValueError(f"{arrays.path}: expected {OPTIONS!r} in it, the options of the model")
     text = bytes(arrays[OPTIONS].numpy()).decode().rstrip("\0")
@@ -317,7 +320,7 @@ def _model_options(arrays: NumpyFile) -> dict[str, Any]:
 def _config_fields(
     marian: dict[str, Any], files: MarianFiles, options: ConversionOptions
 ) -> dict[str, Any]:
-    """Our configuration, but for the vocabularies."""
+    """Our configuration, except for the vocabularies."""
     as_transformers = options.like == "transformers"
     d_ff = marian["transformer-dim-ffn"]
     heads = marian["transformer-heads"]
@@ -410,8 +413,8 @@ def _has_norm(marian: dict[str, Any], option: str) -> bool:
 def _matrices(marian: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Embeddings, projection and its bias, and the fields of our configuration about them.
 
-    Both vocabularies grow to a common size, for one more token: it pads, and its embedding is the
-    vector of zeros from which the decoder starts.
+    Both vocabularies are extended to a common size, with one more token for padding. Its embedding
+    is the vector of zeros from which the decoder starts.
     """
     (source_size, target_size), d_model = marian["dim-vocabs"], marian["dim-emb"]
     if "Wemb" in tensors:
@@ -421,7 +424,7 @@ def _matrices(marian: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Tenso
         target = tensors.take("decoder_Wemb", target_size, d_model)
     if marian.get("tied-embeddings") or marian.get("tied-embeddings-all"):
         projection = target
-    elif "decoder_ff_logit_out_W" in tensors:  # of the first versions
+    elif "decoder_ff_logit_out_W" in tensors:  # in the first versions
         projection = tensors.take("decoder_ff_logit_out_W", d_model, target_size).T.contiguous()
     else:
         projection = tensors.take("decoder_ff_logit_out_Wt", target_size, d_model)
@@ -442,7 +445,7 @@ def _matrices(marian: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Tenso
 def _stacks(
     marian: dict[str, Any], tensors: Tensors, config: VanillaTransformerConfig
 ) -> dict[str, Tensor]:
-    """All weights in and after the layers. Marian's matrices are (in, out)."""
+    """All weights in the layers and after them. Marian's matrices are (in, out)."""
     weights: dict[str, Tensor] = {}
     dtype = tensors[next(name for name in tensors if name != OPTIONS)].dtype
     for ours, tensor in core.empty_model(config).state_dict().items():
@@ -460,7 +463,7 @@ def _stacks(
 
 
 def _their_name(ours: str, marian: dict[str, Any], config: VanillaTransformerConfig) -> str | None:
-    """Marian's name of a tensor in a layer, or of a layer norm around the layers."""
+    """Marian's name for a tensor in a layer, or for a layer norm around the layers."""
     stack, *path, part = ours.removeprefix("model.").split(".")
     module = ".".join(path)
     if module.startswith("layers."):
@@ -479,7 +482,7 @@ def _their_name(ours: str, marian: dict[str, Any], config: VanillaTransformerCon
 
 
 def _positions(tensors: Tensors, config: VanillaTransformerConfig) -> dict[str, Tensor]:
-    """Learned positions, which both stacks share; zeros where a model knows no positions."""
+    """Learned positions, which both stacks share; zeros if a model has no positions."""
     if config.position_encoding == "sinusoidal":
         return {}
     shape = config.max_position_embeddings, config.d_model
@@ -491,7 +494,7 @@ def _positions(tensors: Tensors, config: VanillaTransformerConfig) -> dict[str, 
 
 
 def _generation(files: MarianFiles, target: Side) -> dict[str, Any]:
-    """How `marian-decoder` searches with these options; its own defaults stand for missing ones."""
+    """The search of `marian-decoder` with these options, and its own defaults for missing ones."""
     options = files.options
     generation: dict[str, Any] = {
         "num_beams": options.get("beam-size", 12),
@@ -529,7 +532,7 @@ def _suppressed(options: dict[str, Any], target: Side) -> list[int]:
 
 
 def _sides(files: MarianFiles, marian: dict[str, Any], options: ConversionOptions) -> list[Side]:
-    """Source and target as the toolkit splits text, with one token more, which pads."""
+    """Source and target, which split text like the toolkit, with a token added for padding."""
     pad = max(marian["dim-vocabs"])
     return [
         _side(file, size, pad, _splitter(files, options, index))
@@ -540,7 +543,7 @@ def _sides(files: MarianFiles, marian: dict[str, Any], options: ConversionOption
 
 
 def _splitter(files: MarianFiles, options: ConversionOptions, index: int) -> str | Path | None:
-    """What splits the text of a side before a vocabulary other than `.spm`: codes or a model."""
+    """The codes or the model that split a side's text if its vocabulary is not an `.spm` file."""
     file, name = files.vocabularies[index], core.SIDES[index]
     found = (file.with_name(f"{name}.{suffix}") for suffix in ("spm", "bpe"))
     return options.codes(name) or next(filter(Path.is_file, found), None)
@@ -566,8 +569,8 @@ def _side(file: Path, size: int, pad: int, splitter: str | Path | None) -> Side:
 def split_and_look_up(
     splitter: str | Path | None, vocab: dict[str, int], specials: vocabularies.Specials
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer that splits text by a SentencePiece model, by BPE codes or at spaces, and looks
-    the pieces up in another vocabulary."""
+    """A tokenizer that splits text with a SentencePiece model, with BPE codes or at spaces, and
+    looks up the pieces in another vocabulary."""
     if splitter is None:
         return vocabularies.words(vocab, specials, spaces_only=True)
     if Path(splitter).suffix in (".spm", ".model"):
@@ -578,7 +581,7 @@ def split_and_look_up(
 
 
 def add_pad(vocab: dict[str, int], number: int) -> str:
-    """Add a token for padding to a vocabulary, under a name that is free."""
+    """Add a token for padding to a vocabulary, under an unused name."""
     pad = "<pad>"
     while pad in vocab:
         pad = f"<{pad}>"
@@ -587,7 +590,7 @@ def add_pad(vocab: dict[str, int], number: int) -> str:
 
 
 def _required(file: Path, vocab: dict[str, int], name: str, old: str, number: int) -> str:
-    """The token that Marian takes for `name`: files of Nematus call it `old`."""
+    """The token that Marian uses as `name`; in files of Nematus it is called `old`."""
     is_yaml = file.suffix in (".yml", ".yaml", ".json")
     if is_yaml and vocab.get(old) == number:
         return old
@@ -609,9 +612,9 @@ def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
 
 
 class MarianToolkit(Toolkit):
-    """A model in pymarian, Marian's own program. It reports log-probabilities of the target's own
-    tokens alone, with five decimals. Ids go in and out as words: Marian gets vocabularies of
-    numbers, because it could split the text of a translation in another way."""
+    """A model in pymarian, Marian's own program. It only reports log-probabilities of the target's
+    own tokens, with five decimals. Ids are passed as words, with vocabularies of numbers, because
+    Marian might split the text of a translation differently."""
 
     pad = -1
 
@@ -663,7 +666,7 @@ class MarianToolkit(Toolkit):
             search = [f"--{name}={str(options[name]).lower()}" for name in names if name in options]
             arguments = [*self._options(), f"--beam-size={num_beams}", *search]
             self.loaded[num_beams] = self.load(" ".join(arguments))
-        # Marian knows no other limit than this one, of the longest source of a batch.
+        # Marian's only limit is relative to the longest source of a batch.
         limit = {"max-length-factor": (longest - 0.5) / max(map(len, sources))}
         lines = self.loaded[num_beams].translate(self._lines(sources, 0), **limit)
         ids = {word: number for number, word in enumerate(self.words[1])}
@@ -675,7 +678,7 @@ class MarianToolkit(Toolkit):
         return [*(self.vocab.get(piece, self.unk) for piece in self.split(line)), self.ends[0]]
 
     def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
-        """See `Toolkit`. It has no gradient, and six digits."""
+        """See `Toolkit`. The loss has no gradient, and six digits."""
         rows, goals = ([row[row != self.pad].tolist() for row in ids] for ids in (sources, targets))
         return torch.tensor(float(self._score(rows, goals, "--summary=ce-mean-words")))
 
@@ -697,6 +700,6 @@ class MarianToolkit(Toolkit):
                 "--cpu-threads=1", "--mini-batch=1024", "--quiet"]  # fmt: skip
 
     def _lines(self, rows: list[list[int]], side: int) -> list[str]:
-        """Without the end, which Marian adds."""
+        """Ids as words, without the end token, which Marian adds."""
         rows = rows if side else self.known(rows)
         return [" ".join(self.words[side][i] for i in row if i != self.ends[side]) for row in rows]

@@ -26,7 +26,7 @@ from .weights import PROJECTION_BIAS, interleave_halves, tie
 NAME = "opennmt_py"
 READS: tuple[str, ...] = ("source_codes", "target_codes")
 
-# From our names to theirs: regular expressions and what replaces them, one after the other.
+# Turn our names into theirs: regular expressions and their replacements, applied in order.
 NAMES = {
     r"^model\.": "",
     r"^encoder\.layers": "encoder.transformer",
@@ -42,7 +42,7 @@ NAMES = {
     r"ffn\.fc": "feed_forward.w_",
     r"ffn_layer_norm": "feed_forward.layer_norm",
 }
-# From older names to those of version 3.
+# Turn older names into those of version 3.
 OLD_NAMES = {r"^generator\.0\.": "generator.", r"\.a_2$": ".weight", r"\.b_2$": ".bias"}
 LAYERS = {"encoder": "encoder.transformer", "decoder": "decoder.transformer_layers"}
 EMBEDDING = "{}.embeddings.make_embedding.emb_luts.0.weight"
@@ -52,7 +52,7 @@ SINUSOIDS = {
     "SinusoidalConcat": ("tensor2tensor", "halves"),
 }
 MOST_POSITIONS = 5000
-# Linear maps that have biases or not, by version and options.
+# Linear maps whose biases depend on version and options.
 ATTENTION = r".*_attn\.(linear_\w+|final_linear)"
 FEED_FORWARD = r".*\.feed_forward\.w_[12]"
 
@@ -79,7 +79,7 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
     "lora_embedding": (False,),
     "quant_layers": ([],),
 }
-# The defaults of `onmt_translate`, in which a checkpoint has no say.
+# The defaults of `onmt_translate`, which don't depend on the checkpoint.
 OLD_SEARCH = {"num_beams": 5, "length_penalty": 0.0, "max_new_tokens": 100}
 GENERATION: dict[int, dict[str, Any]] = {
     1: OLD_SEARCH,
@@ -88,19 +88,19 @@ GENERATION: dict[int, dict[str, Any]] = {
 }
 PAD, BOS, EOS = "<blank>", "<s>", "</s>"
 TEMPLATES = "$A", f"$A {EOS}"
-# Transforms of a text that no tokenizer computes, and that translation needs too.
+# Transforms of a text that translation also needs but no tokenizer computes.
 OUTSIDE = (
     "onmt_tokenize", "normalize", "prefix", "suffix", "docify", "inlinetags", "fuzzymatch",
     "terminology",
 )  # fmt: skip
-# Subwords that these lack are split further in OpenNMT-py, and unknown tokens here.
+# OpenNMT-py splits subwords that these lack further; here they are unknown tokens.
 RESTRICTIONS = ("src_subword_vocab", "tgt_subword_vocab")
-# What versions 1 and 2 keep around their vocabularies. Nothing in it is executed.
+# Classes around the vocabularies of versions 1 and 2, none of whose code is executed.
 INERT = ("torchtext.*", "onmt.*", "functools.partial", "collections.defaultdict")
 
 
 def recognizes(path: Path) -> bool:
-    """A checkpoint, or a folder with one."""
+    """Whether this is a checkpoint, or a folder with one."""
     try:
         strings, _ = contents(_checkpoint(path))
     except FileNotFoundError:
@@ -113,7 +113,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
 
     Raises:
         FileNotFoundError: There is no checkpoint, or no file with its weights.
-        ValueError: The model is of another kind, or has tensors that nothing reads.
+        ValueError: The model is of a different kind, or has unknown tensors.
     """
     path = _checkpoint(path)
     checkpoint = load_torch(path, allowed=[Namespace], inert=INERT)
@@ -173,7 +173,7 @@ def _expect_understood(opt: Mapping[str, Any], path: Path) -> None:
 
 
 def _tensors(checkpoint: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """All tensors, those of the projection as `generator.weight` and `generator.bias`."""
+    """All tensors. Those of the projection are `generator.weight` and `generator.bias`."""
     if "model" in checkpoint:
         generator = {f"generator.{name}": each for name, each in checkpoint["generator"].items()}
         return {**checkpoint["model"], **generator}
@@ -185,10 +185,10 @@ def _tensors(checkpoint: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
 
 
 def _modern(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As version 3 names tensors, and zeros for the biases that a model may lack but ours has.
+    """Tensors by their names in version 3, and zeros for biases that a model may lack but ours has.
 
-    The layer norm before version 1 divides by the standard deviation of d_model - 1 degrees of
-    freedom, which its gain absorbs.
+    Before version 1, the layer norm divides by the standard deviation with d_model - 1 degrees of
+    freedom. The factor is included in its gain.
     """
     modern = {}
     for name, tensor in tensors.items():
@@ -244,7 +244,7 @@ def _matrices(
 
 def _options(opt: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
     dropout, attention_dropout = (
-        value[-1] if isinstance(value, list) else value  # one for each part of the training
+        value[-1] if isinstance(value, list) else value  # one for each phase of training
         for value in (opt["dropout"], opt.get("attention_dropout", opt["dropout"]))
     )
     fields = {
@@ -265,7 +265,7 @@ def _options(opt: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
 
 
 def _positions(opt: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """Which sinusoids are stored. Without positions embeddings are not scaled either."""
+    """The kind of the stored sinusoids. Models without positions don't scale embeddings."""
     tables = [name for name in map(POSITIONS.format, STACKS) if name in tensors]
     if not tables and not opt.get("position_encoding"):
         return {
@@ -286,7 +286,7 @@ def _positions(opt: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
 
 
 def _specials(tokens: Sequence[str], template: str) -> Specials:
-    """The source of versions 1 and 2 has neither `<s>` nor `</s>`."""
+    """The special tokens. In versions 1 and 2 a source has neither `<s>` nor `</s>`."""
     bos, eos = (token if token in tokens else None for token in (BOS, EOS))
     return Specials(pad=PAD, bos=bos, eos=eos, template=template)
 
@@ -311,7 +311,7 @@ def _token_ids(
 
 
 def _transforms(opt: Mapping[str, Any]) -> set[str]:
-    """Of all corpora; before version 2 there are none."""
+    """The transforms of all corpora; before version 2 there are none."""
     corpora = opt["data"].values() if isinstance(opt.get("data"), dict) else []
     return {name for where in (opt, *corpora) for name in where.get("transforms") or []}
 
@@ -336,7 +336,7 @@ def _with_codes(
 
 
 def _notes(opt: Mapping[str, Any], options: ConversionOptions) -> str:
-    """What a text goes through before the tokenizer, and what the tokenizer lacks."""
+    """The preprocessing of a text before the tokenizer, and what the tokenizer lacks."""
     outside = sorted(_transforms(opt) & {*OUTSIDE})
     if not options.source_codes:
         outside += sorted(_transforms(opt) & {"bpe", "sentencepiece"})
@@ -353,13 +353,13 @@ def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
     """The checkpoint in OpenNMT-py 3, for `check`.
 
     Raises:
-        ImportError: OpenNMT-py can't be imported, or not in a version that opens this checkpoint.
+        ImportError: OpenNMT-py can't be imported, or its version does not open this checkpoint.
     """
     return OpenNMTModel(path, options)
 
 
 class OpenNMTModel(Toolkit):
-    """OpenNMT-py gets options and weights as we read them: it opens no pickle."""
+    """A model in OpenNMT-py, which gets options and weights that we have read, not a pickle."""
 
     def __init__(self, path: Path, options: ConversionOptions):
         from onmt.inputters.inputter import dict_to_vocabs

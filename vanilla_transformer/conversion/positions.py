@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Which columns are sines and which are cosines, and our `sinusoid_frequencies`.
+# The order of sines and cosines in the columns, and our `sinusoid_frequencies`.
 LAYOUTS = ("interleaved", "halves")
 FREQUENCIES = {"paper": 0, "tensor2tensor": 2}
 
@@ -21,12 +21,12 @@ def sinusoids(length: int, d_model: int, frequencies: str, layout: str) -> Tenso
 
 
 def find_sinusoids(table: Tensor) -> tuple[str, str] | None:
-    """Frequencies and layout of a table (length, d_model) of sinusoids. None: it holds something
-    else, such as learned vectors."""
+    """Frequencies and layout of a table (length, d_model) of sinusoids; None for anything else,
+    such as learned vectors."""
     length, d_model = table.shape
     if d_model % 2 or d_model < 4:
         return None
-    # A toolkit counts angles in single precision, and the table is in the precision of its dtype.
+    # A toolkit computes angles in single precision, and the table is rounded to its dtype.
     positions = torch.arange(length, dtype=torch.float64)[:, None]
     limit = 1e-5 + positions * 1e-6 + 2 * torch.finfo(table.dtype).eps
     for frequencies in FREQUENCIES:

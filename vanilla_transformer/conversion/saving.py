@@ -21,9 +21,9 @@ from .weights import PROJECTION_BIAS, separate_halves
 
 logger = logging.getLogger(__name__)
 
-# A subfolder of the converted model for what only the way back needs.
+# A subfolder of the converted model with files that only converting back needs.
 ORIGINAL, RECORD_NAME, LEFTOVERS_NAME = "original", "conversion.json", "leftovers.safetensors"
-# What only a search with several beams reads.
+# Options that have an effect only with several beams.
 BEAM_OPTIONS = ("length_penalty", "length_penalty_type", "early_stopping")
 
 
@@ -58,7 +58,7 @@ def _keep_original(conversion: Conversion, folder: Path) -> None:
 
 
 def read_record(model_folder: Path) -> dict[str, Any]:
-    """What `save` recorded of the checkpoint that a model comes from.
+    """The record that `save` wrote about the checkpoint that a model comes from.
 
     Raises:
         FileNotFoundError: The model was not converted.
@@ -71,7 +71,7 @@ def read_record(model_folder: Path) -> dict[str, Any]:
 
 def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
     """The tensors of the original checkpoint, in its order, from a converted model, which may have
-    been trained since.
+    been trained meanwhile.
 
     Args:
         halves: Undo `interleave_halves`.
@@ -121,7 +121,7 @@ def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Save tensors of which several may be one in memory, as in a file of transformers."""
+    """Save tensors, of which several may share memory, in the format of transformers."""
     seen: set[int] = set()
     whole = {}
     for name, tensor in tensors.items():
@@ -131,18 +131,18 @@ def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def copy_original_files(model_folder: Path, output: Path) -> None:
-    """Vocabularies and the like."""
+    """Copy vocabularies and the like."""
     for file in (model_folder / ORIGINAL).iterdir():
         if file.name not in (RECORD_NAME, LEFTOVERS_NAME):
             shutil.copyfile(file, output / file.name)
 
 
 def generation_config(conversion: Conversion) -> GenerationConfig:
-    """The model's special tokens, and what the toolkit's own search does."""
+    """The model's special tokens, and the options of the toolkit's own search."""
     config = conversion.config
     tokens = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
     fields = {name: getattr(config, name) for name in tokens} | conversion.generation
-    if fields.get("num_beams") == 1:  # transformers saves no options of beams with it
+    if fields.get("num_beams") == 1:  # with which transformers saves no options of beams
         beams = {name: fields.pop(name) for name in BEAM_OPTIONS if name in fields}
         options = ", ".join(f"{name}={value!r}" for name, value in beams.items())
         if options:
@@ -177,7 +177,7 @@ After `import vanilla_transformer`, `trust_remote_code` is not needed.
 
 
 def model_card(conversion: Conversion, output: Path) -> ModelCard:
-    """Where the weights come from, under which licence, and the languages if they have codes."""
+    """The card: the origin of the weights, their licence, and the languages if they have codes."""
     origin, languages = conversion.origin, conversion.languages
     known = [code for code in languages if code and re.fullmatch(LANGUAGE, code)]
     license = origin.get("license")

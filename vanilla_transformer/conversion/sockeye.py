@@ -27,22 +27,22 @@ READS: tuple[str, ...] = TOKEN_FILES
 PARAMS, CONFIG, VERSION, ARGUMENTS = "params.best", "config", "version", "args.yaml"
 VOCABULARIES = "vocab.src.0.json", "vocab.trg.0.json"
 SPECIAL_IDS = {"<pad>": 0, "<unk>": 1, "<s>": 2, "</s>": 3}
-# An array of MXNet, in which Sockeye 1 and 2 save their parameters, starts with this number.
+# The first bytes of MXNet arrays, in which Sockeye 1 and 2 save their parameters.
 MXNET_MAGIC = (0x112).to_bytes(8, "little")
 
-# Their names in a layer, and ours. Attention and its layer norms have one name per stack.
+# Their names in a layer, and ours. Those of attention and its layer norms depend on the stack.
 ATTENTION = {
     "encoder": {"self_attention": "self_attn"},
     "decoder": {"autoregr_layer": "self_attn", "enc_attention": "encoder_attn"},
 }
 FEED_FORWARD = {"ff.ff1": "ffn.fc1", "ff.ff2": "ffn.fc2"}
 ACTIVATIONS = {"relu": "relu", "swish1": "silu", "gelu": "gelu"}
-# What a sub-layer does before and after it, without dropout: n normalizes, r adds the input.
+# The steps before and after a sub-layer, without dropout: n normalizes, r adds the input.
 NORM_POSITIONS = {("", "rn"): "post", ("n", "r"): "pre"}
-# Never part of a translation's probability: the predictor of lengths, and the selection of words.
+# Without effect on a translation's probability: the predictor of lengths, and word selection.
 IGNORED = (r"length_ratio\..*", r"nvs\..*")
 REQUIRED = "model_size", "num_layers", "attention_heads", "feed_forward_num_hidden"
-# Options of a stack that change what it computes, and the only value that we know.
+# Options of a stack that change what it computes, and the only value that we support.
 PLAIN = {
     "decoder_type": "transformer", "use_lhuc": False, "use_glu": False,
     "block_prepended_cross_attention": False,
@@ -66,7 +66,7 @@ _ConfigLoader.add_constructor("tag:yaml.org,2002:python/tuple", _sequence)
 
 
 def recognizes(path: Path) -> bool:
-    """Whether it is a model folder of Sockeye, or the parameters in one."""
+    """Whether this is a model folder of Sockeye, or the parameters in one."""
     folder = path if path.is_dir() else path.parent
     if path != folder and not path.name.startswith("params."):
         return False
@@ -123,10 +123,10 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Sockeye's `config`, whose objects become mappings. No object is made.
+    """Sockeye's `config`, whose objects are read as mappings.
 
     Raises:
-        ValueError: It is no YAML, or not that of a model.
+        ValueError: It is not YAML, or not the configuration of a model.
     """
     config = _load_yaml(path)
     for name in ("vocab_source_size", "vocab_target_size"):
@@ -154,7 +154,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
 
 
 def expect_plain(config: dict[str, Any], path: Path) -> None:
-    """Refuse what the model does not have, by name.
+    """Reject options that our model does not support, by name.
 
     Raises:
         ValueError: An option has a value that changes what the model computes.
@@ -231,7 +231,7 @@ def read_params(path: Path) -> Tensors:
 
     Raises:
         FileNotFoundError: It is missing.
-        ValueError: It is MXNet's, quantized or damaged.
+        ValueError: It is in MXNet's format, quantized or damaged.
     """
     if path.is_file():
         with path.open("rb") as file:
@@ -292,7 +292,7 @@ def _layers(tensors: Tensors, config: dict[str, Any], stack: str) -> dict[str, T
 
 
 def _attention(tensors: Tensors, theirs: str, ours: str, d: int, heads: int) -> dict[str, Tensor]:
-    """Queries, keys, values and output. Keys and values take turns, head by head."""
+    """Queries, keys, values and output. Keys and values alternate, head by head."""
     if f"{theirs}.ff_in.weight" in tensors:
         q, kv = tensors.take(f"{theirs}.ff_in.weight", 3 * d, d).split([d, 2 * d])
     else:
@@ -310,7 +310,7 @@ def _attention(tensors: Tensors, theirs: str, ours: str, d: int, heads: int) -> 
 def _positions(
     tensors: Tensors, config: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Learned positions, or none where they are sinusoids. Past the end of a learned table, Sockeye
+    """Learned positions, or none if they are sinusoids. After the end of a learned table, Sockeye
     repeats its last row."""
     d, kind = (config["config_encoder"].get(n) for n in ("model_size", "positional_embedding_type"))
     tables = [tensors.take(f"{stack}.pos_embedding.weight", None, d) for stack in STACKS]
@@ -358,7 +358,7 @@ def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
 
 
 class SockeyeToolkit(Toolkit):
-    """A model folder in Sockeye 3, whose `params.best` is opened."""
+    """A model folder in Sockeye 3, which opens its `params.best`."""
 
     pad, start, unk, eos = 0, SPECIAL_IDS["<s>"], SPECIAL_IDS["<unk>"], SPECIAL_IDS["</s>"]
 

@@ -33,7 +33,7 @@ from .weights import SHARED, SOURCE, TARGET, add_rows, interleave_halves, matrix
 NAME = "tensor2tensor"
 READS: tuple[str, ...] = ("heads", "target_space_id", "source_vocabulary", "target_vocabulary")
 SIDES = "inputs", "targets"
-SPECIALS = "<pad>", "<EOS>"  # ids 0 and 1; in most files they end in an underscore
+SPECIALS = "<pad>", "<EOS>"  # ids 0 and 1; most files add an underscore
 START = "<start>"  # ours: the decoder starts from a zero vector
 # The unknown token of a vocabulary of whole tokens, such as that of translate_ende_wmt_bpe32k.
 UNKNOWN = "UNK"
@@ -43,8 +43,8 @@ IGNORED = (
     r"(.*/)?global_step", r"losses_avg/.*", r"train_stats/.*",
 )  # fmt: skip
 
-# Their names, whatever scopes stand in front, and the short names that the functions below use. The
-# last alternatives are those of 2017, up to 1.2: convolutions, fused projections, no scopes.
+# Their names, after any scopes, and the short names that the functions below use. The last
+# alternatives are from 2017, up to 1.2: convolutions, fused projections, no scopes.
 _LAYER = r"(?:.*/)?body/(encoder|decoder)/layer_(\d+)(?:_\d+)?/"
 _PROJECTION = r"(qkv|kv|q|k|v|output|o)(?:_transform)?(?:_single)?(?:/(kernel|bias))?"
 _SUBLAYER = r"(self_attention|encdec_attention|ffn)"
@@ -77,8 +77,8 @@ NAMES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
 ATTENTION = {"self_attention": "self_attn", "encdec_attention": "encoder_attn"}
 NORMS = {**ATTENTION, "ffn": "ffn"}
 
-# Hyper-parameters that change what the model computes, and the values that we know. A file that
-# lacks one is older than it.
+# Hyper-parameters that change what the model computes, and the values that we support. Older files
+# lack some.
 KNOWN: dict[str, tuple[Any, ...]] = {
     "self_attention_type": ("dot_product",),
     "ffn_layer": ("dense_relu_dense", "conv_hidden_relu"),
@@ -92,12 +92,12 @@ KNOWN: dict[str, tuple[Any, ...]] = {
     "hard_attention_k": (0,),
     "num_area_layers": (0,),
 }
-# What happens before and after a sub-layer, without dropout: n normalizes, a adds the input.
+# The steps before and after a sub-layer, without dropout: n normalizes, a adds the input.
 SEQUENCES = {("", "an"), ("n", "a")}
 
 
 def recognizes(path: Path) -> bool:
-    """Whether it is a TensorFlow checkpoint, given by its folder, its index or its prefix."""
+    """Whether this is the folder, the index or the prefix of a TensorFlow checkpoint."""
     try:
         return is_index(find_index(path))
     except (OSError, ValueError):
@@ -147,8 +147,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
 
 
 def find_index(path: Path) -> Path:
-    """The index of a checkpoint, given by itself, without `.index`, or by its folder, where the
-    file `checkpoint` names the newest.
+    """The index of a checkpoint. `path` is the index, with or without `.index`, or a folder, in
+    which the file `checkpoint` names the newest.
 
     Raises:
         FileNotFoundError: There is none.
@@ -177,10 +177,10 @@ def find_index(path: Path) -> Path:
 
 
 def read_hparams(folder: Path) -> dict[str, Any]:
-    """`hparams.json`, if it is there; before 1.3 there is none.
+    """`hparams.json`, if it exists; before 1.3 there is none.
 
     Raises:
-        ValueError: It is no JSON object, or `flags.txt` names another model.
+        ValueError: It is not a JSON object, or `flags.txt` names another model.
     """
     for file in sorted(folder.glob("flags*.txt")):
         model = re.search(r"^--model=(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE)
@@ -199,7 +199,7 @@ def read_hparams(folder: Path) -> dict[str, Any]:
 
 
 def expect_known(hparams: Mapping[str, Any], place: Path) -> None:
-    """Refuse by name what the model does not have.
+    """Reject hyper-parameters that our model does not support, by name.
 
     Raises:
         ValueError: A hyper-parameter has a value that changes what the model computes.
@@ -219,7 +219,7 @@ def expect_known(hparams: Mapping[str, Any], place: Path) -> None:
 
 
 def read_tensors(prefix: Path) -> Tensors:
-    """The variables by the short names of `NAMES`; one that is not known keeps its own.
+    """The variables by the short names of `NAMES`; unknown ones keep their own.
 
     Raises:
         FileNotFoundError, ValueError: As `TensorFlowCheckpoint`, or two variables have one name.
@@ -252,8 +252,8 @@ class _Reader:
 
     Args:
         tensors: The variables.
-        hparams: The hyper-parameters, perhaps none.
-        options: What these don't say.
+        hparams: The hyper-parameters; may be empty.
+        options: Information that is not among these.
 
     Raises:
         ValueError: The number of heads is unknown or does not fit, or there is no encoder.
@@ -288,7 +288,7 @@ class _Reader:
                 raise ValueError(f"num_heads={self.heads}: expected a divisor of {width}")
 
     def fields(self) -> dict[str, Any]:
-        """What the configuration says of the layers."""
+        """The fields of the configuration about the layers."""
         hparams, same = self.hparams, self.key_width == self.value_width
         return {
             "d_model": self.d_model,
@@ -357,7 +357,7 @@ class _Reader:
         return kernel.reshape(expected).T
 
     def attention(self, theirs: str, ours: str) -> dict[str, Tensor]:
-        """Queries, keys, values and output, each apart or, in 2017, in one matrix."""
+        """Queries, keys, values and output, each in its own matrix or, in 2017, in one."""
         widths = {"q": self.key_width, "k": self.key_width, "v": self.value_width}
         weights = {}
         for fused in ("qkv", "q", "kv", "k", "v"):
@@ -394,13 +394,13 @@ def _scales_embedding(hparams: Mapping[str, Any]) -> bool:
 
 
 def _embeddings(tensors: Tensors, sizes: list[int]) -> tuple[dict[str, Tensor], bool]:
-    """The three matrices, each in shards that are counted, not sorted by name, and whether target
-    embedding and projection are one.
+    """The three matrices, each made of numbered shards, and whether target embedding and projection
+    are one.
 
     Args:
         tensors: The variables.
-        sizes: Tokens in the vocabularies of source and target, which tell two matrices named
-            `shared` apart.
+        sizes: Sizes of the vocabularies of source and target, to distinguish two matrices named
+            `shared`.
     """
     matrices: dict[tuple[str, int], Tensor] = {}
     names = [name.split(".") for name in tensors if name.startswith("symbols.")]
@@ -439,8 +439,8 @@ def _fold_target_space(
     hparams: Mapping[str, Any],
     options: ConversionOptions,
 ) -> None:
-    """Add the vector that tensor2tensor adds to each source position to each row of the source
-    embedding."""
+    """Add the vector of the target space, which tensor2tensor adds to each source position, to each
+    row of the source embedding."""
     if "target_space" not in tensors:
         return
     spaces = tensors.take("target_space", None, None)
@@ -459,8 +459,8 @@ def _fold_target_space(
 
 
 def _trained_space(tensors: Tensors) -> int:
-    """The target space of the problem. No file names it, but the optimizer's averages of gradients
-    are zero for all others. Without an optimizer it is 0, as for all problems since 1.5."""
+    """The target space of the problem. It is not in any file, but the optimizer's averages of
+    gradients are zero for all other spaces. Without one it is 0, as for all problems since 1.5."""
     slots = [name for name in tensors if name.startswith("slot.target_space")]
     trained: set[int] = set()
     for slot in slots:
@@ -487,7 +487,7 @@ def _positions(
 
 
 def _vocabulary_files(folder: Path, options: ConversionOptions) -> list[str]:
-    """The source's and the target's. One file serves both.
+    """The source's and the target's; a single file is for both.
 
     Raises:
         FileNotFoundError: There is none.
@@ -536,8 +536,7 @@ def _vocabularies(folder: Path, options: ConversionOptions) -> list[Vocabulary]:
 
 
 def _read_tokens(file: str) -> dict[str, int] | None:
-    """The vocabulary of a `TokenTextEncoder`, which splits text at white space. None: the file
-    holds subwords."""
+    """The vocabulary of a `TokenTextEncoder`, which splits at white space; None for subwords."""
     lines = Path(file).read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     tokens = [line.strip() for line in lines]
     if tuple(tokens[:2]) != SPECIALS or UNKNOWN not in tokens:
@@ -546,7 +545,7 @@ def _read_tokens(file: str) -> dict[str, int] | None:
 
 
 def _first_two(vocabulary: Mapping[str, int]) -> list[str]:
-    """Padding and end, which are the ids 0 and 1."""
+    """The tokens for padding and end, ids 0 and 1."""
     return sorted(vocabulary, key=vocabulary.__getitem__)[:2]
 
 
@@ -569,7 +568,7 @@ def _tokenizer(
 
 
 def python() -> str:
-    """The Python that has tensor2tensor, most often another: TensorFlow 2.15 needs NumPy 1."""
+    """The Python that has tensor2tensor, usually a separate one: TensorFlow 2.15 needs NumPy 1."""
     return os.environ.get("TENSOR2TENSOR_PYTHON", sys.executable)
 
 
@@ -584,15 +583,15 @@ def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
 
 class Tensor2TensorToolkit(Toolkit):
     """A model in another process, which runs `tensor2tensor_program.py`. It computes in float32.
-    It has no start token, because it shifts targets itself, and no unknown one.
+    It has no start token, because it shifts targets itself, and no unknown token.
 
     Args:
-        index: Of the checkpoint.
-        options: Those of the conversion.
+        index: The index of the checkpoint.
+        options: The options of the conversion.
 
     Raises:
-        FileNotFoundError, ImportError, RuntimeError: The hyper-parameters or the vocabularies are
-            not there, tensor2tensor is not, or it ended early.
+        FileNotFoundError, ImportError, RuntimeError: The hyper-parameters, the vocabularies or
+            tensor2tensor are missing, or it ended early.
     """
 
     pad, start, unk = 0, 0, 0

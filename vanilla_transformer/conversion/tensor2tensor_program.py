@@ -1,11 +1,11 @@
 """Runs a tensor2tensor checkpoint for `tensor2tensor.Tensor2TensorToolkit`, which starts this file
-in a Python that has TensorFlow. It imports nothing of this package.
+in a Python that has TensorFlow. It imports nothing from this package.
 
 Each line of its input is JSON: a method of `Model` and the arguments. Each line of its output is
-the result. Before, a line says that it is ready, or why tensor2tensor can't be imported.
+the result. The first line says that it is ready, or why tensor2tensor can't be imported.
 """
 
-from __future__ import annotations  # it may run in an old Python
+from __future__ import annotations  # may run in an old Python
 
 import json
 import os
@@ -16,13 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ALPHA = 0.6  # of the length penalty, as t2t-decoder has it
+ALPHA = 0.6  # of the length penalty, as in t2t-decoder
 END = 1
 
 
 def import_tensor2tensor() -> None:
-    """Import it without all models but the transformer, and without the packages they need."""
-    sys.path.pop(0)  # the folder of this file, where another tensor2tensor.py is
+    """Import only the transformer, without the other models and the packages that they need."""
+    sys.path.pop(0)  # the folder of this file, which has a tensor2tensor.py too
     import tensor2tensor
 
     models = ModuleType("tensor2tensor.models")
@@ -32,13 +32,13 @@ def import_tensor2tensor() -> None:
 
 
 class Model:
-    """A translation model. Each kind of computation has a graph and a session of its own.
+    """A translation model. Each kind of computation has its own graph and session.
 
     Args:
         prefix: The checkpoint, without `.index`.
         vocabularies: Files with the subwords of the source and of the target.
         target_space_id: Of the problem.
-        threads: How many TensorFlow may use, within an operation and for several.
+        threads: The number that TensorFlow may use within an operation, and across operations.
     """
 
     def __init__(self, prefix: str, vocabularies: list[str], target_space_id: int, threads: int):
@@ -53,19 +53,19 @@ class Model:
         return [*self.encoders[0].encode(line), END]
 
     def logits(self, sources: list[list[int]], targets: list[list[int]], file: str) -> None:
-        """Write the logits (batch, target_length, vocabulary) to a file of NumPy's."""
+        """Write the logits (batch, target_length, vocabulary) to a NumPy file."""
         import numpy as np
 
         logits = self._run("logits", lambda model, features: model(features)[0], sources, targets)
         np.save(file, logits[:, :, 0, 0])
 
     def translate(self, sources: list[list[int]], num_beams: int, longest: int) -> list[list[int]]:
-        """The best translations, of at most `longest` tokens, with their ends."""
+        """The best translations, of at most `longest` tokens, including their end tokens."""
 
         def search(model: Any, features: dict[str, Any]) -> Any:
             return model.infer(features, features.pop("length"), num_beams, 1, ALPHA)["outputs"]
 
-        more = longest - max(map(len, sources))  # than the source has
+        more = longest - max(map(len, sources))  # tokens than the longest source
         found = self._run(f"beams {num_beams}", search, sources, more=more, mode="infer")
         return [row[: row.index(END) + 1] if END in row else row for row in found.tolist()]
 
@@ -73,7 +73,7 @@ class Model:
         self, sources: list[list[int]], targets: list[list[int]], steps: int, learning_rate: float
     ) -> list[float]:
         """The losses of a batch, without label smoothing and dropout, before each step of SGD on
-        it. The next call begins with the checkpoint again."""
+        it. The next call starts from the checkpoint again."""
         import tensorflow.compat.v1 as tf
 
         def step(model: Any, features: dict[str, Any]) -> Any:
@@ -93,7 +93,7 @@ class Model:
         more: int = 0,
         mode: str = "eval",
     ) -> Any:
-        """What `build`, from a model and its features, computes of these ids."""
+        """What `build` computes from these ids, given a model and its features."""
         import tensorflow.compat.v1 as tf
 
         if name not in self.graphs:
@@ -141,7 +141,7 @@ class Model:
 
 
 def short(name: str) -> str:
-    """The name of a variable without the scopes in front; slots of an optimizer keep theirs."""
+    """The name of a variable without the scopes in front; an optimizer's slots keep theirs."""
     known = "encoder/layer_|decoder/layer_|symbol_modality_|target_space_|(inputs|targets)_position"
     name = re.sub(f"^(?!training/).*/(?={known})", "", name)
     return re.sub(r"(/layer_\d+)_\d+/", r"\1/", name)
@@ -158,7 +158,7 @@ def padded(rows: list[list[int]]) -> Any:
 
 
 def main() -> None:
-    """Answer until the input ends. TensorFlow's own messages go to the standard error."""
+    """Answer requests until the input ends. TensorFlow's own messages go to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

@@ -29,7 +29,7 @@ MOST_DIMENSIONS = 254
 
 
 def is_index(path: Path) -> bool:
-    """Whether the file ends as the index of a TensorFlow checkpoint does."""
+    """Whether the file ends like the index of a TensorFlow checkpoint."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(size - len(MAGIC), 0))
@@ -44,8 +44,8 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
 
     Raises:
         FileNotFoundError: A file of the checkpoint is missing.
-        ValueError: A file is truncated or damaged, or holds what this reader does not know. Sizes
-            are checked for all tensors, checksums for the index alone.
+        ValueError: A file is truncated, damaged or in an unknown format. Sizes are checked for all
+            tensors, checksums only for the index.
     """
 
     def __init__(self, prefix: Path):
@@ -73,7 +73,7 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
         return path
 
     def _entry(self, name: str, entry: bytes) -> dict[str, Any]:
-        """What is known of a tensor, checked against the files."""
+        """The properties of a tensor, checked against the files."""
         fields: dict[int, Any] = {4: 0, 5: 0, 3: 0}
         shape: list[int] = []
         for field, value in read_fields(entry):
@@ -109,7 +109,7 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
             raise ValueError(f"{self.index}: {name} holds no numbers: expected a tensor of numbers")
         if not entry["size"]:
             return torch.empty(entry["shape"], dtype=entry["dtype"])
-        # Mapped copy-on-write: torch wants memory that may be written.
+        # Mapped copy-on-write, because torch needs writable memory.
         place = {"offset": entry["offset"], "shape": (entry["size"],)}
         raw = np.memmap(self.shards[entry["shard"]], np.uint8, "c", **place)
         return torch.from_numpy(raw).view(entry["dtype"]).reshape(entry["shape"])
@@ -138,7 +138,7 @@ def _handle(data: bytes, position: int) -> tuple[tuple[int, int], int]:
 
 def _read_block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
     """Keys and values of a block. A key shares a prefix with the one before it; after the entries
-    comes a list of places to start from, with its length in the last four bytes."""
+    there is a list of restart points, with its length in the last four bytes."""
     block, trailer = table[offset : offset + size], table[offset + size :][:TRAILER_SIZE]
     if len(trailer) < TRAILER_SIZE or size < 4:
         raise ValueError(f"truncated: expected a block of {size} bytes at {offset}")

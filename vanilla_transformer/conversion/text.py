@@ -1,4 +1,4 @@
-"""The tokenizer of toolkits that split text at white space, or whose users split it before with
+"""The tokenizer for toolkits that split text at white space, possibly after users have applied
 byte-pair codes or a SentencePiece model."""
 
 import re
@@ -14,8 +14,8 @@ from .core import SIDES, ConversionOptions
 
 Vocabulary = Mapping[str, int]
 
-TAG = re.compile(r"<[^<>\s]+>|>>\S+<<|__\S+__|｟\S+｠")  # of a language, as in <2de>
-SYMBOLS = {"<s>", "</s>", "<pad>", "<unk>", "<blank>"}  # which a text can't spell
+TAG = re.compile(r"<[^<>\s]+>|>>\S+<<|__\S+__|｟\S+｠")  # a language, such as <2de>
+SYMBOLS = {"<s>", "</s>", "<pad>", "<unk>", "<blank>"}  # can't be written in a text
 
 
 def tokenizer_for(
@@ -26,13 +26,13 @@ def tokenizer_for(
     *,
     splits_again: bool = True,
 ) -> tuple[PreTrainedTokenizerBase, int]:
-    """A tokenizer for source and target, and the rows that the source's embedding needs for it: the
-    codes may produce symbols that the vocabulary lacks (see `Conversion.fill_with_clones`).
+    """A tokenizer for source and target, and the number of rows that the source's embedding needs,
+    as the codes may produce symbols that the vocabulary lacks (see `Conversion.fill_with_clones`).
 
     Args:
         vocabularies: Ids by token of the source and of the target.
         specials: Their special tokens.
-        options: Says which codes there are. The source's serve both sides if the target has none.
+        options: Names the codes. The source's are used for both sides if the target has none.
         sizes: The rows of both embeddings.
         splits_again: See `side_tokenizer`.
 
@@ -69,9 +69,9 @@ def side_tokenizer(
     size: int,
     splits_again: bool = True,
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer of one side: words without codes, else SentencePiece or byte-pair codes, by the
-    name of their file. `size` is the number of the embedding's rows. Without `splits_again` a text
-    is split by `text.strip().split(" ")`; see also `vocabularies.bpe_codes`."""
+    """The tokenizer of one side: words without codes, otherwise SentencePiece or byte-pair codes,
+    by the name of their file. `size` is the number of the embedding's rows. Without `splits_again`,
+    a text is split by `text.strip().split(" ")`; see also `vocabularies.bpe_codes`."""
     if codes is None and splits_again:
         return words(vocabulary, specials, size=size)
     if codes is None:

@@ -1,6 +1,6 @@
 """State dicts of `torch.nn.Transformer` and of The Annotated Transformer.
 
-A state dict has names and tensors, but no configuration. What it does not say comes from the
+A state dict has names and tensors, but no configuration. Missing information comes from the
 options, or from the table of `--names`, a YAML file with any of the keys of `Table`.
 
 Sources: https://docs.pytorch.org/docs/stable/generated/torch.nn.Transformer.html, PyTorch's
@@ -53,23 +53,24 @@ READS: tuple[str, ...] = (*FOR_STATE_DICTS, "names", *TOKEN_FILES)
 VOCABULARIES = "vocab.src.txt", "vocab.tgt.txt"
 EMBEDDINGS = "source_embedding", "target_embedding"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-# Where a training script keeps the state dict, and what wrappers put in front of its names.
+# Keys under which training scripts save the state dict, and prefixes that wrappers add to names.
 STATE_DICTS = ("model_state_dict", "state_dict", "model", "model_state", "net")
 WRAPPERS = ("module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
 class Table:
-    """What the names within the layers don't say. A user's YAML file replaces any of these.
+    """What the names within the layers don't tell. A user's YAML file can replace any of these.
 
     Attributes:
         heads: Attention heads of both stacks.
         norm_first: Pre-norm (true) or post-norm.
         activation: Name in transformers' `ACT2FN`.
-        layer_norm_eps: Of all layer norms.
+        layer_norm_eps: Epsilon of all layer norms.
         scale_embedding: Whether embeddings are multiplied by sqrt(d_model).
         source_embedding, target_embedding: Names of the tensors (vocabulary, d_model).
-        projection, projection_bias: Before the softmax. No bias: a name that is not there.
+        projection, projection_bias: Names of the tensors before the softmax. For no bias, a name
+            that does not exist.
         source_positions, target_positions: Tables of positions, if they are in the file. Without
             them, positions are the paper's sinusoids.
         pad, unk, bos, eos: Special tokens in the vocabularies.
@@ -102,13 +103,13 @@ class Layout:
     """Names within a layer.
 
     Attributes:
-        toolkit: For the model card.
+        toolkit: Name for the model card.
         attention: Attention of the encoder's layers and the decoder's, and ours.
         feed_forward: The same for the two linear layers.
         norms: The same for layer norms, per stack.
-        norm_parts: What a layer norm calls its weight and its bias.
+        norm_parts: Names of a layer norm's weight and bias.
         first: Names of the first tensors of self-attention and of attention to the source.
-        table: What is true for this layout if the user does not say otherwise.
+        table: The defaults for this layout.
     """
 
     toolkit: str
@@ -170,7 +171,7 @@ ANNOTATED = Layout(
 
 
 def recognizes(path: Path) -> bool:
-    """Whether it is a state dict with the names of one of the two, or a folder with one."""
+    """Whether this is a state dict with the names of one of the two, or a folder with one."""
     try:
         return _layout(read_state_dict(find_file(path))) is not None
     except (ValueError, OSError):
@@ -259,11 +260,11 @@ def find_file(path: Path) -> Path:
 
 
 def read_state_dict(path: Path) -> Tensors:
-    """The tensors, by the names of the model that was saved.
+    """The tensors, by the names of the saved model.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It holds no state dict, or is damaged.
+        ValueError: It contains no state dict, or is damaged.
     """
     state = read_weights(path)
     for name in STATE_DICTS:
@@ -285,7 +286,7 @@ def _layout(tensors: Tensors) -> Layout | None:
 
 
 def _prefixes(tensors: Tensors, layout: Layout) -> dict[str, str]:
-    """What stands before `layers.N` in each stack: the decoder's layers attend to a source."""
+    """The prefix of `layers.N` in each stack. The decoder is the one that attends to a source."""
     own, cross = layout.first
     decoders = [name.removesuffix(cross) for name in tensors if name.endswith(cross)]
     stacks = [name.removesuffix(own) for name in tensors if name.endswith(own)]
@@ -300,16 +301,16 @@ def _prefixes(tensors: Tensors, layout: Layout) -> dict[str, str]:
 
 
 def read_table(layout: Layout, options: ConversionOptions, encoder: str) -> Table:
-    """The layout's table, completed by the file `options.names`, and both by the options.
+    """The layout's table, overridden by the file `options.names`, which the options override.
 
     Args:
         layout: Names within layers.
-        options: What the user says.
-        encoder: What stands before the encoder's layers: "transformer.encoder.", or "" and more if
+        options: The user's options.
+        encoder: The prefix of the encoder's layers: "transformer.encoder.", "", or a longer one if
             the model is part of another.
 
     Raises:
-        ValueError: The file is no YAML, or has a key or a type that is not known.
+        ValueError: The file is not YAML, or has an unknown key or a wrong type.
     """
     outer = encoder.removesuffix("encoder.").removesuffix("transformer.")
     tensors = [each.name for each in fields(Table) if "." in str(each.default)]
@@ -348,7 +349,7 @@ def _read_names(path: Path) -> dict[str, Any]:
 
 
 def _vocabularies(folder: Path, options: ConversionOptions, table: Table) -> list[dict[str, int]]:
-    """The lists of tokens: neither toolkit saves them in a form that can be read."""
+    """The lists of tokens, which neither toolkit saves in a readable form."""
     source, target = (folder / name for name in VOCABULARIES)
     source = Path(options.source_vocabulary or source)
     if options.target_vocabulary or not target.is_file():
@@ -373,7 +374,7 @@ def _vocabularies(folder: Path, options: ConversionOptions, table: Table) -> lis
 
 
 def _expect_size(side: str, vocabulary: dict[str, int], rows: int) -> None:
-    """A vocabulary may lack a few of the embedding's rows, which then have no text."""
+    """Check that a vocabulary fits its embedding. It may lack a few tokens at the end."""
     if 0 < rows - len(vocabulary) <= max(8, rows // 10):
         logger.warning(
             "%s_vocabulary: %d tokens for %d rows of the embedding: the last rows have no text",
@@ -422,7 +423,7 @@ def _embeddings(tensors: Tensors, table: Table) -> tuple[dict[str, Tensor], dict
 def _positions(
     tensors: Tensors, table: Table, d_model: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Learned positions, or what kind of sinusoids they are."""
+    """Learned positions, or the kind of sinusoids."""
     names = table.source_positions, table.target_positions
     found: dict[str | None, Tensor] = {
         name: _position_table(tensors, name, d_model)
@@ -432,7 +433,7 @@ def _positions(
     if not found:
         return {}, {}
     known = next(iter(found.values()))
-    # For a stack that has no table, while the other one has.
+    # For a stack without a table if the other one has a table.
     paper = sinusoids(len(known), d_model, "paper", "interleaved").to(known.dtype)
     source, target = (found.get(name, paper) for name in names)
     kind = find_sinusoids(source)
@@ -457,9 +458,9 @@ class _Stack:
         tensors: The state dict.
         layout: Names within layers.
         stack: "encoder" or "decoder".
-        prefix: What stands before `layers.N`.
+        prefix: The prefix of `layers.N`.
         d_model: The width.
-        bias: Whether linear layers and layer norms have biases. Without, ours are zero.
+        bias: Whether linear layers and layer norms have biases. If not, ours are zero.
     """
 
     def __init__(
@@ -507,8 +508,8 @@ class _Stack:
         return weights | self.linear(f"{theirs}.out_proj", f"{ours}.out_proj")
 
     def linear(self, theirs: str, ours: str) -> dict[str, Tensor]:
-        """A linear layer. Without a bias, attention has none, and ours in the feed-forward network
-        is zero."""
+        """A linear layer. If it has no bias, neither has our attention, and in our feed-forward
+        network it is zero."""
         d, d_ff = self.d_model, self.d_ff
         rows, columns = {"fc1": (d_ff, d), "fc2": (d, d_ff)}.get(ours.rpartition(".")[2], (d, d))
         weights = {f"{ours}.weight": self.tensors.take(f"{theirs}.weight", rows, columns)}
@@ -548,7 +549,7 @@ def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
 
 class TorchModel(Toolkit):
     """The stacks of `torch.nn.Transformer` between the embeddings and the projection that the table
-    names. They have no search of their own; greedy search is a loop."""
+    names. They have no search; greedy search is a loop here."""
 
     layout = TORCH
 
@@ -585,7 +586,7 @@ class TorchModel(Toolkit):
         bias = f"{prefix}layers.0.linear1.bias" in tensors
         options = {
             "d_model": d_model, "nhead": table.heads, "dim_feedforward": d_ff, "dropout": 0.0,
-            # A function: copies of a decoder layer lose a module, and take ReLU.
+            # A function, because copies of a decoder layer lose a module and use ReLU.
             "activation": ACT2FN[table.activation].forward, "layer_norm_eps": table.layer_norm_eps,
             "norm_first": table.norm_first, "batch_first": True, "bias": bias,
         }  # fmt: skip
@@ -659,7 +660,7 @@ class TorchModel(Toolkit):
 
 def annotated_transformer() -> SimpleNamespace:
     """The definitions of The Annotated Transformer, from the file that the environment variable
-    ANNOTATED_TRANSFORMER names. What the notebook runs between them is left out.
+    ANNOTATED_TRANSFORMER names. The code that the notebook runs between them is left out.
 
     Raises:
         ImportError: It names no file.
@@ -716,7 +717,7 @@ class AnnotatedModel(TorchModel):
         found = []
         for source in self.known(sources):
             batch = self.code.Batch(torch.tensor([source]), pad=self.pad)
-            for limit in (min(longest, 2 * len(source)), longest):  # it does not stop at an end
+            for limit in (min(longest, 2 * len(source)), longest):  # it goes on after an end
                 ids = self.code.greedy_decode(
                     self.module, batch.src, batch.src_mask, limit + 1, self.start
                 )

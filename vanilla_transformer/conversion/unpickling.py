@@ -15,16 +15,16 @@ from torch.serialization import safe_globals
 
 # The size of a pickle without its tensors. A larger one is not from a checkpoint.
 MOST_BYTES = 2**28
-# As pickles name types for Python 2, and torch does not.
+# Types with their names in Python 2, which pickles may have but torch does not accept.
 OLD_TYPES = {"__builtin__.long": "builtins.int", "__builtin__.unicode": "builtins.str"}
-# What torch and pickle need for plain values; torch allows them itself.
+# Needed by torch and pickle for plain values; torch itself allows them.
 PLAIN = ("torch.*", "collections.OrderedDict", "collections.Counter", "builtins.*", "__builtin__.*")
-# What training scripts save beside weights: scores and options, which no converter needs.
+# Saved by training scripts with the weights: scores and options, which no converter needs.
 BESIDE = ("numpy.*", "_codecs.encode", "argparse.Namespace", "pathlib.*")
 
 
 class Inert:
-    """Stands in for a class of another toolkit: it stores what the file says and does nothing.
+    """Replaces a class of another toolkit: it stores the values in the file and does nothing.
 
     Attributes:
         arguments: What the class would have been called with.
@@ -46,22 +46,22 @@ class Inert:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """A pickle fills classes that are dictionaries, such as `defaultdict`, in this way."""
+        """Called by a pickle to fill classes that are dictionaries, such as `defaultdict`."""
         self.state[key] = value
 
 
 def load_torch(path: str | Path, *, allowed: Sequence[type] = (), inert: Sequence[str] = ()) -> Any:
-    """What a file of `torch.save` holds, memory-mapped where its format allows that.
+    """The content of a file written by `torch.save`, memory-mapped if its format allows that.
 
     Args:
         path: The file.
         allowed: Classes that it may contain, besides tensors and plain containers.
-        inert: Full names, such as "torchtext.vocab.Vocab" or "omegaconf.*", of further classes that
-            it may contain. An `Inert` takes the place of each of their objects.
+        inert: Full names, such as "torchtext.vocab.Vocab" or "omegaconf.*", of other classes that
+            it may contain. Each of their objects becomes an `Inert`.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is incomplete, is no torch checkpoint, or wants other classes.
+        ValueError: The file is incomplete, is not a torch checkpoint, or contains other classes.
     """
     path = Path(path)
     if not path.is_file():
@@ -89,11 +89,10 @@ def load_torch(path: str | Path, *, allowed: Sequence[type] = (), inert: Sequenc
 
 def contents(path: Path) -> tuple[set[str], set[str]]:
     """The strings in a file of `torch.save`, such as keys and names of tensors, and the full names
-    of classes and functions that it wants. Both are read, and nothing is executed. Empty for other
-    files."""
+    of classes and functions that it uses. Nothing is executed. Both are empty for other files."""
     strings: set[str] = set()
     names: set[str] = set()
-    with suppress(Exception):  # no format recognizes a broken file
+    with suppress(Exception):  # a broken file is not recognized
         if is_zipfile(path):
             with ZipFile(path) as archive:
                 for entry in archive.infolist():

@@ -17,21 +17,21 @@ PROJECTION, PROJECTION_BIAS = "lm_head.weight", "lm_head.bias"
 
 
 def tie(source: Tensor, target: Tensor, projection: Tensor) -> tuple[dict, dict[str, Any]]:
-    """Decide by comparison which of the three matrices are one.
+    """Compare the three matrices to find out which are the same.
 
     Args:
         source: Source embedding, (vocab_size, d_model).
         target: Target embedding, (target_vocab_size, d_model).
-        projection: Before the softmax, (target_vocab_size, d_model).
+        projection: The matrix before the softmax, (target_vocab_size, d_model).
 
     Returns:
-        The weights under our names, and the fields of the configuration that say so.
+        The weights under our names, and the fields of the configuration about tying.
     """
     sizes: dict[str, Any] = {"vocab_size": len(source), "decoder_vocab_size": None}
     if not _same(target, projection):
         if len(source) != len(target):
             sizes["decoder_vocab_size"] = len(target)
-        # Ours are three matrices, also where two of theirs are one in memory.
+        # Ours are three matrices, even if two of theirs share memory.
         shared = source.data_ptr()
         target, projection = (
             each.clone() if each.data_ptr() == shared else each for each in (target, projection)
@@ -45,7 +45,7 @@ def tie(source: Tensor, target: Tensor, projection: Tensor) -> tuple[dict, dict[
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    # Tensors that share memory need no comparison, which reads all of it.
+    # Tensors that share memory need no comparison, which would read all of it.
     return one.shape == other.shape and (
         (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
         or torch.equal(one, other)
@@ -54,10 +54,11 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def interleave_halves(weights: dict[str, Tensor]) -> None:
     """Reorder the dimensions of a model whose positions are first all sines, then all cosines, so
-    that they alternate, as ours do.
+    that they alternate like ours.
 
     A permutation of d_model commutes with layer norms, dropout and residual sums, and the matrices
-    on either side absorb it. It happens in place: a large model is in memory only once.
+    on either side absorb it. The weights are changed in place, so that a large model is in memory
+    only once.
 
     Args:
         weights: Under our names.
@@ -88,7 +89,7 @@ def _permute(weights: dict[str, Tensor], order: Callable[[int], Tensor]) -> None
 
 
 def interleaved(d_model: int) -> Tensor:
-    """Our columns in a toolkit that has the sines first: 0, d/2, 1, d/2 + 1, ..."""
+    """Columns that put sines and cosines of a toolkit into our order: 0, d/2, 1, d/2 + 1, ..."""
     return torch.arange(d_model).view(2, -1).T.flatten()
 
 
@@ -98,13 +99,13 @@ def separated(d_model: int) -> Tensor:
 
 
 def fold_embedding_scale(weights: dict[str, Tensor], factor: float) -> None:
-    """Multiply the embeddings on input by `factor`, and the last layer norm by its inverse where
-    the projection is one of them. The logits stay the same: they are linear in that layer norm's
+    """Multiply the embeddings on input by `factor`, and the last layer norm by its inverse if the
+    projection is one of them. The logits stay the same: they are linear in that layer norm's
     output, which nothing else reads.
 
     Args:
         weights: Under our names.
-        factor: Their scale over ours, sqrt(d_model).
+        factor: Their scale divided by ours, sqrt(d_model).
     """
     for name in (SHARED, SOURCE, TARGET):
         if name in weights:
@@ -120,7 +121,7 @@ def fold_embedding_scale(weights: dict[str, Tensor], factor: float) -> None:
 
 
 def split_fused(name: str, fused: Tensor, prefix: str) -> dict[str, Tensor]:
-    """The thirds of a projection that holds queries, keys and values, in this order.
+    """The three parts of a fused projection of queries, keys and values, in this order.
 
     Args:
         name: "weight" or "bias".
@@ -137,11 +138,11 @@ def add_rows(weights: dict[str, Tensor], side: str, number: int, copy_of: int | 
     Args:
         weights: Under our names. With one matrix for all, `side` makes no difference.
         side: "source" or "target".
-        number: How many.
-        copy_of: The token whose embedding they get. None: their embeddings are zero.
+        number: How many tokens to append.
+        copy_of: The token whose embedding they get. With None, their embeddings are zero.
 
     Returns:
-        The id of the first.
+        The id of the first new token.
     """
     matrix = matrix_of(weights, side)
     old = weights[matrix]
@@ -159,5 +160,5 @@ def add_rows(weights: dict[str, Tensor], side: str, number: int, copy_of: int | 
 
 
 def matrix_of(weights: Mapping[str, Tensor], side: str) -> str:
-    """Our name of the embedding of "source" or "target"."""
+    """Our name for the embedding of "source" or "target"."""
     return SHARED if SHARED in weights else SOURCE if side == "source" else TARGET
