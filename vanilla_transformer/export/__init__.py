@@ -5,7 +5,7 @@ A target is a module with
 - `QUANTIZATIONS`: the names of the quantizations that it can write;
 - `write(model_folder, output, quantization)`: writes into an empty folder. `export` adds a card.
 
-A module is only imported for its target, because most of them need a package that few users have.
+A module is imported only when its target is used, because most need a package that few users have.
 """
 
 import importlib
@@ -41,7 +41,7 @@ def export(
     """Write a model for another engine. A failure leaves no output folder behind.
 
     Args:
-        model_folder: A model and its tokenizer, as `train`, `average` or `convert` writes them.
+        model_folder: A model and its tokenizer, written by `train`, `average` or `convert`.
         output_dir: A new or empty folder.
         to: "ctranslate2", "onnx", "transformers.js", "marian" or "pegasus".
         quantization: Such as "int8", if the target has it. Default: float32.
@@ -53,7 +53,7 @@ def export(
         FileNotFoundError: The folder holds no finished model.
         FileExistsError: The output folder is in use.
         ImportError: The target needs a package that is not installed.
-        ValueError: The target or the quantization is unknown, or the target can't express the
+        ValueError: The target or the quantization is unknown, or the target does not support the
             model.
     """
     folder, output = Path(model_folder), expect_unused(output_dir)
@@ -71,7 +71,7 @@ def export(
         written.mkdir()
         target.write(folder, written, quantization)
         _write_card(written, metadata, to)
-        written.replace(place)  # which is not there, or empty
+        written.replace(place)  # it does not exist, or is empty
     return output
 
 

@@ -16,12 +16,12 @@ from ..model.generation_options import GenerationOptions
 from ..model.output_length import new_token_limits
 
 BATCH, BEAMS = 32, 4
-# Files that hold weights, by their ends.
+# Endings of files with weights.
 WEIGHTS = (".safetensors", ".bin", ".onnx", ".onnx_data", ".onnx.data")
 
 
 def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str:
-    """Compare on the lines of a file.
+    """Compare the model and the export on the lines of a file.
 
     Args:
         model_folder: The model.
@@ -69,8 +69,8 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
     Returns:
         `equal`, the number of equal translations with the model's own search, without sampling;
         `difference`, the largest difference of scores between best hypotheses of the same tokens,
-        in beam search without a repetition penalty, which CTranslate2 lacks there, or None if there
-        are none; `speeds` of model and export, in lines per second.
+        in beam search without a repetition penalty, which CTranslate2 can't combine, or None if
+        there are no such hypotheses; `speeds` of model and export, in lines per second.
     """
     seconds, equal = [0.0, 0.0], 0
     differences = []
@@ -93,8 +93,8 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
 
 
 def _limit(model: tuple[Any, Any], exported: Any, lines: list[str]) -> dict[str, Any]:
-    """A limit of length for both, if that of the model grows with the source and that of the export
-    does not, as in a class of transformers: one that does not end would look like another."""
+    """A limit of length for both, if the model's grows with the source and the export's does not,
+    as in a class of transformers. Otherwise, translations without an end would differ."""
     ours, theirs = model[0].generation_config, exported.generation_config
     has_own = ours.max_length is not None or ours.max_new_tokens is not None
     if has_own or hasattr(exported, "extra_output_tokens"):

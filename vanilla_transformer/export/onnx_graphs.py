@@ -6,9 +6,8 @@
 | decoder | `input_ids` (batch, length); `encoder_hidden_states`, `encoder_attention_mask`; `past_key_values.N.{decoder,encoder}.{key,value}` (batch, heads, past_length, head_dim) | `logits` (batch, length, vocabulary), `present.N.{decoder,encoder}.{key,value}` |
 
 One decoder graph serves every step. In the first, all of `past_key_values` have length 0. Then
-`present.N.encoder` holds the keys and values of the source; they are passed on unchanged, and later
-steps return none for it.
-"""  # noqa: E501
+`present.N.encoder` holds the keys and values of the source; pass them on unchanged, as later steps
+return none for it."""  # noqa: E501
 
 import json
 import logging
@@ -33,8 +32,7 @@ from ..model.pretrained import count_positions
 from .source import portable_fields, read_model
 
 QUANTIZATIONS = ("int8", "float16")
-# Of the examples that are traced: all different, and above 1, for which torch would make a special
-# graph.
+# Sizes of the traced examples: all different, and above 1, which torch would treat as constant.
 BATCH, SOURCE, PAST_SOURCE, TARGET, PAST_TARGET = 2, 7, 4, 3, 5
 
 
@@ -59,8 +57,8 @@ def write_graphs(
     decoder: Path,
     quantization: str | None,
 ) -> None:
-    """Write both graphs of a model, a file each. The model changes its type to that of the graphs,
-    and its attention to the plain equation."""
+    """Write both graphs of a model, a file each. This changes the model's type to that of the
+    graphs, and its attention to the plain equation."""
     model.set_attn_implementation("eager")
     model.to(torch.float16 if quantization == "float16" else torch.float32)
     for graph, path in ((EncoderGraph(model), encoder), (DecoderGraph(model), decoder)):
@@ -85,7 +83,7 @@ class EncoderGraph(nn.Module):
         """By name, an example of each input and the names of its dynamic dimensions."""
         axes = {0: "batch_size", 1: "encoder_sequence_length"}
         names = ("input_ids", "attention_mask")
-        # A tensor of its own for each: one for both would be one input.
+        # Separate tensors, because the same tensor would be traced as one input.
         return {name: (torch.ones(BATCH, SOURCE, dtype=torch.long), axes) for name in names}
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -96,13 +94,13 @@ class EncoderGraph(nn.Module):
 
 
 class DecoderGraph(nn.Module):
-    """The decoder and the projection, likewise."""
+    """The decoder and the projection, with inputs and outputs ordered likewise."""
 
     def __init__(self, model: VanillaTransformerForConditionalGeneration):
         super().__init__()
         self.config, self.decoder = model.config, model.get_decoder()
         self.is_tied = model.lm_head.weight is self.decoder.embed_tokens.weight
-        # The projection multiplies by this as it is. A file stores it once for the embedding too.
+        # Stored as the projection multiplies it, and only once, for the embedding too.
         self.matrix = nn.Parameter(model.lm_head.weight.detach().t().contiguous())
         self.bias = model.lm_head.bias
         self.cache_names = [
@@ -182,13 +180,13 @@ class DecoderGraph(nn.Module):
 
 
 def added_mask(sees: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to a score: 0 where the query sees the key."""
+    """The mask to add to scores: 0 where a query sees a key."""
     nothing, hidden = torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype)
     return torch.where(sees, nothing, hidden)
 
 
 def trace(graph: EncoderGraph | DecoderGraph, path: Path) -> None:
-    """Export a graph to one file, with every matrix stored the way a product reads it."""
+    """Export a graph to one file, with every matrix stored as products read it."""
     examples = graph.examples()
     inputs, axes = zip(*examples.values(), strict=True)
     if isinstance(graph, DecoderGraph):
@@ -206,7 +204,7 @@ def trace(graph: EncoderGraph | DecoderGraph, path: Path) -> None:
     no_limit: dict[str, Any] = {"input_size_limit": 2**62, "output_size_limit": 2**62}
     optimizer.fold_constants(program.model, **no_limit)
     optimizer.remove_unused_nodes(program.model)
-    ClearMetadataAndDocStringPass()(program.model)  # where in the code each node comes from
+    ClearMetadataAndDocStringPass()(program.model)  # the place in the code of each node
     program.save(path)
 
 
@@ -222,7 +220,7 @@ def round_to_int8(graph: Path, output: Path) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the exporter's warnings, which are about other models."""
+    """Hide the exporter's warnings, which don't apply to our models."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

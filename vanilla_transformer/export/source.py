@@ -23,7 +23,7 @@ FILES = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("tokenizer_config.json",),
 )
-# Sinusoids have no end, but engines read them from a table of at least this length.
+# Sinusoids have no limit, but engines read them from a table, of at least this length.
 LEAST_POSITIONS = 2048
 
 
@@ -32,7 +32,7 @@ def expect_model(folder: Path) -> None:
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: It holds another architecture.
+        ValueError: It contains a different architecture.
     """
     for names in FILES:
         if not any((folder / name).is_file() for name in names):
@@ -70,8 +70,8 @@ def read_model(
 
 
 def portable_fields(config: VanillaTransformerConfig) -> dict[str, Any]:
-    """The configuration, except where it names code that an exported folder does not carry, or the
-    place of the model on this machine."""
+    """The configuration, without fields that name code that an exported folder lacks, or the path
+    of the model on this machine."""
     left_out = ("auto_map", "custom_pipelines", "_name_or_path")
     return {name: value for name, value in config.to_dict().items() if name not in left_out}
 
@@ -103,8 +103,8 @@ def padded_heads(
         width: The new width, at least both. Default: the larger one.
 
     Returns:
-        By the names "q_proj", "k_proj", "v_proj" and "out_proj": "weight", with heads * width rows
-        (for "out_proj", columns), and "bias", where there is one.
+        For "q_proj", "k_proj", "v_proj" and "out_proj", a "weight" with heads * width rows (columns
+        for "out_proj") and a "bias" if there is one.
     """
     d_k, d_v = attention.d_k, attention.d_v
     width = width or max(d_k, d_v)

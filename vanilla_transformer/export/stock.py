@@ -1,4 +1,4 @@
-"""Shared by the exports to classes of transformers: folders that load without this package."""
+"""Shared code of exports to classes of transformers: folders that load without this package."""
 
 import logging
 import math
@@ -27,9 +27,9 @@ from ..model.tokenization_vanilla_transformer import SOURCE_FILE, VanillaTransfo
 from .source import number_of_positions, padded_heads
 
 logger = logging.getLogger(__name__)
-EPSILON = 1e-5  # of every layer normalization of these classes
-MAX_LENGTH = 512  # a limit in place of one that grows with the source
-PROBE = (4, 16)  # sources and tokens that measure a difference
+EPSILON = 1e-5  # of all layer normalizations in these classes
+MAX_LENGTH = 512  # in place of a limit that grows with the source
+PROBE = (4, 16)  # sources and tokens to measure a difference with
 
 
 def expect_fields(config: VanillaTransformerConfig, name: str, fixed: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ def expect_fields(config: VanillaTransformerConfig, name: str, fixed: dict[str, 
     Args:
         config: Our configuration.
         name: The name of the class.
-        fixed: The values of our fields that the class can express.
+        fixed: The values of our fields that the class supports.
 
     Raises:
         ValueError: A field has another value, or heads are wider than d_model.
@@ -59,7 +59,7 @@ def expect_fields(config: VanillaTransformerConfig, name: str, fixed: dict[str, 
 
 
 def shared_fields(config: VanillaTransformerConfig) -> dict[str, Any]:
-    """The fields of a configuration that have the same name and meaning there."""
+    """The fields of our configuration that have the same name and meaning there."""
     fields = {name: getattr(config, name) for name in SAME}
     fields["max_position_embeddings"] = number_of_positions(config)
     return {**fields, "forced_eos_token_id": None}
@@ -99,7 +99,7 @@ def save(
         model: Our model.
         tokenizer: Its tokenizer.
         theirs: The model of the other class, on the meta device.
-        weights: Its weights under our names, or its own name for what our model lacks.
+        weights: Its weights under our names, or under its own if our model lacks them.
         output: The folder.
     """
     bias = weights.pop(PROJECTION_BIAS, torch.zeros(model.config.target_vocab_size))
@@ -107,7 +107,7 @@ def save(
     limit = min(MAX_LENGTH, number_of_positions(model.config))
     theirs.generation_config = _generation_config(model.generation_config, limit)
     theirs.save_pretrained(output, state_dict=named)
-    tokenizer.padding_side = "right"  # their positions count padding on the left, ours don't
+    tokenizer.padding_side = "right"  # their positions count left padding, ours don't
     tokenizer.save_pretrained(output)
     if isinstance(tokenizer, VanillaTransformerTokenizer):
         (output / "tokenizer.json").rename(output / SOURCE_FILE)

@@ -1,7 +1,7 @@
 """CTranslate2: all models, except those with an activation function that it lacks.
 
 Both CTranslate2's libraries for C++ and Python and `inference.engines` open the folder:
-`config.json` has both configurations, and the generation config and the tokenizer lie beside it.
+`config.json` has both configurations, and the generation config and the tokenizer are next to it.
 """
 
 import copy
@@ -32,7 +32,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "GELUTanh", "quick_gelu": "GELUSigmoid", "silu": "SWISH", "swish": "SWISH",
     "tanh": "Tanh", "sigmoid": "Sigmoid",
 }  # fmt: skip
-SEVEN_BITS = 64 / 127  # the range of 7 bits, in that of all 8
+SEVEN_BITS = 64 / 127  # the range of 7 bits, relative to 8
 
 
 def write(model_folder: Path, output: Path, quantization: str | None) -> None:
@@ -54,10 +54,10 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
 
 
 def _generation_config(model: VanillaTransformerForConditionalGeneration) -> GenerationConfig:
-    """The model's, whose options the engine must have."""
+    """The model's generation config, if the engine has all of its options."""
     generation_config = copy.deepcopy(model.generation_config)
     if any(getattr(generation_config, name, None) for name in MASKS):
-        generation_config.renormalize_logits = True  # as the engine does after it masks tokens
+        generation_config.renormalize_logits = True  # as the engine does after masking tokens
     lacking = unsupported(GenerationOptions(generation_config, None, {}), generation_config)
     if lacking:
         raise ValueError(f"generation_config.json: {'; '.join(lacking)}: CTranslate2 can't do this")
@@ -65,7 +65,7 @@ def _generation_config(model: VanillaTransformerForConditionalGeneration) -> Gen
 
 
 def _use_7_bits(spec: Any, name: str, value: Any) -> None:
-    """Round a matrix of 8 bits to 7 of them. With 8, sums overflow on CPUs without VNNI."""
+    """Round an 8-bit matrix to 7 bits. With 8, sums overflow on CPUs without VNNI."""
     if name.endswith("weight_scale") and getattr(spec.weight, "dtype", None) == "int8":
         matrix, scale = spec.weight.numpy(), value.numpy()
         matrix[:] = (matrix * SEVEN_BITS).round()
@@ -75,7 +75,8 @@ def _use_7_bits(spec: Any, name: str, value: Any) -> None:
 def make_spec(
     model: VanillaTransformerForConditionalGeneration, tokenizer: PreTrainedTokenizerBase
 ) -> transformer_spec.TransformerSpec:
-    """A model in CTranslate2's terms, in copies of its tensors: quantization works in place.
+    """A model as CTranslate2's specification, with copies of its tensors, as quantization works in
+    place.
 
     Raises:
         ValueError: CTranslate2 can't express the model; the message names the field.
@@ -116,7 +117,7 @@ def _special(model: VanillaTransformerForConditionalGeneration, *fields: str) ->
         model.config,
     )
     found = first_given(*(getattr(source, field) for field in fields for source in sources))
-    if isinstance(found, list):  # the engine passes the others
+    if isinstance(found, list):  # the engine gets the others as an option
         found = found[0] if found else None
     if found is None:
         raise ValueError(f"{fields[0]}=None: expected a token, for CTranslate2")
@@ -126,8 +127,8 @@ def _special(model: VanillaTransformerForConditionalGeneration, *fields: str) ->
 def vocabularies(
     config: VanillaTransformerConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[str]]:
-    """The tokens of source and target in the order of their ids, as many as embeddings. Ids that
-    the tokenizer does not know, or gives the token of another id, get a name."""
+    """The tokens of source and target in the order of their ids, one for each embedding. Ids that
+    are unknown to the tokenizer, or have the token of another id, get a new name."""
     other, target = tokenizer, getattr(tokenizer, "target_tokenizer", None)
     if target is not None:
         other = PreTrainedTokenizerFast(tokenizer_object=target)
@@ -180,8 +181,7 @@ def _stack(stack: VanillaTransformerStack, name: str) -> Any:
 
 
 def _set_attention(spec: Any, attention: VanillaTransformerAttention) -> None:
-    """Projections that read the same states are one: of queries, keys and values, or of keys and
-    values alone."""
+    """Merge projections that read the same states: queries, keys and values, or keys and values."""
     parts = padded_heads(attention)
     groups = [["q_proj", "k_proj", "v_proj"], ["out_proj"]]
     if attention.is_cross_attention:

@@ -42,7 +42,7 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
         tie_word_embeddings=config.tie_word_embeddings,
     )
     weights = copied_weights(model)
-    separate_halves(weights)  # their positions are all sines, then all cosines
+    separate_halves(weights)  # as in their positions: all sines, then all cosines
     with torch.device("meta"):
         empty = MarianMTModel(theirs)
     save(model, tokenizer, empty, weights, output)

@@ -1,5 +1,5 @@
-"""transformers.js: a folder that `@huggingface/transformers` opens as it is, with a web page that
-translates in the browser."""
+"""transformers.js: a folder that `@huggingface/transformers` opens, with a web page that translates
+in the browser."""
 
 import json
 import logging
@@ -19,15 +19,15 @@ from . import onnx_graphs
 from .source import read_model
 
 QUANTIZATIONS = onnx_graphs.QUANTIZATIONS
-# By quantization, what transformers.js calls the type and how it ends the names of files.
+# For each quantization, transformers.js's name of the type and its suffix of file names.
 TYPES = {None: ("fp32", ""), "int8": ("q8", "_quantized"), "float16": ("fp16", "_fp16")}
-# What the page needs of npm's packages: the library, and ONNX Runtime for browsers.
+# Files from npm packages for the page: the library, and ONNX Runtime for browsers.
 SCRIPTS = (
     "@huggingface/transformers/dist/transformers.min.js",
     "onnxruntime-web/dist/ort-wasm-simd-threaded.mjs",
     "onnxruntime-web/dist/ort-wasm-simd-threaded.wasm",
 )
-# Options without code in version 4.3, those of sampling last.
+# Options that version 4.3 does not implement, those for sampling last.
 IGNORED = (
     "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
     "exponential_decay_length_penalty", "max_time", "sequence_bias", "stop_strings",
@@ -45,7 +45,7 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
         quantization: One of `QUANTIZATIONS`. "int8" suits browsers.
 
     Raises:
-        ValueError: Source and target have different tokenizers, or theirs is written in Python,
+        ValueError: Source and target have different tokenizers, or the tokenizer is a slow one,
             which transformers.js can't open.
     """
     model, tokenizer = read_model(model_folder)
@@ -75,7 +75,7 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
 
 
 def config_of(config: VanillaTransformerConfig, name: str, dtype: str) -> dict[str, object]:
-    """What transformers.js reads of a configuration. It chooses its class by `model_type`; that of
+    """The fields that transformers.js reads. It chooses its class by `model_type`; the one for
     "marian" runs any encoder and decoder graph."""
     fields = [
         f"{s}_{size}" for s in ("encoder", "decoder") for size in ("layers", "attention_heads")
@@ -83,7 +83,7 @@ def config_of(config: VanillaTransformerConfig, name: str, dtype: str) -> dict[s
     fields += ["d_model", "vocab_size", "is_encoder_decoder"]
     fields += ["pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"]
     if config.position_encoding == "learned":
-        fields.append("max_position_embeddings")  # where the page ends, so not for sinusoids
+        fields.append("max_position_embeddings")  # the page's limit, so not for sinusoids
     return {
         "model_type": "marian",
         "architectures": ["MarianMTModel"],
@@ -94,8 +94,8 @@ def config_of(config: VanillaTransformerConfig, name: str, dtype: str) -> dict[s
 
 
 def generation_config_of(config: GenerationConfig) -> dict[str, object]:
-    """The model's, without beam search and `IGNORED`, which transformers.js lacks and ignores in
-    silence. Its pipelines ignore limits of length too, which the page reads."""
+    """The model's generation config, without beam search and `IGNORED`, which transformers.js
+    silently ignores. Its pipelines also ignore limits of length, which the page reads."""
     beams = {"num_return_sequences", *BEAM_OPTIONS}
     fields = config.to_diff_dict()
     if ignored := [name for name in IGNORED if name in fields]:
@@ -110,9 +110,9 @@ def generation_config_of(config: GenerationConfig) -> dict[str, object]:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Save a fast tokenizer. With a vocabulary of words, transformers.js looks for the unknown
-    token in its configuration, where a converted tokenizer has none. Its pipelines would cut a
-    source at `model_max_length`, also its `</s>`."""
+    """Save a fast tokenizer. For a vocabulary of words, transformers.js reads the unknown token
+    from the configuration, which a converted tokenizer lacks. `model_max_length` is dropped, as its
+    pipelines would cut a source there, with its `</s>`."""
     tokenizer.model_max_length = VERY_LARGE_INTEGER
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     if model["type"] == "WordLevel":
@@ -127,8 +127,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
 
 
 def copy_scripts(output: Path) -> None:
-    """Copy the page's scripts from npm's packages: in a folder that `NODE_PATH` lists, or in
-    `node_modules` in the working directory. If there are none, warn and say what to install."""
+    """Copy the page's scripts from npm packages: in a folder of `NODE_PATH`, or in `node_modules`
+    in the working directory. If there are none, warn and say what to install."""
     entries = [*os.environ.get("NODE_PATH", "").split(os.pathsep), "node_modules"]
     folders = [Path(entry) for entry in entries if entry]
     nested = [folder / "@huggingface/transformers/node_modules" for folder in folders]
