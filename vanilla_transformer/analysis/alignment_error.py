@@ -1,6 +1,6 @@
 """How well attention aligns words: its alignment error rate against links made by hand.
 
-The measure is that of Och and Ney (2003, https://aclanthology.org/J03-1002): a model must find the
+The measure is from Och and Ney (2003, https://aclanthology.org/J03-1002): a model must find the
 sure links, and may find the possible ones.
 """
 
@@ -55,11 +55,11 @@ def read_gold_alignments(
 
     Args:
         path: The file.
-        pairs: The source and target of each line, whose words white space separates.
+        pairs: The source and target of each line, whose words are separated by white space.
 
     Raises:
-        ValueError: Something is not a link, the file does not have a line for each pair, a word
-            does not exist, or no link is sure.
+        ValueError: A link can't be read, the file does not have a line for each pair, a word does
+            not exist, or no link is sure.
     """
     lines = list(read_file(path))
     if pairs is not None and len(lines) != len(pairs):
@@ -100,7 +100,7 @@ def score_alignments(found: Iterable[Links], gold: Iterable[GoldAlignment]) -> A
     """The score of the alignments of sentence pairs.
 
     Raises:
-        ValueError: There are more alignments of one kind than of the other.
+        ValueError: The numbers of alignments differ.
     """
     links = sure = links_sure = links_possible = 0
     for pairs, expected in zip(map(set, found), gold, strict=True):

@@ -1,4 +1,4 @@
-"""The attention modules of a model, what they do over a text, and a page to look at it."""
+"""The attention modules of a model, their attention over a text, and a page that shows it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -50,7 +50,7 @@ def read_batches(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int = 2048,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield batches of similar length with `input_ids`, `labels` and what else the model takes.
+    """Yield batches of similar length with `input_ids`, `labels` and other inputs of the model.
 
     Args:
         pairs: Sources and targets.
@@ -90,7 +90,7 @@ def attention_maps(
     """The attention of each layer and head over a pair of sentences.
 
     Each position is labelled with the token that it reads. The queries of "cross" are labelled with
-    the token that they predict, which is what attention to the source serves.
+    the token that they predict, as attention to the source serves to predict it.
 
     Args:
         model: Any sequence-to-sequence model of transformers, with eager attention, the only one
@@ -98,7 +98,7 @@ def attention_maps(
         tokenizer: Its tokenizer.
         source: What the encoder reads.
         target: What the decoder reads and predicts; the model's own translation by default.
-        kind: Over the "encoder"'s own tokens, over the "decoder"'s, or from these to those.
+        kind: "encoder" or "decoder" for self-attention, or "cross" from the decoder to the source.
 
     Raises:
         ValueError: A sentence is empty, `kind` is none of the three, or attention is not eager.
@@ -112,13 +112,13 @@ def attention_maps(
     with torch.inference_mode():
         if target is None:
             one = {"num_return_sequences": 1, "return_dict_in_generate": False}
-            generated = model.generate(**inputs, **one)  # whatever the model was saved with
+            generated = model.generate(**inputs, **one)  # whatever the saved config says
             read, predicted = generated[:, :-1], generated[:, 1:]
         else:
             predicted = tokenizer(text_target=target, return_tensors="pt")["input_ids"]
             predicted = predicted.to(model.device)
             start = decoder_start(model)
-            assert start is not None  # or `generate` could not start either
+            assert start is not None  # or `generate` would have failed
             read = shift_right(predicted, start, tokenizer.pad_token_id)
         outputs = model(**inputs, decoder_input_ids=read, output_attentions=True)
     queries, keys = {
@@ -135,7 +135,7 @@ def attention_maps(
 
 
 def expect_sentences(**sentences: str | None) -> None:
-    """Raise a ValueError if one of those given is blank."""
+    """Raise a ValueError if a given sentence is blank."""
     for name, sentence in sentences.items():
         if sentence is not None and not sentence.strip():
             raise ValueError(f"{name}={sentence!r}: expected a sentence")
@@ -144,8 +144,8 @@ def expect_sentences(**sentences: str | None) -> None:
 def _readable(
     token_ids: list[int], tokenizer: PreTrainedTokenizerBase, of_source: bool
 ) -> list[str]:
-    """Tokens as they look in a text, but the invisible made visible; as in the vocabulary where
-    they are part of a character."""
+    """Tokens as in a text, with invisible characters made visible; a part of a character stays as
+    in the vocabulary."""
     to_token, side = tokenizer.convert_ids_to_tokens, {}
     if hasattr(tokenizer, "target_tokenizer"):  # it has two vocabularies
         side = {"use_source_tokenizer": of_source}

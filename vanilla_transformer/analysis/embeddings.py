@@ -16,10 +16,10 @@ from .positions import position_encodings
 
 
 class EmbeddingReport(NamedTuple):
-    """The embeddings of a stack beside its positions (sections 3.4 and 3.5).
+    """The embeddings of a stack compared with its positions (sections 3.4 and 3.5).
 
-    `norms`, (vocabulary,), are of the rows of the matrix, which the stack multiplies by `scale`,
-    and `position_norm` is the root mean square of the positions' norms.
+    `norms`, (vocabulary,), are those of the rows of the matrix, which the stack multiplies by
+    `scale`, and `position_norm` is the root mean square of the positions' norms.
     """
 
     norms: torch.Tensor
@@ -39,7 +39,7 @@ class EmbeddingReport(NamedTuple):
 
     @property
     def scales(self) -> dict[str, float]:
-        """Factors to compare by their labels: none, and that of section 3.4."""
+        """Factors to compare, by their labels: 1, and that of section 3.4."""
         return {"1": 1.0, "sqrt(d_model)": math.sqrt(self.d_model)}
 
 
@@ -64,7 +64,7 @@ def analyze_embeddings(stack: nn.Module, length: int = 100) -> EmbeddingReport:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerFast, stack: str) -> Tokenizer:
-    """The tokenizer of what the "encoder" or "decoder" reads."""
+    """The tokenizer for the text that the "encoder" or "decoder" reads."""
     if stack == "decoder" and isinstance(tokenizer, VanillaTransformerTokenizer):
         return tokenizer.target_tokenizer
     return tokenizer.backend_tokenizer
@@ -73,13 +73,13 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast, stack: str) -> Tokenizer:
 def nearest_tokens(
     matrix: torch.Tensor, vocabulary: Tokenizer, words: Sequence[str], count: int = 5
 ) -> dict[str, list[tuple[str, float]]]:
-    """The tokens whose embeddings have the highest cosine similarity to those of these words.
+    """The tokens whose embeddings have the highest cosine similarity to the words' embeddings.
 
     Args:
         matrix: (vocabulary, d_model).
-        vocabulary: The tokenizer of these rows. Further rows are ignored.
+        vocabulary: The tokenizer of these rows. Additional rows are ignored.
         words: Each is one token, at the start of a text or, as in Chinese, inside one. A word that
-            is read as the unknown token must be that token.
+            is encoded as the unknown token must be that token itself.
         count: The number of neighbours.
 
     Returns:
@@ -102,7 +102,7 @@ def nearest_tokens(
                 f"{', '.join(map(repr, pieces))}"
             )
         similarities = directions @ directions[ids[0]]
-        similarities[ids[0]] = -2.0  # it is no neighbour of itself
+        similarities[ids[0]] = -2.0  # a token is not its own neighbour
         best = similarities.topk(min(count, len(similarities) - 1))
         tokens = [str(vocabulary.id_to_token(row)) for row in best.indices.tolist()]
         nearest[word] = list(zip(tokens, best.values.tolist(), strict=True))

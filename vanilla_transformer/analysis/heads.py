@@ -19,7 +19,7 @@ ByHead = Mapping[Kind, torch.Tensor]  # (layers, heads) for each use of attentio
 
 
 class HeadReport(NamedTuple):
-    """What the heads of a model do over a text.
+    """Measurements of a model's heads on a text.
 
     `importance` is how much the loss changes without the head, to first order: the mean over the
     pairs of |d loss / d mask|, where the mask multiplies the head's output and is 1 (Michel et al.,
@@ -88,7 +88,7 @@ def heads_of(attention: nn.Module) -> int:
 
 @contextmanager
 def masked_heads(model: PreTrainedModel, masks: ByHead) -> Iterator[None]:
-    """Within this context, the output of each head is multiplied by its mask.
+    """Multiply the output of each head by its mask in this context.
 
     Args:
         model: A vanilla_transformer.
@@ -117,7 +117,7 @@ def expect_prunable(config: VanillaTransformerConfig, share: float) -> dict[str,
 
     Raises:
         ValueError: The share is not between 0 and 1, or removes no head; or heads of encoder and
-            decoder differ in width, which a configuration can't hold without `head_dim`'s default.
+            decoder differ in width, which a configuration can't express without `head_dim`.
     """
     if not 0 < share < 1:
         raise ValueError(f"prune={share}: expected a share of the heads between 0 and 1")

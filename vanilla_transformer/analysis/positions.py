@@ -1,4 +1,4 @@
-"""The encodings of positions, how alike they are, and how far attention looks."""
+"""The encodings of positions, their similarities, and how far attention looks."""
 
 from collections.abc import Iterable
 
@@ -19,7 +19,7 @@ def position_encodings(positions: nn.Module, length: int) -> torch.Tensor:
     vectors.
 
     Raises:
-        ValueError: `length` is not positive, or more than there are learned positions.
+        ValueError: `length` is not positive, or exceeds the number of learned positions.
     """
     limit = getattr(positions, "num_embeddings", None)
     if length < 1 or (limit is not None and length > limit):
@@ -50,8 +50,8 @@ def attention_reach(
         Numbers (layers, heads) of encoder and decoder. `distance` is the mean of
         |key position - query position|, weighted by attention, in tokens. `previous`, `same` and
         `next` are the shares of queries with the largest weight on the token before, on the same
-        one and on the one after. With 0.9 of one, Voita et al. (2019,
-        https://aclanthology.org/P19-1580) call a head positional.
+        one and on the one after. Voita et al. (2019, https://aclanthology.org/P19-1580) call a head
+        positional if one of them is 0.9.
 
     Raises:
         ValueError: As `read_batches`.
