@@ -20,7 +20,7 @@ from transformers.trainer_utils import has_length
 
 from .token_batches import iter_all_shards, set_epoch
 
-SAMPLE = 1000  # pairs that show how much longer texts become
+SAMPLE = 1000  # pairs from which to estimate how much longer texts become
 
 
 class BPEDropout:
@@ -37,8 +37,8 @@ class BPEDropout:
 
     Raises:
         ValueError: `dropout` is not a probability, the tokenizer is not a plain BPE tokenizer or
-            has no merges, as one of characters, or its encoding of a sample of its vocabulary does
-            not follow from its merges.
+            has no merges (characters), or its encoding of a sample of its vocabulary does not
+            follow from its merges.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, dropout: float, seed: int = 0):
@@ -66,7 +66,7 @@ class BPEDropout:
 
         Args:
             text: The tokenizer's argument `text` or, `as_target`, its `text_target`.
-            epoch: Decides, together with the seed and the text, which merges are skipped.
+            epoch: Determines, together with the seed and the text, which merges are skipped.
             max_length: Truncate to this many tokens, special tokens included. As in the tokenizer,
                 a length with no room for special tokens truncates nothing.
             as_target: Whether the text is a target, which may have different special tokens.
@@ -98,9 +98,8 @@ class BPEDropout:
         return opening + body + closing
 
     def _check_tokenizer(self) -> None:
-        """Refuse a tokenizer that does more than its merges define. A tokenizer keeps the
-        truncation of its last call, also when it is saved, so the last call here is without
-        truncation."""
+        """Reject a tokenizer that does more than its merges define. A tokenizer keeps and saves the
+        truncation of its last call, so the last call here is without truncation."""
         for side, max_length in product(self._merges, (20, None)):
             text = self._merges[side].sample()
             options = {"truncation": max_length is not None, "max_length": max_length}
@@ -117,7 +116,7 @@ class _Merges:
 
     Args:
         backend: The `tokenizers.Tokenizer`; None if there is none.
-        name: What an error calls a tokenizer without one.
+        name: The name of the tokenizer in the error if there is none.
     """
 
     def __init__(self, backend: Any, name: str):
@@ -145,7 +144,7 @@ class _Merges:
         return len(self._merges)
 
     def sample(self) -> str:
-        """A text of 200 tokens from the whole vocabulary."""
+        """A text of 200 tokens from all parts of the vocabulary."""
         size = self._backend.get_vocab_size()
         ids = list(range(0, size, 1 + size // 200))
         return self._backend.decode(ids, skip_special_tokens=True)
@@ -240,7 +239,7 @@ class BPEDropoutDataset(_BPEDropoutPairs, Dataset):
 
     @cached_property
     def growth(self) -> tuple[float, float]:
-        """How many times as many tokens the sources and the targets have as without dropout."""
+        """The factors by which dropout increases the number of tokens in sources and targets."""
         rows = list(range(0, len(self), 1 + len(self) // SAMPLE))
         found, plain = self.__getitems__(rows), self.tokenized.select(rows)
 
@@ -253,7 +252,7 @@ class BPEDropoutDataset(_BPEDropoutPairs, Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, list[int]]]:
-        """Fetch a batch at once, as `DataLoader` does if there is this method."""
+        """Fetch a batch at once; `DataLoader` uses this method if it exists."""
         rows = self.pairs[indices]
         return list(self._encode(zip(rows["source"], rows["target"], strict=True)))
 

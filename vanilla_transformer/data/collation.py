@@ -14,16 +14,17 @@ LENGTH = "length"  # the column with the number of tokens on a pair's longer sid
 
 class PairCollator(DataCollatorForSeq2Seq):
     """`DataCollatorForSeq2Seq`, except that two settings of a tokenizer don't change the result:
-    labels are padded on the right, as the decoder needs them, whatever its `padding_side`; and
-    there is an `attention_mask`, even if its `model_input_names` lack one. Models that can't make
-    `decoder_input_ids` from labels for a collator, such as M2M100 and NLLB, get them too. Columns
-    that only the choice of batches needs are left out.
+    labels are always padded on the right, as the decoder needs them; and there is an
+    `attention_mask`, even if its `model_input_names` lack one. Models such as M2M100 and NLLB,
+    which have no method to make `decoder_input_ids` from labels, get them too. Columns that are
+    only needed to choose batches are left out.
 
-    A worker of a data loader that is a new process gets it without the model's weights."""
+    If a data loader's workers are new processes, they get it without the model's weights."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """With a model that can make `decoder_input_ids`, and no more: the whole one would be sent
-        to each worker, and can't be if its layers are compiled or FSDP2 has made its class."""
+        """The state, with a model that can only make `decoder_input_ids`. Otherwise the complete
+        model would be sent to each worker, which fails with compiled layers or a class made by
+        FSDP2."""
         model = self.model
         if not isinstance(model, PreTrainedModel):
             return self.__dict__
@@ -33,8 +34,8 @@ class PairCollator(DataCollatorForSeq2Seq):
         return {**self.__dict__, "model": bare}
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> Any:
-        """From token ids `input_ids` and `labels` of each pair, tensors (pairs, length). Sources
-        alone, to be translated, have no labels."""
+        """Turn token ids `input_ids` and `labels` of each pair into tensors (pairs, length).
+        Sources to translate have no labels."""
         padded = [dict(pair) for pair in features]
         if "labels" in features[0]:
             longest = max(len(pair["labels"]) for pair in features)
@@ -60,6 +61,6 @@ class PairCollator(DataCollatorForSeq2Seq):
 
 
 def shift_right(labels: torch.Tensor, start: int, pad: int) -> torch.Tensor:
-    """The decoder's inputs (pairs, length) for labels (pairs, length), of which -100 is padding."""
+    """The decoder's inputs (pairs, length) for labels (pairs, length), in which -100 is padding."""
     shifted = F.pad(labels[:, :-1], (1, 0), value=start)
     return shifted.masked_fill(shifted == -100, pad)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 PAIR_FEATURES = Features({"source": Value("string"), "target": Value("string")})
 RULES = ("duplicates", "copies", "letterless", "broken")
 UNITS: dict[str, Callable[[str], Sized]] = {"word": str.split, "char": str}
-# U+FFFD stands where a text was decoded wrongly; control characters but tabs and line ends.
+# U+FFFD, which marks wrongly decoded text, and control characters except tabs and line ends.
 _BROKEN = re.compile("[\ufffd\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
@@ -45,7 +45,7 @@ class CorpusArguments:
     corpus_temperature: float | None = HfArg(
         default=None,
         help="In place of corpus_weights, shares that grow with size^(1/temperature), such as 5 "
-        "for multilingual models. 1 leaves the sizes as they are.",
+        "for multilingual models. 1 keeps the original sizes.",
     )
     corpus_tags: list[str] | None = HfArg(
         default=None,
@@ -121,8 +121,8 @@ class CorpusArguments:
             seed: The seed of the order in which corpora with weights alternate.
 
         Raises:
-            ValueError: All pairs of a corpus are dropped, or the shares would make an epoch, in
-                which every pair is seen, more than a thousand times as long as all corpora.
+            ValueError: All pairs of a corpus are dropped, or with these shares an epoch, in which
+                every pair is seen, would be more than a thousand times as long as all corpora.
         """
         if split == "train" and self._filters():
             corpora = list(self._without_bad_pairs(corpora))

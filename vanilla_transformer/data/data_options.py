@@ -18,7 +18,7 @@ class DataArguments(CorpusArguments):
 
     The data comes from a Hub dataset, the built-in `phrases`, or local files. Each split of local
     data is one corpus or several. A corpus is two text files with one sentence per line, or a table
-    with two columns. A name in place of a list of names means one file.
+    with two columns. A single name means one file.
 
     Raises:
         ValueError: An argument needs or contradicts another one, names a missing file or is out of

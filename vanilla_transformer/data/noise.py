@@ -8,9 +8,8 @@ DROP, MASK, REACH = 0.1, 0.1, 3
 
 
 def add_noise(text: str, random: Random) -> str:
-    """The words of a text, of which each is dropped with probability `DROP` and replaced by
-    `MASK_TOKEN` with probability `MASK`, and none is moved by more than `REACH` places. At least
-    one word of a text remains."""
+    """The words of a text, each dropped with probability `DROP`, replaced by `MASK_TOKEN` with
+    probability `MASK`, and moved by at most `REACH` places. At least one word remains."""
     words = text.split()
     kept = [word for word in words if random.random() >= DROP] or words[:1]
     masked = [MASK_TOKEN if random.random() < MASK else word for word in kept]

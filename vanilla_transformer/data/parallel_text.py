@@ -43,7 +43,7 @@ from .text_files import expect_unicode, read_file
 logger = logging.getLogger(__name__)
 
 READERS = ("moses.py", "pipelines.py", "tokenization_vanilla_transformer.py")  # of `model`
-# What options such as `max_eval_samples` call the splits, as in transformers' examples.
+# Names of the splits in options such as `max_eval_samples`, as in transformers' examples.
 SAMPLES = {"train": "train", "validation": "eval", "test": "predict"}
 
 
@@ -54,7 +54,7 @@ def load_parallel_dataset(
 
     Local files are read completely before anything else, so that errors in them are raised at once.
     Lines end in "\\n" or "\\r\\n" only, and a byte order mark is dropped; text is otherwise
-    unchanged, but for spaces before a field of a csv file. A missing or blank value becomes an
+    unchanged, except for spaces before a field of a csv file. A missing or blank value becomes an
     empty string. Training pairs with a blank side are dropped, and their number is logged.
     Validation and test data keep all pairs in order.
 
@@ -68,7 +68,7 @@ def load_parallel_dataset(
 
     Raises:
         ValueError: A split or column does not exist, there is no pair, a value is not text, a file
-            is not valid UTF-8, JSON, CSV or gzip (the message has the file and line), or the two
+            is not valid UTF-8, JSON, CSV or gzip (the message names the file and line), or the two
             sides have different numbers of lines.
     """
     if arguments.dataset_name == "phrases":
@@ -84,7 +84,7 @@ def load_parallel_dataset(
             known = dataset.num_rows if isinstance(dataset, Dataset) else limit
             splits[split] = dataset.take(min(limit, known))
         if split != "train" and arguments.streaming:
-            # Evaluations need its length, and its order in each process.
+            # Evaluations need its length, and the same order in each process.
             splits[split] = Dataset.from_list(list(splits[split]), features=PAIR_FEATURES)
     return IterableDatasetDict(splits) if arguments.streaming else DatasetDict(splits)
 
@@ -184,13 +184,13 @@ def _column_choice(arguments: DataArguments) -> ColumnChoice:
 def _load_from_hub(name: str, arguments: DataArguments) -> Corpora:
     folder = Path(name).expanduser().resolve()
     if folder.is_dir() and glob.has_magic(str(folder)):
-        # `datasets` treats the path as a pattern, and reads other folders that match it.
+        # `datasets` treats the path as a pattern, and would read other folders that match it.
         raise ValueError(f"dataset_name={name!r}: expected a folder without *, ? or [ in {folder}")
     names = (name, arguments.dataset_config_name)
     options: dict[str, Any] = {"streaming": arguments.streaming}
-    if hasattr(load_dataset_builder(*names).config, "na_values"):  # csv: "None" is a text too
+    if hasattr(load_dataset_builder(*names).config, "na_values"):  # csv: "None" is also text
         options |= {"keep_default_na": False, "na_values": [""]}
-    if folder.is_dir():  # whose files `datasets` (4.0 to 5.2) knows by their times alone
+    if folder.is_dir():  # `datasets` (4.0 to 5.2) identifies its files only by their times
         options["cache_dir"] = str(Path(config.HF_DATASETS_CACHE, _stamp_of_folder(folder)))
     tables = load_dataset(*names, **options)
     present = [split for split in SPLITS if split in tables]
@@ -218,11 +218,11 @@ def _load_files(arguments: DataArguments) -> Corpora:
         _, rows = parquet_files.inspect(paths[0])
         if rows == 0:
             raise ValueError(f"{paths[0]}: there is no sentence pair")
-        # `datasets` treats names, and the folder in which it looks for them, as patterns.
+        # `datasets` treats file names, and the folder that it searches, as patterns.
         file = glob.escape(str(Path(paths[0]).absolute()))
         table = load_dataset(
             "parquet",
-            "-".join(map(str, _stamp(paths[0]))),  # a part of the name of the cached file
+            "-".join(map(str, _stamp(paths[0]))),  # becomes part of the cached file's name
             data_files={split: file},
             split=split,
             streaming=arguments.streaming,
@@ -295,7 +295,7 @@ def _rows_to_pairs(
     paths: tuple[str, ...], columns: tuple[str, str], split: str, streaming: bool
 ) -> Dataset | IterableDataset:
     arguments = {
-        # Links are not followed: their names say what is in them.
+        # Links are not resolved: their names tell the format.
         "paths": tuple(str(Path(path).absolute()) for path in paths),
         "columns": columns,
         "drop_blank": split == "train",
@@ -307,14 +307,14 @@ def _rows_to_pairs(
 
 
 def _stamp(path: str) -> tuple[int, ...]:
-    """What differs for a changed file. Tools that copy or unpack files may keep the size and the
-    time of the last change."""
+    """Numbers that differ for a changed file. Size and time of the last change are not enough, as
+    tools that copy or unpack files may keep them."""
     stat = Path(path).stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _stamp_of_folder(folder: Path) -> str:
-    """A digest of what differs for a folder with a changed file."""
+    """A digest that differs for a folder with a changed file."""
     files = filter(Path.is_file, sorted(folder.rglob("*")))
     stamps = [(str(path), _stamp(str(path))) for path in files]
     return blake2b(str(stamps).encode(), digest_size=8).hexdigest()
@@ -362,7 +362,7 @@ def _clean(
             text = row.get(column)
             if text is not None and not isinstance(text, str):
                 raise ValueError(f"{name}: column {column!r} must hold text, not {repr(text)}")
-            pair[side] = "" if text is None or is_blank(text) else text  # as `translate` reads it
+            pair[side] = "" if text is None or is_blank(text) else text  # as in `translate`
             expect_unicode(pair[side], f"{name}: column {column!r}")
         if not (drop_blank and _is_blank(pair)):
             yield pair

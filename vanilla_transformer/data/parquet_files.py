@@ -12,7 +12,7 @@ TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 def is_parquet(path: str | Path) -> bool:
-    """Whether a file is named as a parquet file."""
+    """Whether a file has the name of a parquet file."""
     return str(path).lower().endswith(".parquet")
 
 
@@ -20,7 +20,7 @@ def inspect(path: str | Path) -> tuple[Any, int]:
     """The schema of a parquet file, and its number of rows.
 
     Raises:
-        ValueError: It is no parquet file, or has two columns of one name.
+        ValueError: It is not a parquet file, or two columns have the same name.
     """
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -45,8 +45,8 @@ def find_text_column(path: str | Path, column: str | None, new_column: str | Non
         new_column: A column that will be added, and must not exist yet.
 
     Raises:
-        ValueError: There is no such column, it does not hold text, or the new column exists; also
-            as in `inspect`.
+        ValueError: There is no such column, it does not contain text, or the new column exists;
+            also as in `inspect`.
     """
     schema, _ = inspect(path)
     texts = [field.name for field in schema if str(field.type) in TEXT_TYPES]
@@ -63,7 +63,7 @@ def find_text_column(path: str | Path, column: str | None, new_column: str | Non
 
 
 def read_column(path: str | Path, column: str | None = None) -> Iterator[str]:
-    """Yield the texts of a column, as in `find_text_column`; null is an empty text."""
+    """Yield the texts of a column, chosen as in `find_text_column`; null is an empty text."""
     from pyarrow.parquet import ParquetFile
 
     column = find_text_column(path, column)

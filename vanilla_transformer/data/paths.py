@@ -1,4 +1,4 @@
-"""Paths on this machine and in any file system that fsspec knows."""
+"""Paths on this machine and in any file system that fsspec supports."""
 
 from pathlib import Path
 from typing import cast
@@ -34,13 +34,13 @@ def as_path(path: str | Path) -> Path:
 
 
 def expect_unused(output_dir: str | Path, name: str = "output_dir") -> Path:
-    """The folder, if nothing is in it.
+    """The folder, if it is empty or does not exist.
 
     Args:
-        name: The option's, for the message.
+        name: The name of the option, for the message.
 
     Raises:
-        FileExistsError: It is a file or holds files.
+        FileExistsError: It is a file or contains files.
     """
     output = Path(output_dir)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

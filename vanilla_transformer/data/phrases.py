@@ -104,7 +104,7 @@ def _render_date(value: date, style: str, locale: Locale) -> str:
 
 def _sample_time(rng: Random) -> time:
     """Draw a time of day, mostly one without seconds: these are shown if they are not zero."""
-    # One o'clock is left out: it alone is singular in Spanish and Italian ("a la 1:05").
+    # One o'clock is left out: only this hour is singular in Spanish and Italian ("a la 1:05").
     hour = rng.choice((0, *range(2, 24)))
     return time(hour, rng.randrange(60), rng.randint(1, 59) if rng.random() < 0.15 else 0)
 
@@ -344,9 +344,9 @@ def _bare(text: str) -> Template:
     return Template(*[text] * 6)
 
 
-# The wording never depends on a value: a value whose gender, case or article could vary stands
-# behind a colon. Countries and languages never stand alone, so that each of them has many
-# combinations and no split lacks one.
+# The wording never depends on a value: a value whose gender, case or article could vary comes after
+# a colon. Countries and languages never occur alone, so that each has many combinations and no
+# split lacks one.
 TEMPLATES: tuple[Template, ...] = (
     _bare("{date}"),
     _bare("{weekday_date}"),
@@ -732,7 +732,7 @@ _ELIDED = {"I": "L’", "i": "l’", "a": "all’", "da": "dall’", "de": "dell
 def _write(text: str, values: Sequence[tuple[str, str, Any, str]], language: str) -> str:
     """Fill the slots of a template's `text` with `(slot, kind, value, style)` in a language."""
     fillers = {slot: _render(kind, value, style, language) for slot, kind, value, style in values}
-    # The full stop of a sentence merges with that of an abbreviation: "3 janv.", "3. Jan.".
+    # The full stop of a sentence merges with one of an abbreviation: "3 janv.", "3. Jan.".
     phrase = text.format_map(fillers).replace("..", ".")
     if language == "it":
         phrase = _ITALIAN_ELISION.sub(lambda match: _ELIDED[match[1]], phrase)
@@ -747,8 +747,8 @@ Combination = tuple[tuple[str, Any], ...]
 def _split_of(combination: Combination) -> str:
     """Assign a combination of values to a split by a stable digest: 98, 1 and 1 per cent.
 
-    The digest sees neither the template, nor the styles, nor the order of the values, so the same
-    values in other words are in the same split.
+    The digest ignores the template, the styles and the order of the values, so the same values in
+    other words are in the same split.
     """
     canonical = repr(sorted(map(repr, combination))).encode()
     bucket = int.from_bytes(blake2b(canonical, digest_size=8).digest(), "big") % 100
@@ -809,8 +809,10 @@ def iter_phrases(
     Args:
         size: How many phrases.
         target_language: The language to translate to, one of `TARGET_LANGUAGES`; the source is
-            English. With the same other arguments, all languages have the same English phrases.
-        split: One of `SPLITS`. No combination of values occurs in two splits, whatever the seeds.
+            English. If the other arguments are the same, all languages have the same English
+            phrases.
+        split: One of `SPLITS`. No combination of values occurs in two splits, even with different
+            seeds.
         seed: Selects another sequence of phrases.
 
     Returns:
@@ -834,8 +836,8 @@ def load_phrases(
 ) -> "Dataset":
     """Generate the phrases of `iter_phrases` into a memory-mapped Arrow file, once.
 
-    A later call with the same arguments reads the file, unless this module, Babel or num2words have
-    changed since.
+    A later call with the same arguments reads the file, unless this module, Babel or num2words has
+    changed.
 
     Args:
         size: How many phrases.

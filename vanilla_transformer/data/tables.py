@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 SIDES = ("source", "target")
 SHORT_SIDES = (("src", "tgt"), ("src", "trg"))
 FILE_SUFFIXES = (*TABLE_SUFFIXES, ".parquet")
-# A field as a writer of csv quotes one that has quotes: "he said ""hi"", ok".
+# A field with quotes as csv writers quote it: "he said ""hi"", ok".
 IN_QUOTES = re.compile(r'".+"')
 QUOTED = re.compile(r'"(?:[^"]*"")+[^"]*"')
 
 
 def suffix_of(path: str) -> str:
-    """The end of a file's name that says its format, such as .csv of a.csv.gz."""
+    """The suffix that tells a file's format, such as .csv for a.csv.gz."""
     return Path(path.lower().removesuffix(".gz")).suffix
 
 
@@ -44,7 +44,7 @@ def read_table(path: str) -> Iterator[dict[str, Any]]:
 def _read_tsv(path: str) -> Iterator[list[str]]:
     for number, line in enumerate(filter(None, read_lines_of(path)), start=1):
         record = line.split("\t")
-        # All names are in quotes, or a field is quoted that holds quotes.
+        # All names are in quotes, or a quoted field contains quotes.
         if (number == 1 and all(map(IN_QUOTES.fullmatch, record))) or (
             '""' in line and any(map(QUOTED.fullmatch, record))
         ):
@@ -63,7 +63,7 @@ def _warn_of_quotes(path: str) -> None:
 
 def _read_csv(path: str) -> Iterator[list[str]]:
     with open_text(path) as file:
-        # With the space before it kept, "b" in `"a", "b"` would not count as quoted.
+        # If the space before it were kept, "b" in `"a", "b"` would not count as quoted.
         reader = csv.reader(decode_lines(file, path), strict=True, skipinitialspace=True)
         try:
             yield from filter(None, reader)
@@ -109,8 +109,8 @@ class ColumnChoice:
     """Chooses the source and target columns of the tables of a data set.
 
     Args:
-        columns: The columns that the user names.
-        languages: Those of the source and the target, after which columns may be named.
+        columns: The columns that the user has named.
+        languages: The languages of source and target, which may be names of columns.
         by_order: Whether the first of two columns, of any names, is the source.
     """
 
@@ -121,11 +121,12 @@ class ColumnChoice:
         self.chosen: dict[tuple[str, str], str] = {}
 
     def __call__(self, present: list[str], name: str) -> tuple[str, str]:
-        """Return the source and target columns among those present in the table of this name. The
-        name of a key in a dictionary is a.b.
+        """Return the source and target columns among those present in the table of this name. A key
+        b in a dictionary a is named a.b.
 
         Raises:
-            ValueError: There are no such columns, or an earlier table has them the other way round.
+            ValueError: There are no such columns, or an earlier table has them in the opposite
+                order.
         """
         source, target = self._choose(present, name)
         if other := self.chosen.get((target, source)):
@@ -150,7 +151,7 @@ class ColumnChoice:
 
     def _by_name(self, present: list[str]) -> Iterator[tuple[str, str]]:
         yield from self._by_language(present)
-        yield SIDES  # before Source and Target, if a table has both
+        yield SIDES  # preferred to Source and Target, if a table has both
         for sides in (SIDES, *SHORT_SIDES):
             yield from _columns_of(sides, present, str.lower)
 
@@ -184,7 +185,7 @@ class ColumnChoice:
 def _columns_of(
     names: tuple[str, str], present: list[str], key: Callable[[str], str]
 ) -> Iterator[tuple[str, str]]:
-    """The columns whose keys are those of two names, if each name has exactly one."""
+    """The columns with the same keys as two names, if each name has exactly one."""
     of_source, of_target = (
         [column for column in present if key(column) == key(name)] for name in names
     )

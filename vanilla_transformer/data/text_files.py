@@ -21,7 +21,7 @@ from .parquet_files import is_parquet, read_column
 from .paths import as_path, is_no_file, is_url
 
 READ_SIZE = 2**20  # bytes
-# How compressed files begin, by the ends of their names.
+# The first bytes of compressed files, by suffix.
 COMPRESSED = {
     ".gz": rb"\x1f\x8b",
     ".bz2": rb"BZh[1-9]1AY&SY",
@@ -30,15 +30,15 @@ COMPRESSED = {
     ".zip": rb"PK\x03\x04",
 }
 COMPRESSED_NAMES = {*COMPRESSED, ".zstd", ".lzma", ".7z", ".tgz"}
-TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")  # whose lines are not sentences
+TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")  # their lines are not sentences
 
 
 def decode_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
     """Yield the lines of a binary file with their line endings, without a byte order mark.
 
     Raises:
-        ValueError: The file is compressed, or a line is not UTF-8. The message has `name` and the
-            line number.
+        ValueError: The file is compressed, or a line is not UTF-8. The message contains `name` and
+            the line number.
     """
     for number, line in enumerate(file, start=1):
         content = line
@@ -106,14 +106,14 @@ def read_file(path: str | Path, column: str | None = None) -> Iterator[str]:
 
 
 def read_lines_of(path: str | Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file whatever its name, without line endings."""
+    """Yield the lines of a UTF-8 file with any name, without line endings."""
     with open_text(path) as file:
         yield from read_lines(file, str(path))
 
 
 def read_arrived(file: BufferedReader, name: str) -> Iterator[list[str]]:
     """Yield the lines of `read_lines` as soon as they arrive, in lists: one line from a terminal,
-    all lines of one read from a pipe or a file. No line waits for a later one."""
+    all lines of one read from a pipe or a file. A line never waits for a later one."""
     arrived: deque[bytes] = deque()
     lines = read_lines(iter(arrived.popleft, None), name)
     unfinished: list[bytes] = []
@@ -143,8 +143,8 @@ def open_output(path: str | Path | None) -> Iterator[TextIO]:
 
 
 def expect_inputs(**inputs: str | Path | None) -> None:
-    """Raise a FileNotFoundError if one of these files is not there, or a ValueError if it is a
-    table. A URL is not looked up."""
+    """Raise a FileNotFoundError if one of these files does not exist, or a ValueError if it is a
+    table. URLs are not checked."""
     for name, path in inputs.items():
         if path is None:
             continue
@@ -154,7 +154,7 @@ def expect_inputs(**inputs: str | Path | None) -> None:
 
 
 def expect_text(path: str | Path) -> None:
-    """Raise a ValueError if a file is named as a table other than parquet."""
+    """Raise a ValueError if a file has the name of a table other than parquet."""
     if str(path).lower().removesuffix(".gz").endswith(TABLE_SUFFIXES):
         raise ValueError(
             f"{path}: expected text, a sentence a line, or parquet; only --train_file, "
@@ -163,8 +163,8 @@ def expect_text(path: str | Path) -> None:
 
 
 def expect_output(output: str | Path | None, **inputs: str | Path | None) -> None:
-    """Raise a ValueError if an output has a name that stands for compression other than gzip, or is
-    one of these inputs, which it would replace."""
+    """Raise a ValueError if an output's name means compression other than gzip, or if it is one of
+    these inputs, which it would replace."""
     if Path(str(output).lower()).suffix in COMPRESSED_NAMES - {".gz"}:
         raise ValueError(f"output={str(output)!r}: expected a plain text file or .gz")
     for name, path in inputs.items():

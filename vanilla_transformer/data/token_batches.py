@@ -28,10 +28,10 @@ class TokenBudgetSampler(Sampler[list[int]]):
     length at random and shuffles the batches; the same seed and epoch give the same batches in the
     same order.
 
-    Every process gets the same number of batches, no batch is empty, and every pair comes exactly
+    Every process gets the same number of batches, no batch is empty, and every pair occurs exactly
     once. For this, the largest batches are halved as needed. If there are too few pairs, the
-    smallest neighbouring batches are merged instead, beyond the budget. The batches are the same
-    for any number of processes that divides `multiple_of`.
+    smallest neighbouring batches are merged instead, which may exceed the budget. The batches are
+    the same for any number of processes that divides `multiple_of`.
 
     Args:
         source_lengths: The number of tokens of each source.
@@ -39,13 +39,13 @@ class TokenBudgetSampler(Sampler[list[int]]):
         max_tokens: The budget.
         oversized: What to do with pairs longer than the budget: "alone" makes each a batch of its
             own, "drop" leaves them out and counts them in `num_dropped`.
-        shuffle: Whether to shuffle. Otherwise batches come in order of length.
-        even_rows: Whether all processes load the same number of rows at the same time, as gathered
-            predictions need. Copies of the last pair fill the last batch.
+        shuffle: Whether to shuffle. Otherwise batches are in order of length.
+        even_rows: Whether all processes load the same number of rows at the same time, as needed to
+            gather predictions. Copies of the last pair fill the last batch.
         seed: The seed of the shuffling.
         num_replicas: The number of processes that share the batches.
         rank: The index of this process.
-        multiple_of: The number of batches is a multiple of this, as it is of `num_replicas`.
+        multiple_of: The number of batches is a multiple of this and of `num_replicas`.
 
     Raises:
         ValueError: There are no pairs, or fewer pairs than processes; a source or target is empty;
@@ -116,7 +116,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> "TokenBudgetSampler":
-        """accelerate calls `set_epoch` on this while it skips the batches before a checkpoint."""
+        """This sampler. accelerate calls its `set_epoch` while it skips batches before a
+        checkpoint."""
         return self
 
     def padding(self) -> float:
@@ -159,7 +160,7 @@ def expect_tokens(
     target_lengths: Sequence[int] | np.ndarray,
     first: int = 1,
 ) -> None:
-    """Raise a ValueError if a source or target has no token. It names the pair by its number, which
+    """Raise a ValueError if a source or target has no token. It names the number of the pair, which
     is `first` for the first of these pairs."""
     for side, lengths in (("source", source_lengths), ("target", target_lengths)):
         empty = (np.asarray(lengths) < 1).nonzero()[0]
@@ -170,9 +171,9 @@ def expect_tokens(
 
 
 def _sort_by_length(lengths: Lengths, random: np.random.Generator | None = None) -> np.ndarray:
-    """The order of pairs by source length, then by target length. Target lengths rise for even
-    source lengths and fall for odd ones, so that they do not jump where the source length changes
-    within a batch."""
+    """The order of pairs by source length, then by target length. Target lengths increase for even
+    source lengths and decrease for odd ones, so that they don't jump where the source length
+    changes within a batch."""
     source, target = lengths
     ties = np.arange(len(source)) if random is None else random.random(len(source))
     return np.lexsort((ties, np.where(source % 2 == 0, target, -target), source))
@@ -216,7 +217,7 @@ class TokenBudgetStream(IterableDataset):
     """Batches of a stream of examples with `input_ids` and `labels`, as lists of examples.
 
     It reads `buffer_size` examples at a time, and batches them as `TokenBudgetSampler` does. Every
-    process reads the whole stream and takes its share of the batches.
+    process reads the complete stream and takes its share of the batches.
 
     Args:
         examples: The stream. Its `set_epoch`, if any, is called before each epoch.
@@ -224,10 +225,10 @@ class TokenBudgetStream(IterableDataset):
         buffer_size: The number of examples that are batched by length together.
         repeat: Whether the next epoch follows the end of the stream. A trainer needs this to find
             the batch at which to resume, as it does not know the length of an epoch.
-        options: Further arguments of `TokenBudgetSampler`.
+        options: Other arguments of `TokenBudgetSampler`.
 
     Raises:
-        ValueError: As `TokenBudgetSampler`. Errors in the data are raised by the iteration.
+        ValueError: As `TokenBudgetSampler`. Errors in the data are raised during iteration.
     """
 
     def __init__(
@@ -249,11 +250,11 @@ class TokenBudgetStream(IterableDataset):
         TokenBudgetSampler(one_each, one_each, max_tokens, **options)  # validates the arguments
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also for a stream that shuffles."""
+        """Set the epoch of the next iteration, and of a stream that shuffles."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        """The batches of this process in the current epoch, or in all epochs from there on."""
+        """The batches of this process in the current epoch, or in all epochs from this one on."""
         epochs = count(self.epoch) if self.repeat else (self.epoch,)
         batches = chain.from_iterable(map(self._batches_of, epochs))
         yield from islice(batches, *_share_of_worker())
@@ -273,12 +274,12 @@ class TokenBudgetStream(IterableDataset):
 
 
 class RepeatedStream(IterableDataset):
-    """A stream of examples, epoch after epoch without an end. `Trainer` (5.17 to 5.24) resumes
-    within the first epoch of a stream only, and at the end of an epoch it adds the gradients of
-    what is left to those of the next update.
+    """An endless stream of examples, epoch after epoch. `Trainer` (5.17 to 5.24) can only resume
+    within the first epoch of a stream, and at the end of an epoch it adds the gradients of the
+    remaining batches to those of the next update.
 
-    Each loading process reads the whole stream and takes its share of the examples. With shards of
-    its own, the one with fewer examples would repeat them more often."""
+    Each loading process reads the complete stream and takes its share of the examples. If each had
+    its own shards, the one with fewer examples would repeat them more often."""
 
     def __init__(self, examples: Iterable[dict[str, Any]]):
         self.examples = examples
@@ -304,9 +305,9 @@ def _share_of_worker() -> tuple[int, None, int]:
 
 
 def set_epoch(examples: Any, epoch: int) -> None:
-    """Set the epoch of a stream that has one. In a loading process it is that process's alone:
-    `datasets` (4.0 to 5.2) has one in shared memory, to which two that change it at the same time
-    both add, so that they would read the pairs in different orders."""
+    """Set the epoch of a stream that has one, in a loading process only for that process.
+    `datasets` (4.0 to 5.2) has it in shared memory, and two processes that change it at the same
+    time would both add to it, and read the pairs in different orders."""
     if get_worker_info() is not None and isinstance(getattr(examples, "_epoch", None), Tensor):
         examples._epoch = examples._epoch.clone()
     if hasattr(examples, "set_epoch"):
@@ -333,8 +334,8 @@ def _is_from_datasets(data: Any, name: str) -> bool:
 
 
 def _buffers(examples: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Lists of `size` examples. The last one also has the remainder, which may be too small to make
-    batches of."""
+    """Lists of `size` examples. The last one also has the remainder, which alone may be too small
+    for batches."""
     buffer: list[Any] = []
     for example in examples:
         buffer.append(example)
@@ -347,8 +348,8 @@ def _buffers(examples: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 def count_tokens(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     """The number of tokens of each source (`input_ids`) and each target (`labels`) of a data set,
-    two arrays. Without `labels`, the lengths of the sources stand for both. With BPE-dropout, they
-    are estimates."""
+    two arrays. Without `labels`, the lengths of the sources are used for both. With BPE-dropout,
+    they are estimates."""
     if hasattr(dataset, "growth"):
         source, target = count_tokens(dataset.tokenized)
         of_source, of_target = dataset.growth

@@ -37,8 +37,8 @@ BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def _jamo() -> normalizers.Normalizer:
-    """NFC, except that Hangul syllables become their letters (jamo). A noncharacter, which is for
-    internal use such as this, keeps NFC from joining them again."""
+    """NFC, except that Hangul syllables become their letters (jamo). A noncharacter, intended for
+    internal use like this, prevents NFC from joining them again."""
     between_letters = Regex("(?<=[\u1100-\u11ff])(?=[\u1160-\u11ff])")
     wall = "\ufdd0"
     return normalizers.Sequence(
@@ -61,9 +61,9 @@ UNICODE_FORMS: dict[str, Callable[[], normalizers.Normalizer] | None] = {
 }
 
 # Merges do not cross the boundaries of this pattern. A word or a run of punctuation includes one
-# space before it; digits and further white space stand alone. "_" counts as a letter, as in
-# "I_TURN_LEFT". As no piece mixes letters, digits and punctuation, text such as "<0x41>" or "</s>"
-# never becomes the token of the same name.
+# space before it; digits and other white space are pieces of their own. "_" counts as a letter, as
+# in "I_TURN_LEFT". No piece mixes letters, digits and punctuation, so text such as "<0x41>" or
+# "</s>" never becomes the token of the same name.
 _PIECE = r" ?[\p{L}\p{M}_]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}_]+|\s+(?!\S)|\s"
 
 
@@ -103,8 +103,8 @@ def train_tokenizer(
         show_progress: Whether to show progress bars.
 
     Raises:
-        ValueError: An option is not among its choices, a user token is empty, has white space or
-            comes twice, `vocab_size` has no room beyond special tokens, bytes and user tokens,
+        ValueError: An option is not among its choices, a user token is empty, has white space or is
+            repeated, `vocab_size` leaves no room besides special tokens, bytes and user tokens,
             there is no text, or a text is not valid Unicode.
         TypeError: `texts` is a single string, or one of the texts is not a string.
     """
@@ -150,7 +150,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def check_user_tokens(tokens: Sequence[str]) -> None:
-    """Raise a ValueError if a token is empty, has white space, is a special one or comes twice."""
+    """Raise a ValueError if a token is empty, has white space, is a special one or is repeated."""
     for number, token in enumerate(tokens):
         if not token or token != "".join(token.split()) or token in (*SPECIAL_TOKENS, *BYTE_TOKENS):
             raise ValueError(
@@ -164,7 +164,7 @@ def check_user_tokens(tokens: Sequence[str]) -> None:
 def _spool_texts(
     texts: Iterable[str], spool: IO[str], rules: normalizers.Normalizer, limit: int
 ) -> list[str]:
-    """Write the texts to a file to read again, and return their most frequent characters."""
+    """Write the texts to a file, to read them again, and return their most frequent characters."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(rules.normalize_str(text))
@@ -172,7 +172,7 @@ def _spool_texts(
     if not counts:
         raise ValueError("there is no text to train a tokenizer on")
     spool.seek(0)
-    counts[" "] += 1  # each text gets one in front
+    counts[" "] += 1  # each text starts with one
     return sorted(counts, key=lambda character: (-counts[character], character))[:limit]
 
 
@@ -216,7 +216,7 @@ def _learn_unigram(
     )
     learner.train_from_iterator(texts, trainer)
     model = json.loads(learner.to_str())["model"]
-    # Text of user tokens alone gives the characters no score: NaN, which is null in JSON.
+    # If text has only user tokens, characters have no score: NaN, which is null in JSON.
     pieces = [(piece, 0.0 if score is None else score) for piece, score in model["vocab"]]
     return models.Unigram(pieces, first_tokens.index(UNK), byte_fallback=True)
 
@@ -291,7 +291,7 @@ def _make_backend(
     """A tokenizer that is lossless except for normalization, and for the white space of words.
 
     Spaces remain spaces: the usual substitute "▁" could not be distinguished from a "▁" in the
-    text. Except for words and characters, every text gets one space in front, which the decoder
+    text. Except for words and characters, every text gets a space in front, which the decoder
     removes, so that a word has the same pieces at the start of a sentence as inside it.
 
     Args:
@@ -304,7 +304,7 @@ def _make_backend(
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence(rules)
     if tokenizer_type == "word":
-        # A word such as "</s>" is no special token.
+        # A word such as "</s>" is not a special token.
         guard = splits.Split(Regex("^<(?=(?:pad|/?s)>$)"), behavior="isolated")
         tokenizer.pre_tokenizer = splits.Sequence([splits.WhitespaceSplit(), guard])
         return tokenizer

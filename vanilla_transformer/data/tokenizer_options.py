@@ -175,7 +175,8 @@ def import_sentencepiece(path: str, user_tokens: Sequence[str] = ()) -> PreTrain
     `<pad>` and `</s>`, if the model lacks them, and the user's tokens follow its pieces.
 
     Raises:
-        ValueError: The file is not a SentencePiece model, or of a kind that fast tokenizers lack.
+        ValueError: The file is not a SentencePiece model, or fast tokenizers don't support its
+            type.
     """
     model = read_sentencepiece(path)
     listed = {piece for piece, _, _ in model.pieces}
@@ -213,7 +214,7 @@ def import_bpe_codes(
 
 
 def warn_of_split_tokens(tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn of user tokens that an existing tokenizer splits or does not know."""
+    """Warn about user tokens that an existing tokenizer splits or does not know."""
     decode = getattr(tokenizer, "backend_tokenizer", tokenizer).decode
     for token in tokens:
         ids = tokenizer(token, add_special_tokens=False)["input_ids"]
@@ -226,11 +227,11 @@ def warn_of_split_tokens(tokens: Sequence[str], tokenizer: PreTrainedTokenizerBa
 
 
 def log_coverage(dataset: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log the mean number of tokens in a sentence, and how many of them the vocabulary covers:
-    neither unknown nor single bytes of a character.
+    """Log the mean number of tokens in a sentence, and how many of them the vocabulary covers: all
+    except unknown tokens and single bytes.
 
     Args:
-        dataset: Has the columns `input_ids` and `labels`. A stream is not read.
+        dataset: A data set with columns `input_ids` and `labels`. A stream is not read.
         tokenizer: The tokenizer that made them.
     """
     if not isinstance(dataset, Dataset):

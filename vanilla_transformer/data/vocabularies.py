@@ -1,14 +1,14 @@
-"""Fast tokenizers from the vocabulary files of other toolkits, with the ids that the toolkits give.
+"""Fast tokenizers from the vocabulary files of other toolkits, with the toolkits' ids.
 
-    words, bpe_codes, sentencepiece, subwords   stock tokenizers, from what `vocabulary_files` reads
-    pair                                        the source's and the target's in one
+    words, bpe_codes, sentencepiece, subwords   stock tokenizers, from the results of
+    `vocabulary_files` pair                                        the source's and the target's in
+    one
 
-Lower-casing and other preparation of text stay outside, but for Moses (`with_moses`).
+Lower-casing and other preparation of text is not included, except Moses (`with_moses`).
 
-BPE and Unigram models need an id for every symbol that can arise. Where a toolkit's vocabulary
-lacks one, the toolkit looks it up as unknown: here it gets an id from `size` on, and is called a
-clone. `rows(tokenizer)` rows are what the embedding must have; those from `size` on are copies of
-the unknown token's.
+BPE and Unigram models need an id for every symbol that can arise. If a toolkit's vocabulary lacks
+one, the toolkit treats it as unknown. Here it gets an id from `size` on, and is called a clone. The
+embedding must have `rows(tokenizer)` rows; those from `size` on are copies of the unknown token's.
 """
 
 import json
@@ -35,7 +35,7 @@ from .vocabulary_files import (
     SentencePieceModel,
 )
 
-# More characters like `PRIVATE`: two stand for "\" and "_" of a text, and the last stands around
+# More characters like `PRIVATE`: two replace "\" and "_" in a text, and the last surrounds
 # characters that sentencepiece does not know.
 BACKSLASH, UNDERSCORE, UNSEEN = "\ue001", "\ue002", "\ue003"
 _FIRST_STAND_IN = 0xE010
@@ -44,7 +44,7 @@ _COMPOSING_MARKS = (
     "\u0300-\u0345\u0653-\u0655\u093c\u09be\u09d7\u0b3e\u0b56\u0b57\u0bbe\u0bd7\u0c56\u0cc2\u0cd5"
     "\u0cd6\u0d3e\u0d57\u0dca\u0dcf\u0ddf\u102e\u1b35\u3099\u309a"
 )
-# What Python's str.split() splits at.
+# White space for Python's str.split().
 _WHITE_SPACE = "[\x09-\x0d\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
 # subword-nmt writes other white space inside a word as this and the separator.
 _INSIDE_WORDS = _WHITE_SPACE[:-1].replace("\x20", "\x1f")
@@ -53,12 +53,12 @@ NO_BREAK_SPACE = "\u00a0"
 
 @dataclass(frozen=True)
 class Specials:
-    """The special tokens of a vocabulary, None for those that it lacks.
+    """The special tokens of a vocabulary; None for missing ones.
 
     Attributes:
-        pad, bos, eos: Tokens that never come from a text, and that decoding leaves out.
-        unk: What the toolkit makes of unknown tokens.
-        template: What surrounds a text, `$A`: "$A </s>", "<s> $A </s>", "$A".
+        pad, bos, eos: Tokens that no text produces, and that decoding leaves out.
+        unk: The toolkit's token for unknown ones.
+        template: The tokens around a text, `$A`: "$A </s>", "<s> $A </s>", "$A".
         prints_unk: Whether `unk` is an ordinary token, which decoding prints. transformers' own
             tokenizers leave it out.
     """
@@ -93,15 +93,16 @@ def words(
     spaces_only: bool = False,
     empty_words: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """Text split at white space, each word looked up.
+    """Text split at white space, whose words are looked up.
 
     Args:
         vocab: Ids by token.
         specials: The special tokens. `unk` must be one of the vocabulary.
         size: The number of rows of the embedding, where it has more than the vocabulary.
-        spaces_only: Split at U+0020 alone, as Marian does, not at all that Python calls space.
-        empty_words: Find an empty word, which is unknown, around a space too many, as
-            `text.split(" ")` does.
+        spaces_only: Split only at U+0020, as Marian does, and not at everything that Python treats
+            as a space.
+        empty_words: Make an empty word, which is unknown, at each extra space, as `text.split(" ")`
+            does.
 
     Raises:
         ValueError: The vocabulary does not fit `size` or lacks a special token.
@@ -134,20 +135,20 @@ def bpe_codes(
     splits_again: bool = True,
     whole: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
-    """Words split by subword-nmt or fastBPE, each piece looked up.
+    """Words split by subword-nmt or fastBPE, whose pieces are looked up.
 
     Args:
         merges: From `read_bpe_codes`.
         vocab: Ids by piece.
         specials: The special tokens. `unk` must be one of the vocabulary.
         size: The number of rows of the embedding, where it has more than the vocabulary.
-        separator: What ends a piece inside a word. With None, what ends a word is `</w>`, as in
+        separator: The end of a piece inside a word. With None, `</w>` ends a word instead, as in
             FSMT's vocabularies.
-        restrict: Leave out merges from which no piece of the vocabulary comes. JoeyNMT splits such
-            pieces again instead, which gives the same but in rare cases.
-        splits_again: The toolkit splits the pieces' text at white space, and so makes a separator
-            alone of other white space inside a word. Without, that stays a piece.
-        whole: Words of the vocabulary that are never split, as tags of languages.
+        restrict: Leave out merges that lead to no piece of the vocabulary. JoeyNMT instead splits
+            such pieces again, which gives the same except in rare cases.
+        splits_again: The toolkit splits the text of pieces at white space, which turns other white
+            space inside a word into a separator alone. Otherwise it stays a piece.
+        whole: Words of the vocabulary that are never split, such as language tags.
 
     Raises:
         ValueError: The vocabulary does not fit `size` or lacks a special token.
@@ -169,7 +170,7 @@ def bpe_codes(
             fuse_unk=False,
         )
     )
-    if separator is None:  # FSMT, which splits at all white space
+    if separator is None:  # FSMT splits at all white space
         backend.pre_tokenizer = splits.WhitespaceSplit()
     else:  # subword-nmt treats other white space as characters
         backend.pre_tokenizer = splits.Split(Regex(" "), behavior="removed")
@@ -208,7 +209,7 @@ def _with_word_ends(
 def _leading_to(
     merges: Sequence[tuple[str, str]], listed: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """The merges that have a part in a listed piece."""
+    """The merges that are used to make a listed piece."""
     needed, kept = set(listed), []
     for left, right in reversed(merges):
         if left + right in needed:
@@ -233,9 +234,9 @@ def sentencepiece(
         specials: The special tokens. `unk` must be one of the vocabulary.
         vocab: Ids by piece, if these are not the model's own.
         size: The number of rows of the embedding, where it has more than the vocabulary.
-        restrict: Split only into pieces of `vocab` and characters, as JoeyNMT does, which calls
+        restrict: Split only into characters and pieces of `vocab`, like JoeyNMT, which calls
             `SetVocabulary`. Otherwise a piece that `vocab` lacks is unknown.
-        whole: Tokens of the vocabulary that are never split, as OPUS-MT's `>>fra<<`.
+        whole: Tokens of the vocabulary that are never split, such as OPUS-MT's `>>fra<<`.
 
     Raises:
         ValueError: The vocabulary does not fit `size` or lacks a special token.
@@ -257,7 +258,7 @@ def sentencepiece(
     split = not any(SPACE in piece[1:] for piece, _, _ in model.pieces)
     backend.pre_tokenizer = splits.Metaspace(SPACE, prepend_scheme=scheme, split=split)
     if model.model_type == "unigram":
-        # "</s>" in a text is no token: a piece can't reach over a boundary.
+        # "</s>" in a text is not a token: a piece can't cross a boundary.
         guard = splits.Split(_first_characters(model, names), behavior="merged_with_previous")
         backend.pre_tokenizer = splits.Sequence([backend.pre_tokenizer, guard])
     backend.decoder = decoders.Sequence(
@@ -278,7 +279,7 @@ def sentencepiece(
 def _sentencepiece_rules(
     model: SentencePieceModel, symbols: Mapping[str, str]
 ) -> list[normalizers.Normalizer]:
-    """The model's own normalization of a text. `symbols` are those of `_with_stand_ins`."""
+    """The model's own normalization of a text. `symbols` are from `_with_stand_ins`."""
     rules: list[normalizers.Normalizer] = [
         normalizers.Replace(symbol, stand_in) for symbol, stand_in in symbols.items()
     ]
@@ -295,10 +296,9 @@ def _sentencepiece_rules(
 
 
 def _composing(charsmap: bytes) -> list[normalizers.Normalizer]:
-    """NFKC as sentencepiece applies it. `Precompiled` drops a mark after a character that it
-    replaces, and composes one mark at a time or none: so it sees each mark alone, and `NFC`
-    composes. `NFC` also sorts marks, as those of Arabic: so it sees those alone that compose with
-    nothing."""
+    """NFKC as in sentencepiece. `Precompiled` drops a mark after a character that it replaces, and
+    composes one mark at a time or none. So it gets each mark separately, and `NFC` composes. `NFC`
+    also sorts marks, such as those of Arabic, so marks that compose with nothing are kept apart."""
     marks = r"(?<=.)(?=\p{M})"  # not at the start: `Replace` there breaks the rules after it
     return [
         normalizers.Replace(Regex(f"{marks}(?![{_COMPOSING_MARKS}])"), WALLS[0]),
@@ -314,8 +314,8 @@ def _composing(charsmap: bytes) -> list[normalizers.Normalizer]:
 def _with_stand_ins(
     model: SentencePieceModel, specials: Specials
 ) -> tuple[SentencePieceModel, dict[str, str]]:
-    """The model with a private character for each symbol that its user defined and that text is
-    never split inside, and these by symbol, the longest first."""
+    """The model with a private character in place of each user-defined symbol, inside which text is
+    never split, and these characters by symbol, the longest first."""
     own = {*specials.names, SPACE}
     symbols = [p for p, _, kind in model.pieces if kind == USER_DEFINED and p not in own]
     symbols.sort(key=len, reverse=True)
@@ -325,21 +325,21 @@ def _with_stand_ins(
 
 
 def _first_characters(model: SentencePieceModel, names: set[str]) -> Regex:
-    """Where a text spells a token that never comes from a text: the token's first character."""
+    """Matches the first character where a text spells a token that no text may produce."""
     names = names | {piece for piece, _, kind in model.pieces if kind in (CONTROL, UNKNOWN)}
     literal = [f"{re.escape(n[0])}(?={re.escape(n[1:])})" for n in sorted(names) if len(n) > 1]
     return Regex("|".join([*literal, "<(?=0x[0-9A-F]{2}>)"]))
 
 
 def _seen(model: SentencePieceModel) -> set[str]:
-    """The characters that a model knows."""
+    """The characters in a model's pieces."""
     pieces = (piece for piece, _, kind in model.pieces if kind in (NORMAL, USER_DEFINED))
     return {SPACE, " "}.union(*pieces)
 
 
 def _mark_unseen(model: SentencePieceModel) -> normalizers.Normalizer:
-    """Sentencepiece makes one piece of neighbours that it does not know. Toolkits look it up whole,
-    so the characters of a longer one must not be found one by one."""
+    """Mark runs of unknown characters, each of which sentencepiece makes one piece. Toolkits look
+    up the piece, so its characters must not be found one by one."""
     seen = any_of(_seen(model))
     if model.model_type != "unigram":
         return normalizers.Replace(Regex(f"[^{seen}]{{2,}}"), UNSEEN)
@@ -348,7 +348,7 @@ def _mark_unseen(model: SentencePieceModel) -> normalizers.Normalizer:
 
 
 def any_of(characters: Iterable[str]) -> str:
-    """The inside of a regular expression's brackets."""
+    """The content of a regular expression's brackets."""
     return "".join(rf"\x{{{ord(character):x}}}" for character in sorted(characters))
 
 
@@ -389,7 +389,7 @@ def _sentencepiece_bpe(
     scores = {piece: score for piece, score, kind in model.pieces if kind in (NORMAL, UNUSED)}
     kept = [piece for piece, _, kind in model.pieces if kind in (BYTE, USER_DEFINED)]
     products = [piece for piece in scores if len(piece) > 1] if model.model_type == "bpe" else []
-    # Any two neighbours merge that make a piece. A piece is worth the same however it is made.
+    # Any two neighbours that make a piece merge, and how a piece is made does not change its score.
     merges = [
         (piece[:cut], piece[cut:])
         for piece in sorted(products, key=lambda piece: -scores[piece])
@@ -426,7 +426,7 @@ def subwords(
     r"""Text split by tensor2tensor's `SubwordTextEncoder`.
 
     A character that no subtoken spells is written as its number: `\233;`. One above U+1FFFF becomes
-    U+FFFD before. Decoding leaves numbers as they are.
+    U+FFFD before. Decoding does not change numbers.
 
     Args:
         vocab: From `read_subwords`.
@@ -479,8 +479,8 @@ def subwords(
 
 def _escapes(alphabet: set[str]) -> list[normalizers.Normalizer]:
     r"""Write each character outside the alphabet as `\233;`. A normalizer can't compute a number,
-    but it finds the characters that have a digit: a mark stands before each character while the
-    digits are written, the highest first."""
+    but it can find the characters with a certain digit. Each character has a mark before it while
+    its digits are written, the highest first."""
     known = any_of(alphabet)
     digits = [
         normalizers.Replace(Regex(f"{MARK}(?={having})"), f"{digit}{MARK}")
@@ -499,7 +499,7 @@ def _escapes(alphabet: set[str]) -> list[normalizers.Normalizer]:
 @cache
 def _having(digit: int, power: int) -> str:
     """A regular expression for the characters whose number has this digit at this power of ten, and
-    not as a leading zero. There are two classes, because one can have 10,000 ranges at most."""
+    not as a leading zero. There are two classes, because one can have at most 10,000 ranges."""
     first = max(digit, 10 * (power > 1 and not digit)) * power
     starts = range(first, _LAST + 1, 10 * power)
     ranges = [_characters(start, min(start + power - 1, _LAST)) for start in starts]
@@ -519,15 +519,15 @@ def _characters(first: int, last: int) -> str:
 
 
 def lower_case() -> normalizers.Normalizer:
-    """Lower case as in `str.lower`. `Lowercase` takes each character by itself, but a Greek sigma
-    has another form at the end of a word."""
+    """Lower case as in `str.lower`. `Lowercase` treats each character separately, but a Greek sigma
+    has a different form at the end of a word."""
     letter = r"[\p{L}\p{M}]"
     final = normalizers.Replace(Regex(f"(?<={letter})Σ(?!{letter})"), "ς")
     return normalizers.Sequence([final, normalizers.Lowercase()])
 
 
 def _filled(vocab: Mapping[str, int], size: int | None) -> dict[str, int]:
-    """The vocabulary in the order of its ids, with a name that no text has for each unused row."""
+    """The vocabulary in the order of its ids. Unused rows get names that no text contains."""
     names: dict[int, str] = {}
     for token, number in vocab.items():
         if names.setdefault(number, token) != token:
@@ -544,7 +544,7 @@ def _filled(vocab: Mapping[str, int], size: int | None) -> dict[str, int]:
 
 def unknown_token(tokenizer: Any) -> str | None:
     """The token that a fast tokenizer or its backend uses for unknown ones, even if it is an
-    ordinary token, which decoding prints and which is not transformers' `unk_token`."""
+    ordinary token that decoding prints and not transformers' `unk_token`."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, Tokenizer):
         return None
@@ -556,7 +556,7 @@ def unknown_token(tokenizer: Any) -> str | None:
 
 
 def unknown_id(tokenizer: Any) -> int | None:
-    """The target's id of the unknown token, also where decoding prints it as an ordinary token."""
+    """The target's id of the unknown token, even if decoding prints it as an ordinary token."""
     target = getattr(tokenizer, "target_tokenizer", tokenizer)
     unknown = tokenizer.unk_token or unknown_token(target)
     return None if unknown is None else target.get_vocab().get(unknown)
@@ -578,7 +578,7 @@ def _check_specials(vocab: Mapping[str, int], specials: Specials) -> None:
 def _wrap(
     backend: Tokenizer, vocab: Mapping[str, int], specials: Specials
 ) -> PreTrainedTokenizerFast:
-    """A stock tokenizer with the special tokens, none of which a text can spell."""
+    """A stock tokenizer with the special tokens, which a text can't contain."""
     _check_specials(vocab, specials)
     around = [token for token in specials.template.split() if token != "$A"]
     backend.post_processor = processors.TemplateProcessing(
@@ -608,16 +608,17 @@ def pair(
     size: int | None = None,
     unk_id: int | None = None,
 ) -> PreTrainedTokenizerFast:
-    """One tokenizer for both sides: the source's, if the target's is the same and has no clones.
+    """One tokenizer for both sides: the source's alone if the target's is the same and has no
+    clones.
 
     Args:
         source: The source's tokenizer.
         target: The target's.
         size: The `size` that the target was built with, if it has clones.
-        unk_id: The id of the target's unknown token, which stands for its clones in a target.
+        unk_id: The id of the target's unknown token, which replaces clones in a target.
 
     Raises:
-        ValueError: The sides have different ids of the padding token.
+        ValueError: The padding token has different ids on both sides.
     """
     has_clones = size is not None and unk_id is not None and rows(target) > size
     same = source.backend_tokenizer.to_str() == target.backend_tokenizer.to_str()
@@ -638,7 +639,7 @@ def with_moses(
     target_lang: str | None,
     **options: bool,
 ) -> VanillaTransformerTokenizer:
-    """The same tokenizer behind Moses: it reads plain text, and decodes to plain text.
+    """The same tokenizer with Moses around it: it reads plain text, and decodes to plain text.
 
     Args:
         tokenizer: One for both sides, or one with two.
@@ -659,7 +660,7 @@ def with_moses(
 
 
 def _two_sided(source: Tokenizer, target: Tokenizer, **options: Any) -> VanillaTransformerTokenizer:
-    """The tokenizer with a side each, none of whose special tokens a text can spell."""
+    """A tokenizer with these two sides, whose special tokens a text can't contain."""
     return VanillaTransformerTokenizer(
         tokenizer_object=source,
         target_tokenizer_object=target,

@@ -3,7 +3,7 @@
     read_fairseq_dict, read_marian_vocab, read_json, read_lines, read_subwords   token -> id
     read_bpe_codes, read_sentencepiece                                           how text is split
 
-`vocabularies.py` makes tokenizers of them.
+`vocabularies.py` makes tokenizers from them.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any
 
 from .protobuf import read_fields
 
-# A character of Unicode's private use area, which text does not have: what must not match a text
-# starts with it.
+# A character of Unicode's private use area, which does not occur in text. Names that must not match
+# a text start with it.
 PRIVATE = "\ue000"
 SPACE = "▁"  # sentencepiece's
 
@@ -42,15 +42,15 @@ def _numbered(path: str | Path, tokens: Iterable[str]) -> dict[str, int]:
 
 
 def read_lines(path: str | Path) -> dict[str, int]:
-    """A token a line; its id is the number of the line, from 0."""
+    """One token per line; its id is the number of the line, from 0."""
     return _numbered(path, _lines(path))
 
 
 def read_fairseq_dict(path: str | Path) -> dict[str, int]:
-    """fairseq's `dict.txt`: "symbol count" a line, after `<s> <pad> </s> <unk>` = 0 to 3.
+    """fairseq's `dict.txt`: lines "symbol count", after `<s> <pad> </s> <unk>` = 0 to 3.
 
     Raises:
-        ValueError: A line has no count, or a symbol comes twice.
+        ValueError: A line has no count, or a symbol is repeated.
     """
     vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
     specials = set(vocab)
@@ -62,8 +62,7 @@ def read_fairseq_dict(path: str | Path) -> dict[str, int]:
             raise ValueError(f"{path}: line {number} is {line!r}, expected 'symbol count'")
         if symbol in vocab and not overwrite:
             raise ValueError(f"{path}: line {number} holds {symbol!r} again, expected it once")
-        # An overwritten symbol leaves its row, which no text reaches any more. A special token
-        # stays what it is.
+        # The row of an overwritten symbol stays, but no text leads to it. Special tokens stay.
         row = len(vocab)
         if symbol in specials:
             symbol = f"{PRIVATE}{row}{symbol}"
@@ -91,12 +90,12 @@ _ESCAPED |= {"f": "\f", "v": "\v", "_": "\xa0", "N": "\x85", "L": "\u2028", "P":
 
 
 def read_marian_vocab(path: str | Path) -> dict[str, int]:
-    """Marian's vocabulary: `key: id` a line (YAML), JSON, or a token a line.
+    """Marian's vocabulary: lines `key: id` (YAML), JSON, or a token per line.
 
     YAML libraries read keys such as `no` or `007` as other types, and reject some characters.
 
     Raises:
-        ValueError: A line has no id, or a token comes twice.
+        ValueError: A line has no id, or a token is repeated.
     """
     if Path(path).suffix == ".json":
         return read_json(path)
@@ -122,7 +121,7 @@ def read_marian_vocab(path: str | Path) -> dict[str, int]:
 
 
 def _unquote(key: str) -> str:
-    """A YAML key as the text it stands for."""
+    """The text of a YAML key."""
     if len(key) > 1 and key[0] == key[-1] == "'":
         return key[1:-1].replace("''", "'")
     if len(key) > 1 and key[0] == key[-1] == '"':
@@ -136,14 +135,14 @@ def _unquote(key: str) -> str:
 
 
 def read_subwords(path: str | Path) -> dict[str, int]:
-    """tensor2tensor's `vocab.*.subwords`: a subtoken a line, most often in single quotes."""
+    """tensor2tensor's `vocab.*.subwords`: one subtoken per line, usually in single quotes."""
 
     def bare(line: str) -> str:
         line = line.strip()
         quoted = len(line) > 1 and line[0] == line[-1] and line[0] in "'\""
         return line[1:-1] if quoted else line
 
-    # A subtoken may come twice, and the last line counts.
+    # A subtoken may be repeated, and the last line counts.
     vocab: dict[str, int] = {}
     for number, token in enumerate(map(bare, _lines(path))):
         if token in vocab:
@@ -156,11 +155,12 @@ def read_subwords(path: str | Path) -> dict[str, int]:
 
 
 def read_bpe_codes(path: str | Path) -> list[tuple[str, str]]:
-    """The merges of subword-nmt 0.2 or fastBPE, the most frequent first; of duplicates, the first.
+    """The merges of subword-nmt 0.2 or fastBPE, the most frequent first; only the first of
+    duplicates.
 
     Raises:
-        ValueError: The file has subword-nmt's format 0.1, in which `</w>` is a symbol of its own,
-            or a line is no merge.
+        ValueError: The file has subword-nmt's format 0.1, in which `</w>` is a separate symbol, or
+            a line is not a merge.
     """
     lines = _lines(path)
     version = re.fullmatch(r"#version: *(\S+)\s*", lines[0]) if lines else None
@@ -186,17 +186,17 @@ _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a sentencepiece `.model` (`.spm`) says about how to split text.
+    """The content of a sentencepiece `.model` (`.spm`) about splitting text.
 
     Attributes:
         pieces: (piece, score, type) by id.
         model_type: "unigram", "bpe", "word" or "char".
-        charsmap: Compiled rules of normalization, or nothing.
-        composes: Whether these are NFKC, with or without more.
-        dummy_prefix: Whether a text gets a space in front.
+        charsmap: Compiled normalization rules, or empty.
+        composes: Whether these are NFKC, possibly with additions.
+        dummy_prefix: Whether a space is added in front of a text.
         squeezes_spaces: Whether spaces at the ends and runs of them are removed.
         byte_fallback: Whether unknown characters are spelled in bytes.
-        unk_surface: What decoding prints for the unknown piece.
+        unk_surface: The text of the unknown piece in decoding.
     """
 
     pieces: list[tuple[str, float, int]]
@@ -213,7 +213,7 @@ class SentencePieceModel:
         return {piece: number for number, (piece, _, _) in enumerate(self.pieces)}
 
     def special(self, name: str) -> str | None:
-        """The name, if it is a control piece."""
+        """The name, if it belongs to a control piece."""
         return name if any(p == name and kind == CONTROL for p, _, kind in self.pieces) else None
 
 
@@ -229,9 +229,9 @@ def read_sentencepiece(path: str | Path) -> SentencePieceModel:
     """Read a sentencepiece model, without the library.
 
     Raises:
-        ValueError: The file is no such model or cut off, or does what no fast tokenizer can: spaces
-            at the ends of words, whole words, symbols with spaces, case as tokens, or
-            denormalization.
+        ValueError: The file is not such a model or is truncated, or needs what no fast tokenizer
+            supports: spaces at the ends of words, whole words, symbols with spaces, case as tokens,
+            or denormalization.
     """
     try:
         model = _message(Path(path).read_bytes())
