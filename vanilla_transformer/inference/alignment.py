@@ -1,6 +1,6 @@
 """The source tokens that a translation's tokens are aligned to.
 
-An alignment is read from the attention of the decoder to the source. In a Transformer that was not
+Alignments come from the attention of the decoder to the source. In a Transformer that was not
 trained to align, the average over the heads of the penultimate layer aligns best (Garg et al.,
 2019, https://arxiv.org/abs/1909.02074).
 """
@@ -38,17 +38,17 @@ def add_alignments(
     Args:
         lines: The sources, read lazily.
         found: The hypotheses of each source.
-        model: The model; of an ensemble, the attention of the members is averaged.
+        model: The model; for an ensemble, the attention of the members is averaged.
         tokenizer: Its tokenizer.
-        unit: "words", which white space separates, or "pieces", the tokens except special ones.
+        unit: "words", separated by white space, or "pieces", the tokens except special ones.
         layer: The decoder layer from 0, or from the end if negative. Default: the penultimate.
         replace_unknown: Whether to replace an unknown token with the source word it is aligned to.
         max_tokens: The maximum number of source tokens, and of target tokens, in a batch.
 
     Raises:
         TypeError: The model is not a PyTorch model.
-        ValueError: The unit or the layer does not exist, the tokenizer is not a fast one, or it
-            has no unknown token to replace; the model returns no attentions.
+        ValueError: The unit or the layer does not exist, the tokenizer is not a fast one or has no
+            unknown token to replace, or the model returns no attentions.
     """
     expect_alignable(model, tokenizer, unit, layer, replace_unknown)
     reader = _AlignmentReader(tokenizer, unit, replace_unknown)
@@ -103,14 +103,14 @@ def _aligned_places(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], layer: int | None, special: Any
 ) -> list[list[int]]:
     """The index of the source token that each target token attends to most, (pairs,
-    target_length). Special tokens are left out: attention rests on them if it finds nothing."""
+    target_length). Special tokens are left out, as attention goes to them when it finds nothing."""
     inputs = reading_inputs(inputs)
     weights = torch.zeros(())
     for member in _members(model):
         with _eager_attention(member):
             outputs = member(**inputs, output_attentions=True, use_cache=False)
         maps = outputs.cross_attentions
-        if not maps:  # T5's, in transformers 5.17
+        if not maps:  # T5 in transformers 5.17
             raise ValueError(
                 f"alignments with {type(member).__name__}: transformers {__version__} returns none "
                 "of its attentions, expected a newer version"
@@ -119,18 +119,18 @@ def _aligned_places(
         weights = weights.to(maps[0]) + maps[chosen].mean(1)
     hidden = torch.isin(inputs["input_ids"], special) | (inputs["attention_mask"] == 0)
     places = weights.masked_fill(hidden[:, None], -1).argmax(-1)
-    padding = inputs["attention_mask"].argmax(-1, keepdim=True)  # on the left
+    padding = inputs["attention_mask"].argmax(-1, keepdim=True)  # left padding
     return (places - padding).clamp(min=0).tolist()
 
 
 def penultimate_layer(layers: int) -> int:
-    """The index of the layer that aligns by default: the last but one, if there are several."""
+    """The index of the layer that aligns by default: the last but one, or the only one."""
     return max(layers - 2, 0)
 
 
 def layers_and_heads(config: PreTrainedConfig, stack: str) -> tuple[int, int]:
-    """The numbers of layers and heads of the "encoder" or the "decoder", also where they have T5's
-    names, or where each stack has a configuration of its own, as in `EncoderDecoderModel`.
+    """The numbers of layers and heads of the "encoder" or the "decoder", even if they have T5's
+    names, or if each stack has its own configuration, as in `EncoderDecoderModel`.
 
     Raises:
         AttributeError: The configuration has neither.
@@ -150,7 +150,7 @@ def _members(model: Any) -> Iterable[Any]:
 
 @contextmanager
 def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Eager attention within this context: no other returns its weights."""
+    """Use eager attention in this context, as no other returns its weights."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -167,15 +167,15 @@ class _AlignmentReader:
         unknown = unknown_id(tokenizer)
         self.unknown = unknown if replace_unknown else None
         self.source_special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-        special = self.source_special  # languages too
-        if hasattr(tokenizer, "target_tokenizer"):  # with ids of its own
+        special = self.source_special  # includes languages
+        if hasattr(tokenizer, "target_tokenizer"):  # the target has its own ids
             special = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
-        hidden = unknown if tokenizer.unk_token else None  # others are words
+        hidden = unknown if tokenizer.unk_token else None  # otherwise it is a word
         self.target_special = {*special, hidden} - {self.unknown, None}
 
     def words_of_texts(self, hypotheses: Sequence[Hypothesis]) -> list[list[int | None] | None]:
         """For each hypothesis, the index of the word that each token is in, None for special
-        tokens; or None if its text has other tokens, for example none for an unknown word."""
+        tokens; or None if its text has different tokens, for example without an unknown word."""
         if self.unit != "words":
             return [None] * len(hypotheses)
         encoded = self.tokenizer(
@@ -200,7 +200,7 @@ class _AlignmentReader:
         places: Sequence[int],
         target_words: list[int | None] | None,
     ) -> Hypothesis:
-        """The hypothesis with its alignment, and with its unknown words replaced."""
+        """The hypothesis with its alignment and, where possible, with unknown words replaced."""
         ids = hypothesis.token_ids
         words = source.split()
         source_words = _words_at(source, offsets)
@@ -223,7 +223,7 @@ class _AlignmentReader:
         return hypothesis._replace(text=text, alignment=alignment)
 
     def _target_words(self, ids: Sequence[int], replaced: dict[int, str]) -> list[int | None]:
-        """The index of the word that each token is in or, as white space, precedes; or None."""
+        """The index of the word that each token is in or, as white space, comes before; or None."""
         total = len(self._spell(ids, replaced).split())
         words: list[int | None] = []
         for place, token in enumerate(ids):
@@ -234,7 +234,7 @@ class _AlignmentReader:
         return words
 
     def _spell(self, ids: Sequence[int], replaced: dict[int, str]) -> str:
-        """The text of token ids, with words in place of some."""
+        """The text of token ids, in which words replace some tokens."""
         parts, start = [], 0
         for place, word in replaced.items():
             if place < len(ids):

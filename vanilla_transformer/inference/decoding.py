@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_NEW_TOKENS = 256  # as in the pipelines of transformers 4
 
-# The searches that transformers moved out of the library, each with the option that asks for it.
+# The searches that transformers moved out of the library, each with the option that selects it.
 MOVED_SEARCHES = {
     GenerationMode.CONSTRAINED_BEAM_SEARCH: "force_words_ids",
     GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
@@ -51,13 +51,13 @@ def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> Non
     _expect_processors(config, model.config)
     try:
         GenerationConfig(**config)
-    except ValueError as error:  # about an option: as one of our own, in one line
+    except ValueError as error:  # about an option: as a single line, like our own errors
         raise ValueError(str(error)) from error
 
 
 def _expect_processors(options: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Raise a ValueError unless transformers can change a model's logits with those of the options
-    that it (5.17 to 5.24) only reads when it generates."""
+    """Raise a ValueError unless transformers can make its logits processors from the options, which
+    it (5.17 to 5.24) only reads when it generates."""
 
     def size() -> int:
         own = getattr(config, "target_vocab_size", None)
@@ -84,8 +84,8 @@ def _expect_processors(options: dict[str, Any], config: PreTrainedConfig) -> Non
 def expect_known_search(
     model: PreTrainedModel, options: dict[str, Any], batch_size: int = 1
 ) -> None:
-    """Raise a ValueError if the options, or the generation config, ask for a search that
-    transformers lacks, or that an encoder-decoder or a batch of this size can't have."""
+    """Raise a ValueError if the options, or the generation config, select a search that
+    transformers lacks, or that does not work for an encoder-decoder or a batch of this size."""
     found, search = options_of(model, options), GenerationConfig()
     for name in ("stop_strings", "token_healing"):
         if found[name] not in (None, False):
@@ -110,7 +110,8 @@ def expect_known_search(
 def _expect_possible_options(
     found: GenerationOptions, device: torch.device, batch_size: int
 ) -> None:
-    """What transformers (5.17 to 5.24) refuses too, but only when it generates."""
+    """Raise a ValueError for options that transformers (5.17 to 5.24) rejects while it
+    generates."""
     has_beams, cache = (found["num_beams"] or 1) > 1, str(found["cache_implementation"] or "")
     is_batch = batch_size > 1 and not has_beams
     for name, is_refused, expected in (
@@ -156,15 +157,15 @@ def samples(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> bool:
 
 
 def runs_in_torch(model: Any) -> bool:
-    """Whether torch computes the model, so that it can be compiled and shows its attention. An
-    engine's has no parameters, also where its class is one of transformers."""
+    """Whether torch computes the model, so that it can be compiled and shows its attention. The
+    model of an engine has no parameters, even if its class is one of transformers."""
     return isinstance(model, torch.nn.Module) and next(model.parameters(), None) is not None
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """The tokens of the longest text that a model's table of positions allows; None where there is
-    no table, or one that grows."""
-    is_ctranslate2 = not isinstance(model, torch.nn.Module)  # its sinusoids are a table too
+    """The largest number of tokens in a text for a model's table of positions; None if there is no
+    table, or one that grows."""
+    is_ctranslate2 = not isinstance(model, torch.nn.Module)  # its sinusoids are also a table
     if is_ctranslate2 or getattr(model.config, "position_encoding", None) == "learned":
         return model.config.max_position_embeddings
     return _smallest_table(model)
@@ -176,28 +177,29 @@ def _smallest_table(model: torch.nn.Module) -> int | None:
         for name, module in model.named_modules()
         if name.split(".")[-1] in POSITION_TABLES
         and isinstance(module, torch.nn.Embedding)
-        and not hasattr(module, "make_weight")  # FSMT's, which grows
+        and not hasattr(module, "make_weight")  # FSMT's, which grow
     ]
     return min(limits, default=None)
 
 
 def _positions(table: torch.nn.Embedding) -> int:
-    """The rows for positions: BART's come after an offset, RoBERTa's after the padding's row."""
+    """The rows for positions: BART's come after an offset, RoBERTa's after the row of the
+    padding."""
     padding = -1 if table.padding_idx is None else table.padding_idx
     return table.num_embeddings - getattr(table, "offset", padding + 1)
 
 
 def set_output_limit(model: PreTrainedModel) -> None:
-    """Let a model without a limit of its own, such as T5, generate up to 256 tokens, or as many as
-    it has positions for. transformers' default is 20. A saved limit beyond its table of positions
-    is lowered, with a warning. Our models' limit grows with the source, also after a
-    `Seq2SeqTrainer` has saved that default."""
+    """Let a model without its own limit, such as T5, generate up to 256 tokens, or as many as its
+    positions. transformers' default is 20. A saved limit beyond its table of positions is lowered,
+    with a warning. The limit of our models grows with the source, even if a `Seq2SeqTrainer` has
+    saved that default."""
     if isinstance(model, VanillaTransformerGenerationMixin):
         model._forget_limit_of_trainer()
     config = model.generation_config
     limited = config.max_length is not None or config.max_new_tokens is not None
     if not limited and not hasattr(model, "extra_output_tokens"):
-        longest = 1 + DEFAULT_NEW_TOKENS  # with the token that starts it
+        longest = 1 + DEFAULT_NEW_TOKENS  # with the start token
         config.max_length = min(longest, position_limit(model) or longest)
     for name, most in _most_tokens(model).items():
         if (value := getattr(config, name)) is not None and value > most:
@@ -209,8 +211,8 @@ def set_output_limit(model: PreTrainedModel) -> None:
 
 
 def _most_tokens(model: PreTrainedModel) -> dict[str, int]:
-    """The largest limits of length that the decoder's table of positions allows: nothing reads the
-    last token, and only `max_length` counts the first. Our models end there by themselves."""
+    """The largest limits of length for the decoder's table of positions: the last token is never
+    read, and only `max_length` counts the first. Our models stop there by themselves."""
     is_ours = hasattr(model, "extra_output_tokens")
     limit = None if is_ours else _smallest_table(model.get_decoder())
     return {} if limit is None else {"max_length": limit + 1, "max_new_tokens": limit}

@@ -9,14 +9,14 @@ import yaml
 from huggingface_hub import metadata_load, metadata_save
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-# How to use a folder without the model's code. `push` puts a download before these commands.
+# How to use a folder without the model's code. `push` adds a download before these commands.
 TRANSLATE = "vanilla-transformer translate --model FOLDER --source FILE"
 SHOW_PAGE = "python -m http.server --directory FOLDER"
 OF_ONE_MODEL = {"model-index", "metrics", "model_name"}
 
 
 def card_metadata(folder: Path) -> dict[str, Any]:
-    """The metadata of a model's card, without its scores; empty without a card. That of a
+    """The metadata of a model's card, without its scores; empty without a card. The card of a
     trainer's checkpoint is in the folder above it.
 
     Raises:
@@ -35,8 +35,8 @@ def card_metadata(folder: Path) -> dict[str, Any]:
 
 
 def language_codes(languages: Sequence[str]) -> dict[str, Any]:
-    """The languages as ISO 639 codes, without which the Hub refuses a card, and in full, with
-    region and script, if that is more."""
+    """The languages as ISO 639 codes, which the Hub requires in a card, and with region and script
+    if they have these."""
     tags = list(dict.fromkeys(code.replace("_", "-") for code in languages))
     codes = list(dict.fromkeys(tag.partition("-")[0].lower() for tag in tags))
     codes = [code for code in codes if re.fullmatch("[a-z]{2,3}", code)]

@@ -19,7 +19,7 @@ from ..model.loss import at_least_float32
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from ..model.pretrained import VanillaTransformerPreTrainedModel
 
-# What all members must have in common: these decide what a token id means.
+# All members must have these in common: they define the meaning of token ids.
 SHARED_FIELDS = (
     "vocab_size", "target_vocab_size", "pad_token_id", "bos_token_id", "eos_token_id",
     "decoder_start_token_id",
@@ -31,9 +31,9 @@ class VanillaTransformerEnsemble(
 ):
     """Several models that decode together: p(token) is the mean of the members' probabilities.
 
-    `generate()` takes the same options as that of a member. Members may differ in everything except
-    the vocabulary. The generation config is that of the first member. The output is never longer
-    than the learned positions of any member.
+    `generate()` has the same options as for a member. Members may differ in everything except the
+    vocabulary. The generation config is the first member's. The output is never longer than the
+    learned positions of any member.
 
     Args:
         members: At least one model.
@@ -90,12 +90,12 @@ class VanillaTransformerEnsemble(
             input_ids: (batch, source_length).
             decoder_input_ids: (batch, target_length).
             decoder_attention_mask: (batch, past_length + target_length).
-            encoder_outputs: Of `EnsembleEncoder`, in place of `input_ids`.
+            encoder_outputs: From `EnsembleEncoder`, in place of `input_ids`.
 
         Returns:
             `logits` (batch, target_length, vocabulary), whose softmax is the mean of the members'
-            probabilities, and their level the mean of the members': a repetition penalty changes
-            them as it does a member's. And the cache.
+            probabilities, and whose level is the mean of theirs, so that a repetition penalty works
+            as for a member; and the cache.
 
         Raises:
             ValueError: An input or output that an ensemble does not have is given or asked for.
@@ -135,7 +135,8 @@ class VanillaTransformerEnsemble(
         )
 
     def _use_fast_cache(self, prompt_length: int, options: GenerationOptions) -> None:
-        """Pass a cache of the members' caches, as transformers would make one for a single model.
+        """Pass a cache of the members' caches, because transformers would make one for a single
+        model.
 
         Raises:
             ValueError: An option asks for another kind of cache.
@@ -155,7 +156,7 @@ class VanillaTransformerEnsemble(
 
 
 def expect_supported(options: dict[str, Any]) -> None:
-    """Raise a ValueError if one of these asks for what only a single model has."""
+    """Raise a ValueError if one of these options needs a single model."""
     names = ("labels", "inputs_embeds", "decoder_inputs_embeds", "output_attentions")
     for name in (*names, "output_hidden_states"):
         if options.get(name) is not None and options[name] is not False:
@@ -190,8 +191,8 @@ class EnsembleEncoder(nn.Module):
 
 
 class EnsembleCache(EncoderDecoderCache):
-    """The caches of all members. It holds their layers in one list, so that what transformers does
-    to its layers, such as reordering beams, happens to those of each member."""
+    """The caches of all members. Their layers are in one list, so that operations of transformers
+    on layers, such as reordering beams, apply to each member's."""
 
     def __init__(self, members: Sequence[EncoderDecoderCache]):
         joined = []
@@ -238,7 +239,7 @@ def expect_same_vocabulary(
     tokenizers: Sequence[PreTrainedTokenizerBase], names: Sequence[str | Path]
 ) -> None:
     """Raise a ValueError unless each token has the same id in all tokenizers, on both sides, and
-    all make the same tokens of a text."""
+    all split text into the same tokens."""
 
     def vocabularies(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, int]]:
         target = getattr(tokenizer, "target_tokenizer", None)
@@ -260,13 +261,13 @@ def expect_same_vocabulary(
 
 
 def text_preparation(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The parts of a fast tokenizer that decide into which tokens it splits a text."""
+    """The parts of a fast tokenizer that determine how it splits a text."""
     found = {"moses": tokenizer.init_kwargs.get("moses")}
     sides = {"": "backend_tokenizer", "target ": "target_tokenizer"}
     for side, name in sides.items():
         if (backend := getattr(tokenizer, name, None)) is not None:
             saved = json.loads(backend.to_str())
-            saved["model"].pop("dropout", None)  # of training
+            saved["model"].pop("dropout", None)  # for training
             for part in ("normalizer", "pre_tokenizer", "model", "post_processor"):
                 found[side + part] = saved[part]
     return found

@@ -25,7 +25,7 @@ from .ensemble import VanillaTransformerEnsemble, expect_same_vocabulary
 
 TORCH = "torch"
 ENGINE_NAMES = (TORCH, *(engine.NAME for engine in ENGINES))
-# Files of any kind.
+# Patterns of files in any format.
 TOKENIZERS = ("*token*", "*.spm", "*.model", "vocab*")
 WEIGHTS = ("*.safetensors*", "*.bin*")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -78,8 +78,8 @@ class LoadingArguments:
         """Load a sequence-to-sequence model and its tokenizer, from a folder or the Hub.
 
         Args:
-            name: A folder or Hub name. Several make an ensemble. A folder that was exported for an
-                engine gives an object of that engine, with `generate()`.
+            name: A folder or Hub name. Several make an ensemble. From a folder that was exported
+                for an engine comes an object of that engine, with `generate()`.
 
         Raises:
             ImportError: The engine needs a package that is not installed.
@@ -108,7 +108,7 @@ class LoadingArguments:
         return engine.load(Path(name), device=self.device, dtype=self.dtype), tokenizer
 
     def load_model(self, name: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load one model that torch runs. The process then does without cuDNN's attention, which
+        """Load one model that torch runs. This disables cuDNN's attention in the process, as it
         plans each new shape of batch.
 
         Raises:
@@ -130,7 +130,8 @@ class LoadingArguments:
         return model.to(self.device), tokenizer
 
     def _load_tokenizer(self, name: str | Path) -> PreTrainedTokenizerBase:
-        """Raise a FileNotFoundError if a folder holds a model and no tokenizer."""
+        """Load the tokenizer. Raise a FileNotFoundError if a folder has a model but no
+        tokenizer."""
         folder = Path(name)
         if has_model(folder) and not _has_any(folder, TOKENIZERS):
             raise FileNotFoundError(
@@ -138,7 +139,7 @@ class LoadingArguments:
             )
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
         if isinstance(tokenizer, FSMTTokenizer):
-            # transformers calls this before it reads a target. Translation alone reads none.
+            # transformers calls this before it reads a target, which translation does not do.
             tokenizer._switch_to_target_mode = partial(expect_to_read_targets, tokenizer)
         return tokenizer
 
@@ -151,7 +152,7 @@ class LoadingArguments:
 
 
 def has_model(folder: Path) -> bool:
-    """Whether a folder holds a model, or an adapter that PEFT saved."""
+    """Whether a folder has a model, or an adapter that PEFT saved."""
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
@@ -176,7 +177,7 @@ def expect_torch_model(name: str | Path, engine: str | None = None) -> None:
 
 def read_config(name: str | Path) -> Any:
     """Same as `AutoConfig.from_pretrained`, but raises a ValueError for PEFT's adapters, which have
-    no configuration of their own."""
+    no model configuration."""
     if find_adapter_config_file(str(name)) is not None:
         raise ValueError(
             f"{name} holds an adapter: expected a whole model; PEFT's merge_and_unload makes one"
@@ -185,8 +186,8 @@ def read_config(name: str | Path) -> Any:
 
 
 def expect_complete(model: PreTrainedModel, missing: Collection[str], name: str | Path) -> None:
-    """Raise a ValueError if weights are missing, in place of which transformers makes random ones.
-    Stock models may lack what they compute, such as Pegasus's sinusoids."""
+    """Raise a ValueError if weights are missing, which transformers would fill with random ones.
+    Stock models may lack weights that they compute, such as Pegasus's sinusoids."""
     is_adapted = hasattr(model, "peft_config")
     is_ours = model.config.model_type == VanillaTransformerConfig.model_type
     if not missing or not (is_adapted or is_ours):
@@ -199,8 +200,8 @@ def expect_complete(model: PreTrainedModel, missing: Collection[str], name: str 
 
 
 def expect_to_read_targets(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a ValueError if it is FSMT's with two vocabularies: transformers reads a target with
-    the one of the sources."""
+    """Raise a ValueError for FSMT's tokenizer with two vocabularies: transformers reads targets
+    with that of the sources."""
     if not isinstance(tokenizer, FSMTTokenizer):
         return
     if tokenizer.encoder != {token: number for number, token in tokenizer.decoder.items()}:

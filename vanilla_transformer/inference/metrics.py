@@ -38,14 +38,14 @@ LABELS = {
 METRICS_WITHOUT_SOURCE = tuple(name for name in LABELS if name != "comet")
 LOWER_IS_BETTER = frozenset({"ter", "ser", "wer", "per", "cer"})
 SIGNED = frozenset({"bleu", "chrf", "ter"})  # by sacreBLEU
-# Tokenizers of BLEU that need further packages, or a model from the network.
+# Tokenizers of BLEU that need other packages, or a model from the network.
 NEEDS_MORE = ("ja-mecab", "ko-mecab", "spm", "flores101", "flores200", "spBLEU-1K")
-# Where BLEU is 0 because targets are short.
+# Advice if BLEU is 0 because targets are short.
 OTHER_METRICS = "Use chrf, exact_match or BLEU's tokenizer char, which splits text into characters"
 # Letters of Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese, which have no spaces between
 # words.
 UNSPACED = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
-TESTS = {"bootstrap": "bs", "ar": "ar"}  # paired tests, and sacreBLEU's names of them
+TESTS = {"bootstrap": "bs", "ar": "ar"}  # paired tests, and sacreBLEU's names for them
 
 # ---------------------------------------------------------------- Metrics
 
@@ -84,8 +84,8 @@ class LineMetric(Metric):
 
 
 class Comet(LineMetric):
-    """COMET (Rei et al., 2020, https://aclanthology.org/2020.emnlp-main.213), times 100; with
-    several references, the mean over them.
+    """COMET (Rei et al., 2020, https://aclanthology.org/2020.emnlp-main.213), times 100, averaged
+    over several references.
 
     Args:
         sources: The source of each translation.
@@ -113,7 +113,7 @@ class Comet(LineMetric):
 
 
 def is_one_of(translation: str, references: Sequence[str]) -> bool:
-    """Whether a translation equals a reference, but for the amount of white space."""
+    """Whether a translation equals a reference, except for the amount of white space."""
     return translation.split() in map(str.split, references)
 
 
@@ -154,8 +154,8 @@ def make_metrics(
     """The metrics of these names.
 
     Args:
-        names: Of "bleu", "chrf", "ter", "exact_match", "comet", and the error rates "ser", "wer",
-            "per" and "cer".
+        names: Any of "bleu", "chrf", "ter", "exact_match", "comet", and the error rates "ser",
+            "wer", "per" and "cer".
         tokenize: BLEU's tokenizer in sacreBLEU; `None` is its default, 13a.
         lowercase: Whether BLEU and chrF ignore case. TER always does, the others never.
         sources: The source of each line, for COMET.
@@ -271,9 +271,9 @@ def _warn_of_tokens(references: Sequence[Sequence[str]], metrics: Mapping[str, M
 
 
 def _warn_of_form(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
-    """Warn if translations are in Unicode's form NFC, as those of a new tokenizer, and references
-    are not, or most are the reverse: then the same letters differ, in all Vietnamese or a few of
-    Hindi. A model may make some text in another form by mistake."""
+    """Warn if translations are in Unicode's form NFC, as with a new tokenizer, and references are
+    not, or if most are the reverse. Then the same letters differ, in all Vietnamese texts or for a
+    few letters of Hindi. Some texts may be in another form by a model's mistake."""
     is_nfc = partial(is_normalized, "NFC")
     of_lines = [all(map(is_nfc, line)) for line in zip(*references, strict=True)]
     of_predictions = list(map(is_nfc, predictions))
@@ -287,9 +287,8 @@ def _warn_of_form(predictions: Sequence[str], references: Sequence[Sequence[str]
 
 
 def lacks_spaces(references: Iterable[str], split: Callable[[str], Iterable[str]]) -> bool:
-    """Whether a third of the letters belongs to scripts without spaces between words, and the
-    tokens that texts are split into are longer than words of these languages: 6 letters or more on
-    average."""
+    """Whether a third of the letters are in scripts without spaces between words, and `split` makes
+    tokens that are longer than words of these languages: 6 letters or more on average."""
     tokens = [token for reference in references for token in split(reference)]
     length = sum(map(len, tokens))
     unspaced = sum(len(UNSPACED.findall(token)) for token in tokens)
@@ -330,9 +329,9 @@ def compare_systems(
         test: "bootstrap", or "ar" for approximate randomization.
 
     Returns:
-        For each system, what `score_translations` returns, with more numbers for each metric. Those
-        of BLEU are `bleu_p`, except for the first system, the probability of a difference at least
-        as large if both systems are equally good; and from the bootstrap, `bleu_mean` and
+        For each system, what `score_translations` returns, with more numbers for each metric. For
+        BLEU these are `bleu_p`, except for the first system, the probability of a difference at
+        least as large if both systems are equally good; and from the bootstrap, `bleu_mean` and
         `bleu_ci`, the mean of the samples and half the width of their 95% confidence interval.
 
     Raises:
@@ -351,7 +350,7 @@ def compare_systems(
     for name, of_metric in zip(metrics, results.values(), strict=True):
         for system, result in zip(systems, of_metric, strict=True):
             if result.p_value is not None and result.score == of_metric[0].score:
-                result.p_value = 1.0  # the bootstrap's differences are centred: some are below 0
+                result.p_value = 1.0  # the bootstrap's differences are centred: some are negative
             found = {"": result.score, "_mean": result.mean, "_ci": result.ci, "_p": result.p_value}
             scores[system] |= {
                 name + suffix: float(value) for suffix, value in found.items() if value is not None
@@ -365,8 +364,8 @@ def compare_systems(
 
 def _p_value(differences: np.ndarray, difference: float) -> float:
     """The share of samples with a difference at least as large, up to rounding. sacreBLEU's own
-    function, in version 2.6, leaves out those that are as large: many, if few lines differ or if a
-    metric counts whole lines."""
+    function, in version 2.6, leaves out those that are equally large, which are many if few lines
+    differ or if a metric counts lines."""
     as_large = np.count_nonzero(differences > difference - 1e-6)
     return (as_large + 1) / (len(differences) + 1)
 
@@ -380,7 +379,7 @@ def scores_by_length(
 ) -> tuple[list[tuple[int, int, int]], dict[str, dict[str, list[float]]]]:
     """Score groups of lines with sources of similar length. The groups have similar sizes.
 
-    A length is a number of words, or of characters if white space does not separate them.
+    Lengths are in words, or in characters if words are not separated by white space.
 
     Args:
         systems, references, metrics: As for `compare_systems`.
@@ -434,8 +433,8 @@ def make_compute_metrics(
         return tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
 
     def decode_reference(token_ids: np.ndarray) -> str:
-        """The text with a word that no prediction matches for each unknown token. "<unk>" would be
-        three words of BLEU's tokenizer."""
+        """The text, with a word that matches no prediction in place of each unknown token: BLEU's
+        tokenizer would split "<unk>" into three words."""
         parts = np.split(token_ids, np.flatnonzero(token_ids == unknown))
         return " \N{REPLACEMENT CHARACTER} ".join(decode(part[part != unknown] for part in parts))
 

@@ -1,7 +1,8 @@
 """Transforms a file line by line, on any number of processes, and resumes after interruptions.
 
-Each process works on every n-th chunk of lines. The result of a chunk is a file in a folder beside
-the output; it only gets its name once it is complete. At the end, they are merged into the output.
+Each process works on every n-th chunk of lines. The result of a chunk is a file in a folder next to
+the output, which gets its name once it is complete. At the end, the files are merged into the
+output.
 
 Sources and outputs are text or parquet files, by a local path or a URL.
 """
@@ -35,7 +36,7 @@ LINES_PER_CHUNK = 2048
 JOB_FILE = "job.json"
 TARGET_COLUMN = "translation"
 
-# Fields of a configuration that say where it comes from, and do not affect the model.
+# Fields of a configuration about its origin, which do not affect the model.
 ORIGIN_FIELDS = {
     "_name_or_path",
     "auto_map",
@@ -50,7 +51,7 @@ ORIGIN_FIELDS = {
 
 def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Settings that identify the output of a model, for `transform_file`. They depend on the
-    contents of model and tokenizer, not on their place.
+    contents of model and tokenizer, not on their location.
 
     Args:
         model: A model of transformers, or one of `inference.engines`.
@@ -87,7 +88,7 @@ def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
 
 
 def _configurations(model: Any) -> Iterator[bytes]:
-    """That of a model or an ensemble, and those of PEFT's adapters, as JSON."""
+    """The configurations of a model or an ensemble, and of PEFT's adapters, as JSON."""
     yield model.config.to_json_string().encode()
     for member in getattr(model, "members", [model]):
         for name, adapter in getattr(member, "peft_config", {}).items():
@@ -155,7 +156,7 @@ def transform_chunks(
         source: A UTF-8 text file, or a parquet file.
         output: The output file, which is replaced once everything is done, compressed if its name
             ends in .gz. A parquet file has the columns of the source and a new one.
-        settings: Everything else that the result depends on, as JSON values by name.
+        settings: All other settings that affect the result, as JSON values by name.
         source_column: The column of a parquet source. Default: the only one with text.
         target_column: The new column of a parquet output.
         process_index: The index of this process.
@@ -172,13 +173,13 @@ def transform_chunks(
     parts = as_path(f"{output}.parts")
     job = {**settings, **_origin(as_path(source)), "lines_per_chunk": lines_per_chunk}
     if process_index == 0 and not (parts / JOB_FILE).exists():
-        _clear(parts)  # parts of a job that was killed while it was being removed
+        _clear(parts)  # parts of a job whose removal was interrupted
         parts.mkdir(exist_ok=True)
         _write(parts / JOB_FILE, [json.dumps(job)])
     wait_for_everyone()
     _check_same_job(parts, job)
     finished = {path.name for path in parts.iterdir()}
-    sizes = []  # of the chunks so far
+    sizes = []  # sizes of the chunks so far
     with tqdm(desc="Lines", unit="line", disable=not show_progress) as progress:
 
         def unfinished() -> Iterator[Chunk]:
@@ -205,11 +206,11 @@ def transform_chunks(
 
 @contextmanager
 def _removing_failed_job(parts: Path, num_processes: int) -> Iterator[None]:
-    """Remove a job that fails before it has finished a part, so that it does not refuse the next.
-    That of several processes stays: others may be at work.
+    """Remove a job that fails before it has finished a part, so that it does not block the next
+    one. A job of several processes stays, as others may still work on it.
 
     Raises:
-        FileNotFoundError: The job is gone.
+        FileNotFoundError: The job has been removed.
     """
     try:
         yield
@@ -233,7 +234,7 @@ def expect_files(
     expect_output(output, source=source)
     expect_inputs(source=source)
     if output is not None:
-        expect_text(output)  # which is what is written, and what other commands read
+        expect_text(output)  # the format that is written, and that other commands read
     if output is not None and not is_url(output) and not Path(output).parent.is_dir():
         raise FileNotFoundError(f"output={str(output)!r}: expected a folder that exists")
     if output is not None and is_no_file(output):
@@ -257,9 +258,9 @@ def expect_files(
 
 
 def _origin(source: Path) -> dict[str, Any]:
-    """What identifies the source: its content, as another file may have the same size and time."""
+    """The identity of the source: its content, as another file may have the same size and time."""
     path = str(source.resolve())
-    if is_no_file(source):  # a pipe, which can only be read once
+    if is_no_file(source):  # a pipe can only be read once
         return {"source": path, "modified": source.stat().st_mtime_ns}
     with source.open("rb") as file:
         content = file_digest(file, partial(blake2b, digest_size=8)).hexdigest()
@@ -270,7 +271,7 @@ def _clear(parts: Path) -> None:
     """Remove a job and its parts, the job first: parts without a job are never reused."""
     for path in (parts / JOB_FILE, *parts.glob("[0-9]*")):
         path.unlink(missing_ok=True)
-    with suppress(OSError):  # there are other files in the folder, or it is not there
+    with suppress(OSError):  # the folder has other files, or does not exist
         parts.rmdir()
 
 
@@ -281,7 +282,7 @@ def _chunks(source: str | Path, column: str | None, size: int) -> Iterator[list[
 
 
 def _check_same_job(parts: Path, job: dict[str, Any]) -> None:
-    if not (parts / JOB_FILE).exists():  # which the first process has written
+    if not (parts / JOB_FILE).exists():  # written by the first process
         raise FileNotFoundError(f"{parts}: expected a file system that all processes share")
     before = json.loads((parts / JOB_FILE).read_text(encoding="utf-8"))
     for name in {**job, **before}:
@@ -311,8 +312,8 @@ def _merge(parts: list[Path], source: str | Path, output: str | Path, target_col
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its name only once it is complete and on the disk."""
-    is_local = isinstance(path, Path)  # and not an object for a URL
-    path = path.resolve() if is_local else path  # a link stays one
+    is_local = isinstance(path, Path)  # rather than an object for a URL
+    path = path.resolve() if is_local else path  # to keep a link
     # A job that was started twice would write into the same file twice.
     incomplete = path.with_name(f"{path.name}.{os.getpid()}.incomplete")
     with incomplete.open("wb") as file:
@@ -321,6 +322,6 @@ def _atomic_file(path: Path) -> Iterator[BinaryIO]:
         if is_local:
             os.fsync(file.fileno())
     if is_local:
-        incomplete.replace(path)  # on Windows, `rename` refuses a name that exists
+        incomplete.replace(path)  # on Windows, `rename` fails if the name exists
     else:
-        incomplete.rename(path)  # for which `replace` is not implemented
+        incomplete.rename(path)  # `replace` is not implemented for these

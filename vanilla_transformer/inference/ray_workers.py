@@ -1,11 +1,11 @@
 """Applies a function to the chunks of a file on any number of machines, with Ray.
 
 Each chunk is a task of Ray. If a machine is lost, its tasks run again on the others, and machines
-that join get tasks as well. A worker process stays for many tasks, so a function can keep a model
+that join get tasks as well. A worker process runs many tasks, so a function can keep a model
 between its calls.
 
 Why not actors, as in `ray.util.ActorPool` or Ray Data's `map_batches`: an actor that dies waits for
-room to start again, and its chunk waits with it, without a new machine for ever. Ray Data also
+room to start again, and its chunk waits with it, forever if no new machine joins. Ray Data also
 drops empty lines by default, does not promise an order, writes a file for each block, and resumes
 only rows that have a unique id.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers.hf_argparser import HfArg
 
-CHUNKS_UNDER_WAY = 512  # with the workers, or waiting for one: about 100 MB of text
+CHUNKS_UNDER_WAY = 512  # running or waiting for a worker: about 100 MB of text
 
 
 @dataclass
@@ -67,7 +67,7 @@ class RayWorkers:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Connect to the cluster, or start one on this machine and stop it in the end."""
+        """Connect to the cluster, or start one on this machine and stop it at the end."""
         self.ray.init(self.arguments.ray_address)
         try:
             yield
@@ -75,7 +75,7 @@ class RayWorkers:
             self.ray.shutdown()
 
     def _task(self, function: Callable[..., Any]) -> Any:
-        def work(*arguments: Any) -> Any:  # Ray's logs have this name
+        def work(*arguments: Any) -> Any:  # the name in Ray's logs
             return function(*arguments)
 
         # By default, a process with a GPU ends after each task, and would load the model again.
@@ -84,7 +84,7 @@ class RayWorkers:
         return self.ray.remote(**options)(work)
 
     def _result(self, task: Any) -> Any:
-        """The result of a task. Raises the task's own errors, not Ray's wrapping of them."""
+        """The result of a task. Raises the task's own errors instead of Ray's wrappers."""
         try:
             return self.ray.get(task)
         except self.ray.exceptions.RayTaskError as error:
@@ -102,7 +102,7 @@ class RayWorkers:
 
         Args:
             function: Takes the lines of a chunk and the index of its first line. Workers call it,
-                and call it again for a chunk that was lost with a machine.
+                again if a chunk was lost with a machine.
             chunks: The chunks, each with the index of its first line. At most `CHUNKS_UNDER_WAY`
                 are read in advance.
         """

@@ -44,7 +44,7 @@ def rerank_by_utility(
     """
     measure = get_utility(utility) if isinstance(utility, str) else utility
     for line, hypotheses in zip(lines, found, strict=True):
-        if is_blank(line):  # its translation is blank
+        if is_blank(line):  # so its translation is blank
             yield hypotheses
             continue
         counts = Counter(h.text for h in hypotheses)
@@ -72,7 +72,7 @@ def rerank_by_reverse_model(
     log p(target | source) + `reverse_weight` log p(source | target) + `length_weight` |target|,
     with natural logarithms and the number of target tokens.
 
-    The score is -inf where the reverse model can't read the pair: a side has no token, or has more
+    The score is -inf if the reverse model can't read the pair: a side has no token, or has more
     tokens than the model has positions. Hypotheses with the same score keep their order.
 
     Args:
@@ -81,7 +81,7 @@ def rerank_by_reverse_model(
         model: The model of the hypotheses.
         tokenizer: Its tokenizer.
         reverse_model: A model from the target's language to the source's.
-        reverse_tokenizer: Its tokenizer, which may have another vocabulary.
+        reverse_tokenizer: Its tokenizer, which may have a different vocabulary.
         reverse_weight: The weight of the reverse model.
         length_weight: The reward of each token.
         max_tokens: The maximum number of source tokens, and of target tokens, in a batch.
@@ -125,7 +125,8 @@ def rank_by_log_probability(found: Iterable[list[Hypothesis]]) -> Iterator[list[
 
 
 def _ranked(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
-    """The highest score first, without duplicates; last what has no token, and so no new score."""
+    """Hypotheses by descending score, without duplicates. Those without tokens, and so without a
+    new score, come last."""
     best: dict[str, Hypothesis] = {}
     for hypothesis in sorted(hypotheses, key=lambda h: (not h.token_ids, -h.score)):
         best.setdefault(hypothesis.text, hypothesis)
@@ -190,19 +191,19 @@ def bleu_utility(
 def exact_match_utility(
     hypotheses: Sequence[str], references: Sequence[str], source: str = ""
 ) -> np.ndarray:
-    """100 for equal texts, else 0: the most frequent hypothesis wins."""
+    """100 for equal texts, otherwise 0, so that the most frequent hypothesis wins."""
     return 100.0 * (np.array(hypotheses)[:, None] == np.array(references)[None])
 
 
 def comet_utility(hypotheses: Sequence[str], references: Sequence[str], source: str) -> np.ndarray:
-    """COMET (Rei et al., 2022) by the package `unbabel-comet`, 0 to 100."""
+    """COMET (Rei et al., 2022) of the package `unbabel-comet`, 0 to 100."""
     data = [{"src": source, "mt": h, "ref": r} for h in hypotheses for r in references]
     scores = _comet().predict(data, batch_size=64, progress_bar=False).scores
     return 100 * np.array(scores).reshape(len(hypotheses), len(references))
 
 
 def load_comet(model: str = COMET_MODEL) -> Any:
-    """COMET's model of this name on the Hub, or in this .ckpt file."""
+    """COMET's model with this name on the Hub, or from this .ckpt file."""
     from comet import download_model, load_from_checkpoint
 
     return load_from_checkpoint(model if model.endswith(".ckpt") else download_model(model))
@@ -220,7 +221,8 @@ UTILITIES: dict[str, Utility] = {
 
 
 def get_utility(name: str) -> Utility:
-    """A utility by its name. Loads what it needs, so that an error is raised before work starts.
+    """A utility by its name. Its packages and models are loaded now, so that errors are raised
+    before work starts.
 
     Raises:
         ValueError: No utility has this name.

@@ -16,7 +16,7 @@ from .decoding import decoder_start
 from .translation import Hypothesis
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together
-LINES_PER_WINDOW = 512  # whose hypotheses are changed together
+LINES_PER_WINDOW = 512  # whose hypotheses are processed together
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def score_pairs(
     """
     model.eval()
     is_ours = isinstance(model, VanillaTransformerGenerationMixin)
-    start = decoder_start(model) if is_ours else None  # others may begin with the target's language
+    start = decoder_start(model) if is_ours else None  # others may begin with a language
     remaining, first = iter(pairs), 1
     with tqdm(desc="Scoring", unit="pair", disable=not show_progress) as progress:
         while window := list(islice(remaining, PAIRS_PER_WINDOW)):
@@ -102,8 +102,8 @@ def map_hypotheses(
     lines: Iterable[str],
     found: Iterable[list[Hypothesis]],
 ) -> Iterator[list[Hypothesis]]:
-    """Yield the hypotheses of each line as `change` returns them. `change` takes sources, and a
-    hypothesis for each, a window at a time, without blank lines."""
+    """Yield the hypotheses of each line as `change` returns them. `change` gets sources with a
+    hypothesis for each, one window at a time, without blank lines."""
     rows = zip(lines, found, strict=True)
     while window := list(islice(rows, LINES_PER_WINDOW)):
         kept = [(line, h) for line, hypotheses in window for h in hypotheses if h.token_ids]
@@ -132,8 +132,8 @@ def map_pairs(
         max_tokens: The maximum number of source tokens, and of target tokens, in a batch, including
             padding. A longer pair is a batch of its own.
         progress: A progress bar.
-        start: The id that starts each target. By default, the model makes `decoder_input_ids` of
-            the targets, which must be whole: mBART's start with the language at a target's end.
+        start: The id that starts each target. By default, the model makes `decoder_input_ids` from
+            the targets, which must be complete: mBART's start with the language at a target's end.
     """
     results: dict[int, T] = {}
     for rows, inputs in pair_batches(sources, targets, model, tokenizer, max_tokens, start):
@@ -155,7 +155,7 @@ def pair_batches(
     """Yield batches of pairs of similar length: the indices of the pairs, and the model's inputs.
 
     Args:
-        sources, targets: Token ids of one pair at least.
+        sources, targets: Token ids of at least one pair.
         max_tokens, start: As for `map_pairs`.
     """
     collate = PairCollator(tokenizer, model=model)
@@ -176,11 +176,11 @@ def token_scores(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tor
         return model.token_scores(**inputs)
     labels = inputs["labels"]
     logits = model(**reading_inputs(inputs), use_cache=False).logits.float()
-    # Over the last dimension torch sums a large vocabulary more precisely than over another.
+    # torch sums a large vocabulary more precisely over the last dimension than over others.
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return -losses.view_as(labels).cpu().double()  # which Apple's GPUs lack
+    return -losses.view_as(labels).cpu().double()  # Apple's GPUs lack double precision
 
 
 def reading_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A batch without labels: the model computes logits, and no loss."""
+    """A batch without labels, for which the model computes logits and no loss."""
     return {name: value for name, value in inputs.items() if name != "labels"}

@@ -48,8 +48,7 @@ class Hypothesis(NamedTuple):
 
 
 BLANK = Hypothesis("", 0.0)
-# transformers (5.17 to 5.24) gives -1e9 to a beam without a hypothesis, which the length penalty
-# makes smaller.
+# transformers (5.17 to 5.24) gives a beam without a hypothesis -1e9, which length penalties reduce.
 IMPOSSIBLE = -1e5
 
 
@@ -82,7 +81,7 @@ def translate(
 
     Raises:
         ValueError: `batch_size` or `max_tokens` is not positive, a prefix is as long as the longest
-            translation, or the generation config asks for what transformers lacks.
+            translation, or the generation config has options that transformers lacks.
     """
     batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
     for hypotheses in batches.hypotheses(None, show_progress, together):
@@ -103,13 +102,13 @@ def translate_n_best(
     **generate_kwargs: Any,
 ) -> Iterator[list[Hypothesis]]:
     """Same as `translate`, but yields the `n_best` best hypotheses of each line, best first. A
-    blank line has a single, empty one, and a line for which there are fewer has those.
+    blank line has a single, empty one. A line may have fewer if the search finds no more.
 
     Sampling (`do_sample` with one beam) yields independent samples, which have no score. With
     `n_best=None`, each line has one hypothesis, without a score.
 
     Raises:
-        ValueError: Neither sampling nor a beam search with `n_best` beams is on; also as in
+        ValueError: Neither sampling nor a beam search with `n_best` beams is enabled; also as in
             `translate`.
     """
     if n_best is not None:
@@ -138,7 +137,7 @@ def encode_prefixes(
     ends = options_of(model, generate_kwargs).ends() if eos is None else {eos}
     for number, prefix in enumerate(prefixes, first):
         ids: list[int] = tokenizer(text_target=prefix)["input_ids"] if prefix.strip() else []
-        ids = list(takewhile(lambda id_: id_ not in ends, ids))  # mBART's language comes after it
+        ids = list(takewhile(lambda id_: id_ not in ends, ids))  # in mBART, the language follows
         if len(ids) >= limit:
             raise ValueError(
                 f"target prefix {number + 1} has {len(ids)} tokens: expected fewer than {limit}, "
@@ -149,8 +148,8 @@ def encode_prefixes(
 
 
 def _prefix_limit(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> float:
-    """The number of tokens that a prefix must stay below; infinity without a limit. Only
-    `max_length` and a table of positions count the prefix."""
+    """A prefix must have fewer tokens than this; infinity without a limit. Only `max_length` and a
+    table of positions count the prefix."""
     options, limit = options_of(model, generate_kwargs), math.inf
     if options["max_new_tokens"] is None and options.first_of(LIMITS) == "max_length":
         limit = options["max_length"] - 1
@@ -158,7 +157,7 @@ def _prefix_limit(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> fl
 
 
 class Batches(NamedTuple):
-    """Lines to translate, as `translate` takes them."""
+    """Lines to translate, with the arguments of `translate`."""
 
     lines: Iterable[str]
     model: PreTrainedModel
@@ -211,7 +210,7 @@ class Batches(NamedTuple):
         if any(texts):
             models = (self.model, self.tokenizer)
             prefixes = encode_prefixes(texts, *models, self.generate_kwargs, first)
-        nothing = self.tokenizer("")["input_ids"]  # and of what a tokenizer removes
+        nothing = self.tokenizer("")["input_ids"]  # same for text that a tokenizer removes
         rows = enumerate(zip(sources, prefixes, strict=True))
         kept = [
             row
@@ -264,8 +263,8 @@ class Batches(NamedTuple):
         return [group[:1] + [h for h in group[1:] if not h.score < IMPOSSIBLE] for group in groups]
 
     def _row_ends(self, mask: torch.Tensor, prompt_length: int, length: int) -> list[int]:
-        """The most tokens of each source's targets, the prompt included. Further ones are padding,
-        which is no end of the target even if both have the same id."""
+        """The largest number of tokens in targets of each source, including the prompt. Later ones
+        are padding, which is not an end token even if both have the same id."""
         options = options_of(self.model, {**self.generate_kwargs, "attention_mask": mask})
         pads_with_end = options["pad_token_id"] in {None, *options.ends()}
         if not (pads_with_end and hasattr(self.model, "extra_output_tokens")):
@@ -276,8 +275,8 @@ class Batches(NamedTuple):
     def _hypotheses(
         self, sequences: torch.Tensor, prompt_length: int, row_ends: list[int]
     ) -> list[Hypothesis]:
-        """The hypotheses in (rows, length) token ids, of which the first are the prompt, and each
-        row's most tokens."""
+        """The hypotheses in (rows, length) token ids, which begin with the prompt and have at most
+        `row_ends` tokens."""
         options = options_of(self.model, self.generate_kwargs)
         ends, pad = options.ends(), options["pad_token_id"]
         texts = self.tokenizer.batch_decode(sequences, skip_special_tokens=True)

@@ -7,10 +7,10 @@ An engine is a module with
 - `recognizes(folder)`: whether the folder was exported for it;
 - `load(folder, *, device, dtype)`: an object with `generate()`, `config`, `generation_config`,
   `device`, `dtype`, `eval()` and `to()`, which `translate`, `translate_n_best` and
-  `TranslationPipeline` take in place of a model; `token_scores()` for `score_pairs`, or the
+  `TranslationPipeline` accept in place of a model; `token_scores()` for `score_pairs`, or the
   `forward` of a model; and for `fingerprint`, `version`, a string, and `weight_files`, paths.
 
-A module is imported with its engine's package only when it loads something.
+A module imports its engine's package only when it loads a model.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ def named_engine(name: str) -> ModuleType | None:
 
 
 def load(folder: str | Path, *, device: str = "cpu", dtype: str | None = None) -> Any:
-    """Open a folder that `export` wrote, with the engine that it is for.
+    """Open a folder that `export` wrote, with the engine that it was exported for.
 
     ```py
     engine = load("outputs/ctranslate2")

@@ -17,7 +17,7 @@ from ...model.validation import raise_if_outside
 NAME = TARGET = "ctranslate2"
 WEIGHTS = "model.bin"
 DTYPES = {"auto": "default", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
-# Options that mean the same here, or make no difference to the result.
+# Options that have the same meaning here, or no effect on the result.
 SUPPORTED = {
     "attention_mask", "bad_words_ids", "bos_token_id", "decoder_start_token_id", "do_sample",
     "early_stopping", "eos_token_id", "extra_output_tokens", "forced_eos_token_id",
@@ -26,14 +26,14 @@ SUPPORTED = {
     "output_scores", "pad_token_id", "renormalize_logits", "repetition_penalty",
     "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "use_cache",
 }  # fmt: skip
-# What a generation config holds beside options.
+# Fields of a generation config that are not options.
 OWN = {"transformers_version"}
 # transformers' beam search removes tokens after it has normalized the probabilities, the engine
 # before: the same only if they are normalized again.
 MASKS = ("bad_words_ids", "min_length", "min_new_tokens", "no_repeat_ngram_size", "suppress_tokens")
-# How many times `num_beams` hypotheses a search finishes before it ends, by `early_stopping`.
+# For each `early_stopping`, the factor of `num_beams` hypotheses after which a search ends.
 PATIENCE = {True: 1, False: 2, "never": 4}
-# What the engine ranks by where the length does not count: without any penalty it ends sooner.
+# The length penalty for none at all: with 0, the engine would end the search sooner.
 NEARLY_NONE = 1e-3
 
 
@@ -54,7 +54,7 @@ def load(
         folder: The folder.
         device: "cpu", "cuda" or "cuda:N".
         dtype: "float32", "float16" or "bfloat16". None or "auto": as the folder was exported, or
-            the nearest that the device can compute.
+            the nearest that the device supports.
 
     Raises:
         ImportError: ctranslate2 is not installed.
@@ -70,7 +70,7 @@ class Found(NamedTuple):
     log_probability: float
 
     def score(self, penalty: float) -> float:
-        """What it is ranked by."""
+        """The score by which it is ranked."""
         return self.log_probability / max(1, len(self.ids)) ** penalty
 
 
@@ -83,7 +83,7 @@ class CTranslate2Engine:
         device: Where it runs.
         dtype: The type of what is not quantized.
         translator: The `ctranslate2.Translator`.
-        weight_files: The files that hold the weights.
+        weight_files: The files with the weights.
     """
 
     main_input_name = "input_ids"
@@ -128,10 +128,11 @@ class CTranslate2Engine:
         )
 
     def _compute_type(self, device: torch.device) -> str:
-        """How to compute. Where a device lacks 16-bit integers, as most CPUs but Intel's do, the
-        engine would round them to 8 bits, whose sums may overflow: float32 keeps what they have.
+        """The type to compute in. If a device lacks 16-bit integers, like most CPUs except Intel's,
+        the engine would round them to 8 bits, whose sums may overflow. float32 keeps their
+        precision.
 
-        Raises a ValueError if the device does not compute in the dtype that was asked for."""
+        Raises a ValueError if the device does not support the requested dtype."""
         import ctranslate2
 
         known = ctranslate2.get_supported_compute_types(device.type, device.index or 0)
@@ -146,11 +147,11 @@ class CTranslate2Engine:
         return self.compute_type
 
     def _follow_seed(self) -> None:
-        """Take a seed from torch's generator if that has changed since the last call. So samples
-        after `torch.manual_seed` are reproducible, as with our models.
+        """Take a seed from torch's generator if that has changed since the last call. This makes
+        samples after `torch.manual_seed` reproducible, as with our models.
 
-        The engine seeds the generator of a thread once. So a new seed needs new threads, and these
-        need a new translator.
+        The engine seeds a thread's generator once, so a new seed needs new threads, and these need
+        a new translator.
         """
         import ctranslate2
 
@@ -173,11 +174,11 @@ class CTranslate2Engine:
         return f"{NAME} {ctranslate2.__version__}, {self.translator.compute_type}"
 
     def eval(self) -> "CTranslate2Engine":
-        """Nothing: an engine does not train."""
+        """Does nothing, as an engine does not train."""
         return self
 
     def can_generate(self) -> bool:
-        """True, as of every model with `generate()`."""
+        """True, as for every model with `generate()`."""
         return True
 
     def generate(
@@ -192,15 +193,15 @@ class CTranslate2Engine:
             inputs: Source ids (batch, length), also as `input_ids`.
             generation_config: Options in place of the model's own.
             kwargs: `attention_mask` (batch, length), `decoder_input_ids` (batch, prompt_length),
-                what each target begins with, and options.
+                the beginning of each target, and options.
 
         Returns:
-            Ids (batch * num_return_sequences, target length), from the start token on and padded on
+            Ids (batch * num_return_sequences, target length), including the start token, padded on
             the right. With `return_dict_in_generate`, a `ModelOutput` with `sequences` and, with
             `output_scores` in beam search, `sequences_scores`.
 
         Raises:
-            ValueError: The engine lacks an option, or an option has no such value.
+            ValueError: The engine lacks an option, or an option has an invalid value.
             IndexError: A token id is outside the vocabulary.
         """
         ids = first_given(inputs, kwargs.pop("input_ids", None))
@@ -221,7 +222,7 @@ class CTranslate2Engine:
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **_: Any
     ) -> torch.Tensor:
         """The natural log-probability of each label given its source, 0 for padding, as
-        `inference.scoring.token_scores` has it of a model's logits.
+        `inference.scoring.token_scores` computes it from a model's logits.
 
         Args:
             input_ids: Source ids (pairs, source_length).
@@ -309,7 +310,7 @@ class CTranslate2Engine:
     ) -> list[int]:
         """The largest number of new tokens for each row, by the rules of our models."""
         limits = new_token_limits(self, ids, prompt_length, options)
-        # The table of positions ends here.
+        # The size of the table of positions is a limit too.
         room = self.config.max_position_embeddings + 1 - prompt_length
         if min(room, *limits) < 1:
             raise ValueError(
@@ -373,8 +374,8 @@ class Search:
     def run(
         self, rows: list[list[int]], prefixes: list[list[int]], limits: list[int]
     ) -> list[list[Found]]:
-        """The sequences for each source with at most `limits` new tokens, those of a beam search
-        best first."""
+        """The sequences for each source with at most `limits` new tokens, best first in beam
+        search."""
         if self.forced_end is None:
             found = self._search_within(rows, prefixes, limits)
         else:
@@ -403,9 +404,9 @@ class Search:
     ) -> list[list[Found]]:
         """The sequences for each source, with at most `limits` new tokens.
 
-        The engine takes one limit for all. So all rows get the largest. A greedy sequence that is
-        longer than its row's limit is cut, and a search that came to its row's limit, where all
-        hypotheses end, is made once more, with the rows of the same limit.
+        The engine has one limit for all, so all rows get the largest. A greedy sequence that is
+        longer than its row's limit is cut. A beam search that reaches its row's limit, where all
+        hypotheses end, is repeated together with other rows of the same limit.
         """
         largest = max(limits)
         found = self._search(rows, prefixes, largest)
@@ -426,11 +427,11 @@ class Search:
     def _search(
         self, rows: list[list[int]], prefixes: list[list[int]], limit: int
     ) -> list[list[Found]]:
-        # In the engine, lengths include the prefix, and scores do not. Of a source that is only
-        # </s>, it finds nothing, not even an end.
+        # In the engine, lengths include the prefix, and scores do not. For a source with only </s>,
+        # it returns nothing, not even an end token.
         engine, known = self.engine, self.prefix_length
         options, longest = self.kwargs, known + limit
-        shortest = min(options["min_decoding_length"], longest)  # it refuses more than it may find
+        shortest = min(options["min_decoding_length"], longest)  # more is an error in the engine
         results = engine.translator.translate_batch(
             [[engine.sources[number] for number in row] for row in rows],
             target_prefix=[[engine.targets[number] for number in row] for row in prefixes],
@@ -458,7 +459,7 @@ class Search:
         shortest = max(self.prefix_length, (options["min_length"] or 1) - 1)
         if (new_tokens := options["min_new_tokens"]) is not None:
             shortest = self.prefix_length + new_tokens
-        ends = [[end] for end in options.ends()]  # which transformers leaves out
+        ends = [[end] for end in options.ends()]  # transformers ignores these
         unwanted = [ids for ids in options["bad_words_ids"] or [] if ids not in ends]
         unwanted += [[id_] for id_ in options["suppress_tokens"] or []]
         return {
@@ -481,12 +482,12 @@ class Search:
 
 
 def _penalty(options: GenerationOptions) -> float:
-    """What `length ** penalty` divides log-probabilities by."""
+    """The penalty; log-probabilities are divided by `length ** penalty`."""
     return first_given(options["length_penalty"], 1.0)
 
 
 def unsupported(options: GenerationOptions, default: GenerationConfig) -> list[str]:
-    """Options that the engine lacks and that are set to something that counts, in words."""
+    """Descriptions of options that the engine lacks and whose values have an effect."""
     unchanged = GenerationConfig._get_default_generation_params()
     names = sorted({*vars(default), *options.kwargs} - SUPPORTED - OWN)
     values = {name: options[name] for name in names if not name.startswith("_")}

@@ -1,8 +1,8 @@
 """ONNX Runtime behind the interface of our models: all of `generate()` works.
 
 It runs the two graphs that `vanilla_transformer.export.onnx_graphs` writes. The search is
-transformers', as for a model in torch; encoder and decoder steps run in ONNX Runtime. Tensors pass
-between the two without copies.
+transformers', as for a model in torch; encoder and decoder steps run in ONNX Runtime. Tensors are
+passed between the two without copies.
 """
 
 from pathlib import Path
@@ -37,11 +37,11 @@ def load(
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
-        dtype: The type that the graphs were exported with, or "auto"; nothing else is possible.
+        dtype: The type that the graphs were exported with, or "auto"; no others are possible.
 
     Raises:
         ImportError: ONNX Runtime is not installed.
-        ValueError: ONNX Runtime can't run on the device, or the graphs have another type.
+        ValueError: ONNX Runtime can't run on the device, or the graphs have a different type.
     """
     model = OnnxRuntimeModel(Path(folder), torch.device(device))
     own = str(model.dtype).removeprefix("torch.")
@@ -143,7 +143,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         self._device = device
         self._encoder = OnnxRuntimeEncoder(Graph(folder / ENCODER, device), self)
         self._decoder = Graph(folder / DECODER, device)
-        for name in (ENCODER, DECODER):  # memory-mapped: what identifies the weights
+        for name in (ENCODER, DECODER):  # memory-mapped, to identify the weights
             path = folder / name
             content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
             self.register_buffer(path.stem, content, persistent=False)
@@ -162,7 +162,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
 
     @property
     def version(self) -> str:
-        """The libraries that compute, and their versions: torch searches."""
+        """The libraries that compute, and their versions; torch does the search."""
         import onnxruntime
 
         return f"torch {torch.__version__}, {NAME} {onnxruntime.__version__}"
@@ -171,7 +171,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         """This model: it stays on the device that it was loaded for.
 
         Raises:
-            ValueError: `device` is another.
+            ValueError: `device` is a different one.
         """
         if torch.device(device).type != self.device.type:
             raise ValueError(
@@ -181,7 +181,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         return self
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """What turns a source into states."""
+        """The module that turns a source into states."""
         return self._encoder
 
     prepare_decoder_input_ids_from_labels = (
@@ -201,7 +201,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
-        """Logits (batch, target_length, vocabulary) and the cache, as the model's `forward`.
+        """Logits (batch, target_length, vocabulary) and the cache, like the model's `forward`.
 
         Raises:
             IndexError: A token id or a position has no embedding.
@@ -247,7 +247,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
         return past
 
     def _fill(self, cache: EncoderDecoderCache, present: dict[str, torch.Tensor]) -> None:
-        """Put the graph's outputs into the cache; there are none of a source that is known."""
+        """Put the graph's outputs into the cache; there are none for a known source."""
         for name, states in present.items():
             layer, kind = _layer(cache, name)
             if not states.shape[2]:
