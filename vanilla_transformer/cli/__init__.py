@@ -1,1 +1,1 @@
-"""The commands of `vanilla-transformer`, one file each, and what they share."""
+"""The commands of `vanilla-transformer`, one file each, and their shared code."""

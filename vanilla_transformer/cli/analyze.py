@@ -47,7 +47,7 @@ from ..inference.loading import LoadingArguments, read_config
 from ..plotting import KINDS, picture_paths, plot_heads, plot_norms, plot_similarities, save
 from .table import table
 
-DISTANCES = (1, 2, 3, 5, 10, 20, 50, 100)  # of positions, in a table
+DISTANCES = (1, 2, 3, 5, 10, 20, 50, 100)  # distances of positions in a table
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def make_parser() -> ArgumentParser:
 
 
 def check(arguments: Namespace) -> None:
-    """Raise a ValueError or FileExistsError for what can't be done."""
+    """Raise a ValueError or FileExistsError for options that can't work."""
     if arguments.output is not None:
         picture_paths(arguments.output)
     given = vars(arguments)
@@ -140,7 +140,7 @@ def check(arguments: Namespace) -> None:
 
 
 def check_page(arguments: Namespace) -> None:
-    """Raise a ValueError or ModuleNotFoundError for what can't be shown."""
+    """Raise a ValueError or ModuleNotFoundError if the page can't be made."""
     expect_sentences(text=arguments.text, translation=arguments.translation)
     if Path(arguments.output).suffix != ".html":
         raise ValueError(f"output={arguments.output!r}: expected a name that ends in .html")
@@ -160,7 +160,7 @@ def read_pairs(arguments: Namespace) -> list[tuple[str, str]]:
 
 
 def draw(figure: Figure, output: str | None, part: str = "") -> None:
-    """Save a picture, if there is an `output`; `part` goes before the suffix of its name."""
+    """Save a picture, if there is an `output`; `part` is added before the suffix of its name."""
     if output is None:
         return
     path = Path(output)

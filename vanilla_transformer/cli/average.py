@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def expect_same_tokens(folders: list[Path]) -> None:
-    """Raise a ValueError if two models read the same id as different tokens. A folder without a
+    """Raise a ValueError if an id is a different token in two models. A folder without a
     tokenizer is not checked."""
     known = [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]
     if known:

@@ -4,13 +4,12 @@ r"""Translate monolingual text with a reverse model, as sources for training.
     torchrun --nproc_per_node 8 -m vanilla_transformer back-translate --model outputs/de_en \
         --source mono.de --output synthetic.en
 
-The output has a line for each line of the source. Together they are a corpus, which `train` mixes
-with others (`--train_source train.en synthetic.en --train_target train.de mono.de`). By default,
+The output has a line for each line of the source. Both files are a corpus, which `train` mixes with
+others (`--train_source train.en synthetic.en --train_target train.de mono.de`). By default,
 translations are sampled, which works better than beam search except on small corpora (Edunov et
 al., 2018, https://arxiv.org/abs/1808.09381). `--method beam --noise` is that paper's noised beam. A
 tag tells a model which sources are synthetic (Caswell et al., 2019,
-https://arxiv.org/abs/1906.06442):
-`train --corpus_tags "" "<BT>"` adds it.
+https://arxiv.org/abs/1906.06442): `train --corpus_tags "" "<BT>"` adds it.
 
 Any number of processes share the work. Run the same command again to resume. See docs/data.md.
 """
@@ -44,7 +43,7 @@ METHODS: dict[str, dict[str, float]] = {
     "beam": {"num_beams": 5},
     "greedy": {},
 }
-# Samples come from all tokens, or the `top_k` best, whatever the model was saved with.
+# Samples are from all tokens, or the `top_k` best, whatever the model's saved options are.
 ALL_TOKENS: dict[str, Any] = {
     "top_k": 0, "top_p": 1.0,
     **dict.fromkeys(("top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")),
@@ -56,8 +55,8 @@ class BackTranslateArguments:
     """What to translate, and how.
 
     Raises:
-        ValueError: An option is out of range, not among its choices, or not one of the method; also
-            as `expect_files`.
+        ValueError: An option is out of range, not among its choices, or does not belong to the
+            method; also as `expect_files`.
         FileNotFoundError: As `expect_files`.
     """
 
@@ -123,7 +122,7 @@ def main() -> None:
     counts = [0, 0]
 
     def work(lines: list[str], first: int = 0) -> Iterator[str]:
-        torch.manual_seed(arguments.seed + first)  # whichever process has the chunk
+        torch.manual_seed(arguments.seed + first)  # the same in any process
         found = translate_n_best(lines, model, tokenizer, None, **options)
         for number, (hypothesis,) in enumerate(found, first):
             counts[0] += 1
@@ -133,7 +132,7 @@ def main() -> None:
                 line = add_noise(line, random.Random(f"{arguments.seed} {number}"))
             yield line
 
-    list(work([]))  # refuses bad options before it touches the output
+    list(work([]))  # raises errors before it touches the output
     transform_file(
         work,
         arguments.source,
@@ -152,6 +151,6 @@ def main() -> None:
 
 
 def _settings(arguments: BackTranslateArguments) -> dict[str, Any]:
-    """What the output depends on besides the model."""
+    """The settings, besides the model, that affect the output."""
     without = ("model", "source", "output", "lines_per_chunk")
     return {name: value for name, value in asdict(arguments).items() if name not in without}

@@ -4,8 +4,8 @@ r"""Convert a checkpoint of another toolkit to a model folder, or back.
     vanilla-transformer convert opus-mt-folder --output_dir outputs/marian --check sample.en
     vanilla-transformer convert outputs/converted --to fairseq --output_dir outputs/fairseq
 
-Recognizes the format, and executes nothing in a checkpoint. The vocabularies have to lie beside the
-checkpoint, or are options. See docs/conversion/README.md.
+The command recognizes the format, and executes nothing in a checkpoint. Put the vocabularies next
+to the checkpoint, or pass them as options. See docs/conversion/README.md.
 """
 
 from dataclasses import dataclass

@@ -32,7 +32,7 @@ class DemoArguments:
     )
 
     def __post_init__(self) -> None:
-        if ":" in self.host:  # IPv6, which Gradio takes in brackets
+        if ":" in self.host:  # IPv6, which Gradio expects in brackets
             self.host = f"[{self.host.strip('[]')}]"
         if self.examples is not None and not Path(self.examples).is_file():
             raise FileNotFoundError(f"examples={self.examples!r}: expected a file")

@@ -5,7 +5,7 @@ r"""Score a model, or existing translations, against references.
     vanilla-transformer evaluate --predictions a.de b.de --target test.de --paired bootstrap \
         --format table
 
-Prints one line of JSON, or a table. For several systems, the JSON has one object for each, by the
+Prints one line of JSON, or a table. For several systems, the JSON has an object for each, under the
 name of its file. See docs/evaluation.md.
 """
 
@@ -98,7 +98,7 @@ class EvaluateArguments:
             picture_paths(self.plot_by_length)
 
     def _needs(self) -> dict[str, tuple[bool, str]]:
-        """What options need; see `expect_needed`."""
+        """The options that others need; see `expect_needed`."""
         translates, has_bleu = self.predictions is None, "bleu" in self.metrics
         return {
             "num_beams": (translates, MODEL),
@@ -139,7 +139,7 @@ def main() -> None:
 
 def expect_no_loading(parser: CommandParser) -> None:
     """Raise a ValueError about the first option of `LoadingArguments` that is given."""
-    given, _ = parser.parse_known_args()  # `LoadingArguments` chooses a device by itself
+    given, _ = parser.parse_known_args()  # `LoadingArguments` sets a device by itself
     for name in LoadingArguments.__dataclass_fields__:
         value = getattr(given, name)
         if value != parser.get_default(name):
@@ -152,7 +152,7 @@ def translate_all(
     loading: LoadingArguments,
     processes: Processes,
 ) -> list[str]:
-    """The translations, to which each process contributes. Says how many are cut."""
+    """The translations, made by all processes together. Reports how many are cut."""
     model, tokenizer = loading.load(arguments.model or ())
     options: dict[str, Any] = {}
     if arguments.num_beams is not None:

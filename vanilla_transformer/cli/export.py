@@ -4,7 +4,7 @@ r"""Export a model for another engine, or for a class of transformers.
         --quantization int8 --check test.en
     vanilla-transformer export outputs/mine --to transformers.js --output_dir outputs/page
 
-translate, evaluate, score, serve and demo take a folder for ctranslate2 or onnx in place of a
+translate, evaluate, score, serve and demo accept a folder for ctranslate2 or onnx in place of a
 model. The targets:
     ctranslate2      a compiled engine for CPUs and NVIDIA GPUs
     marian           MarianMTModel of transformers, for post-norm models
@@ -12,7 +12,7 @@ model. The targets:
     onnx             graphs for ONNX Runtime
     transformers.js  a page that translates in the browser
 
-If a target can't express a model, the error names the field. See docs/export.md.
+If a target does not support a model, the error names the field. See docs/export.md.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ..data.vocabularies import unknown_id
 from ..model.generation_options import NUMBERS, OWN_OPTIONS
 
-# The commands decide what `generate()` returns, constraints are objects, two options need a
+# The commands choose what `generate()` returns, constraints are objects, two options need a
 # tokenizer, and guidance needs a model without an encoder.
 NOT_OFFERED = {
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
@@ -58,7 +58,7 @@ def generation_option_names() -> list[str]:
 
 def add_generation_options(parser: ArgumentParser) -> None:
     """Add the options to a parser. A value is JSON or a word; an option without one is true. The
-    namespace has only those that are given: null turns an option of the model off."""
+    namespace has only the given ones: null turns off an option of the model."""
     for name in generation_option_names():
         parser.add_argument(
             f"--{name}", nargs="?", const=True, metavar="VALUE", default=SUPPRESS,
@@ -76,7 +76,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_number(text: str) -> Any:
-    """Same as `parse_value`, of an option whose whole numbers transformers refuses."""
+    """Same as `parse_value`, for an option for which transformers rejects integers."""
     value = parse_value(text)
     return float(value) if type(value) is int else value
 
@@ -98,7 +98,7 @@ def find_method(name: str, trust_remote_code: bool) -> str:
         )
     folder = Path(name)
     try:
-        if not folder.is_dir():  # downloaded once, and not looked up again for each batch
+        if not folder.is_dir():  # download once, instead of a check for each batch
             folder = Path(snapshot_download(name, allow_patterns=f"{Path(METHOD_FILE).parent}/*"))
         (folder / METHOD_FILE).open().close()
     except (OSError, ValueError) as error:
@@ -122,10 +122,10 @@ def expect_method(options: dict[str, Any]) -> None:
 def encode_forced_words(
     words: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[list[int]]:
-    """The target's token ids of words or phrases, as `force_words_ids` takes them.
+    """The target's token ids of words or phrases, in the format of `force_words_ids`.
 
     Raises:
-        ValueError: One is empty or has a token that is not in the vocabulary.
+        ValueError: A word is empty or has a token that is not in the vocabulary.
     """
     encoded, unknown = [], unknown_id(tokenizer)
     for word in words:

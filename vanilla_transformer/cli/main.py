@@ -35,11 +35,11 @@ COMMANDS = {
     "info": "Print versions and devices, for a bug report.",
 }
 
-# The extras that bring what a command needs; the others need "train".
+# The extras that commands need; the others need "train".
 EXTRAS = {"serve": "serve", "demo": "demo"}
 
-# About a file, a name on the Hub, or a connection to it: the bases are those of its HTTP client,
-# which depends on the version.
+# Errors about a file, a name on the Hub, or a connection to it. The bases are from the Hub's HTTP
+# client, which depends on its version.
 OUTSIDE = (OSError, HFValidationError, *HfHubHTTPError.__bases__)
 
 PACKAGE = Path(__file__).parents[1]
@@ -57,12 +57,12 @@ def main() -> None:
 
     An error about the user's input is printed in one line; `python -X dev` shows its traceback.
     """
-    # What is printed may become a file that others read, such as a recipe: UTF-8 in any locale.
+    # Output may become a file, such as a recipe, so it is UTF-8 in any locale.
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     parser = make_parser()
     complete_words(parser)
     command = parser.parse_args(sys.argv[1:2]).command
-    sys.argv[:2] = [f"vanilla-transformer {command}"]  # as help and errors of the command name it
+    sys.argv[:2] = [f"vanilla-transformer {command}"]  # the name in the command's help and errors
     try:
         module = importlib.import_module(f"vanilla_transformer.cli.{command.replace('-', '_')}")
     except ModuleNotFoundError as error:
@@ -78,7 +78,7 @@ def main() -> None:
         sys.stdout.flush()
     except Exception as raised:
         if isinstance(raised, BrokenPipeError) and is_no_longer_read(sys.stdout.fileno()):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at exit
             sys.exit(1)
         cause = explanation(raised)
         is_field = isinstance(raised, StrictDataclassFieldValidationError)
@@ -95,14 +95,14 @@ def is_no_longer_read(pipe: int) -> bool:
 
 
 def explanation(error: Exception) -> Exception:
-    """The error that says what is wrong: a configuration's is the cause of another."""
+    """The error that tells what is wrong: for a configuration, the cause of another one."""
     is_wrapped = isinstance(error, StrictDataclassError)
     return error.__cause__ if is_wrapped and isinstance(error.__cause__, Exception) else error
 
 
 def full_message(error: Exception) -> str:
-    """The error's message, and which folder is missing: transformers leaves the name of a model out
-    if there is no connection, and speaks only of the Hub if a path can't be a name there."""
+    """The error's message, and which folder is missing. transformers omits a model's name if there
+    is no connection, and mentions only the Hub if a path can't be a name there."""
     is_impossible = isinstance(error.__cause__ or error, HFValidationError)
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_locals.get("path_or_repo_id", ""))
@@ -112,8 +112,8 @@ def full_message(error: Exception) -> str:
 
 
 def needs_traceback(error: Exception) -> bool:
-    """Whether to print the traceback too: the error is not one of `OUTSIDE` or about a missing
-    package, and was not raised by this package."""
+    """Whether to print the traceback too: for errors that are not in `OUTSIDE`, not about a missing
+    package, and not raised by this package."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     is_explained = isinstance(error, ImportError) or Path(place.filename).is_relative_to(PACKAGE)
     is_raised = str(place.line).startswith("raise ")

@@ -11,7 +11,7 @@ class CommandHelpFormatter(RawDescriptionHelpFormatter):
     """Adds a default to the help of an option that has one and does not mention it."""
 
     def _get_help_string(self, action: Action) -> str | None:
-        """As argparse's own `ArgumentDefaultsHelpFormatter` overrides it, in every version."""
+        """Overridden as in argparse's own `ArgumentDefaultsHelpFormatter`, in every version."""
         text = action.help or ""
         says_nothing = action.default is None or action.default is False or action.default == []
         if says_nothing or action.default == SUPPRESS or "default" in text.lower():
@@ -43,7 +43,7 @@ class CommandParser(HfArgumentParser):
         """Same as `HfArgumentParser`, but reports an unknown option as argparse does.
 
         Raises:
-            ValueError: An option is out of range or contradicts another one, in the words of this
+            ValueError: An option is out of range or contradicts another one, with a message of this
                 package or of transformers.
         """
         try:
@@ -58,11 +58,11 @@ class CommandParser(HfArgumentParser):
 
 
 def expect_needed(arguments: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
-    """Raise a ValueError about the first option that is given without the one that it belongs to.
+    """Raise a ValueError about the first option that is given without one that it needs.
 
     Args:
         arguments: The dataclass of the options.
-        needs: For each of them, whether the other is there, and what it is.
+        needs: For each option, whether the other is given, and its description.
     """
     for name, (is_there, needed) in needs.items():
         value = getattr(arguments, name)
@@ -78,7 +78,7 @@ class GroupedParser(CommandParser):
     Args:
         dataclass_types: As for `HfArgumentParser`.
         groups: The names of the options in each group, by the title of the group.
-        more_groups: The same, for `--help_all`. Neither help shows an option that is in no group.
+        more_groups: The same, for `--help_all`. Options that are in no group are not shown.
         kwargs: As for `ArgumentParser`.
     """
 

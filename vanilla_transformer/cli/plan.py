@@ -5,12 +5,12 @@ r"""Estimate the time and memory of a training on this machine, and print the op
     vanilla-transformer plan --config wmt14_en_de_base --speeds gpu/speeds.json \
         --hardware "NVIDIA H200"
 
-Takes the options of `train`, and its own. The command trains for a few updates, discards them, and
+Has the options of `train`, and its own. The command trains for a few updates, discards them, and
 extrapolates. Evaluation and checkpoints are not included. With --speeds, it keeps the measurement
 in a file, and measures each model, batch, device, number of processes and kind of text (tokens of a
-target, and of its source) only once. --hardware plans for a device that this machine lacks, from
-the nearest measurement of the same layers, precision and options in such a file;
-`python -m scripts.benchmarks.gpu` writes one.
+target, and of its source) only once. --hardware plans for another device, from the nearest
+measurement of the same layers, precision and options in such a file; `python -m
+scripts.benchmarks.gpu` writes one.
 """
 
 import copy
@@ -53,7 +53,7 @@ from ..training.speeds import (
 from ..training.trainer import make_trainer
 from .train_options import make_parser, names
 
-# The pairs of the text that a recipe is for.
+# The number of pairs for which a recipe is made.
 RECIPES = {"multi30k_tiny": 29_000, "iwslt14_de_en": 160_000, "wmt14_en_de_base": 4_500_000}
 WARMUP = 3  # updates that are not measured
 
@@ -122,7 +122,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_quiet_trainer(prepared, training_args, folder)
         batches = len(trainer.get_train_dataloader())
-        updates = math.ceil(batches / training_args.gradient_accumulation_steps)  # of an epoch
+        updates = math.ceil(batches / training_args.gradient_accumulation_steps)  # in an epoch
         tokens = prepared.target_tokens / updates / training_args.world_size
         speeds = []
         for r_drop_alpha, share in phases(training_args, updates):
@@ -145,7 +145,7 @@ def phases(args: TranslationTrainingArguments, updates_per_epoch: int) -> list[t
 
 
 def total_updates(args: TranslationTrainingArguments, updates_per_epoch: int) -> int:
-    """The updates of a training, which ends with a whole one."""
+    """The updates of a training, rounded up."""
     if args.max_steps > 0:
         return args.max_steps
     return math.ceil((args.num_train_epochs or 0.0) * updates_per_epoch)
@@ -154,14 +154,14 @@ def total_updates(args: TranslationTrainingArguments, updates_per_epoch: int) ->
 def device_key(
     model: PreTrainedModel, args: TranslationTrainingArguments, text: Any, plan_args: PlanArguments
 ) -> dict[str, Any]:
-    """What the speed depends on, with the device to plan for."""
+    """The key of a speed, with the device to plan for."""
     key = measurement_key(model, args, text)
     return key if plan_args.hardware is None else {**key, "device": plan_args.hardware}
 
 
 def speed_of(trainer: Seq2SeqTrainer, plan_args: PlanArguments, tokens: float) -> dict[str, Any]:
-    """The measurement in --speeds, or a new one, which is added there. An update has this many
-    target tokens on one device."""
+    """The measurement in --speeds, or a new one, which is added there. `tokens` is the number of
+    target tokens in an update on one device."""
     rows = read_speeds(plan_args.speeds)
     key = device_key(trainer.model, trainer.args, trainer.train_dataset, plan_args)
     if plan_args.hardware is not None:
@@ -184,7 +184,7 @@ def speed_of(trainer: Seq2SeqTrainer, plan_args: PlanArguments, tokens: float) -
 
 
 def mean_speed(speeds: list[tuple[dict[str, Any], float]]) -> tuple[float, float]:
-    """The target tokens per second in the whole training, and the most memory in GiB, from the
+    """The target tokens per second in the complete training, and the peak memory in GiB, from the
     measurements of its phases and their shares."""
     seconds = sum(share / speed["target_tokens_per_second"] for speed, share in speeds)
     memory = max(speed["gib"] for speed, _ in speeds)
@@ -194,7 +194,7 @@ def mean_speed(speeds: list[tuple[dict[str, Any], float]]) -> tuple[float, float
 def make_quiet_trainer(
     prepared: Preparation, args: TranslationTrainingArguments, folder: str
 ) -> Seq2SeqTrainer:
-    """A trainer that keeps nothing and prints nothing."""
+    """A trainer that saves and prints nothing."""
     args = copy.copy(args)
     quiet: dict[str, Any] = {
         "output_dir": folder, "eval_strategy": "no", "early_stopping_patience": None,
@@ -210,7 +210,7 @@ def make_quiet_trainer(
 
 
 def measure(trainer: Seq2SeqTrainer, steps: int) -> float:
-    """Train for a few updates: the seconds that one takes."""
+    """The seconds that an update takes, measured by training for a few."""
     stopwatch = Stopwatch()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -222,13 +222,13 @@ def measure(trainer: Seq2SeqTrainer, steps: int) -> float:
 
 
 def peak_gib() -> float:
-    """The most memory that the GPU, or else this process, has held."""
+    """The peak memory of the GPU or, without one, of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     try:
         import resource
     except ImportError:  # on Windows
-        import psutil  # as accelerate does
+        import psutil  # installed with accelerate
 
         return psutil.Process().memory_info().peak_wset / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
@@ -268,12 +268,12 @@ def report(
 
 
 def in_millions(number: float) -> str:
-    """A number of tokens, in millions from one million on."""
+    """A number of tokens, in millions if it is at least a million."""
     return f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:,.1f} million"
 
 
 def measured_with(speeds: list[dict[str, Any]], key: dict[str, Any]) -> dict[str, str]:
-    """A row that says what was measured, where that is not what was asked for."""
+    """A row that describes the measurement if it differs from the request."""
     found = dict.fromkeys(filter(None, (differences(speed, key) for speed in speeds)))
     return {"measured with": "; ".join(found)} if found else {}
 

@@ -42,7 +42,7 @@ from ..training.logs import read_runs
 
 def main() -> None:
     arguments = make_parser().parse_args()
-    picture_paths(arguments.output)  # refuses a bad name before work starts
+    picture_paths(arguments.output)  # raises an error about a name before work starts
     for path in save(arguments.draw(arguments), arguments.output):
         print(path)
 

@@ -1,6 +1,6 @@
 """The processes that share the work of a command.
 
-accelerate knows them. Where it is not installed, there is one.
+accelerate provides them. If it is not installed, there is one.
 """
 
 import os

@@ -72,21 +72,21 @@ def translate_with_ray(
 
 
 def absolute(name: str) -> str:
-    """The path of a file or folder that exists here, for a process with another working directory;
-    otherwise the name, of a model on the Hub or on other machines."""
+    """The path of a file or folder that exists here, for a process with a different working
+    directory; otherwise the name, for a model on the Hub or on other machines."""
     return str(Path(name).absolute()) if not is_url(name) and Path(name).exists() else name
 
 
 @cache
 def load_job(call: bytes) -> tuple[TranslationJob, dict[str, Any]]:
-    """The job of a pickled call and its settings, which a worker keeps for its next chunks."""
+    """The job of a pickled call and its settings. A worker caches these for its next chunks."""
     arguments, loading, options = pickle.loads(call)
-    job = TranslationJob(arguments, replace(loading), options)  # finds the device of this machine
+    job = TranslationJob(arguments, replace(loading), options)  # chooses this machine's device
     return job, job.settings()
 
 
 def check_call(call: bytes) -> dict[str, Any]:
-    """The settings of a call whose options can work."""
+    """Check the options of a call, and return its settings."""
     job, settings = load_job(call)
     job.check()
     return settings
@@ -95,10 +95,10 @@ def check_call(call: bytes) -> dict[str, Any]:
 def translate_chunk(
     call: bytes, settings: dict[str, Any], lines: list[str], first: int
 ) -> tuple[list[str], list[int]]:
-    """The output for the lines of a chunk, and the job's counts of it.
+    """The output for the lines of a chunk, and the job's counts for it.
 
     Raises:
-        ValueError: The models or the libraries on this machine are not those of the settings.
+        ValueError: The models or the libraries on this machine differ from those in the settings.
     """
     job, found = load_job(call)
     for name, value in found.items():

@@ -51,7 +51,7 @@ def main() -> None:
         make_parser=partial(make_parser, description=__doc__),
     )
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    for own in ("vanilla_transformer", logger.name):  # those of other packages only warn
+    for own in ("vanilla_transformer", logger.name):  # loggers of other packages only warn
         logging.getLogger(own).setLevel(logging.INFO)
     transformers_logging.set_verbosity_warning()
     with locked(training_args.output_dir):
@@ -80,7 +80,7 @@ def train(model_args: ModelArguments, data_args: DataArguments, training_args: A
     load_averaged_checkpoints(trainer)
     trainer.save_model()
     trainer.save_state()
-    torch.set_float32_matmul_precision("highest")  # the card's scores are those of users
+    torch.set_float32_matmul_precision("highest")  # so that users get the scores of the card
     model = load_saved_model(model, training_args.output_dir).to(training_args.device)
     scores = {
         split: evaluate(model, tokenizer, pairs[split], training_args)

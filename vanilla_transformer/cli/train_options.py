@@ -34,7 +34,7 @@ DECODING = (
     "generation_kwargs", "per_device_eval_batch_size", "eval_max_tokens",
 )  # fmt: skip
 
-# All others, by the beginning of their names: the first group that matches has the option.
+# All others, by the beginning of their names: an option is in the first group that matches.
 MORE_GROUPS = {
     "optimization": "optim|adam_|weight_|lr_|max_grad|label_smoothing|neftune|average_tokens",
     "precision and speed": "bf16|fp16|tf32|activation_|gradient_|torch_|use_cache|auto_find",
@@ -57,12 +57,12 @@ def make_parser(
     own_groups: dict[str, list[str]] | None = None,
     **kwargs: Any,
 ) -> GroupedParser:
-    """The parser of `train`, or of a command that has its options too.
+    """The parser of `train`, or of another command with its options.
 
     Args:
         dataclass_types: As for `HfArgumentParser`.
         usage: How to call the command.
-        own_groups: The groups of options that `train` lacks.
+        own_groups: Groups of options that `train` does not have.
         kwargs: As for `ArgumentParser`.
     """
     groups = main_groups()

@@ -11,8 +11,8 @@ Lines keep their order, and blank lines stay blank. Without files, each line is 
 as it arrives.
 
 From file to file, any number of processes share the work, or of machines with --ray. After an
-interruption, run the same command again to resume. It refuses to resume with different weights or
-options; the model may have moved to another folder.
+interruption, run the same command again to resume. It does not resume with different weights or
+options, but the model may be in another folder.
 
 With --n_best, each line becomes several, the best first: "number ||| translation ||| score". Line
 numbers start at 0. The score is the translation's log-probability divided by the length penalty.
@@ -75,7 +75,7 @@ def main() -> None:
         translate_with_ray(arguments, loading, options, workers)
         return
     job = TranslationJob(arguments, loading, options)
-    job.check()  # refuses bad options before it touches the output
+    job.check()  # raises errors before it touches the output
     if arguments.source is not None and arguments.output is not None:
         transform_file(
             job.translate,
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def translate_stream(job: TranslationJob) -> None:
-    """Translate lines as they arrive. Prompts for them if they come from a terminal."""
+    """Translate lines as they arrive, with a prompt if they come from a terminal."""
     arguments = job.arguments
     interactive = arguments.source is None and sys.stdin.isatty()
     prompt = "> " if interactive else ""

@@ -36,7 +36,7 @@ from .generation_options import METHOD_FILE, MOVED, encode_forced_words, expect_
 from .parser import expect_needed
 
 SEED = 42  # of samples
-SAMPLES = 32  # candidates where nothing says how many
+SAMPLES = 32  # candidates by default
 
 
 @dataclass
@@ -129,7 +129,7 @@ class TranslateArguments:
             expect_parallel(self.source, self.target_prefix_file, self.source_column)
 
     def _needs(self) -> dict[str, tuple[bool, str]]:
-        """What options need; see `expect_needed`."""
+        """The options that others need; see `expect_needed`."""
         has_reverse = self.reverse_model is not None
         aligns = self.alignments is not None or self.replace_unknown
         method = f"{MOVED['force_words_ids']} as well, or another method that has force_words_ids"
@@ -166,11 +166,11 @@ class TranslationJob:
         expect_method(options)
         self.model, self.tokenizer = loading.load(arguments.model)
         for name in [name for name, value in options.items() if value is None]:
-            setattr(self.model.generation_config, name, options.pop(name))  # turned off by null
+            setattr(self.model.generation_config, name, options.pop(name))  # null turns it off
         if "max_new_tokens" in options:
-            self.model.generation_config.max_length = None  # of two limits, `generate()` warns
+            self.model.generation_config.max_length = None  # `generate()` warns about two limits
         elif "max_length" in options:
-            self.model.generation_config.max_new_tokens = None  # and would take this one
+            self.model.generation_config.max_new_tokens = None  # and would use this one
         if (start := options.get("decoder_start_token_id")) is not None:
             self.model.generation_config.decoder_start_token_id = start  # for scores as well
         self.reverse: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
@@ -186,7 +186,7 @@ class TranslationJob:
                 engine = type(self.model).__name__
                 raise ValueError(f"compile=True with a {engine}: expected a PyTorch model")
             options.setdefault("cache_implementation", "static")
-            if self.model.device.type == "cpu":  # elsewhere, transformers compiles by itself
+            if self.model.device.type == "cpu":  # on other devices, transformers compiles
                 self.model.forward = torch.compile(self.model.forward)
         self.counts = [0, 0]
 
@@ -229,7 +229,7 @@ class TranslationJob:
             encode_prefixes(self.prefixes, self.model, self.tokenizer, self.options)
 
     def settings(self) -> dict[str, Any]:
-        """Everything that the translations depend on besides the source; see `transform_file`."""
+        """All settings that affect the translations, besides the source; see `transform_file`."""
         ignored = ("model", "source", "output", "target_prefix_file", "reverse_model")
         settings = {**vars(self.arguments), **self.options}
         settings = {k: v for k, v in settings.items() if k not in ignored}
@@ -254,7 +254,7 @@ class TranslationJob:
     def hypotheses(self, lines: list[str], first: int) -> Iterator[list[Hypothesis]]:
         """Yield the hypotheses to write for each line."""
         arguments, models = self.arguments, (self.model, self.tokenizer)
-        torch.manual_seed(arguments.seed + first)  # the same, whatever was translated before
+        torch.manual_seed(arguments.seed + first)  # independent of earlier translations
         prefixes = None
         if self.prefixes is not None:
             prefixes = self.prefixes[first : first + len(lines)]
@@ -299,7 +299,7 @@ class TranslationJob:
 
 
 def one_line(text: str) -> str:
-    """The text without line ends, which would shift all later lines."""
+    """The text without line ends, as these would shift all later lines."""
     return re.sub(r"\r\n|\r|\n", " ", text)
 
 

@@ -110,8 +110,7 @@ def expect_known_search(
 def _expect_possible_options(
     found: GenerationOptions, device: torch.device, batch_size: int
 ) -> None:
-    """Raise a ValueError for options that transformers (5.17 to 5.24) rejects while it
-    generates."""
+    """Raise a ValueError for options that transformers (5.17 to 5.24) rejects while generating."""
     has_beams, cache = (found["num_beams"] or 1) > 1, str(found["cache_implementation"] or "")
     is_batch = batch_size > 1 and not has_beams
     for name, is_refused, expected in (
@@ -183,8 +182,7 @@ def _smallest_table(model: torch.nn.Module) -> int | None:
 
 
 def _positions(table: torch.nn.Embedding) -> int:
-    """The rows for positions: BART's come after an offset, RoBERTa's after the row of the
-    padding."""
+    """The rows for positions: BART's come after an offset, RoBERTa's after the padding row."""
     padding = -1 if table.padding_idx is None else table.padding_idx
     return table.num_embeddings - getattr(table, "offset", padding + 1)
 

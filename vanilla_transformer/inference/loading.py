@@ -200,7 +200,7 @@ def expect_complete(model: PreTrainedModel, missing: Collection[str], name: str 
 
 
 def expect_to_read_targets(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a ValueError for FSMT's tokenizer with two vocabularies: transformers reads targets
+    """Raise a ValueError for FSMT's tokenizers with two vocabularies: transformers reads targets
     with that of the sources."""
     if not isinstance(tokenizer, FSMTTokenizer):
         return

@@ -374,8 +374,8 @@ class Search:
     def run(
         self, rows: list[list[int]], prefixes: list[list[int]], limits: list[int]
     ) -> list[list[Found]]:
-        """The sequences for each source with at most `limits` new tokens, best first in beam
-        search."""
+        """The sequences for each source, with at most `limits` new tokens, in beam search best
+        first."""
         if self.forced_end is None:
             found = self._search_within(rows, prefixes, limits)
         else:
