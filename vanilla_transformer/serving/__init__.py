@@ -1,1 +1,1 @@
-"""Models served to people and programs."""
+"""Servers of models for people and programs."""

@@ -93,7 +93,7 @@ def _add_translation(
     async def translate(request: Request) -> Response:
         body: TranslateRequest = await read(request, TranslateRequest)
         service.check_limits(body.texts, body.alternatives)
-        # Detection is work in Python, and loads its model at first.
+        # In a thread, because detection runs in Python, and loads its model first.
         pair, detected = await asyncio.to_thread(service.find_pair, body)
         characters = sum(map(len, body.texts))
         request.state.work = f"{'-'.join(pair)} {characters} characters"
@@ -127,7 +127,7 @@ def _add_information(
     async def languages() -> list[Language]:
         return service.languages()
 
-    @app.head("/health", include_in_schema=False)  # of services that watch a server
+    @app.head("/health", include_in_schema=False)  # for services that monitor a server
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
@@ -170,11 +170,11 @@ async def _until(end: float, status: int) -> AsyncIterator[None]:
 
 
 async def _while_connected(request: Request, work: Awaitable[Any]) -> Any:
-    """What the work returns. It is cancelled when the client goes away."""
+    """The result of the work, which is cancelled if the client disconnects."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():  # after a whole request, only the end follows
+        if not tasks[0].done():  # after a complete request, only the end follows
             raise HTTPException(499, "The client closed the connection")
         return tasks[0].result()
     finally:
@@ -185,7 +185,7 @@ async def _while_connected(request: Request, work: Awaitable[Any]) -> Any:
 async def _json_lines(
     piece: str | None, pieces: AsyncIterator[str], end: float
 ) -> AsyncIterator[str]:
-    """The first piece and the others, or an error after those that were translated before it."""
+    """The first piece and the others. An error comes after the pieces translated before it."""
     try:
         async with _until(end, 503):
             while piece is not None:
@@ -202,6 +202,6 @@ async def _json_lines(
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, AnyHTTPException):
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-    # This answer does not pass through the middleware that allows all origins.
+    # This response does not pass through the middleware that allows all origins.
     headers = {"Access-Control-Allow-Origin": "*"}
     return JSONResponse({"error": ERRORS[500]["description"]}, 500, headers)

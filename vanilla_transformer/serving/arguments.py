@@ -15,10 +15,10 @@ KEYS_VARIABLE = "VANILLA_TRANSFORMER_API_KEYS"
 
 @dataclass
 class ServingArguments:
-    """Where a server listens, how it translates, and what it refuses.
+    """Where a server listens, how it translates, and which requests it rejects.
 
     Raises:
-        ValueError: A number is out of range, or there is no key among the API keys.
+        ValueError: A number is out of range, or the API keys are empty.
         FileNotFoundError: The file of API keys does not exist.
     """
 
@@ -83,7 +83,7 @@ class ServingArguments:
         else:
             return frozenset()
         digests = frozenset(digest(key.strip()) for key in keys if key.strip())
-        if not digests:  # and not a server that is open to everyone
+        if not digests:  # or the server would be open to everyone
             raise ValueError(f"{self.api_keys or KEYS_VARIABLE}: expected an API key, found none")
         return digests
 
@@ -127,6 +127,6 @@ class RayArguments(RayWorkerArguments):
 
 
 def digest(key: str) -> bytes:
-    """The digest of an API key, which the server keeps in its place. Looking up digests takes as
-    long for a key that is almost right as for any other."""
+    """The digest of an API key, which the server stores instead of the key. Looking up a digest
+    takes the same time for an almost correct key as for any other."""
     return sha256(key.encode("utf-8", "surrogatepass")).digest()

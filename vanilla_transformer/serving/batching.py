@@ -24,8 +24,8 @@ TOKENS = Counter("vanilla_transformer_source_tokens", "Source tokens, without pa
 def load_translator(
     name: str, arguments: ServingArguments, loading: LoadingArguments
 ) -> "BatchingTranslator":
-    """The translator of a model, which has translated a word: a server whose requests would all
-    fail is not started.
+    """The translator of a model. It translates a word first, so that a server does not start if all
+    requests would fail.
 
     Raises:
         ValueError: The model can't generate with its generation config and the options.
@@ -42,7 +42,7 @@ class Translator(Protocol):
     """Translates sentences of one language into another."""
 
     async def translate(self, sentences: Sequence[str], n_best: int = 1) -> list[list[str]]:
-        """The `n_best` best translations of each sentence, best first. No sentence is blank."""
+        """The `n_best` best translations of each sentence, best first. Sentences are not blank."""
 
 
 @dataclass(eq=False)
@@ -56,8 +56,8 @@ class _Waiting:
 class BatchingTranslator:
     """A `Translator` with one model, in one thread.
 
-    All sentences that wait make a round: they are sorted by length and cut into batches of up to
-    `max_batch_tokens`. What arrives in the meantime waits for the next round. So nothing waits
+    All waiting sentences make a round: they are sorted by length and split into batches of up to
+    `max_batch_tokens`. Sentences that arrive in the meantime wait for the next round, so none waits
     longer than two rounds, whatever its length.
 
     Args:
@@ -83,8 +83,8 @@ class BatchingTranslator:
 
         Raises:
             HTTPException: A sentence is longer than the model's table of positions, or the model
-                can't search for other translations with its options (400).
-            RuntimeError: What `generate()` raises for one of the sentences, such as a lack of
+                can't find alternatives with its options (400).
+            RuntimeError: `generate()` failed for one of the sentences, for example for lack of
                 memory.
         """
         if not sentences:
@@ -113,7 +113,7 @@ class BatchingTranslator:
                     await self._finish(batch)
 
     def _round(self, waiting: Sequence[_Waiting]) -> list[list[_Waiting]]:
-        """Batches of similar length. The batch with the longest wait is first."""
+        """Batches of similar length. The batch that has waited longest is first."""
         batches: list[list[_Waiting]] = []
         for one in sorted(waiting, key=lambda one: (one.n_best, one.tokens)):
             last = batches[-1] if batches else []
@@ -129,7 +129,7 @@ class BatchingTranslator:
         try:
             translations = await loop.run_in_executor(self.thread, self._translate, batch)
         except Exception as error:
-            if len(batch) > 1:  # one sentence must not fail the requests of others
+            if len(batch) > 1:  # one sentence must not make other requests fail
                 for one in batch:
                     await self._finish([one])
             elif not batch[0].result.done():
@@ -147,18 +147,18 @@ class BatchingTranslator:
         n_best, models = batch[0].n_best, (self.model, self.tokenizer)
         beams = self.arguments.num_beams or self.model.generation_config.num_beams or 1
         found: list[list[str]] = [[] for _ in batch]
-        if beams < n_best or n_best == 1:  # alternatives need more beams, which may find another
+        if beams < n_best or n_best == 1:  # alternatives need more beams, which may change the best
             found = [[text] for text in translate(sentences, *models, **options)]
         if n_best > 1:
             options["num_beams"] = max(beams, n_best)
             try:
                 hypotheses = list(translate_n_best(sentences, *models, n_best, **options))
-            except ValueError as error:  # an option that the model has without so many beams
+            except ValueError as error:  # an option that does not work with so many beams
                 raise HTTPException(400, f"alternatives: {error}") from error
             for texts, others in zip(found, hypotheses, strict=True):
                 more = [other.text for other in others]
                 if texts and texts[0] in more:
                     more.remove(texts[0])
                 texts += more
-        # A blank line has no others.
+        # A blank line has no alternatives.
         return [(texts + texts[:1] * n_best)[:n_best] for texts in found]

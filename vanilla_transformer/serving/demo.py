@@ -25,7 +25,7 @@ from .languages import languages_of_card
 LONGEST_SOURCE = 1000  # characters
 MEAN = "mean of all heads"
 MARK = 0.6  # opacity of the strongest mark: text on it stays legible
-FONTS = ["system-ui", "Segoe UI", "Roboto", "sans-serif"]  # the browser's own: nothing is fetched
+FONTS = ["system-ui", "Segoe UI", "Roboto", "sans-serif"]  # not downloaded
 CSS = """
 .gradio-container { max-width: 1080px !important; margin: 0 auto !important; }
 #target-tokens [role=button] { cursor: pointer; }
@@ -42,7 +42,7 @@ class Demo:
             eager attention, and the page shows its attention.
         tokenizer: Its tokenizer.
         name: The title of the page.
-        languages: The source's and the target's, for the labels, or none.
+        languages: The languages of source and target for the labels, or none.
         examples: Sources to choose from.
     """
 
@@ -67,8 +67,8 @@ class Demo:
 
         Returns:
             The best translation; for each hypothesis, best first, its score and its text; and the
-            attention from the decoder to the encoder, if the model shows it and its table of
-            positions has room for the translation with its end.
+            attention from the decoder to the encoder, if the model returns it and its table of
+            positions has room for the translation with its end token.
 
         Raises:
             gr.Error: The sentence is too long.
@@ -90,7 +90,7 @@ class Demo:
                 length_penalty=length_penalty,
             )
             rows = [[f"{each.score:.3f}", each.text] for each in next(hypotheses)]
-        else:  # which has no score
+        else:  # without a score
             rows = [["", *translate([source], self.model, self.tokenizer, num_beams=1)]]
         best = rows[0][1]
         maps = None
@@ -99,7 +99,7 @@ class Demo:
         return best, rows, maps
 
     def _beyond_positions(self, **side: str) -> str:
-        """What is wrong if a source or target is longer than the model's table of positions."""
+        """An error message if a source or target is longer than the model's table of positions."""
         limit = position_limit(self.model)
         if limit is None or (tokens := len(self.tokenizer(**side)["input_ids"])) <= limit:
             return ""
@@ -118,7 +118,7 @@ class Demo:
                     max_length=LONGEST_SOURCE,
                     autofocus=True,
                 )
-                # Without a copy button, which would take the label from screen readers.
+                # Without a copy button, which would hide the label from screen readers.
                 target = gr.Textbox(label=f"Translation{of[-1]}", lines=3)
             button = gr.Button("Translate", variant="primary")
             if self.examples:
@@ -155,7 +155,7 @@ class Demo:
         ]
 
     def _add_attention(self, maps: gr.State, translated: Any) -> None:
-        """The lower part of the page, which follows each translation."""
+        """The lower part of the page, which is updated after each translation."""
         layers, heads = layers_and_heads(self.model.config, "decoder")
         with gr.Column(visible=False) as panel:
             gr.Markdown("## Attention\nSelect a token of the translation to see what it looked at.")
@@ -238,7 +238,7 @@ def make_demo(
     Args:
         model: A folder or a name on the Hub. The languages come from the folder's card.
         examples: A text file with one source per line.
-        loading: How to load it.
+        loading: How to load the model.
         name: The title of the page. Default: the model's.
     """
     lines = Path(examples).read_text(encoding="utf-8-sig").split("\n") if examples else []
@@ -326,7 +326,7 @@ def _extras(demo: Demo) -> list[str]:
 
 
 def _changed(loading: LoadingArguments) -> Iterator[str]:
-    """The options that are not the default, as keywords."""
+    """The options that differ from their defaults, as keywords."""
     for option in fields(loading):
         value = getattr(loading, option.name)
         if value != option.default and option.name != "device":
@@ -334,7 +334,7 @@ def _changed(loading: LoadingArguments) -> Iterator[str]:
 
 
 def _copy_model(model: Path, folder: Path, demo: Demo) -> None:
-    """Copy what loading needs, without what training has left beside it."""
+    """Copy the files that loading needs, without others from training."""
     if not demo.shows_attention:  # an engine's
         shutil.copytree(model, folder)
         return

@@ -21,16 +21,16 @@ def find_pairs(models: Iterable[str]) -> dict[Pair, str]:
     """The model of each language pair, source first.
 
     Args:
-        models: Folders or Hub names with a model card that names two languages, or "en-de=MODEL".
+        models: Folders or Hub names of models whose card names two languages, or "en-de=MODEL".
 
     Raises:
         FileNotFoundError: There is no such model.
-        ValueError: The languages of a model are unknown, or two models have the same.
+        ValueError: The languages of a model are unknown, or two models have the same languages.
     """
     pairs: dict[Pair, str] = {}
     for argument in models:
         languages, equals, name = argument.partition("=")
-        is_named = equals and not Path(argument).is_dir()  # a folder's name may have the sign
+        is_named = equals and not Path(argument).is_dir()  # a folder's name may contain "="
         pair = _parse(languages, name) if is_named else None
         name = name if is_named else argument
         _expect_model(name)
@@ -76,8 +76,8 @@ def _pair_of_card(name: str) -> Pair:
 
 
 def languages_of_card(card: str | Path) -> Pair | None:
-    """The languages of a model card that names two, the source first, with region and script if it
-    has them. YAML reads `no`, Norwegian, as false."""
+    """The languages of a model card that names two, the source first, with region and script if
+    given. YAML reads `no`, Norwegian, as false."""
     header: dict[str, Any] = ModelCard.load(card).data.to_dict()
     for languages in (header.get("language_bcp47"), header.get("language")):
         if isinstance(languages, list) and len(languages) == 2:
@@ -87,8 +87,8 @@ def languages_of_card(card: str | Path) -> Pair | None:
 
 
 def language_name(code: str) -> str:
-    """The English name of a language: "German" of "de"."""
-    from babel import Locale, UnknownLocaleError  # a demo does without
+    """The English name of a language: "German" for "de"."""
+    from babel import Locale, UnknownLocaleError  # optional for a demo
 
     try:
         return Locale.parse(code, sep="-").english_name or code
@@ -97,7 +97,7 @@ def language_name(code: str) -> str:
 
 
 def detect(text: str, languages: Iterable[str]) -> list[tuple[str, float]]:
-    """The probability of each language, whatever its script or region, the most probable first. The
+    """The probability of each language, ignoring its script or region, the most probable first. The
     probabilities add up to less than 1 if the text may be in other languages.
 
     Raises:

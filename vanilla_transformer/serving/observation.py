@@ -25,7 +25,7 @@ class RequestMiddleware:
     """Counts, limits and logs requests.
 
     It sets `end` in the state of a request: the time of the event loop, in seconds, at which the
-    request has to be finished. A route may set `work`, which is added to the log line.
+    request must be finished. A route may set `work`, which is added to the log line.
 
     Args:
         app: The application.
@@ -69,8 +69,8 @@ class RequestMiddleware:
             await app(scope, receive, send_and_look)
         finally:
             seconds = time.perf_counter() - start
-            path = getattr(scope.get("route"), "path", None)  # none if there was no room for it
-            if path is None:  # "other", or anyone could add a label
+            path = getattr(scope.get("route"), "path", None)  # missing if the request was rejected
+            if path is None:  # "other", so that clients can't add labels
                 path = scope["path"] if scope["path"] in PATHS else "other"
             REQUESTS.labels(path, status).inc()
             SECONDS.labels(path).observe(seconds)

@@ -1,5 +1,5 @@
-"""The server on any number of machines, with Ray Serve: replicas of each model, and in front of
-them the web application."""
+"""The server on any number of machines, with Ray Serve: the web application, and replicas of each
+model."""
 
 import asyncio
 import logging
@@ -23,12 +23,12 @@ from .server import bind, make_url
 logger = logging.getLogger(__name__)
 
 APPLICATION = "translation"
-ATTEMPTS = 4  # of a request whose replica dies
+ATTEMPTS = 4  # for a request whose replica dies
 PAUSE = 0.5  # seconds before another attempt
 
 
 class ModelReplica:
-    """A model with its batches, in a process of its own."""
+    """A model with its batches, in its own process."""
 
     def __init__(self, name: str, arguments: ServingArguments, loading: LoadingArguments) -> None:
         self.translator = load_translator(name, arguments, loading)
@@ -39,7 +39,7 @@ class ModelReplica:
 
 
 class RayTranslator:
-    """A `Translator` that asks the replicas of a model, and asks another one if a replica dies.
+    """A `Translator` that calls a replica of a model, and another one if that dies.
 
     Args:
         pair: The languages.
@@ -52,7 +52,7 @@ class RayTranslator:
         """See `Translator`.
 
         Raises:
-            RayActorError: One replica after another died.
+            RayActorError: Several replicas died in a row.
         """
         for _ in range(ATTEMPTS - 1):
             try:
@@ -83,7 +83,7 @@ def make_deployments(
 
     front = serve.deployment(
         name="front",
-        max_ongoing_requests=arguments.max_requests + 1,  # so that it answers 429 itself
+        max_ongoing_requests=arguments.max_requests + 1,  # so that the application answers 429
         graceful_shutdown_timeout_s=arguments.timeout,
         ray_actor_options={"num_cpus": 0},
     )
@@ -116,7 +116,7 @@ def serve_with_ray(
     """The same as `server.serve`, with Ray Serve."""
     pairs = find_pairs(models)
     with bind(arguments.host, arguments.port) as listener:
-        port = listener.getsockname()[1]  # of port 0, a free one
+        port = listener.getsockname()[1]  # a free one for port 0
     ray.init(options.ray_address)
     serve.start(http_options={"host": arguments.host, "port": port})
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -74,14 +74,14 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Body:
-    """The body of a request, in JSON or as a form; the fields in its URL if there is none.
+    """The body of a request, in JSON or as a form, or the fields in its URL if it has no body.
 
     Raises:
-        HTTPException: The body is too long (413), or not what the interface expects (400).
+        HTTPException: The body is too long (413), or is invalid (400).
     """
     content, size = bytearray(), 0
     try:
-        async for chunk in request.stream():  # to its end, or the client would not read the answer
+        async for chunk in request.stream():  # to its end, or the client does not read the response
             size += len(chunk)
             content += chunk if size <= max_bytes else b""
     except ClientDisconnect:
@@ -94,20 +94,20 @@ async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Bo
             return kind.model_validate(_fields(_read_url_encoded(bytes(content))))
         if content_type.startswith(MULTIPART):
             return kind.model_validate(_fields(await _read_multipart(request, bytes(content))))
-        if not content and request.query_params:  # deep-translator's
+        if not content and request.query_params:  # as from deep-translator
             return kind.model_validate(dict(request.query_params))
         return kind.model_validate_json(bytes(content))
     except ValidationError as error:
         found = []
         for one in error.errors(include_input=False, include_url=False):
             field = ".".join(map(str, one["loc"]))
-            message = one["msg"].removeprefix("Value error, ")  # pydantic's, of our own errors
+            message = one["msg"].removeprefix("Value error, ")  # pydantic adds this to our errors
             found.append(f"{field}: {message}" if field else message)
         raise HTTPException(400, "; ".join(found)) from None
 
 
 def _read_url_encoded(content: bytes) -> list[tuple[str, Any]]:
-    """As in HTML, UTF-8 with or without percent signs. Starlette reads bytes as Latin-1."""
+    """Form data as in HTML: UTF-8 with or without percent signs. Starlette reads Latin-1."""
     try:
         return parse_qsl(content.decode(), keep_blank_values=True, errors="strict")
     except UnicodeDecodeError as error:
@@ -119,8 +119,8 @@ async def _read_multipart(request: Request, content: bytes) -> list[tuple[str, A
         return {"type": "http.request", "body": content, "more_body": False}
 
     try:
-        content.decode()  # Starlette reads as Latin-1 what is not UTF-8
-        # `content` has passed the server's own limit; Starlette's is 1 MB a part.
+        content.decode()  # Starlette would read other bytes as Latin-1
+        # `content` is within the server's own limit; Starlette's is 1 MB per part.
         form = await Request(request.scope, receive).form(max_part_size=len(content))
         return form.multi_items()
     except (FormParserError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Splits texts into sentences to translate, and parts that stay, such as line breaks and tags."""
+"""Splits texts into sentences to translate, and parts to keep, such as line breaks and tags."""
 
 import html
 import re
@@ -9,30 +9,30 @@ from typing import NamedTuple
 import pysbd
 from pysbd.languages import LANGUAGE_CODES
 
-# Sentences are looked for in this many characters at a time, because pysbd takes time that grows
-# with the square of the length. No sentence is longer.
+# Sentences are searched for in this many characters at a time, because pysbd's time grows with the
+# square of the length. No sentence is longer.
 WINDOW = 1000
 
-# What tells a model of several languages or tasks what to do, at the beginning of a line: tags of
-# `train --corpus_tags` and of Marian, and T5's prefix. Their lengths have a limit, as each sentence
-# of the line gets them.
+# Instructions to a model of several languages or tasks at the beginning of a line: tags of `train
+# --corpus_tags` and of Marian, and T5's prefix. Their length is limited because they are repeated
+# in each sentence of the line.
 TAGS = re.compile(
     r"\s*((?:(?:<2[^<>\s]{1,20}>|>>[^<>\s]{1,20}<<|translate \w{1,20} to \w{1,20}:)\s(?=\S)){1,2})"
 )
 
 UNSPACED = {"zh", "yue", "ja"}  # Chinese and Japanese have no space between sentences
 
-# pysbd splits at Arabic's comma and at its colon, and before closing quotation marks.
+# pysbd splits at the Arabic comma, at colons in Arabic, and before closing quotation marks.
 INNER_SPLIT = re.compile(r"[،:]\s*\0|\S\0[«»”’」』）》〉】]")
 
-LINE_END = re.compile("([\n\r\u2028\u2029])")  # the last two are Unicode's, of lines and paragraphs
+LINE_END = re.compile("([\n\r\u2028\u2029])")  # the last two separate lines and paragraphs
 HTML_SPACE = " \t\r\n\f"
 KEPT_TAGS = {"code", "pre", "script", "style", "textarea"}
 VOID_TAGS = {
     "area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track",
     "wbr",
 }  # fmt: skip
-# Authors may leave out the end tags of these. A start tag ends them if they are innermost.
+# The end tags of these may be omitted. A start tag ends them if they are innermost.
 CELLS, ROWS = {"p", "td", "th"}, {"p", "td", "th", "tr"}
 SECTIONS = ROWS | {"caption", "colgroup", "tbody", "tfoot", "thead"}
 BLOCKS = (
@@ -44,7 +44,7 @@ ENDED_BY = {block: {"p"} for block in BLOCKS.split()} | {
     "optgroup": {"optgroup", "option"}, "option": {"option"},
     "tbody": SECTIONS, "td": CELLS, "tfoot": SECTIONS, "th": CELLS, "tr": ROWS,
 }  # fmt: skip
-# A parser of HTML resolves character references in these two, and not in scripts and the like.
+# HTML parsers resolve character references in text and in these two tags, but not in scripts.
 TEXT_TAGS = {None, "textarea", "title"}
 
 
@@ -57,8 +57,8 @@ class Segment(NamedTuple):
 
 def split_text(text: str, language: str, split_over: int) -> list[Segment]:
     """Split a text into lines, and lines longer than `split_over` characters into sentences. White
-    space around sentences is a segment of its own. Tags that begin a line begin each of its
-    sentences."""
+    space around sentences is a segment of its own. Tags at the beginning of a line are repeated in
+    each of its sentences."""
     segments = []
     for line in LINE_END.split(text):
         if LINE_END.fullmatch(line):
@@ -75,8 +75,8 @@ def split_text(text: str, language: str, split_over: int) -> list[Segment]:
 
 def split_html(text: str, language: str, split_over: int) -> list[Segment]:
     """Split the text between tags as `split_text` does, with character references resolved. Tags,
-    comments, and the contents of `KEPT_TAGS` and of tags with translate="no" are kept. These end
-    at their end tag, or where HTML lets an author leave it out."""
+    comments, and the contents of `KEPT_TAGS` and of tags with translate="no" are kept. These end at
+    their end tag, or where HTML allows to omit it."""
     parser = _SegmentingParser(language, split_over)
     parser.feed(text)
     parser.close()
@@ -84,7 +84,7 @@ def split_html(text: str, language: str, split_over: int) -> list[Segment]:
 
 
 def join(segments: Iterable[Segment], translations: Iterable[str], is_html: bool) -> str:
-    """Put a text together again, with a translation in place of each sentence."""
+    """Join segments to a text, with a translation in place of each sentence."""
     rest = iter(translations)
 
     def translated() -> str:
@@ -94,8 +94,8 @@ def join(segments: Iterable[Segment], translations: Iterable[str], is_html: bool
 
 
 def with_spaces(segments: Iterable[Segment], language: str) -> list[Segment]:
-    """The segments with a space between sentences that touch, as after "。", for a translation into
-    a language that has one there. "?" in an address is no end: after ASCII, nothing changes."""
+    """The segments, with a space between adjacent sentences, as after "。", if the target language
+    has one there. After ASCII nothing changes, as "?" in a URL does not end a sentence."""
     if language.partition("-")[0] in UNSPACED:
         return list(segments)
     spaced: list[Segment] = []
@@ -116,11 +116,11 @@ def _without_space(text: str, space: str | None = None) -> Iterator[Segment]:
 
 
 def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
-    """Pieces that add up to the line."""
+    """Split a line into pieces that add up to it."""
     if len(line) <= split_over:
         yield line
         return
-    language = language.partition("-")[0]  # pysbd's have no region
+    language = language.partition("-")[0]  # pysbd's codes have no region
     segmenter = pysbd.Segmenter(language if language in LANGUAGE_CODES else "en", clean=False)
     core = line.lstrip()  # pysbd drops white space at the beginning
     yield line.removesuffix(core)
@@ -129,7 +129,7 @@ def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
         window = line[:WINDOW]
         try:
             sentences = segmenter.segment(window)
-        except ValueError:  # pysbd reads "\x1f1." as the number of a list
+        except ValueError:  # pysbd treats "\x1f1." as a list number
             sentences = []
         if "".join(sentences) != window:
             sentences = [window]
@@ -142,7 +142,7 @@ def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
 
 
 def _whole(sentences: Iterable[str]) -> list[str]:
-    """The sentences without splits inside them."""
+    """The sentences, joined where pysbd has split inside them."""
     whole: list[str] = []
     for sentence in sentences:
         if whole and INNER_SPLIT.search(f"{whole[-1]}\0{sentence[:1]}"):
@@ -153,7 +153,7 @@ def _whole(sentences: Iterable[str]) -> list[str]:
 
 
 class _Element(NamedTuple):
-    """An element without its end tag so far, and whether its contents are kept."""
+    """An open element, and whether its contents are kept."""
 
     tag: str
     is_kept: bool
@@ -164,12 +164,12 @@ class _SegmentingParser(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.language, self.split_over = language, split_over
         self.segments: list[Segment] = []
-        self.text = ""  # since the last tag
-        self.open = [_Element("", False)]  # the document, and the elements around this place
+        self.text = ""  # text since the last tag
+        self.open = [_Element("", False)]  # the document, and the open elements
 
     def close(self) -> None:
         super().close()
-        self._keep(self.rawdata)  # of a script without an end tag, in older versions of Python
+        self._keep(self.rawdata)  # left by a script without an end tag in older versions of Python
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._keep(self.get_starttag_text() or "")
@@ -188,7 +188,7 @@ class _SegmentingParser(HTMLParser):
         self._keep(f"</{tag}>")
         if any(element.tag == tag for element in self.open):
             while self.open.pop().tag != tag:
-                pass  # the end of an element is the end of all within it
+                pass  # the end of an element ends all elements inside it
 
     def handle_comment(self, data: str) -> None:
         self._keep(f"<!--{data}-->")
@@ -197,19 +197,19 @@ class _SegmentingParser(HTMLParser):
         self._keep(f"<!{decl}>")
 
     def unknown_decl(self, data: str) -> None:
-        """CDATA, or a conditional comment of Microsoft's, which ends in one bracket."""
+        """CDATA, or Microsoft's conditional comments, which end in one bracket."""
         is_conditional = re.match("if|else|endif", data, re.IGNORECASE)
         self._keep(f"<![{data}]>" if is_conditional else f"<![{data}]]>")
 
     def parse_marked_section(self, i: int, report: bool = True) -> int:
-        """A broken section is a comment, as in browsers: older versions of Python fail on it."""
+        """Treat a broken section as a comment, like browsers. Older Python versions fail on it."""
         try:
             return super().parse_marked_section(i, report)
         except AssertionError:
             return self.parse_bogus_comment(i)
 
     def parse_bogus_comment(self, i: int, report: bool = True) -> int:
-        """What newer versions of Python, as browsers, read as a comment stays as it is."""
+        """Keep what newer versions of Python, like browsers, read as a comment."""
         end = super().parse_bogus_comment(i, report=False)
         if end > 0:
             self._keep(self.rawdata[i:end])

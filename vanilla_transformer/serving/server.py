@@ -13,13 +13,13 @@ from .languages import find_pairs
 
 logger = logging.getLogger(__name__)
 
-# Seconds. Clients and proxies drop idle connections after 5 to 60. If the server did so earlier, it
-# could close a connection while a request arrives.
+# Seconds. Clients and proxies close idle connections after 5 to 60. A server that closes them
+# earlier may do so while a request arrives.
 KEEP_ALIVE = 75
 
 
 def serve(models: list[str], arguments: ServingArguments, loading: LoadingArguments) -> None:
-    """Serve the models until SIGTERM or Ctrl-C. The requests under way are finished first.
+    """Serve the models until SIGTERM or Ctrl-C. Running requests are finished first.
 
     Args:
         models: As for `find_pairs`.
@@ -50,7 +50,7 @@ def serve(models: list[str], arguments: ServingArguments, loading: LoadingArgume
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket to an address. It refuses connections until the server listens.
+    """Bind a socket to an address. Connections are refused until the server listens.
 
     Raises:
         ValueError: The address cannot be used.
@@ -68,5 +68,5 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_url(host: str, port: int) -> str:
-    """The address for a browser: IPv6 is in brackets."""
+    """The address for a browser, with IPv6 in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -36,7 +36,7 @@ class TranslationService:
         ]
 
     def detect(self, text: str, languages: Iterable[str] | None = None) -> list[DetectedLanguage]:
-        """The languages that a text may be in, by default among all source languages.
+        """The languages that a text may be in, out of all source languages by default.
 
         Raises:
             HTTPException: The package that detects languages is not installed (400).
@@ -53,7 +53,7 @@ class TranslationService:
         ]
 
     def check_limits(self, texts: list[str], alternatives: int = 0) -> None:
-        """Raise an HTTPException if a request asks for more than the server allows (400)."""
+        """Raise an HTTPException if a request exceeds the server's limits (400)."""
         for name, value, limit in (
             ("characters", sum(map(len, texts)), self.arguments.max_characters),
             ("texts", len(texts), self.arguments.max_texts),
@@ -63,7 +63,8 @@ class TranslationService:
                 raise HTTPException(400, f"{value} {name}: expected at most {limit}")
 
     def find_pair(self, request: TranslateRequest) -> tuple[Pair, DetectedLanguage | None]:
-        """The language pair of a request, and the detected language if the client asks for one.
+        """The language pair of a request, and the detected language if the client requests
+        detection.
 
         Raises:
             HTTPException: The server has no such pair, or cannot detect languages (400).
@@ -100,7 +101,7 @@ class TranslationService:
         """The pieces of a translation, each of which ends with a translated sentence.
 
         Raises:
-            HTTPException: A sentence is refused, before the first piece (400).
+            HTTPException: A sentence is rejected, before the first piece (400).
         """
         segments = await self._split(request.texts[0], request, pair)
         translate = self.translators[pair].translate
@@ -109,7 +110,7 @@ class TranslationService:
         ]
         rest, start = iter(tasks), 0
         try:
-            if tasks:  # a sentence that is refused is done at once
+            if tasks:  # a rejected sentence is done at once
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.gather(*done)
             for end, segment in enumerate(segments, start=1):
@@ -145,7 +146,7 @@ class TranslationService:
 
 
 def _readable(request: TranslateRequest) -> str:
-    """The texts of a request, without the names and addresses in tags."""
+    """The texts of a request, without the names and URLs in tags."""
     if request.format == "text":
         return " ".join(request.texts)
     segments = (one for text in request.texts for one in split_html(text, "en", len(text)))
