@@ -36,7 +36,7 @@ AutoModel.register(VanillaTransformerConfig, VanillaTransformerModel)
 AutoModelForSeq2SeqLM.register(VanillaTransformerConfig, VanillaTransformerForConditionalGeneration)
 AutoModelForTextEncoding.register(VanillaTransformerConfig, VanillaTransformerEncoderModel)
 AutoModelForCausalLM.register(VanillaTransformerConfig, VanillaTransformerForCausalLM)
-# A folder that names no tokenizer has a stock one.
+# The tokenizer for folders that name none is a stock one.
 AutoTokenizer.register(
     VanillaTransformerConfig,
     tokenizer_class=PreTrainedTokenizerFast,

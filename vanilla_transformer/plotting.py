@@ -1,7 +1,7 @@
-"""Pictures of training and of what a model does: learning curves, the learning rate, positional
+"""Pictures of training and of a model's internals: learning curves, the learning rate, positional
 encodings, attention, heads, embeddings and scores by length.
 
-Each `plot_` function takes numbers and returns a figure. `analysis` finds those of a model.
+Each `plot_` function takes numbers and returns a figure. `analysis` computes those of a model.
 """
 
 import math
@@ -18,12 +18,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from transformers import get_scheduler
 
-# Okabe and Ito's colours, which the colour-blind tell apart too, without yellow, pale on white.
+# Okabe and Ito's colours for the colour-blind, without yellow, which is pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#666666"
 DASHES = ("solid", "dashed", "dashdot", "dotted")
 
-# Dates would make each picture another file.
+# With dates, the same picture would be a different file each time.
 METADATA: dict[str, dict[str, Any]] = {
     ".png": {},
     ".svg": {"Date": None},
@@ -52,8 +52,8 @@ def picture_paths(path: str | Path) -> list[Path]:
 
 
 def save(figure: Figure, path: str | Path) -> list[Path]:
-    """Write a figure to `picture_paths(path)`, in folders made for them: the same figure gives the
-    same bytes each time. From then on its layout is fixed.
+    """Write a figure to `picture_paths(path)`, and create their folders. The same figure gives the
+    same bytes each time. This fixes its layout.
 
     Returns:
         The files.
@@ -63,7 +63,7 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
     """
     paths = picture_paths(path)
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # each drawing would shift the panels by a little
+    figure.set_layout_engine("none")  # or each drawing would shift the panels a little
     dpi = min(200.0, LONGEST_SIDE / max(figure.get_size_inches()))
     with matplotlib.rc_context({"svg.hashsalt": "vanilla_transformer"}):
         for file in paths:
@@ -77,7 +77,7 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
 
 Log = Sequence[Mapping[str, float]]
 LOSSES = {"loss": "training", "eval_loss": "validation"}
-SCORES = {  # each has a panel of its own, where a run has it
+SCORES = {  # each has its own panel if a run has it
     "eval_bleu": "BLEU",
     "eval_ter": "TER",
     "eval_ser": "sentence error rate, %",
@@ -94,10 +94,10 @@ def has_curves(log: Log) -> bool:
 
 
 def plot_curves(runs: Mapping[str, Log]) -> Figure:
-    """Learning curves of several runs over each other: losses, and scores beside them.
+    """Learning curves of several runs in the same axes: losses, and scores next to them.
 
     Lines of the loss are labelled "name, training" and "name, validation", those of a score with
-    the run's name alone.
+    only the run's name.
 
     Args:
         runs: `TrainerState.log_history` by the name of a run. A run may lack any of the metrics.
@@ -132,13 +132,13 @@ def _plot_metric(axes: Axes, log: Log, name: str, label: str, **style: Any) -> N
     points = [(entry["step"], entry[name]) for entry in log if name in entry]
     if points:
         steps, values = zip(*points, strict=True)
-        # A lone point has no line, and a few are seen better as what they are.
+        # A single point has no line, and a few are easier to see with markers.
         few = len(points) == 1 or (name != "loss" and len(points) <= 40)
         axes.plot(steps, values, label=label, marker="o" if few else None, markersize=3, **style)
 
 
 def _add_legend_of_runs(figure: Figure, runs: list[str]) -> None:
-    """Under the panels: a colour for each run, then how a training loss is told from the others."""
+    """The legend under the panels: a colour for each run, then the style of training losses."""
     handles = [Line2D([], [], **_style(index)) for index in range(len(runs))]
     handles.append(Line2D([], [], color=GREY, linewidth=0.8, alpha=0.45))
     handles.append(Line2D([], [], color=GREY, marker="o", markersize=3))
@@ -156,11 +156,11 @@ def _add_legend_of_runs(figure: Figure, runs: list[str]) -> None:
 
 
 def learning_rates(d_model: int, warmup_steps: int, steps: int) -> list[float]:
-    """Section 5.3's learning rate after 0, 1, ..., `steps` steps, as training has it: of
-    transformers' "inverse_sqrt" scheduler with a peak of (d_model * warmup_steps)^-0.5.
+    """Section 5.3's learning rate after 0, 1, ..., `steps` steps, as in training: transformers'
+    "inverse_sqrt" scheduler with a peak of (d_model * warmup_steps)^-0.5.
 
-    The scheduler counts steps that are done, the paper the one that is being done: the first step
-    is made with the rate after 0 steps, which is 0.
+    The scheduler counts completed steps, the paper the current one: the first step uses the rate
+    after 0 steps, which is 0.
 
     Raises:
         ValueError: One of the numbers is not positive.
@@ -197,7 +197,7 @@ def plot_schedule(settings: Iterable[tuple[int, int]], steps: int = 20_000) -> F
     for index, ((d_model, warmup_steps), values) in enumerate(rates.items()):
         label = f"$d_\\mathrm{{model}}$ = {d_model:,}, warmup = {warmup_steps:,} steps"
         peak = [warmup_steps] if warmup_steps <= steps else []
-        # Lines of the same d_model meet after their warmups: dashes let the other be seen.
+        # Lines of the same d_model coincide after their warmups: dashes keep both visible.
         style = {**_style(index), "linestyle": DASHES[index % len(DASHES)]}
         axes.plot(values, label=label, marker="o", markersize=5, markevery=peak, **style)
     formula = (
@@ -225,7 +225,7 @@ def plot_positions(
     Args:
         encodings: (length, d_model).
         dimensions: Those drawn as lines; by default, the sine and cosine of four frequencies.
-        kind: Of the encodings: only sinusoids have sines and cosines.
+        kind: The kind of encodings: only sinusoids have sines and cosines.
 
     Raises:
         ValueError: A dimension does not exist.
@@ -237,7 +237,7 @@ def plot_positions(
     for dimension in dimensions:
         if not 0 <= dimension < d_model:
             raise ValueError(f"dimension {dimension}: expected 0 to {d_model - 1}")
-    height = min(max(4.2, d_model / 64), 9)  # inches, in which 512 rows can be told apart
+    height = min(max(4.2, d_model / 64), 9)  # inches; 512 rows can be distinguished
     figure = Figure(figsize=(8, height + 3.8), layout="constrained")
     heat_map, *panels = figure.subplots(3, 1, sharex=True, height_ratios=[height, 1.4, 1.4])
     extreme = 1.0 if kind == "sinusoidal" else encodings.abs().max().item()
@@ -269,7 +269,7 @@ def plot_positions(
 
 Kind = Literal["encoder", "decoder", "cross"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# What is seen, what a row is and what a column is.
+# The title, the meaning of a row and that of a column.
 DESCRIPTIONS: dict[Kind, tuple[str, str, str]] = {
     "encoder": ("Self-attention of the encoder", "source token", "source token"),
     "decoder": ("Self-attention of the decoder", "target token read", "target token read"),
@@ -280,7 +280,7 @@ LONGEST_PANEL = 6.8  # inches: with more than 40 tokens, cells and letters shrin
 
 class AttentionMaps(NamedTuple):
     """Attention weights (layers, heads, query_length, key_length) of one pair of sentences, and the
-    tokens that queries and keys stand for."""
+    tokens of queries and keys."""
 
     weights: torch.Tensor
     queries: list[str]
@@ -301,8 +301,8 @@ def plot_attention(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> Figure:
-    """Attention as heat maps, a row for each query and a column for each key: of one layer as many
-    as there are heads, of several layers a row of them for each layer.
+    """Attention as heat maps, with a row for each query and a column for each key: one map for each
+    head, and for several layers a row of maps for each layer.
 
     Args:
         maps: Weights (layers, heads, query_length, key_length) and their tokens.
@@ -316,12 +316,12 @@ def plot_attention(
     heads = heads or range(1, maps.weights.shape[1] + 1)
     expect_numbers("layer", layers, maps.weights.shape[0])
     expect_numbers("head", heads, maps.weights.shape[1])
-    # Heads of one layer fill rows as long as there are rows, or a little longer.
+    # Heads of one layer form a square, or a slightly wider rectangle.
     square = math.isqrt(len(heads) - 1) + 1
     even = next(width for width in range(square, len(heads) + 1) if len(heads) % width == 0)
     columns = len(heads) if len(layers) > 1 else even
     places = [(layer, head) for layer in layers for head in heads]
-    scale = PowerNorm(0.5, vmin=0, vmax=1)  # the same in all pictures, and small weights show
+    scale = PowerNorm(0.5, vmin=0, vmax=1)  # the same in all pictures, with visible small weights
     figure, panels = _panels(maps, len(places) // columns, columns)
     for axes, (layer, head) in zip(panels.flat, places, strict=True):
         weights = maps.weights[layer - 1, head - 1].numpy()
@@ -339,8 +339,8 @@ def plot_attention(
 
 
 def _panels(maps: AttentionMaps, rows: int, columns: int) -> tuple[Figure, Any]:
-    """A figure with rows x columns panels, tokens beside the first of a row and under the last of
-    a column, each of them legible."""
+    """A figure with rows x columns panels, and legible tokens next to the first of a row and under
+    the last of a column."""
     cell = min(0.17, LONGEST_PANEL / max(len(maps.keys), len(maps.queries)))  # inches
     fontsize = 44 * cell  # points
     letter = 0.6 * fontsize / 72  # inches
@@ -458,13 +458,13 @@ def plot_by_length(
 
 
 def _style(index: int) -> dict[str, Any]:
-    """The line of a run: a colour, and dashes once there are no more colours."""
+    """The line of a run: a colour, and dashes when colours are used up."""
     dashes = DASHES[index // len(COLOURS) % len(DASHES)]
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": dashes}
 
 
 def _finish(axes: Axes, title: str, *, ylabel: str, xlabel: str | None = None) -> None:
-    """Title, labels of the axes, and no more lines than reading off a value needs."""
+    """Add title and labels of the axes, and only the lines that are needed to read values."""
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
