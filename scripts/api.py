@@ -32,7 +32,7 @@ tokenizers and pipelines have [transformers' interface](https://huggingface.co/d
 as well, such as `from_pretrained` and `save_pretrained`.
 """
 
-# What each section describes, by the module from which it is imported.
+# The contents of each section, by the module to import them from.
 SECTIONS: dict[str, dict[str, list[str]]] = {
     "Models": {
         "": [
@@ -88,7 +88,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
 
 
 def reference() -> str:
-    """The whole document."""
+    """The complete document."""
     package = griffe.load(PACKAGE, search_paths=[REPOSITORY])
     links = " · ".join(f"[{title}](#{title.lower().replace(' ', '-')})" for title in SECTIONS)
     lines = [INTRODUCTION, links, ""]
@@ -122,7 +122,7 @@ def entry(package: Any, module: str, name: str) -> Iterator[str]:
             continue
         yield f"**{section.kind.value.capitalize()}{' of `forward`' if has_forward else ''}**"
         yield ""
-        if section.kind is DocstringSectionKind.returns:  # of the type in the signature
+        if section.kind is DocstringSectionKind.returns:  # its type is in the signature
             yield section.value[0].description
             continue
         yield from (line for item in section.value for line in listed(item, found))
@@ -164,14 +164,14 @@ def signature(name: str, function: Any) -> Iterator[str]:
 
 
 def constant(parameter: Any, function: Any) -> str:
-    """The default of a parameter, also if it has a name in the function's module."""
+    """The default of a parameter, even if it has a name in the function's module."""
     text = str(parameter.default)
     module = import_module(function.module.path)
     return repr(getattr(module, text)) if hasattr(module, text) else text
 
 
 def listed(item: Any, found: Any) -> list[str]:
-    """A parameter, an attribute, a result or an error as an item of a list."""
+    """A parameter, an attribute, a result or an error as a list item."""
     name = getattr(item, "name", "") or str(item.annotation).strip("()")
     return wrapped(f"- `{name}`{default(name, found)}: {item.description}")
 

@@ -1,4 +1,4 @@
-"""Run commands as users do, in processes of their own."""
+"""Run commands as users do, in new processes."""
 
 import math
 import resource
@@ -29,8 +29,8 @@ def run(
     Args:
         name: The command, such as "translate".
         flags: Its options.
-        log: A file for what it prints to standard error.
-        processes: How many share the work. `torchrun` starts more than one.
+        log: A file for its standard error.
+        processes: The number of processes that share the work. `torchrun` starts more than one.
 
     Raises:
         RuntimeError: It fails.
@@ -47,7 +47,7 @@ def run(
 
 
 def cpu_seconds() -> float:
-    """Of all processes that were started here and have ended."""
+    """The CPU time of all processes that were started here and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -62,7 +62,7 @@ def serving(
         command: Starts the server; the option --port is added.
         path: A page with status 200, such as "/health".
         seconds: How long to wait for it.
-        options: Of `subprocess.Popen`.
+        options: Options of `subprocess.Popen`.
 
     Raises:
         RuntimeError: The server ends, or does not answer in time.

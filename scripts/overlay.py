@@ -16,7 +16,7 @@ OVERLAYS = Path(__file__).parents[1] / "build" / "overlays"
 def make_overlay(folder: Path, *requirements: str) -> Path:
     """The folder of the programs of a new environment. It has the requirements and their
     dependencies; all other packages come from the current environment. So does torch, unless it is
-    among the requirements, because pip might choose a larger build. It is made again for another
+    among the requirements, because pip might choose a larger build. It is recreated for a different
     Python."""
     python, complete = folder / "bin" / "python", folder / "complete"
     below = f"Python {sys.version} in {sys.prefix}"

@@ -14,8 +14,8 @@ Options = TypeVar("Options")
 
 
 def read_options(kind: type[Options], description: str | None) -> Options:
-    """The options of a command line. The description begins its `--help`. What is wrong with an
-    option ends the process in one line."""
+    """The options of a command line. Its `--help` starts with the description. A wrong option ends
+    the process with a one-line error."""
     parser = CommandParser(kind, description=description)
     try:
         (options,) = parser.parse_args_into_dataclasses()
@@ -60,7 +60,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> Path:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """The mean and, of several values, the standard deviation."""
+    """The mean and, for several values, the standard deviation."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
@@ -71,7 +71,7 @@ class Results:
 
     Args:
         arguments: The options of the command. `output_dir` is the folder, which is created.
-        settings: The names of those that all runs of a folder share.
+        settings: The names of options that are the same for all runs of a folder.
 
     Raises:
         ValueError: The folder holds runs with different settings.
@@ -108,7 +108,7 @@ class Results:
                 complete.replace(self.path)
 
     def _read(self) -> None:
-        """What the file has by now, other processes' runs included. Older files lack settings."""
+        """Read the current file, with the runs of other processes. Older files lack settings."""
         if self.path.exists():
             self.content = {**self.settings, **json.loads(self.path.read_text())}
 

@@ -63,7 +63,7 @@ def structure() -> str:
 
 
 def with_structure(document: str) -> str:
-    """The document with the structure between its markers brought up to date."""
+    """The document with an updated structure between its markers."""
     before, _, rest = document.partition(BEGIN)
     return before + BEGIN + structure() + END + rest.partition(END)[2]
 

@@ -5,10 +5,10 @@ python -m scripts.benchmarks.ablations --output_dir outputs/ablations
 The base has N = 2 layers, d_model = 128, d_ff = 256 and h = 4 heads of d_k = d_v = 32, dropout and
 label smoothing 0.1. Each row changes one setting. It is trained with the recipe `phrases` and the
 paper's schedule. The table shows exact match and loss on held-out phrases, mean and standard
-deviation over the seeds, and the BLEU that the paper reports for the same change. Below it stand
-the rank correlation of the two, and whether each claim of the paper holds in every seed. Finished
-runs are kept in results.json, so that an interrupted command can be repeated. The tables are
-written to ablations.md.
+deviation over the seeds, and the BLEU that the paper reports for the same change. Below the table
+are the rank correlation of the two, and whether each claim of the paper holds for every seed.
+Finished runs are kept in results.json, so that an interrupted command can be repeated. The tables
+are written to ablations.md.
 """
 
 import statistics
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-        changes: What it changes in the base configuration, as `--config_overrides`.
+        changes: Its changes to the base configuration, as `--config_overrides`.
         paper: The BLEU of the paper's Table 3 for the same change relative to its own base, which
             has N = 6, d_model = 512, d_ff = 2048, h = 8; None if the paper has no such row.
     """
@@ -81,10 +81,10 @@ ROWS = {
 
 
 class Claim(NamedTuple):
-    """What the paper says of two rows (section 6.2, label smoothing 5.4, averages 6.1).
+    """A claim of the paper about two rows (section 6.2, label smoothing 5.4, averages 6.1).
 
     Attributes:
-        measure: What it speaks of: "exact_match", in place of BLEU, or "loss", of perplexity.
+        measure: "exact_match" in place of BLEU, or "loss" in place of perplexity.
     """
 
     text: str
@@ -120,9 +120,7 @@ class AblationArguments:
     )
     train_size: int = HfArg(default=160_000, help="Phrases to train on.")
     test_size: int = HfArg(default=1000, help="Phrases to test on.")
-    options: str = HfArg(
-        default="--max_tokens=900", help="Further options of `train`, in one text."
-    )
+    options: str = HfArg(default="--max_tokens=900", help="More options of `train`, as one string.")
     rows: list[str] | None = HfArg(
         default=None, help="Only rows with one of these texts in their name."
     )
@@ -232,7 +230,7 @@ def agreement(rows: dict[str, list[dict]]) -> str:
 
 
 def claims(rows: dict[str, list[dict]]) -> str:
-    """A table of the paper's claims: by how much the better row is ahead in each seed."""
+    """A table of the paper's claims: the lead of the better row for each seed."""
     table = []
     for claim in CLAIMS:
         better, worse = (

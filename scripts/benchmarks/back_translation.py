@@ -1,12 +1,12 @@
-"""What back-translation gains on Multi30k when there are few pairs.
+"""Measure the gain from back-translation on Multi30k with few pairs.
 
 python -m scripts.benchmarks.back_translation --data FOLDER --output_dir outputs/back_translation
 
-FOLDER holds train, val and test_2016_flickr in English (.en) and German (.de). The first `--pairs`
-pairs are the parallel text; of the others, only the German side is used. The command
+FOLDER contains train, val and test_2016_flickr in English (.en) and German (.de). The first
+`--pairs` pairs are the parallel text; of the others, only the German side is used. The command
 `vanilla-transformer train --config back_translation` trains three models: the reverse one, German
-to English; one on the pairs alone; and one on the pairs and the German rest with the reverse
-model's translations, which have a tag. Finished runs are kept in results.json, so that an
+to English; one on the pairs alone; and one on the pairs and the remaining German text with the
+reverse model's translations, which have a tag. Finished runs are kept in results.json, so that an
 interrupted command can be repeated. The table, back_translation.md, has the scores on the test set,
 and the p-value of the difference by sacreBLEU's paired bootstrap.
 """
@@ -33,11 +33,11 @@ class BackTranslationArguments:
     output_dir: str = HfArg(help="Folder for texts, models, results and table.")
     pairs: int = HfArg(default=5000, help="Pairs of parallel text.")
     seed: int = HfArg(default=1, help="Seed of the runs.")
-    updates: int = HfArg(default=8000, help="Most updates of a training.")
+    updates: int = HfArg(default=8000, help="Maximum number of updates of a training.")
     every: int = HfArg(default=250, help="Updates between two evaluations.")
     method: str = HfArg(default="beam", help="Option of `back-translate`.")
     tokenize: str = HfArg(default="none", help="sacreBLEU's tokenizer.")
-    options: str = HfArg(default="", help="Further options of `train`, in one text.")
+    options: str = HfArg(default="", help="More options of `train`, as one string.")
 
     def __post_init__(self) -> None:
         expect_data(self.data)
@@ -65,7 +65,7 @@ def split_text(folder: Path, arguments: BackTranslationArguments) -> None:
 
 
 def train_row(row: str, folder: Path, arguments: BackTranslationArguments) -> dict[str, float]:
-    """Train the model of a row, in a process of its own, as users do, and score it."""
+    """Train the model of a row with the command, in a new process, and score it."""
     data, before = Path(arguments.data).resolve(), cpu_seconds()
     source, target = ("de", "en") if row == REVERSE else ("en", "de")
     corpora = [(folder / f"pairs.{source}", folder / f"pairs.{target}")]
@@ -92,7 +92,7 @@ def train_row(row: str, folder: Path, arguments: BackTranslationArguments) -> di
 
 
 def back_translate(folder: Path, arguments: BackTranslationArguments) -> tuple[Path, Path]:
-    """Translate the German rest into English. Returns both sides."""
+    """Translate the remaining German text into English. Returns both sides."""
     synthetic, rest = folder / "synthetic.en", folder / "rest.de"
     flags = [f"--model={folder / REVERSE}", f"--source={rest}", f"--output={synthetic}"]
     run("back-translate", [*flags, f"--method={arguments.method}"])
@@ -100,7 +100,7 @@ def back_translate(folder: Path, arguments: BackTranslationArguments) -> tuple[P
 
 
 def p_values(folder: Path, arguments: BackTranslationArguments) -> dict[str, float]:
-    """Of the difference that the synthetic text makes, for each metric."""
+    """The p-value of the effect of the synthetic text, for each metric."""
     systems = {row: list(read_file(folder / row / "test.output")) for row in (PAIRS, SYNTHETIC)}
     metrics = make_metrics(METRICS, tokenize=arguments.tokenize)
     references = list(read_file(Path(arguments.data, f"{TEST}.de")))

@@ -21,7 +21,7 @@ def make_translator(size: Size, compute_type: str, threads: int, device: str = "
     from ctranslate2.converters.transformers import MarianMTLoader
 
     spec = MarianMTLoader().get_model_spec(PEERS["marian"](size))
-    # The loader drops the last row, which is the padding token of Marian.
+    # The loader drops the last row, Marian's padding token.
     tokens = ["<pad>", "<s>", "</s>", "<unk>", *map(str, range(4, size.vocab_size - 1))]
     spec.register_source_vocabulary(tokens)
     spec.register_target_vocabulary(tokens)

@@ -1,14 +1,14 @@
-r"""What each way to decode gains on a test set: one table, with paired bootstrap tests.
+r"""Compare ways to decode on a test set, in one table, with paired bootstrap tests.
 
     python -m scripts.benchmarks.decoding --model outputs/a outputs/b --source test.en \
         --target test.de --reverse_model outputs/reverse --output_dir outputs/decoding
 
 Every row is the command `vanilla-transformer translate` with the options of `commands` below;
-`--options` adds to all of them. The first model decodes every row but the ensemble's, which has all
-models. The table, decoding.md, has the scores, the p-values of their differences from beam search
-by sacreBLEU's paired bootstrap, and the CPU time as a multiple of beam search's. The translations
-of a row are in NAME.txt. Finished rows are kept in results.json, so that an interrupted command can
-be repeated, with more rows too.
+`--options` adds to all of them. All rows use the first model, except the ensemble, which uses all.
+The table, decoding.md, has the scores, the p-values of their differences from beam search by
+sacreBLEU's paired bootstrap, and the CPU time as a multiple of beam search's. The translations of a
+row are in NAME.txt. Finished rows are kept in results.json, so that an interrupted command can be
+repeated, also with more rows.
 """
 
 from collections.abc import Mapping
@@ -38,13 +38,13 @@ class DecodingArguments:
     candidates: int = HfArg(default=32, help="Samples, and beams, to choose from.")
     epsilon_cutoff: float = HfArg(default=0.02, help="Of sampling.")
     utilities: list[str] = HfArg(
-        default_factory=lambda: ["chrf", "bleu"], help="Of minimum Bayes risk."
+        default_factory=lambda: ["chrf", "bleu"], help="Utilities of minimum Bayes risk."
     )
     reverse_weight: float = HfArg(default=1.0, help="Weight of the reverse model.")
     length_weight: float = HfArg(default=0.0, help="Reward of each token.")
     tokenize: str = HfArg(default="13a", help="sacreBLEU's tokenizer.")
     seed: int = HfArg(default=42, help="Seed of the samples.")
-    options: str = HfArg(default="", help="Further options of `translate`, in one text.")
+    options: str = HfArg(default="", help="More options of `translate`, as one string.")
     rows: list[str] | None = HfArg(
         default=None, help="Only rows with one of these texts in their name."
     )
@@ -84,7 +84,7 @@ def commands(arguments: DecodingArguments) -> dict[str, list[str]]:
     """The options of `translate` for each row. The others are compared with the first.
 
     Raises:
-        ValueError: A text of `--rows` is in the name of no row.
+        ValueError: A text of `--rows` is not in the name of any row.
     """
     beams, number = arguments.num_beams, arguments.candidates
     one, every = ([f"--source={arguments.source}", "--model", *models] for models in (
@@ -121,7 +121,7 @@ def commands(arguments: DecodingArguments) -> dict[str, list[str]]:
 
 
 def translate(flags: list[str]) -> dict[str, float]:
-    """Run the command, in a process of its own, as users do."""
+    """Run the command in a new process."""
     before = cpu_seconds()
     run("translate", flags)
     return {"cpu_minutes": (cpu_seconds() - before) / 60}

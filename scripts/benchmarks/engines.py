@@ -1,12 +1,12 @@
-"""Measure exported models against the model that they were made from.
+"""Compare exported models with the original model.
 
     python -m scripts.benchmarks.engines --model outputs/mine --source test.en --target test.de \\
         --output_dir outputs/engines
 
 Each model is exported for every engine that is installed. All of them translate the source with the
-model's own generation config: equal lines and BLEU. Then they take turns on a part of it, and the
-table has medians of the rounds. A start-up is a new process that imports, loads and translates a
-line. Writes engines.json and engines.md.
+model's own generation config, for the number of equal lines and BLEU. Then they take turns on a
+part of it, and the table has medians of the rounds. A start-up is a new process that imports, loads
+and translates a line. Writes engines.json and engines.md.
 """
 
 import statistics
@@ -28,7 +28,7 @@ from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.inference.translation import translate
 
-# Targets of `export` and their quantizations. None: torch, with the model itself.
+# Targets of `export` and their quantizations. None means torch, with the model itself.
 VARIANTS = (
     (None, None), ("ctranslate2", None), ("ctranslate2", "int8"), ("onnx", None), ("onnx", "int8"),
 )  # fmt: skip
@@ -44,10 +44,10 @@ class EnginesArguments:
     source: str = HfArg(help="File of source lines.")
     target: str = HfArg(help="File of their references.")
     output_dir: str | None = HfArg(default=None, help="Folder for the two files.")
-    lines: int | None = HfArg(default=None, help="Translate the first lines alone.")
+    lines: int | None = HfArg(default=None, help="Translate only the first lines.")
     batch_lines: int = HfArg(default=256, help="Lines timed in batches of 32.")
     single_lines: int = HfArg(default=32, help="Lines timed one by one.")
-    rounds: int = HfArg(default=5, help="Turns that each engine takes.")
+    rounds: int = HfArg(default=5, help="Number of turns of each engine.")
     threads: int = HfArg(default=1, help="Threads of each engine.")
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ def measure(
 
 
 def start(folder: Path, line: str, threads: int) -> list[str]:
-    """What a new process does once it has imported this file."""
+    """The work of a new process after importing this file."""
     settle(threads)
     return list(translate([line], *LoadingArguments(device="cpu").load(folder)))
 

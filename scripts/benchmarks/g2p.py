@@ -3,9 +3,9 @@
 python -m scripts.benchmarks.g2p --data FOLDER --output_dir outputs/g2p
 python -m scripts.benchmarks.g2p --data FOLDER --languages fre kor --output_dir outputs/g2p
 
-FOLDER holds LANG_train.tsv, LANG_dev.tsv and LANG_test.tsv: a word, a tab and its phones, with
+FOLDER contains LANG_train.tsv, LANG_dev.tsv and LANG_test.tsv: a word, a tab and its phones, with
 spaces between them. Every run is the command `vanilla-transformer train --config g2p` with a
-language and a seed; `--options` adds to it. The model stays in the folder LANG-SEED. Finished runs
+language and a seed; `--options` adds to it. The model is in the folder LANG-SEED. Finished runs
 are kept in results.json, so that an interrupted command can be repeated, and a run resumes from its
 last checkpoint. The table, g2p.md, has the word error rate (words with any wrong phone, %) and the
 phone error rate (edit distance over the reference's phones, %): the mean and the standard deviation
@@ -39,7 +39,7 @@ ENSEMBLE = {"ensemble WER": WORDS, "ensemble PER": PHONES}
 class SharedTaskArguments:
     data: str = HfArg(help="Folder with the files of the shared task.")
     output_dir: str = HfArg(help="Folder for models, results.json and table.")
-    languages: list[str] | None = HfArg(default=None, help="Default: all that the folder has.")
+    languages: list[str] | None = HfArg(default=None, help="Default: all in the folder.")
     seeds: list[int] = HfArg(default_factory=lambda: [1, 2, 3], help="Seeds.")
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class SharedTaskArguments:
 @dataclass
 class G2PArguments(SharedTaskArguments):
     config: str = HfArg(default="g2p", help="Recipe of `train`.")
-    options: str = HfArg(default="", help="Further options of `train`, in one text.")
+    options: str = HfArg(default="", help="More options of `train`, as one string.")
 
 
 def main() -> None:
@@ -73,12 +73,12 @@ def main() -> None:
 
 
 def together(arguments: G2PArguments) -> str:
-    """What stands for the seed of an ensemble of all seeds."""
+    """The name of the ensemble of all seeds, in place of a seed."""
     return " ".join(map(str, arguments.seeds))
 
 
 def write_table(results: Results, arguments: G2PArguments) -> str:
-    """Write what has been scored so far to g2p.md, and return it."""
+    """Write the scores so far to g2p.md, and return the table."""
     singles, ensembles = (
         {language: results.of(language, seeds) for language in arguments.languages}
         for seeds in (arguments.seeds, [together(arguments)])
@@ -87,7 +87,7 @@ def write_table(results: Results, arguments: G2PArguments) -> str:
 
 
 def run(language: str, seed: int, folder: Path, arguments: G2PArguments) -> dict[str, float]:
-    """Train a model, in a process of its own, as users do, and score it."""
+    """Train a model with the command, in a new process, and score it."""
     rows = {split: read(arguments.data, language, split) for split in SPLITS}
     model = folder / f"{language}-{seed}"
     model.mkdir(exist_ok=True)
@@ -112,7 +112,7 @@ def run(language: str, seed: int, folder: Path, arguments: G2PArguments) -> dict
 
 def score(models: list[Path], pairs: Pairs) -> dict[str, float]:
     """Error rates on the test words, with the search of the first model's generation config. The
-    phones that the models find are written to its folder."""
+    predicted phones are written to its folder."""
     words, phones = zip(*pairs, strict=True)
     found = list(translate(words, *LoadingArguments().load(models), batch_size=150))
     name = "test.output" if len(models) == 1 else "ensemble.output"
@@ -124,7 +124,7 @@ Runs = dict[str, list[dict[str, float]]]
 
 
 def to_markdown(runs: Runs, ensembles: Runs) -> str:
-    """A row for each language that has been run, and the means of what all of them have."""
+    """A row for each language with runs, and the means over all of them."""
     columns = {name: (runs, name) for name in MEASURES}
     if any(ensembles.values()):
         columns |= {name: (ensembles, measure) for name, measure in ENSEMBLE.items()}

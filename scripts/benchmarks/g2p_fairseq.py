@@ -2,15 +2,15 @@
 
 python -m scripts.benchmarks.g2p_fairseq --data FOLDER --languages fre --output_dir outputs/fairseq
 
-FOLDER is that of `scripts.benchmarks.g2p`. The settings are those of the task's own Transformer:
-words as characters, separate vocabularies, 4+4 layers, 4 heads, pre-norm, label smoothing 0.1, Adam
-with an inverse square root schedule of peak 1e-3 and 1,000 warm-up updates, at most 5,000 updates,
-beam 5, and the checkpoint with the lowest word error rate on the development set. The task also
-chose the best of several widths, dropouts and batches for each language: `--d_model`, `--dropout`
-and `--batch_size` set one of them. Finished runs are kept in results.json, and a run resumes from
-its last checkpoint; the table is g2p_fairseq.md. Minutes leave out what ran before an interruption.
-fairseq must be installed: a checkout of it on PYTHONPATH has a package `scripts` that hides this
-one. The package does not depend on fairseq.
+FOLDER is the same as for `scripts.benchmarks.g2p`. The settings are those of the task's own
+Transformer: words as characters, separate vocabularies, 4+4 layers, 4 heads, pre-norm, label
+smoothing 0.1, Adam with an inverse square root schedule of peak 1e-3 and 1,000 warm-up updates, at
+most 5,000 updates, beam 5, and the checkpoint with the lowest word error rate on the development
+set. The task also chose the best of several widths, dropouts and batches for each language:
+`--d_model`, `--dropout` and `--batch_size` set one of them. Finished runs are kept in results.json,
+and a run resumes from its last checkpoint; the table is g2p_fairseq.md. Minutes do not include time
+before an interruption. fairseq must be installed: a checkout of it on PYTHONPATH has a package
+`scripts` that hides this one. The package does not depend on fairseq.
 """
 
 import re
@@ -59,7 +59,7 @@ def train_and_score(
 ) -> dict[str, float]:
     """The error rates of one training."""
     before = cpu_seconds()
-    if not (folder / "checkpoint_last.pt").exists():  # else fairseq resumes from it
+    if not (folder / "checkpoint_last.pt").exists():  # otherwise fairseq resumes from it
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         preprocess(language, folder, arguments.data)
@@ -79,7 +79,7 @@ def train_and_score(
 
 
 def preprocess(language: str, folder: Path, data: str) -> None:
-    """Write both sides of each split, and what fairseq makes of them."""
+    """Write both sides of each split, and preprocess them with fairseq."""
     for split in SPLITS:
         words, phones = zip(*read(data, language, split), strict=True)
         for name, lines in ((SOURCE, map(" ".join, words)), (TARGET, phones)):
@@ -91,7 +91,7 @@ def preprocess(language: str, folder: Path, data: str) -> None:
 
 
 def train(seed: int, folder: Path, arguments: FairseqArguments) -> None:
-    """Train, and leave a checkpoint every few epochs."""
+    """Train, and save a checkpoint every few epochs."""
     sizes = {
         f"{stack}-{name}": value
         for stack in ("encoder", "decoder")
@@ -114,7 +114,7 @@ def train(seed: int, folder: Path, arguments: FairseqArguments) -> None:
 
 
 def generate(checkpoint: Path, split: str, folder: Path) -> list[str]:
-    """The phones that a checkpoint finds for each word of a split, in its order."""
+    """The phones that a checkpoint predicts for each word of a split, in order."""
     run("fairseq_cli.generate:cli_main", folder / BINARY, *options({
         "path": checkpoint, "gen-subset": split, "beam": 5, "batch-size": 150, "cpu": True,
         "results-path": folder, "num-workers": 0,

@@ -4,8 +4,8 @@ python -m scripts.benchmarks.lengths --output_dir outputs/lengths
 
 train is a step (forward and backward) over two pairs of this length; half of the second is padding.
 generate is greedy search for as many tokens as the source has. The table shows the time per token
-and the memory above that of the model alone, both relative to the first column: where time grows
-linearly, it is 1 in all columns. Each result is the median of several runs in a process of its own.
+and the memory above that of the model alone, both relative to the first column: if time grows
+linearly, it is 1 in all columns. Each result is the median of several runs in a separate process.
 Writes lengths.json, lengths.md and lengths.png.
 """
 
@@ -105,7 +105,7 @@ def sources(size: Size, length: int, batch: int) -> torch.Tensor:
 
 
 def training(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
-    """A function that computes the gradient of the loss. There is no optimizer step, since its time
+    """A function that computes the gradient of the loss. There is no optimizer step, as its time
     does not depend on the length."""
     inputs = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
     inputs["labels"] = ids.masked_fill(ids == PAD, -100)

@@ -56,7 +56,7 @@ def main() -> None:
         peaks = {
             name: in_own_process(measure, name, arguments.size, workload)
             for name in arguments.peers
-            if (name, workload) != ("torch", "beam")  # has no cache
+            if (name, workload) != ("torch", "beam")  # it has no cache
         }
         ratios = {name: peak / peaks[REFERENCE] for name, peak in peaks.items()}
         results.append(
@@ -75,7 +75,7 @@ def measure(name: str, size: str, workload: str) -> float:
     ids = padded(torch.full((count,), length), SIZES[size].vocab_size, PAD, generator)
     if workload == "train":
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        # the optimizer's state comes with the first step
+        # the first step creates the optimizer's state
         training(model, [batch, batch], autocast=False)()
     else:
         generation(model, ids, BEAMS)()

@@ -3,14 +3,14 @@
 python -m scripts.benchmarks.multi30k --data FOLDER --output_dir outputs/multi30k
 python -m scripts.benchmarks.multi30k --data FOLDER --output_dir outputs/raw --tokenize 13a
 
-FOLDER holds train, val and test_2016_flickr in English (.en) and German (.de). Every run is the
-command `vanilla-transformer train --config multi30k_tiny` with a seed; its folder has the seed's
-name. It stops at each of `--updates`, and the mean of its last checkpoints, which `train` leaves,
-translates the test set. `--options` adds to the command, with the seed in place of {seed};
+FOLDER contains train, val and test_2016_flickr in English (.en) and German (.de). Every run is the
+command `vanilla-transformer train --config multi30k_tiny` with a seed; its folder is named after
+the seed. It stops at each of `--updates`, and the mean of its last checkpoints, which `train`
+saves, translates the test set. `--options` adds to the command, with the seed in place of {seed};
 `--processes 2` starts it with torchrun. Finished stages are kept in results.json, so that an
 interrupted command can be repeated. The table is written to multi30k.md, the picture to
-multi30k.png and multi30k.svg. CPU hours are those of all processes; hours are on the clock. If a
-stage was interrupted, they follow from the updates since.
+multi30k.png and multi30k.svg. CPU hours are those of all processes; hours are elapsed time. If a
+stage was interrupted, hours are extrapolated from the updates since then.
 """
 
 import math
@@ -50,7 +50,7 @@ class Multi30kArguments:
     )
     tokenize: str = HfArg(default="none", help="sacreBLEU's tokenizer.")
     config: str = HfArg(default="multi30k_tiny", help="Recipe of `train`.")
-    options: str = HfArg(default="", help="Further options of `train`; {seed} is the seed.")
+    options: str = HfArg(default="", help="More options of `train`; {seed} is the seed.")
     processes: int = HfArg(default=1, help="Processes that train together.")
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def run(folder: Path, seed: int, updates: int, arguments: Multi30kArguments) -> dict[str, float]:
-    """Train up to this number of updates, in a process of its own, as users do, and translate."""
+    """Train up to this number of updates with the command, in a new process, and translate."""
     files = [
         f"--{name}_{place}={Path(arguments.data, f'{split}.{side}').resolve()}"
         for name, split in SPLITS.items()
@@ -148,8 +148,8 @@ def hours_so_far(stages: Stages, name: str) -> list[float]:
 
 
 def draw(stages: Stages, tokenize: str) -> Figure:
-    """BLEU over hours: the mean of the seeds, and from the lowest to the highest. The literature's
-    score is of text that is already tokenized."""
+    """BLEU over hours: the mean of the seeds, and their range. The literature's score is for text
+    that is already tokenized."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
     hours = hours_so_far(stages, "cpu_hours")

@@ -3,10 +3,10 @@
 python -m scripts.benchmarks.operations --output_dir outputs/operations
 
 Small batches take as long as their operations take to launch, and after each synchronization the
-next ones start late. Here tensors say that they are on a GPU, so that all code takes its paths for
-one, but CPUs compute them. An operation is one of torch's, which may be several kernels; views and
-new memory are free. Training is forward, backward and AdamW in bfloat16 autocast; decoding is one
-more token.
+next ones start late. Here tensors claim to be on a GPU, so that all code takes its paths for GPUs,
+but they are computed on the CPU. An operation is one of torch's, which may be several kernels;
+views and memory allocation are free. Training is forward, backward and AdamW in bfloat16 autocast;
+decoding is one more token.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from scripts.reports import markdown, read_options, write
 from vanilla_transformer.model import attention, loss
 
 GPU = torch.device("cuda", 0)
-ANSWERS = {  # of the attributes that tell where a tensor is
+ANSWERS = {  # for the attributes that tell where a tensor is
     torch.Tensor.device.__get__: GPU,  # type: ignore[attr-defined]
     torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]
@@ -39,7 +39,7 @@ ANSWERS = {  # of the attributes that tell where a tensor is
 COPIES = ("tolist", "numpy", "cpu")  # from a GPU
 FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::lift_fresh", "aten::_unsafe_view")
 SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select")
-STEPS = (4, 8)  # tokens: the difference is decoding without what comes before it
+STEPS = (4, 8)  # tokens: the difference is decoding without the preparations
 LABELS = ("step", "what", "operations", "syncs")
 
 
@@ -78,13 +78,13 @@ def training_rows(size: Size, sentences: int) -> Iterator[dict[str, Any]]:
             model.set_attn_implementation(varlen.NAME)
         with on_gpu():
             run = training(model, [batch], autocast=True, fused=True)
-            run()  # the optimizer makes its moments
+            run()  # the optimizer creates its moments
             counted = count(run)
         yield {"step": "training", "what": what, **counted}
 
 
 def decoding_rows(size: Size) -> Iterator[dict[str, Any]]:
-    """A row for each search and cache, of ours and of Marian's."""
+    """A row for each search and cache, ours and Marian's."""
     ids = sources(size, 4, seed=0)
     for search, beams in SEARCHES.items():
         for cache in ("dynamic", "static"):
@@ -138,14 +138,14 @@ def on_gpu() -> Iterator[None]:
 
 
 def without_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which is called with a device first."""
+    """The function, whose first argument is a device to ignore."""
     return lambda device=None, *args, **options: function(*args, **options)
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *ends: Any, **options: Any
 ) -> torch.Tensor:
-    """One operation in the place of the kernel for packed sequences, with the same shapes."""
+    """One operation in place of the kernel for packed sequences, with the same shapes."""
     heads = (states.transpose(0, 1)[None] for states in (query, key, value))
     return torch.nn.functional.scaled_dot_product_attention(*heads).squeeze(0).transpose(0, 1)
 
@@ -153,17 +153,17 @@ def attend(
 def softmax_less_label(
     scores: torch.Tensor, labels: torch.Tensor, weight: float, out: torch.Tensor
 ) -> torch.Tensor:
-    """An operation in the place of the loss's kernel, and one for the sum of what it writes."""
+    """An operation in place of the loss's kernel, and one for the sum of its output."""
     return out.copy_(scores)[:, 0].sum()
 
 
 def add_product(total: torch.Tensor, *args: Any) -> None:
-    """An operation in the place of a product that is added up."""
+    """An operation in place of an accumulated product."""
     total.mul_(1)
 
 
 class OnGPU(TorchFunctionMode):
-    """Tensors say that they are on a GPU; what is asked of a GPU is done on the CPU."""
+    """Tensors claim to be on a GPU; operations for a GPU run on the CPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +182,7 @@ def on_cpu(value: Any) -> Any:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operations that compute something, and those whose result a CPU waits for."""
+    """Counts the operations that compute something, and those whose result the CPU waits for."""
 
     copies = 0
 
@@ -199,7 +199,7 @@ class Counter(TorchDispatchMode):
         self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with self:  # inference mode hides what an operation consists of
+        with self:  # inference mode hides the parts of an operation
             result = operation.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result

@@ -4,11 +4,11 @@ python -m scripts.benchmarks.out_of_the_box --data FOLDER --output_dir outputs/o
 python -m scripts.benchmarks.out_of_the_box --tasks scan reverse --output_dir outputs/symbols
 
 Every run is the command `vanilla-transformer train` with `--preset tiny`, the text, a seed and the
-number of updates. All else follows from the text (`vanilla_transformer/training/defaults.py`). The
-table shows exact match on the test set, greedy search, and BLEU for Multi30k. Finished runs are
-kept in results.json, so that an interrupted command can be repeated. The table is written to
-out_of_the_box.md. `--data` holds `multi30k/tok` and `sigmorphon2020_g2p`; without it, their tasks
-are left out.
+number of updates. All other options depend on the text
+(`vanilla_transformer/training/defaults.py`). The table shows exact match on the test set, greedy
+search, and BLEU for Multi30k. Finished runs are kept in results.json, so that an interrupted
+command can be repeated. The table is written to out_of_the_box.md. `--data` contains `multi30k/tok`
+and `sigmorphon2020_g2p`; without it, their tasks are left out.
 """
 
 import json
@@ -40,7 +40,7 @@ class OutOfTheBoxArguments:
     tasks: list[str] | None = HfArg(default=None, help="Default: all.")
     max_steps: int = HfArg(default=3000, help="Updates per run.")
     seeds: list[int] = HfArg(default_factory=lambda: [1, 2, 3], help="Seeds.")
-    options: str = HfArg(default="", help="Further options of `train`, in one text.")
+    options: str = HfArg(default="", help="More options of `train`, as one string.")
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
 def run(
     task: Callable[[], Task], scratch: Path, seed: int, arguments: OutOfTheBoxArguments
 ) -> dict[str, float]:
-    """Train and test a model, in a process of its own, as users do."""
+    """Train and test a model with the commands, in new processes."""
     files = [
         f"--{split}_{side}={write_side(scratch / f'{split}.{side}', pairs, place)}"
         for split, pairs in task()._asdict().items()

@@ -2,7 +2,8 @@
 
 Every peer is built from one `Size` with random weights. Activation, dropout, tied embeddings and
 their scale follow the paper as far as the peer's configuration allows; T5 and FSMT differ where
-they must. Only public names of this package are used, so that another checkout can be a peer too.
+their architecture requires it. Only public names of this package are used, so that another checkout
+can be a peer too.
 """
 
 import math
@@ -64,7 +65,7 @@ SPECIAL = {
     "eos_token_id": EOS,
     "decoder_start_token_id": BOS,
 }
-# For models with a table of positions, which by default also force </s> at the end.
+# For models with a table of positions. By default, they also force </s> at the end.
 WITH_TABLE = {"max_position_embeddings": MAX_POSITIONS, "forced_eos_token_id": None}
 
 
@@ -210,13 +211,13 @@ def smoothed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def training_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Label-smoothed cross-entropy, as users of each library would write it."""
-    unwrapped = getattr(model, "module", model)  # of DistributedDataParallel
+    unwrapped = getattr(model, "module", model)  # DistributedDataParallel wraps it
     if isinstance(unwrapped, VanillaTransformerForConditionalGeneration):
         return model(**batch).loss
     labels = batch["labels"]
     shifted = F.pad(labels[:, :-1], (1, 0), value=BOS).masked_fill(labels == -100, PAD)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     if isinstance(unwrapped, PreTrainedModel):
-        inputs["use_cache"] = False  # as these models do for themselves where labels are given
+        inputs["use_cache"] = False  # as these models do themselves if labels are given
     outputs = model(**inputs, decoder_input_ids=shifted)
     return smoothed_loss(getattr(outputs, "logits", outputs), labels)

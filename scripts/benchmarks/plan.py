@@ -4,9 +4,9 @@ python -m scripts.benchmarks.plan --devices 8
 python -m scripts.benchmarks.plan --devices 1 8 --tokens_per_second 250
 
 Memory covers float32 weights, gradients and Adam's two moments, 16 bytes per parameter, for each
-sharding strategy. Activations are not included; they grow with the batch. The duration is that of
-the paper's 100,000 updates of 25,000 target tokens, at a speed measured on one device, for instance
-by `scaling.py`.
+sharding strategy. Activations are not included; they grow with the batch. The duration is for the
+paper's 100,000 updates of 25,000 target tokens, at a speed measured on one device, for example by
+`scaling.py`.
 """
 
 from dataclasses import dataclass

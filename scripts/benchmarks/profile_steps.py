@@ -2,10 +2,9 @@
 
 python -m scripts.benchmarks.profile_steps --output_dir outputs/profile
 
-The table shows how the time of a run without profiling divides into kinds of torch operations, by
-their self time in torch's profiler, and the remainder: Python and the overhead of each operation.
-Results are medians over several runs. Each workload has its own process. Writes profile.json and
-profile.md.
+The table divides the time of a run without profiling into kinds of torch operations, by their self
+time in torch's profiler, and the remainder: Python and the overhead of each operation. Results are
+medians over several runs. Each workload has its own process. Writes profile.json and profile.md.
 """
 
 import statistics

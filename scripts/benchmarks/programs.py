@@ -3,10 +3,10 @@
 python -m scripts.benchmarks.programs --data FOLDER --output_dir outputs/programs
 
 start measures the import of `vanilla_transformer`, and loading a base model, relative to Marian.
-train measures how the wall time of `vanilla-transformer train` divides into forward, backward, data
-and so on, with the Multi30k recipe. translate measures the speed on the test set relative to a
-plain loop of `generate()` over MarianMTModel, with the same weights and batch size. FOLDER holds
-Multi30k. Writes programs.json.
+train measures the shares of forward, backward, data and so on in the wall time of
+`vanilla-transformer train`, with the Multi30k recipe. translate measures the speed on the test set
+relative to a plain loop of `generate()` over MarianMTModel, with the same weights and batch size.
+FOLDER contains Multi30k. Writes programs.json.
 """
 
 import functools
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def start(arguments: ProgramArguments) -> dict[str, float]:
-    """The time that ours takes, relative to others."""
+    """Our time relative to others."""
 
     def process(statement: str) -> None:
         subprocess.run([sys.executable, "-c", statement], check=True)
@@ -185,7 +185,7 @@ def stopwatch(function: Callable, name: str, seconds: Counter[str], inside: list
 
 
 def translate_test_set(arguments: ProgramArguments) -> dict[str, float]:
-    """The speed of ours relative to a plain loop, and the number of equal translations."""
+    """Our speed relative to a plain loop, and the number of equal translations."""
     folder = arguments.model or Path(arguments.output_dir, "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,12 +1,12 @@
-"""Measure how much faster several processes train than one, each on a CPU of its own.
+"""Measure how much faster several processes train than one, each on its own CPU.
 
 python -m scripts.benchmarks.scaling --output_dir outputs/scaling
 
-A step is forward, backward and AdamW in float32 over batches of similar lengths, as workload T1 of
-`speed.py`. With DistributedDataParallel (over gloo) each process has as many tokens as one process
-alone. The same number of independent processes runs for comparison: it shows how much speed is lost
-to shared memory and caches rather than to DDP. All settings take turns. The result is the ratio of
-target tokens per second, by medians over the rounds. Writes scaling.json and scaling.md.
+A step is forward, backward and AdamW in float32 over batches of similar lengths, like workload T1
+of `speed.py`. With DistributedDataParallel (over gloo) each process has as many tokens as one
+process alone. The same number of independent processes runs for comparison: it shows how much speed
+is lost to shared memory and caches rather than to DDP. All settings take turns. The result is the
+ratio of target tokens per second, by medians over the rounds. Writes scaling.json and scaling.md.
 """
 
 import statistics

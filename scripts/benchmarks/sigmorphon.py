@@ -1,6 +1,6 @@
 """Words and their phones: shared task 1 of SIGMORPHON 2020, https://github.com/sigmorphon/2020.
 
-A folder holds LANG_train.tsv, LANG_dev.tsv and LANG_test.tsv: a word, a tab and its phones, with
+A folder contains LANG_train.tsv, LANG_dev.tsv and LANG_test.tsv: a word, a tab and its phones, with
 spaces between them.
 """
 
@@ -14,7 +14,7 @@ METRICS = {WORDS: "ser", PHONES: "per"}  # a word is a line
 
 
 def languages_of(folder: str | Path) -> list[str]:
-    """The languages that the folder has a training set of."""
+    """The languages for which the folder has a training set."""
     ending = "_train.tsv"
     return sorted(path.name.removesuffix(ending) for path in Path(folder).glob(f"*{ending}"))
 
@@ -28,7 +28,7 @@ def read(folder: str | Path, language: str, split: str) -> list[tuple[str, str]]
 def error_rates(
     found: Sequence[str], phones: Sequence[str], rates: Sequence[str] = (WORDS, PHONES)
 ) -> dict[str, float]:
-    """Of words and of phones, %."""
+    """Error rates of words and of phones, %."""
     references = [" ".join(each.split()) for each in phones]
     metrics = [METRICS[rate] for rate in rates]
     scores = score_translations(found, references, metrics=metrics)

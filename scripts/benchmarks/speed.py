@@ -1,4 +1,4 @@
-"""Compare the speed of our model with that of the same architecture in other libraries.
+"""Compare the speed of our model with the same architecture in other libraries.
 
 python -m scripts.benchmarks.speed --output_dir outputs/benchmark
 python -m scripts.benchmarks.speed --quick
@@ -37,7 +37,7 @@ from vanilla_transformer.training.defaults import has_bfloat16_products
 REFERENCE = "marian"
 OURS = "vanilla_transformer"
 BEFORE = "before"
-BEST = ", best setting"  # follows the name of a peer
+BEST = ", best setting"  # suffix of a peer's name
 WORKLOADS = ("T1", "T2", "G1", "G2", "G3")
 HAS_BFLOAT16 = has_bfloat16_products()
 DEFAULT_WORKLOADS = [name for name in WORKLOADS if HAS_BFLOAT16 or name != "T2"]
@@ -210,7 +210,7 @@ def padded(
 
 
 def training_batches(size: Size, tokens: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Three batches of sentences of similar length, short, middling and long."""
+    """Three batches of sentences of similar length: short, medium and long."""
     generator = torch.Generator().manual_seed(seed)
     lengths = draw_lengths(10000, generator).sort().values
     batches = []

@@ -10,7 +10,7 @@ from scripts.reports import markdown
 from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.model.configuration_vanilla_transformer import PRESETS
 
-# Parameters in millions, where the paper gives them.
+# Parameters in millions, if the paper gives them.
 PAPERS_COUNTS = {
     "base": 65,
     "B-dk16": 58,

@@ -71,7 +71,7 @@ def scan() -> Task:
 
 
 def symbols(transform: Callable[[list[str]], list[str]]) -> Task:
-    """20,000 rows of symbols to train on and 1,000 more to test, with what becomes of them."""
+    """20,000 rows of symbols to train on and 1,000 more to test, each transformed."""
     generator = random.Random(0)
     rows = [generator.choices(SYMBOLS, k=generator.randint(1, LONGEST)) for _ in range(25_000)]
     pairs = list(dict.fromkeys((" ".join(row), " ".join(transform(row))) for row in rows))

@@ -36,13 +36,13 @@ def in_own_process(function: Callable[..., Any], *args: object) -> Any:
 
 
 class Runner:
-    """A process of its own for one model: no other model uses its memory.
+    """A separate process for one model, whose memory no other model uses.
 
     Args:
         threads (`int`): How many threads torch uses.
         seed (`int`): The seed of torch.
-        checkout (`Path`, *optional*): Import `vanilla_transformer` from this folder, and all
-            else from where this process imports it.
+        checkout (`Path`, *optional*): Import `vanilla_transformer` from this folder, and everything
+            else as in this process.
     """
 
     _work: Callable[[], object]  # in the process
@@ -59,7 +59,7 @@ class Runner:
             self._process.submit(int)  # a new process takes over this path
 
     def prepare(self, make: Callable[..., Callable[[], object]], *args: object) -> Future[None]:
-        """Start to create the work, `make(*args)`, in the process."""
+        """Start creating the work, `make(*args)`, in the process."""
         return self._process.submit(Runner._keep, make, args)
 
     def begin(self) -> Future[float]:
@@ -88,7 +88,7 @@ class Runner:
 
 
 def touch_memory(gigabytes: float = 1.0) -> None:
-    """Touch memory once: the first access is slow, above all in virtual machines."""
+    """Touch memory once: the first access is slow, especially in virtual machines."""
     torch.ones(int(gigabytes * 2**28))
 
 

@@ -1,10 +1,10 @@
-"""Convert checkpoints of other toolkits and compare with what the toolkits computed.
+"""Convert checkpoints of other toolkits and compare with the toolkits' own results.
 
 python -m scripts.checks.conversion --checkpoints ../shared/checkpoints
 
-Each folder TOOLKIT/VARIANT holds a checkpoint, and in reference.safetensors and reference.json the
-toolkit's own token ids, log-probabilities and greedy translations. The converted model computes
-them again, in float64. Writes conversion.json and conversion.md.
+Each folder TOOLKIT/VARIANT has a checkpoint and, in reference.safetensors and reference.json, the
+toolkit's own token ids, log-probabilities and greedy translations. The converted model computes the
+same in float64. Writes conversion.json and conversion.md.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ from scripts.reports import markdown, read_options, write
 from tests.conversion import reference
 from vanilla_transformer import conversion
 
-# What a bare state dict does not say.
+# Options that are not in a bare state dict.
 OPTIONS: dict[str, dict[str, Any]] = {
     "annotated_transformer": {"heads": 4},
     "torch_nn_transformer": {"heads": 4},

@@ -1,11 +1,11 @@
-"""Install each extra alone, in a fresh environment, and use the commands that it brings.
+"""Install each extra alone, in a new environment, and use the commands that need it.
 
 python -m scripts.checks.extras
 python -m scripts.checks.extras --extras serve export
 
-Every environment gets torch and then what the README says: `pip install ".[EXTRA]"`, with the
-versions of constraints.txt. `--newest` installs the newest versions that the package allows.
-"none" stands for the package without extras, and "train" makes the model of the others.
+Every environment gets torch and then the README's `pip install ".[EXTRA]"`, with the versions of
+constraints.txt. `--newest` installs the newest versions that the package allows. "none" is the
+package without extras, and "train" trains the model for the others.
 """
 
 import json
@@ -33,7 +33,7 @@ TEXT = "three hundred\nfour minutes past nine\n"
 class ExtrasArguments:
     extras: list[str] = HfArg(
         default_factory=lambda: ["none", "export", "serve", "demo", "ray", "moses", "analysis"],
-        help="Extras to check, beside train.",
+        help="Extras to check, besides train.",
     )
     output_dir: str = HfArg(default="build/extras", help="Folder for environments and results.")
     newest: bool = HfArg(default=False, help="Ignore constraints.txt, except for torch.")
@@ -41,13 +41,13 @@ class ExtrasArguments:
 
 @dataclass
 class Environment:
-    """The programs of a fresh environment, and where they run."""
+    """The programs of a new environment, and their working directory."""
 
     programs: Path
     folder: Path
 
     def run(self, *command: object, stdin: str | None = None) -> str:
-        """What a command of the package prints.
+        """The output of a command of the package.
 
         Raises:
             RuntimeError: It fails.
@@ -67,7 +67,7 @@ class Environment:
 
 
 def environment() -> dict[str, str]:
-    """Without what the current environment has on its paths."""
+    """Environment variables without the paths of the current environment."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return kept | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
@@ -150,11 +150,11 @@ EXTRAS: dict[str, Callable[[Environment], None]] = {
 
 
 def install(extra: str, folder: Path, newest: bool) -> Path:
-    """The folder of the programs of a fresh environment with one extra."""
+    """The folder of the programs of a new environment with one extra."""
     run(sys.executable, "-m", "venv", "--clear", folder, cwd=REPOSITORY)
     pip = [folder / "bin/python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
     torch = f"torch=={version('torch').split('+')[0]}"
-    # torch comes first and alone: asked for by another package, pip may choose a larger build.
+    # torch comes first and alone, as pip may choose a larger build of a dependency.
     run(*pip, "install", torch, cwd=REPOSITORY)
     constraints = [] if newest else ["--constraint", "constraints.txt"]
     package = "." if extra == "none" else f".[{extra}]"

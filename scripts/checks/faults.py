@@ -3,9 +3,9 @@
 python -m scripts.checks.faults --output_dir outputs/faults
 python -m scripts.checks.faults --faults kill --times 20
 
-A small model is trained once without faults. Then the same run is broken and resumed, each time in
-new processes. It survives a fault if its final weights equal those of the run without faults, bit
-for bit. Writes faults.json and faults.md.
+A small model is trained once without faults. Then the same run is interrupted and resumed, each
+time in new processes. It survives a fault if its final weights equal those of the run without
+faults, bit for bit. Writes faults.json and faults.md.
 
 kill: SIGKILL at random times, during steps, evaluations and the writing of checkpoints.
 terminate, interrupt: the same with SIGTERM and SIGINT, which must save a checkpoint and set an exit
@@ -118,7 +118,7 @@ class PhaseCallback(TrainerCallback):
 
 
 class PoisonCallback(TrainerCallback):
-    """Makes the loss of one step NaN, and so its gradient."""
+    """Makes the loss of one step, and so its gradient, NaN."""
 
     def __init__(self, step: int):
         self.step = step
@@ -148,7 +148,7 @@ class Harness:
             lambda pair: tokenizer(pair["source"], text_target=pair["target"]),
             remove_columns=pairs.column_names,
         )
-        self.expected, self.duration = {}, {}  # by processes
+        self.expected, self.duration = {}, {}  # by number of processes
         for processes in {len(ranks_for(fault)) for fault in arguments.faults}:
             folder = scratch / f"without-faults-{processes}"
             began = time.monotonic()
@@ -239,7 +239,7 @@ class Harness:
                 folder = Path(tempfile.mkdtemp(dir=self.scratch))
                 tried, in_order = self.break_one(fault, folder, result)
                 ranks = ranks_for(fault)
-                # A folder removed late may hold the final model, and nothing to go on from.
+                # A folder removed late may have the final model, and no checkpoint to resume from.
                 if in_order and (fault != "removed" or checkpoints_by_step(folder)):
                     in_order = self.go_on(folder, ranks=ranks) == 0
                 ended = in_order and self.ends_as_expected(folder, fault)
@@ -265,7 +265,7 @@ class Harness:
             return int(self.go_on(folder, fault, ranks_for(fault)) != 0), True
         if fault == "poisoned":
             return 1, self.go_on(folder, fault) == 0
-        # Of two checkpoints one may be damaged; without a whole one, training refuses to go on.
+        # With two checkpoints, one may be damaged; without a complete one, training can't resume.
         while len(checkpoints_by_step(folder)) < 2:
             if self.go_on(folder, "terminate") == 0:  # it was too late
                 shutil.rmtree(folder)
@@ -277,7 +277,7 @@ class Harness:
         code = self.go_on(folder, fault)
         if fault == "full":
             return 1, code != 0 and len(checkpoints_by_step(folder)) == before
-        # What it was about to read may be gone; what it trains is in its memory.
+        # Files that it was about to read may be missing; the model is in its memory.
         return 1, code == 0 or self.go_on(folder) == 0
 
     def ends_as_expected(self, folder: Path, fault: str) -> bool:

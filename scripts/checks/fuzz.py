@@ -4,9 +4,9 @@ python -m scripts.checks.fuzz --output_dir outputs/fuzz
 python -m scripts.checks.fuzz --families generation --cases 1000 --seed 1
 
 Hypothesis generates the cases. `fuzz_families.py` defines kinds of input and their properties;
-`fuzz_comparisons.py` compares two ways to compute the same numbers. A case is right, refused with a
-clear error, or failed. Each family runs in its own process until its first failure, whose smallest
-example is printed. Writes fuzz.json and fuzz.md.
+`fuzz_comparisons.py` compares two ways to compute the same numbers. A case is right, is rejected
+with a clear error, or fails. Each family runs in its own process until its first failure, whose
+smallest example is printed. Writes fuzz.json and fuzz.md.
 """
 
 import os
@@ -31,7 +31,7 @@ from scripts.reports import expect_known, markdown, read_options, write
 
 FAMILIES = KINDS_OF_INPUT | COMPARISONS
 OUTCOMES = ("right", "refused", "failed")
-SECONDS = 60  # after which a case counts as hanging
+SECONDS = 60  # after this time, a case counts as hanging
 
 
 @dataclass

@@ -90,8 +90,7 @@ class Batch:
 
 @lru_cache(maxsize=64)
 def make_model(fields: tuple[tuple[str, Any], ...], seed: int, scale: float = 1.0) -> Any:
-    """A small model. The larger its weights, the more peaked its predictions, and the more rounding
-    matters."""
+    """A small model. Larger weights make predictions more peaked, and rounding errors larger."""
     torch.manual_seed(seed)
     config = VanillaTransformerConfig(**{**SIZES, "dropout": 0.0, **dict(fields)})
     model = VanillaTransformerForConditionalGeneration(config).eval()
@@ -114,7 +113,8 @@ def batches(draw: Any, options: st.SearchStrategy[dict[str, Any]] = DECODING) ->
 
 
 def assert_near(ours: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-4) -> None:
-    """Near each other, relative to the largest value: its rounding reaches small logits too."""
+    """Assert that they are close, relative to the largest value, whose rounding affects small
+    logits too."""
     largest = max(1.0, other.abs().max().item())
     torch.testing.assert_close(ours, other, atol=tolerance * largest, rtol=0)
 
@@ -135,7 +135,7 @@ def tokens_and_scores(
 
 
 def assert_same_search(ours: Any, other: Any) -> None:
-    """The same tokens, or others with the same score: rounding may break a tie."""
+    """Assert the same tokens, or others with the same score: rounding may break a tie."""
     if ours[0] == other[0]:
         return
     assert ours[1], f"{ours[0]} and {other[0]} by greedy search"
@@ -258,7 +258,7 @@ MISUSES: dict[str, dict[str, Any]] = {
 
 
 def check_misuse(name: str) -> None:
-    """What BART refuses with any error, our model refuses with one that names the argument."""
+    """If BART rejects a call, our model must reject it with an error that names the argument."""
     arguments = MISUSES[name]
     model = make_model((), 0)
     try:
@@ -276,7 +276,7 @@ def _names(name: str) -> list[str]:
 
 
 def comparison(check: Callable[[Batch], None], share: int) -> Family:
-    """A family of batches. None of them may be refused."""
+    """A family of batches. None of them may be rejected."""
     return Family(batches(), check, named(), share)
 
 

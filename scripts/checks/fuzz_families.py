@@ -1,6 +1,6 @@
 """The families of `fuzz.py`: kinds of input, and the properties that must hold for each.
 
-A case is right if all properties of its family hold. It is refused if this package, or the
+A case is right if all properties of its family hold. It is rejected if this package, or the
 validation of transformers, deliberately raises an error that names an argument: see `is_refusal`.
 """
 
@@ -379,12 +379,12 @@ GENERATION: dict[str, st.SearchStrategy[Any]] = {
 }
 OUTSIDE = ANYTHING | st.integers(-5, 40) | st.lists(st.integers(-3, 20), max_size=3)
 LIMITS = {"max_new_tokens", "max_length", "min_length", "min_new_tokens"}
-LONGEST = 60  # tokens, more than which nobody waits for
+LONGEST = 60  # tokens, to limit the time
 
 
 @st.composite
 def generations(draw: Any) -> Call:
-    """Sources and options, alone or at odds with each other."""
+    """Sources and options, alone or contradicting each other."""
     kind = draw(st.sampled_from(["seq2seq", "two vocabularies", "language model"]))
     model = (kind, draw(st.sampled_from(["sinusoidal", "learned"])), "sdpa")
     rows, length = draw(st.integers(0, 2)), draw(st.integers(0, 4))
@@ -398,7 +398,7 @@ def generations(draw: Any) -> Call:
 
 
 def check_generation(call: Call) -> None:
-    """Sequences are as many as asked for, of tokens of the vocabulary, and keep to their limits."""
+    """There are as many sequences as requested, of known tokens and within the limits."""
     model, asked = small_model(*call.model), dict(call.arguments)
     for name in LIMITS & asked.keys():
         if type(asked[name]) is int and LONGEST < asked[name] < 2**31:
@@ -440,11 +440,11 @@ SOUND = st.lists(st.text("aé ,\"'\r\0\u2028", min_size=1, max_size=4), min_size
 
 @dataclass(frozen=True)
 class Files:
-    """Contents of the files that are one training set, and how they are read."""
+    """Contents of the files of a training set, and how they are read."""
 
     contents: dict[str, bytes]
     streaming: bool
-    lines: tuple[list[str], list[str]] | None = None  # that must arrive
+    lines: tuple[list[str], list[str]] | None = None  # that must be read
 
     def __repr__(self) -> str:
         shown = {name: content[:300] for name, content in self.contents.items()}
@@ -453,7 +453,7 @@ class Files:
 
 @st.composite
 def texts(draw: Any) -> Files:
-    """Two sides of parallel text; of the same lines, or of anything."""
+    """Two sides of parallel text, with equally many lines or with any content."""
     streaming = draw(st.booleans())
     if draw(st.booleans()):
         sides = draw(CONTENTS), draw(CONTENTS)
@@ -470,7 +470,7 @@ def texts(draw: Any) -> Files:
 
 @st.composite
 def tables(draw: Any) -> Files:
-    """A table; of certain rows, or of anything."""
+    """A table, with certain rows or with any content."""
     suffix, streaming = draw(st.sampled_from(["csv", "tsv", "json", "jsonl"])), draw(st.booleans())
     if draw(st.booleans()):
         return Files({f"train.{suffix}": draw(CONTENTS)}, streaming)
@@ -520,7 +520,7 @@ def is_visible(text: str) -> bool:
 
 
 def lines_of(content: bytes) -> list[str]:
-    """The lines of a text, which end in newlines alone; a byte order mark is none of it."""
+    """The lines of a text, which only newlines end; a byte order mark is not part of it."""
     *lines, rest = content.decode("utf-8-sig").split("\n")
     return [line.removesuffix("\r") for line in lines] + [rest] * bool(rest)
 
@@ -579,7 +579,7 @@ def _argument_names(call: Call) -> Iterator[str]:
     yield from call.arguments
     yield from (name.replace("_", " ") for name in call.arguments)  # "attention mask of shape"
     if "repetition_penalty" in call.arguments or "encoder_repetition_penalty" in call.arguments:
-        yield "`penalty`"  # their name in the errors of transformers
+        yield "`penalty`"  # the name in errors of transformers
     if "forced_eos_token_id" in call.arguments:
         yield "`eos_token_id`"  # the same
     yield CACHE_NAME  # what transformers 5.24 calls past_key_values

@@ -4,11 +4,11 @@ python -m scripts.checks.layouts --output_dir outputs/layouts
 python -m scripts.checks.layouts --layouts "1 process" "2, FSDP2" --every_pair
 
 Each layout launches `train` with the same seed on the same sentence pairs in each update; 1 process
-accumulates the batches that several process at a time. Then training resumes from each layout's
-checkpoint of half the training: one process and DDP from each other's, FSDP and ZeRO from their
-own. The results should differ from those of 1 process by float32 rounding only. Every final model
-is loaded here, where nothing is distributed. Writes layouts.json and layouts.md. Without GPUs the
-processes run on CPUs. ZeRO's layouts need DeepSpeed, and are left out if it is not installed.
+accumulates the batches that several processes compute at the same time. Then training resumes from
+each layout's checkpoint of half the training: one process and DDP from each other's, FSDP and ZeRO
+from their own. The results should differ from those of 1 process only by float32 rounding. Every
+final model is loaded here, without distribution. Writes layouts.json and layouts.md. Without GPUs
+the processes run on CPUs. ZeRO's layouts need DeepSpeed, and are left out if it is not installed.
 """
 
 import json
@@ -42,7 +42,7 @@ def accelerate(config: str, processes: int) -> tuple[str, ...]:
     return (*launcher, "--config_file", str(path), "--num_processes", str(processes))
 
 
-LAYOUTS = {  # the launchers
+LAYOUTS = {  # commands that launch each
     "1 process": (sys.executable,),
     "2, DDP": accelerate("ddp.yaml", 2),
     "4, DDP": accelerate("ddp.yaml", 4),
@@ -143,14 +143,14 @@ class Harness:
         self, layout: str, folder: Path, checkpoint: Path | None = None, *more: str
     ) -> int | None:
         """Train, optionally from a checkpoint and with more options. Return the number of
-        parameters that a process holds, or None if it holds all of them."""
+        parameters that a process has, or None if it has all of them."""
         command = [*LAYOUTS[layout], *self.script(folder), *more]
         if checkpoint is not None:
             command += ["--resume_from_checkpoint", str(checkpoint)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         process = subprocess.run(
             command, capture_output=True, text=True, check=False, env=environment,
-            cwd=REPOSITORY,  # the accelerate configurations name DeepSpeed's files relative to it
+            cwd=REPOSITORY,  # accelerate's configurations have paths relative to it
         )  # fmt: skip
         if process.returncode:
             raise RuntimeError(f"{folder.name} failed:\n{process.stderr}")
@@ -158,7 +158,7 @@ class Harness:
 
 
 def parameters_held(log: str) -> int | None:
-    """The number that a process of a training says in its log, or None."""
+    """The number of parameters in the log of a process, or None."""
     held = re.search(r"This process holds ([\d,]+) of the parameters", log)
     return held and int(held[1].replace(",", ""))
 
@@ -175,7 +175,7 @@ def read_training(folder: Path) -> dict[str, Any]:
 
 def differences(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     """The largest differences of the loss in any step, and of any weight. NaN if one is NaN, unlike
-    that of `max`."""
+    with `max`."""
     losses, weights = expected["losses"], expected["weights"]
     assert actual["losses"].keys() == losses.keys(), "a step is missing"
     assert actual["weights"].keys() == weights.keys(), "a weight is missing"

@@ -1,4 +1,4 @@
-"""Put a server under load, and compare every answer with that of a plain loop.
+"""Put a server under load, and compare every answer with a plain loop.
 
 python -m scripts.checks.load --model en-de=outputs/multi30k --source test.en
 python -m scripts.checks.load --model en-de=outputs/multi30k --source test.en --requests 1000
@@ -53,13 +53,13 @@ class LoadArguments:
     serve: str = HfArg(default="", help="More options of `serve`, such as --ray.")
 
     def __post_init__(self) -> None:
-        if self.requests < 8:  # four parts, with percentiles of each
+        if self.requests < 8:  # four parts, each with percentiles
             raise ValueError(f"--requests {self.requests}: expected at least 8")
 
 
 @dataclass
 class Target:
-    """A server, and what is right for it."""
+    """A server, and its right answers."""
 
     url: str
     languages: dict[str, str]
@@ -75,7 +75,7 @@ class Target:
         )
 
     async def send_raw(self, content: bytes, pause: float = 0.0, close: bool = False) -> bytes:
-        """The answer to bytes in four pieces. The connection is half-closed, or all closed."""
+        """The answer to bytes sent in four pieces. Then the connection is (half-)closed."""
         url = httpx.URL(self.url)
         reader, writer = await asyncio.open_connection(url.host, url.port)
         try:
@@ -146,7 +146,7 @@ async def closed(client: httpx.AsyncClient, target: Target) -> bool:
 
 
 async def slow(client: httpx.AsyncClient, target: Target) -> bool:
-    """Not broken, but one that takes two seconds to ask."""
+    """A valid request that takes two seconds to send."""
     answer = await target.send_raw(target.http(target.fields(target.lines[0])), pause=0.5)
     body = json.loads(answer.partition(b"\r\n\r\n")[2])
     return target.is_right([0], [body["translatedText"]])
@@ -189,7 +189,7 @@ async def put_under_load(
     lines, numbers = 0, iter(range(requests))
 
     async def connection() -> None:
-        # Each with a client of its own: the requests of a shared one wait for one another.
+        # Each has its own client, as the requests of a shared one wait for one another.
         async with httpx.AsyncClient(base_url=target.url, timeout=120, verify=False) as client:
             for _ in numbers:
                 await send(client)
@@ -204,7 +204,7 @@ async def put_under_load(
         start = time.perf_counter()
         try:
             translated = await right_request(client, target, rng)
-            lines += translated  # not in one statement: others add to it during the await
+            lines += translated  # a separate statement, as others add to it during the await
             outcomes["right"] += 1
         except (ValueError, httpx.HTTPError) as error:
             outcomes[WRONG] += 1
@@ -239,7 +239,7 @@ def server(arguments: LoadArguments) -> Iterator[tuple[str, psutil.Process]]:
 def plain_loop(
     arguments: LoadArguments, lines: list[str], batch_size: int
 ) -> tuple[list[str], float]:
-    """The translations, and how many a second."""
+    """The translations, and their number per second."""
     model, tokenizer = LoadingArguments().load(arguments.model.partition("=")[2])
     options = {"batch_size": batch_size, "num_beams": arguments.num_beams}
     list(translate(lines[:batch_size], model, tokenizer, **options))  # to warm up

@@ -1,10 +1,10 @@
-"""Measure what other sinusoids and another epsilon do to a model of Marian.
+"""Measure the effect of different sinusoids and a different epsilon on Marian's models.
 
 python -m scripts.checks.marian_sinusoids --checkpoints ../shared/checkpoints/marian
 
-Each folder under --checkpoints holds a model and, in reference.safetensors, the log-probability
-that Marian itself gives to each word of some translations. The model is converted as it was
-trained, and as transformers would run it. Writes marian_sinusoids.json and marian_sinusoids.md.
+Each folder under --checkpoints has a model and, in reference.safetensors, the log-probability that
+Marian itself gives each word of some translations. The model is converted as it was trained, and as
+transformers would run it. Writes marian_sinusoids.json and marian_sinusoids.md.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def main() -> None:
 
 @torch.no_grad()
 def differences(folder: Path, like: str | None) -> dict[str, float]:
-    """Between our log-probabilities of the reference's words, in double precision, and Marian's."""
+    """Differences of our log-probabilities of the reference's words, in float64, from Marian's."""
     conversion = marian.read(folder, ConversionOptions(like=like))
     model = VanillaTransformerForConditionalGeneration(conversion.config)
     model.load_state_dict(conversion.weights, strict=False)

@@ -2,8 +2,8 @@
 
     $TENSOR2TENSOR_PYTHON scripts/checks/tensor2tensor_training.py SETTINGS
 
-It runs in a Python that has TensorFlow, so it imports nothing of this repository. SETTINGS is JSON:
-`data`, `folder`, `languages`, `vocabulary` (a size), `steps`, and `hparams` for
+It runs in a Python that has TensorFlow, so it imports nothing from this repository. SETTINGS is
+JSON: `data`, `folder`, `languages`, `vocabulary` (a size), `steps`, and `hparams` for
 `transformer_base`.
 """
 
@@ -17,7 +17,7 @@ from types import ModuleType
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import tensor2tensor
 
-# All models and the packages that they need would be imported, but for this.
+# Otherwise all models, and the packages that they need, would be imported.
 models = ModuleType("tensor2tensor.models")
 models.__path__ = [str(Path(tensor2tensor.__path__[0], "models"))]
 sys.modules["tensor2tensor.models"] = models

@@ -1,8 +1,8 @@
-"""Lets old toolkits be imported by today's Python and torch, without their optional packages.
+"""Makes old toolkits importable with current Python and torch, without their optional packages.
 
-fairseq 0.12 has dataclasses as defaults of dataclasses, which Python 3.11 refuses unless they have
-a hash. OpenNMT-py 3.5 imports packages for transforms that nobody asked for, and it and fairseq
-open their own checkpoints with the loader that torch 2.6 replaced.
+fairseq 0.12 has dataclasses as defaults of dataclasses, which Python 3.11 rejects unless they are
+hashable. OpenNMT-py 3.5 imports packages for unused transforms. Both open their own checkpoints
+with the loader that torch 2.6 replaced.
 """
 
 import argparse
@@ -21,7 +21,7 @@ OPTIONAL = (
     "spacy", "ahocorasick", "rapidfuzz", "fasttext", "bitarray", "waitress", "flask", "sklearn",
     "sklearn.metrics", "scipy", "scipy.stats",
 )  # fmt: skip
-# What a comparison needs of them.
+# Modules that a comparison needs.
 MODULES = {
     "fairseq": ("fairseq.tasks", "fairseq.sequence_generator", "fairseq.criterions.cross_entropy"),
     "opennmt_py": ("onmt.model_builder", "onmt.translate.translator", "onmt.transforms"),
@@ -29,7 +29,7 @@ MODULES = {
 
 
 def import_toolkit(modules: Sequence[str]) -> None:
-    """Import modules with another `dataclass` for fairseq's classes, and with mocks in the place of
+    """Import modules with a different `dataclass` for fairseq's classes, and with mocks in place of
     optional packages that are not installed."""
     original = dataclasses.dataclass
 
@@ -50,12 +50,12 @@ def import_toolkit(modules: Sequence[str]) -> None:
             importlib.import_module(module)
     finally:
         dataclasses.dataclass = original
-        for name in mocks:  # transformers asks what is installed
+        for name in mocks:  # transformers checks what is installed
             del sys.modules[name]
 
 
 def run(program: str, arguments: list[str]) -> None:
-    """Run a program, given as "module:function". One in C++ gets its arguments and returns its
+    """Run a program, given as "module:function". A C++ program gets its arguments and returns its
     exit status."""
     module, _, function = program.partition(":")
     import_toolkit([module])

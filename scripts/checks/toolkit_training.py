@@ -1,4 +1,4 @@
-"""Small models that other toolkits train themselves, for `scripts.checks.toolkits`.
+"""Train small models with other toolkits, for `scripts.checks.toolkits`.
 
 Each function of `TRAININGS` writes, to a folder, the files that a user of the toolkit has after
 training: the checkpoint, the vocabularies, and the codes or SentencePiece models.
@@ -37,7 +37,7 @@ def prepare(multi30k: Path, folder: Path) -> Path:
     """The corpus with joint byte-pair codes: `train.de`, `train.bpe.de`, `codes` and so on.
 
     Raises:
-        ValueError: The folder holds another corpus, on which models were trained.
+        ValueError: The folder has another corpus, on which models were trained.
     """
     folder.mkdir(parents=True, exist_ok=True)
     codes = folder / "codes"
@@ -69,7 +69,7 @@ def run(program: str, *arguments: object) -> None:
     """Run a program of a toolkit.
 
     Raises:
-        RuntimeError: It failed; the message ends with what it printed.
+        RuntimeError: It failed; the message ends with its output.
     """
     execute([sys.executable, "-c", RUN, program, *map(str, arguments)], program)
 
@@ -82,7 +82,7 @@ def execute(command: list[str], name: str) -> None:
 
 
 def options(values: dict[str, Any]) -> list[str]:
-    """As command-line options; True is an option without a value, and a tuple has several."""
+    """Values as command-line options: True has no value, and a tuple has several."""
     pairs = [[f"--{name}"] if value is True else
              [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
              for name, value in values.items()]  # fmt: skip
@@ -286,7 +286,7 @@ def train_hf_marian(data: Path, folder: Path, steps: int) -> None:
 
 
 def train_marian(data: Path, folder: Path, steps: int) -> None:
-    """Post-norm, one matrix for all, and a SentencePiece model that Marian makes itself."""
+    """Post-norm, one matrix for all, and a SentencePiece model that Marian trains."""
     vocabulary = folder / "vocab.spm"
     run("_pymarian:main", "train", *options({
         "type": "transformer", "model": folder / "model.npz", "dim-emb": WIDTH,
@@ -302,7 +302,7 @@ def train_marian(data: Path, folder: Path, steps: int) -> None:
 
 
 def train_tensor2tensor(data: Path, folder: Path, steps: int) -> None:
-    """Pre-norm, one matrix for all, and subwords that tensor2tensor finds itself."""
+    """Pre-norm, one matrix for all, and subwords that tensor2tensor learns."""
     script = Path(__file__).with_name("tensor2tensor_training.py")
     hparams = {
         "num_hidden_layers": LAYERS, "hidden_size": WIDTH, "filter_size": D_FF, "num_heads": HEADS,
@@ -384,7 +384,7 @@ def train_annotated_transformer(data: Path, folder: Path, steps: int) -> None:
 
 
 def _vocabularies(data: Path, folder: Path, specials: list[str]) -> dict[str, dict[str, int]]:
-    """Ids by token for each language. The folder gets them as lists, and the codes."""
+    """Ids by token for each language. They are written to the folder as lists, with the codes."""
     found = {}
     for side, language in zip(("src", "tgt"), LANGUAGES, strict=True):
         tokens = {
@@ -398,8 +398,8 @@ def _vocabularies(data: Path, folder: Path, specials: list[str]) -> dict[str, di
 
 
 def _encoder(vocabularies: dict[str, dict[str, int]]) -> Callable[[str, str], list[int]]:
-    """From a line of tokens in a language to ids. A source has special tokens around it, and a
-    target has one after it."""
+    """Turns a line of tokens in a language into ids. A source is surrounded by special tokens, and
+    a target is followed by one."""
 
     def encode(line: str, language: str) -> list[int]:
         vocabulary = vocabularies[language]
@@ -433,7 +433,7 @@ def _train(
     model: nn.Module, logits: Callable[..., torch.Tensor], batches: list[Batch], steps: int,
     start: int, pad: int,
 ) -> None:  # fmt: skip
-    """A loop, for models that come without a program that trains them."""
+    """A training loop, for models that come without a training program."""
     optimizer = torch.optim.Adam(model.parameters(), RATE, betas=(0.9, 0.98))
     warm = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARMUP, (WARMUP / (step + 1)) ** 0.5)
@@ -465,7 +465,7 @@ TRAININGS: dict[str, Callable[[Path, Path, int], None]] = {
 
 
 def train(toolkit: str, data: Path, folder: Path, steps: int) -> None:
-    """Train a model, unless the folder holds one of as many updates."""
+    """Train a model, unless the folder has one with the same number of updates."""
     done = folder / ".trained"
     if not done.is_file() or done.read_text() != str(steps):
         shutil.rmtree(folder, ignore_errors=True)

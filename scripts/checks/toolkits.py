@@ -4,8 +4,8 @@
 
 The toolkit must be importable; see docs/conversion/README.md. It trains on Multi30k, German to
 English. Then the converted model must give the same log-probabilities, translations, token ids and
-training losses. Both translate the same batches in turn, which gives the speed. Writes
-TOOLKIT.json, and the table of all toolkits so far, to the output folder.
+training losses. Both translate the same batches in turn, to measure speed. Writes TOOLKIT.json, and
+the table of all toolkits so far, to the output folder.
 """
 
 import json
@@ -41,12 +41,12 @@ UNUSUAL = (
     "ﬁnden Ǆ ½ Å", "naïve café\u0301 coöperate", "123 45,6 – 7.8 €", "x" * 200,
     "\u200bunsichtbar\u00a0fest", "@@ a@@ b",
 )  # fmt: skip
-# A program, which this process can't train.
+# Toolkits that are programs, which this process can't train.
 PROGRAMS = ("marian",)
-# Toolkits that do not compute in float64: Sockeye and tensor2tensor have no name for it, FSMT a
-# mask in float32.
+# Toolkits that do not compute in float64: Sockeye and tensor2tensor have no such dtype, and FSMT
+# has a mask in float32.
 SINGLE = ("sockeye", "fsmt", "tensor2tensor", *PROGRAMS)
-# Checkpoints that do not say how many attention heads they have.
+# Checkpoints without the number of attention heads.
 STATE_DICTS = ("torch_nn", "annotated_transformer")
 HEADER = (
     "format", "difference, float32", "float64", "greedy", "beam 5", "worse", "same ids",
@@ -72,15 +72,15 @@ def log_probability_difference(
     batches: list[list[list[int]]],
     targets: list[list[list[int]]],
 ) -> float:
-    """The largest one, of any token that the toolkit reports, at any position."""
+    """The largest difference, over all positions and all tokens that the toolkit reports."""
     pairs = zip(batches, targets, strict=True)
     found = [largest_difference(toolkit, ours, sources, rows) for sources, rows in pairs]
     return float(np.max(found))  # unlike `max`, it keeps NaN
 
 
 def double(toolkit: Toolkit) -> None:
-    """Let the toolkit compute in double precision. Tables of sinusoids, which it keeps in single
-    precision, are computed again."""
+    """Make the toolkit compute in double precision. Tables of sinusoids in single precision are
+    computed again."""
     for module in toolkit.module.modules():
         for tensors in (module._buffers, module._parameters):
             for name, table in list(tensors.items()):
@@ -91,8 +91,8 @@ def double(toolkit: Toolkit) -> None:
 
 
 def exact_sinusoids(table: Tensor) -> Tensor | None:
-    """The same table in double precision. None: it holds something else. The first two rows, of
-    which fairseq has one for its padding, don't count."""
+    """The same table in double precision; None if it is not sinusoids. The first two rows are
+    ignored, as fairseq has one for padding."""
     if table.dim() < 2 or table.shape[-1] % 2 or table.numel() < 64 * table.shape[-1]:
         return None
     rows = table.reshape(-1, table.shape[-1])
@@ -104,7 +104,7 @@ def exact_sinusoids(table: Tensor) -> Tensor | None:
 
 
 def scores(toolkit: Toolkit, ours: Converted, sources: Any, targets: Any) -> list[float]:
-    """What the toolkit's own search maximizes: its log-probabilities over its length penalty."""
+    """The score that the toolkit's own search maximizes: log-probability over length penalty."""
     options = ours.module.generation_config
     a, b = LENGTH_PENALTIES[getattr(options, "length_penalty_type", None) or "power"]
     alpha = 1.0 if options.length_penalty is None else options.length_penalty
@@ -116,7 +116,7 @@ def scores(toolkit: Toolkit, ours: Converted, sources: Any, targets: Any) -> lis
 
 
 def cut(ids: list[int], end: int) -> list[int]:
-    """Up to the end token, or as far as all searches go: some end a long translation themselves."""
+    """The ids up to the end token or a common limit, as some searches force an end there."""
     ids = ids[: ids.index(end) + 1] if end in ids else ids
     return ids[: LONGEST - 2]
 
@@ -124,7 +124,7 @@ def cut(ids: list[int], end: int) -> list[int]:
 def in_turn(
     number: int, ours: Callable[[], list[list[int]]], theirs: Callable[[], list[list[int]]]
 ) -> tuple[list[list[list[int]]], list[float]]:
-    """What both return, and their seconds. The other one begins with the next number."""
+    """The results of both, and their seconds. Which is first alternates with the number."""
     results, seconds = [[], []], [0.0, 0.0]
     for index in (0, 1) if number % 2 else (1, 0):
         start = time.perf_counter()
@@ -136,8 +136,9 @@ def in_turn(
 def compare_translations(
     toolkit: Toolkit, ours: Converted, texts: list[list[str]], num_beams: int
 ) -> dict[str, Any]:
-    """Equal translations, those of ours that the toolkit finds worse, and speed. The seconds of
-    both are of reading a line and of the search, and ours are of writing the translation too."""
+    """Equal translations, those of ours to which the toolkit gives a lower score, and speed. The
+    seconds of both are for reading a line and the search, and ours also for writing the
+    translation."""
     end = ours.module.config.eos_token_id
 
     def translate(lines: list[str]) -> list[list[int]]:
@@ -172,7 +173,8 @@ def compare_translations(
 
 
 def equal_ids(toolkit: Toolkit, ours: Converted, lines: list[str]) -> tuple[int, list[str]]:
-    """How many lines become the same ids, and the others. Ids that only we have are unknown."""
+    """The number of lines with equal ids, and the other lines. Ids that only we have are
+    unknown."""
     found = toolkit.known(ours.tokenizer(lines)["input_ids"])
     other = [
         line
@@ -185,7 +187,7 @@ def equal_ids(toolkit: Toolkit, ours: Converted, lines: list[str]) -> tuple[int,
 def losses(
     loss: Callable[[], Tensor], parameters: Iterator[torch.nn.Parameter], steps: int
 ) -> list[float]:
-    """The losses of a batch while it is trained on."""
+    """The losses of a batch during training on it."""
     optimizer = torch.optim.SGD(parameters, LEARNING_RATE)
     found = []
     for _ in range(steps):
@@ -200,7 +202,7 @@ def losses(
 def compare_training(
     toolkit: Toolkit, ours: Converted, sources: list[str], texts: list[str], trains: bool
 ) -> dict[str, Any]:
-    """Differences of the toolkit's own loss and ours of the same batch, at the start and over
+    """Differences between the toolkit's own loss and ours on the same batch, at the start and over
     steps of both, without dropout. `trains`: this process can train the toolkit's model."""
     batch = ours.tokenizer(sources, text_target=texts)
     inputs, targets = batch["input_ids"], batch["labels"]
@@ -233,7 +235,7 @@ def compare(name: str, checkpoint: Path, folder: Path, data: Path, number: int) 
         source_codes=str(codes) if codes.is_file() else None,
         heads=HEADS if name in STATE_DICTS else None,
     )
-    shutil.rmtree(folder, ignore_errors=True)  # what converted it before may have changed
+    shutil.rmtree(folder, ignore_errors=True)  # the converter may have changed
     conversion.convert(checkpoint, folder, options=options)
     module = conversion.find_format(checkpoint)
     toolkit, ours = module.load_toolkit(checkpoint, options), Converted(folder)

@@ -7,12 +7,13 @@ python -m scripts.benchmarks.gpu --output_dir outputs/dry --dry_run
 
 There are four parts. tests runs `pytest -m gpu`. training measures tokens per second, MFU and
 memory at base and big, and the loss alone. decoding measures greedy and beam search. recipes trains
-the paper's base model for some time, and to their scores Multi30k, if `--data` holds it (train.en,
-train.de, test_2016_flickr.en and test_2016_flickr.de, lower-cased and tokenized), and the first
-language of SIGMORPHON 2020, if `--g2p_data` holds it (LANG_train.tsv and LANG_test.tsv).
+the paper's base model for some time. It also trains and scores models on Multi30k, if `--data`
+contains it (train.en, train.de, test_2016_flickr.en and test_2016_flickr.de, lower-cased and
+tokenized), and on the first language of SIGMORPHON 2020, if `--g2p_data` contains it
+(LANG_train.tsv and LANG_test.tsv).
 
-Together they take 25 minutes at most. What can't be measured is a row with its reason: an error, a
-package that is not installed, or the end of a part's time. `--dry_run` does next to nothing of
+Together they take 25 minutes at most. If something can't be measured, its row has the reason: an
+error, a package that is not installed, or the end of a part's time. `--dry_run` does a little of
 everything on a CPU. Each part writes NAME.json and NAME.md after each of its rows; recipes also
 writes speeds.json, for `vanilla-transformer plan --speeds`.
 """
@@ -47,7 +48,7 @@ class GPUArguments:
     data: str | None = HfArg(default=None, help="Folder with Multi30k.")
     g2p_data: str | None = HfArg(default=None, help="Folder with the words of SIGMORPHON 2020.")
     only: str | None = HfArg(
-        default=None, help="Measure only rows whose labels, joined by spaces, hold this pattern."
+        default=None, help="Measure only rows whose labels, joined by spaces, match this pattern."
     )
     limit_s: float | None = HfArg(
         default=None, help="Seconds that each part may take. Default: its own limit."
@@ -88,7 +89,7 @@ def main() -> None:
     try:
         for name in arguments.parts:
             print(run_part(name, plan, worker, arguments.output_dir, arguments.only), flush=True)
-            if name == "tests":  # they change much in their process
+            if name == "tests":  # they change global state of their process
                 worker.stop()
     finally:
         worker.stop()
@@ -130,7 +131,7 @@ def run_part(
 
 
 def load(name: str) -> Any:
-    """The module of a part; where it can't be imported, one whose cells say why."""
+    """The module of a part or, if it can't be imported, one whose cells have the reason."""
     try:
         return import_module(f"scripts.benchmarks.gpu.{name}")
     except ImportError as error:
@@ -143,7 +144,7 @@ def load(name: str) -> Any:
 
 
 def to_markdown(result: dict[str, Any], part: Any) -> str:
-    """What was measured where, a table of the rows, and one of the goals."""
+    """A description of part and device, a table of the rows, and one of the goals."""
     where = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
     warning = "A dry run: the figures mean nothing. " if result["dry_run"] else ""
     title = f"# {result['part']}\n\n{warning}{result['seconds']:.0f} s on {where}."

@@ -1,7 +1,7 @@
-"""What the benchmark measures, cell by cell: each has figures, or a reason why there are none.
+"""The benchmark's cells: each has figures, or a reason why there are none.
 
-Cells are measured one after another in a process of their own, or in several at once where they are
-not timed. One that takes too long or breaks its process loses its figures; the next cell gets a new
+Cells are measured one after another in a separate process, or in several at once if they are not
+timed. A cell that takes too long or breaks its process has no figures; the next one gets a new
 process.
 """
 
@@ -18,21 +18,21 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
-# After these, nothing works in a process any more.
+# After these errors, nothing works in a process.
 FATAL = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "Triton Error")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A thing to measure.
+    """A measurement.
 
     Args:
-        labels: What it is: the first columns of its row.
+        labels: Its description: the first columns of its row.
         measure: A function that returns the figures, the other columns.
-        arguments: Of that function.
-        seconds: The most that it may take.
-        gets_end: Whether the function gets as its last argument the `time.monotonic()` at which it
-            is stopped, to return in time what it has found.
+        arguments: The arguments of that function.
+        seconds: The time that it may take.
+        gets_end: Whether the function's last argument is the `time.monotonic()` at which it is
+            stopped, so that it can return its results in time.
     """
 
     labels: dict[str, Any]
@@ -47,8 +47,8 @@ class Cell:
 
 
 class Worker:
-    """The process in which cells are measured. It starts with the first of them, and again after
-    each that has broken it."""
+    """The process in which cells are measured. It starts with the first cell, and again after each
+    cell that has broken it."""
 
     def __init__(self) -> None:
         self._process: Any = None
@@ -58,7 +58,7 @@ class Worker:
         """The figures of a cell; `reason` in their place if there are none within this time."""
         if self._process is None:
             self._start()
-        # By the clock that processes share: a new one loads its modules first.
+        # An absolute time, which processes share, as a new one loads its modules first.
         end = (time.monotonic() + seconds,) if cell.gets_end else ()
         try:
             self._connection.send((cell.measure, (*cell.arguments, *end)))
@@ -76,10 +76,10 @@ class Worker:
         return figures
 
     def stop(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, even if it is busy."""
         if self._process is not None:
             self._connection.close()
-            self._process.join(2)  # it ends by itself unless it is at work
+            self._process.join(2)  # it ends by itself unless it is busy
             self._process.kill()
             self._process.join()
         self._process = self._connection = None
@@ -93,7 +93,7 @@ class Worker:
 
 
 def _serve(connection: Connection) -> None:
-    """Measure what comes, until there is nobody to tell."""
+    """Measure the requested cells until the connection is closed."""
     while True:
         try:
             measure, arguments = connection.recv()
@@ -112,7 +112,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _forget() -> None:
-    """Free the GPU's memory of a cell."""
+    """Free the GPU memory of a cell."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         gc.collect()
@@ -120,7 +120,7 @@ def _forget() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line: some say only in their second or third what the cause is."""
+    """The error in one line; some errors name the cause only in later lines."""
     return f"{type(error).__name__}: {one_line(' '.join(str(error).strip().splitlines()[:3]))}"
 
 
@@ -135,7 +135,7 @@ def measure_all(
     keep: Callable[[list[dict]], None],
 ) -> list[dict[str, Any]]:
     """A row for each cell. Each worker measures one at a time, in their order. `keep` gets the rows
-    after each cell; those not yet measured say so."""
+    after each cell, including those not measured yet."""
     end = time.monotonic() + seconds
     rows = [{**cell.labels, "reason": "not measured yet"} for cell in cells]
     idle: SimpleQueue[Worker] = SimpleQueue()

@@ -1,6 +1,6 @@
 """Sentences per second of greedy and beam search in bfloat16, against other libraries.
 
-Random models don't end a sentence: all are as long as each other.
+Random models don't end a sentence, so all sentences have the same length.
 """
 
 from itertools import product
@@ -19,8 +19,8 @@ from scripts.benchmarks.speed import BEAMS, generation, sources
 SEARCHES = {f"beam {BEAMS}": BEAMS, "greedy": 1}
 PEER = "marian"
 MODELS = {"ours": "vanilla_transformer", PEER: PEER}
-# Fields of the generation config. On a GPU, transformers compiles a step of greedy search with a
-# static cache, and none of beam search.
+# Fields of the generation config. On a GPU with a static cache, transformers compiles the steps of
+# greedy search, but not those of beam search.
 CACHES: dict[str, dict[str, Any]] = {
     "dynamic": {},
     "static": {"cache_implementation": "static", "disable_compile": True},
@@ -41,7 +41,7 @@ share a process, which keeps cuDNN's plans."""
 
 
 def cells(plan: Plan, worker: Worker) -> list[Cell]:
-    """The most important first: time may not last for all."""
+    """The most important first, as there may not be time for all."""
     settings = list(product(SEARCHES, plan.sentences, plan.sizes))
     found = []
     for cache in CACHES:
@@ -70,7 +70,7 @@ def measure_model(
     for name, value in CACHES[cache].items():
         setattr(model.generation_config, name, value)
     ids = sources(plan.sizes[size], count, seed=0).to(plan.device)
-    reset_peak(plan)  # which the weights in float32 have set
+    reset_peak(plan)  # drop the peak from weights in float32
     figures = _figures(plan, generation(model, ids, SEARCHES[search], plan.new_tokens), count)
     return {**figures, "peak_gib": peak_gib(plan)}
 
@@ -94,7 +94,7 @@ def _figures(plan: Plan, run: Any, count: int) -> dict[str, Any]:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Beam search 1.5 times as fast as Marian, each with its best cache."""
+    """Beam search at 1.5 times the speed of Marian, each with its best cache."""
     found = []
     settings = dict.fromkeys((row["size"], row["search"], row["batch"]) for row in rows)
     for size, search, batch in settings:

@@ -1,4 +1,4 @@
-"""What is to be reached, next to what was measured."""
+"""Goals, compared with the measurements."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +15,13 @@ def is_peer(row: Row) -> bool:
 
 
 def best(rows: list[Row], figure: str, among: Callable[[Row], bool]) -> float | None:
-    """The highest figure of the rows that have one."""
+    """The highest figure among the rows that have one."""
     values = [row[figure] for row in rows if row.get(figure) is not None and among(row)]
     return max(values, default=None)
 
 
 def goal(name: str, value: float | None, reference: float | None, wanted: float) -> Row:
-    """The value relative to a reference; `reached` is None where one of them was not measured."""
+    """The value relative to a reference; `reached` is None if one of them was not measured."""
     found = None if value is None or reference is None else value / reference
     reached = None if found is None else found >= wanted
     return {"goal": name, "wanted": wanted, "found": found, "reached": reached}

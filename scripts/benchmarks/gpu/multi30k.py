@@ -8,7 +8,7 @@ TRAINING, TEST = "train", "test_2016_flickr"
 
 
 def expect_multi30k(folder: str) -> None:
-    """Raise a ValueError unless all files are there, and the sides of each split fit together."""
+    """Raise a ValueError unless all files exist, and both sides of a split have as many lines."""
     for split in (TRAINING, TEST):
         for path in paths(folder, split):
             if not path.is_file():

@@ -1,4 +1,4 @@
-"""How much the benchmark measures."""
+"""The amount of work of the benchmark."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,19 +8,19 @@ from scripts.benchmarks.peers import BIG, SIZES, Size
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure. Without further arguments: all of it, on a GPU.
+    """How much to measure. By default everything, on a GPU.
 
     Args:
         tokens: The budget of a training batch, for sources and for targets.
         batches: How many training batches make up a run.
-        doublings: How often the budget is doubled at most in search of the largest that fits.
-        runs: How often to time a run, at least.
-        seconds: How long to time it, at least.
+        doublings: How often the budget is doubled at most to find the largest that fits.
+        runs: The least number of timed runs.
+        seconds: The least total time of timed runs.
         sentences: Sizes of the batches to decode.
-        updates: Of the WMT recipe, at most.
-        multi30k_updates: Of the Multi30k recipe.
-        g2p_updates: Of the G2P recipe.
-        vocab_size: Of the Multi30k recipe.
+        updates: Maximum number of updates of the WMT recipe.
+        multi30k_updates: Updates of the Multi30k recipe.
+        g2p_updates: Updates of the G2P recipe.
+        vocab_size: Vocabulary size of the Multi30k recipe.
         data: A folder with Multi30k.
         g2p_data: A folder with the words of SIGMORPHON 2020.
         limits: The seconds that each part may take.

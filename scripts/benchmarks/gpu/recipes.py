@@ -1,8 +1,8 @@
 """Recipes with transformers' trainer: the paper's base model on random text with the lengths of
-WMT, and to their scores Multi30k and a language of SIGMORPHON 2020 (words to phones).
+WMT, and, with scores, Multi30k and a language of SIGMORPHON 2020 (words to phones).
 
-They use `TokenBudgetTrainer`, as `vanilla-transformer train` does, and no package that this command
-would need for its data.
+They use `TokenBudgetTrainer`, as `vanilla-transformer train` does, but not the packages that this
+command needs for data.
 """
 
 import tempfile
@@ -43,8 +43,8 @@ from vanilla_transformer.training.speeds import measurement_key
 from vanilla_transformer.training.token_batches import TokenBudgetArguments, TokenBudgetTrainer
 
 WMT, G2P = "wmt14_en_de_base", "g2p"
-EPOCH_BATCHES = 100  # of random text
-WARM_UP = EPOCH_BATCHES + 10  # steps that are not timed: each shape of batch is new once
+EPOCH_BATCHES = 100  # batches of random text
+WARM_UP = EPOCH_BATCHES + 10  # steps that are not timed, in which shapes of batches are new
 PAPER_UPDATES = 100_000  # section 5.2
 # Wu et al. (2021), https://aclanthology.org/2021.acl-long.480: Transformer-Tiny.
 MULTI30K = {
@@ -61,7 +61,7 @@ MULTI30K = {
     "save_total_limit": 10,
 }
 BEAMS = 5
-# Of the part's time, for training. The rest is for preparing, averaging and translating.
+# Shares of the part's time for training. The rest is for preparing, averaging and translating.
 SHARES = {"wmt": 0.15, "multi30k": 0.42, "g2p": 0.15}
 LABELS = ("recipe",)
 Pairs = list[dict[str, list[int]]]  # `input_ids` and `labels`
@@ -102,7 +102,7 @@ def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class RecipeArguments(TokenBudgetArguments, Seq2SeqTrainingArguments):
-    """The arguments that a recipe sets of the trainer."""
+    """The trainer's arguments that a recipe sets."""
 
 
 class RecipeTrainer(TokenBudgetTrainer, Seq2SeqTrainer):
@@ -130,7 +130,7 @@ class Clock(TrainerCallback):
 
 
 def now() -> float:
-    """The time when the GPU has done all that it was given."""
+    """The time when the GPU has finished all its work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.monotonic()
@@ -173,7 +173,7 @@ def train(
     `vanilla-transformer plan`.
 
     Raises:
-        RuntimeError: Time was up before the first update that is timed.
+        RuntimeError: Time was up before the first timed update.
     """
     started, quiet = now(), {"report_to": "none", "disable_tqdm": True, "logging_steps": 100}
     arguments = RecipeArguments(**{**settings, **quiet, "use_cpu": plan.is_dry})
@@ -240,7 +240,7 @@ def measure_multi30k(plan: Plan, seconds: float) -> dict[str, Any]:
     if plan.data is None:
         raise ValueError("--data is not given: expected a folder with Multi30k")
     begin(plan)
-    # A small model waits for its operations to start: with bfloat16, many of them are casts.
+    # A small model's time is spent on launching operations, many of which are casts with bfloat16.
     torch.set_float32_matmul_precision("high")
     texts = read_split(plan.data, TRAINING)
     tokenizer = train_tokenizer([*texts[0], *texts[1]], plan.vocab_size, show_progress=False)

@@ -1,4 +1,4 @@
-"""The tests that need a GPU, `pytest -m gpu`, each by itself."""
+"""The tests that need a GPU, `pytest -m gpu`, one by one."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from scripts.benchmarks.gpu.plan import Plan
 
 REPOSITORY = Path(__file__).parents[3]
 MARKED = re.compile(r"\bmark\.gpu\b")
-WORKERS = 6  # processes: half of the tests compile kernels, which takes a CPU most of a minute
+WORKERS = 6  # processes: half of the tests compile kernels, which takes a CPU almost a minute
 LABELS = ("test",)
 COLUMNS = {"outcome": "{}", "seconds": "{:.2f}"}
 NOTES = "`python -m pytest -m gpu` runs the same tests."
@@ -27,13 +27,13 @@ def cells(plan: Plan, worker: Worker) -> list[Cell]:
     collected = worker.measure(Cell(labels, collect), plan.limits["tests"])
     if "reason" in collected:
         raise RuntimeError(collected["reason"])
-    # What is compiled takes longest: time may not last for all.
+    # Compiled tests last, as they take longest and there may not be time for all.
     tests = sorted(collected["tests"], key=lambda name: "flex" in name or "compiled" in name)
     return [Cell({"test": name}, run, (name,)) for name in tests]
 
 
 class Recorder:
-    """A plugin that remembers the tests, and what became of them."""
+    """A plugin that records the tests and their outcomes."""
 
     def __init__(self) -> None:
         self.tests: list[str] = []
@@ -47,7 +47,7 @@ class Recorder:
 
 
 def run_pytest(*flags: str) -> tuple[Recorder, str]:
-    """What pytest did, and what it printed."""
+    """The recorded tests, and the output of pytest."""
     import pytest
 
     recorder, printed = Recorder(), io.StringIO()
@@ -57,7 +57,7 @@ def run_pytest(*flags: str) -> tuple[Recorder, str]:
 
 
 def collect() -> dict[str, Any]:
-    """The tests of the files that hold any with the marker: others may need further packages."""
+    """The tests of the files that have any with the marker; other files may need other packages."""
     files = [
         str(path.relative_to(REPOSITORY))
         for path in sorted(Path(REPOSITORY, "tests").rglob("test_*.py"))
@@ -88,7 +88,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All pass. A test without an outcome has broken its process, or taken too long."""
+    """All tests pass. A test without an outcome has broken its process, or taken too long."""
     wanted = [row for row in rows if row.get("outcome") != "skipped"]
     passed = [row for row in wanted if row.get("outcome") == "passed"]
     share = len(passed) / len(wanted) if wanted else None

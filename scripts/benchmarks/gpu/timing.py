@@ -1,4 +1,4 @@
-"""Time, memory and the names of things, in the process that measures a cell."""
+"""Time, memory and versions, in the process that measures a cell."""
 
 import os
 import platform
@@ -13,8 +13,8 @@ import torch
 from scripts.benchmarks.gpu.plan import Plan
 from scripts.benchmarks.turns import peak_memory, settle, timed
 
-# Dense bfloat16 FLOP/s, from NVIDIA's data sheets; the first that is in the GPU's name counts, in
-# whole words: an RTX A1000 is no A100.
+# Dense bfloat16 FLOP/s, from NVIDIA's data sheets; the first whose words are in the GPU's name
+# applies, as an RTX A1000 is not an A100.
 PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -39,15 +39,15 @@ def begin(plan: Plan) -> None:
     if plan.is_dry:
         torch.compiler.set_stance("force_eager")
         return
-    torch.compiler.reset()  # what was compiled for another cell
-    # Batches have many shapes. What has no graph of its own yet would run uncompiled.
+    torch.compiler.reset()  # drop code that was compiled for another cell
+    # Batches have many shapes, and above this limit they would run uncompiled.
     torch._dynamo.config.recompile_limit = 256
     torch.cuda.init()
     reset_peak(plan)
 
 
 def reset_peak(plan: Plan) -> None:
-    """Let `peak_gib` count from here on."""
+    """Make `peak_gib` count from here on."""
     if not plan.is_dry:
         torch.cuda.reset_peak_memory_stats()
 
@@ -69,19 +69,19 @@ def median_seconds(run: Callable[[], object], plan: Plan) -> dict[str, float]:
 
 
 def peak_gib(plan: Plan) -> float:
-    """The most memory in use since `begin`: of the GPU or, in a dry run, of the process."""
+    """The peak memory since `begin`, of the GPU or, in a dry run, of the process."""
     return peak_memory() / 2**10 if plan.is_dry else torch.cuda.max_memory_allocated() / 2**30
 
 
 def peak_flops() -> float | None:
-    """The dense bfloat16 FLOP/s of the GPU; None for an unknown one, and for a part of one."""
+    """The dense bfloat16 FLOP/s of the GPU; None for an unknown or partitioned one."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     known = (peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name))
     return None if "MIG" in name else next(known, None)
 
 
 def environment(plan: Plan) -> dict[str, Any]:
-    """The device, and the versions of what matters to it."""
+    """The device, and the versions of relevant libraries."""
     found: dict[str, Any] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

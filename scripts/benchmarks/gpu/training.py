@@ -28,23 +28,23 @@ from vanilla_transformer.data.token_batches import TokenBudgetSampler
 from vanilla_transformer.model.loss import fused_linear_cross_entropy
 from vanilla_transformer.training.compilation import compile_layers
 
-SOURCE_MEAN, TARGET_MEAN = 27, 28  # tokens of a sentence
+SOURCE_MEAN, TARGET_MEAN = 27, 28  # tokens per sentence
 SPREAD, RATIO_SPREAD = 0.6, 0.2  # standard deviations of logarithms
 LONGEST = 256
 TEXT = 1_000_000  # sentences, from which batches are drawn
-SEARCH = 100.0  # seconds for the largest batch
+SEARCH = 100.0  # seconds to find the largest batch
 LOSS, ATTENTION = "loss alone:", "attention alone:"
-LENGTHS = (13, 26, 62, 128, 256)  # of sentences, for attention alone
+LENGTHS = (13, 26, 62, 128, 256)  # of sentences, to measure attention alone
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A model and how it is trained.
+    """A model, and how to train it.
 
     Args:
         peer: A key of `PEERS`.
-        attention: Its `attn_implementation`, unless the default.
-        compiled: What is compiled, "layers" or "model", if anything.
+        attention: Its `attn_implementation`, if not the default.
+        compiled: "layers" or "model" if these are compiled.
         fused_loss: Whether our model computes its loss without logits.
     """
 
@@ -69,7 +69,7 @@ LAYERS_COMPILED = {
         attention=varlen.NAME, compiled="layers"
     ),
     "marian, layers compiled": Contender("marian", compiled="layers"),
-    "ours, packed, flex": Contender(attention="flex_attention"),  # it compiles itself
+    "ours, packed, flex": Contender(attention="flex_attention"),  # which is always compiled
 }
 COMPILED = {
     "ours, compiled": Contender(compiled="model"),
@@ -98,7 +98,7 @@ last."""
 
 
 def cells(plan: Plan, worker: Worker) -> list[Cell]:
-    """The most important first: time may not last for all."""
+    """The most important first, as there may not be time for all."""
 
     def steps_of(contenders: dict[str, Contender]) -> list[Cell]:
         return [
@@ -148,8 +148,8 @@ def wmt_lengths(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 @cache
 def batches_of_lengths(tokens: int, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens of the sources and targets of `count` batches, spread evenly from short sentences to
-    long ones. A budget of `tokens` on each side fills them from a text so large, a quarter of WMT's
-    or a thousand batches, that sentences of the same length meet."""
+    long ones. A budget of `tokens` on each side is filled from a text so large, a quarter of WMT's
+    or a thousand batches, that sentences of the same length come together."""
     source, target = wmt_lengths(min(TEXT, 1000 * tokens // SOURCE_MEAN), seed=0)
     batches = list(TokenBudgetSampler(source, target, tokens, shuffle=False))
     places = np.linspace(0, len(batches) - 1, count + 2).round().astype(int)[1:-1]
@@ -172,8 +172,8 @@ def training_flops(size: Size, source: torch.Tensor, target: torch.Tensor) -> fl
     As in appendix B of Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311: 6 for each
     parameter of a matrix and token, where a token of the source passes through the encoder and the
     cross-attention's keys and values, one of the target through the rest; and 12 * d_model for each
-    pair of positions in each attention, masked ones included. Looking up embeddings is free, and
-    what is recomputed or spent on padding does not count."""
+    pair of positions in each attention, masked ones included. Embedding lookups are free, and
+    recomputation and padding do not count."""
     d, ffn = size.d_model, 2 * size.d_model * size.ffn_dim
     source, target = source.double(), target.double()
     per_source = size.layers * (4 * d**2 + ffn + 2 * d**2)
@@ -205,8 +205,8 @@ def measure_steps(plan: Plan, size: str, contender: Contender) -> dict[str, Any]
 
 
 def measure_largest(plan: Plan, size: str, contender: Contender, end: float) -> dict[str, Any]:
-    """The figures of the largest budget at which training fits in memory, powers of two apart. No
-    budget is tried that is unlikely to be done when `time.monotonic()` is `end`."""
+    """The figures of the largest budget, in powers of two, at which training fits in memory.
+    Budgets that would probably not be finished when `time.monotonic()` is `end` are not tried."""
     begin(plan)
     once = replace(plan, runs=1, seconds=0.0)
     model = make_model(plan, size, contender)
@@ -321,7 +321,7 @@ def measure_attention(plan: Plan, size: str, length: int, kernel: str) -> dict[s
     gradient = torch.randn_like(query)
 
     def run() -> None:
-        with sdpa_kernel([KERNELS[kernel], SDPBackend.MATH]):  # a CPU lacks some
+        with sdpa_kernel([KERNELS[kernel], SDPBackend.MATH]):  # a CPU does not have all
             output = F.scaled_dot_product_attention(query, key, value)
         torch.autograd.grad(output, heads, gradient)
 
@@ -334,7 +334,8 @@ def measure_attention(plan: Plan, size: str, length: int, kernel: str) -> dict[s
 
 
 def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Training 1.8 times the best peer, 45% MFU at big, the fused loss no slower than Liger's."""
+    """Training at 1.8 times the speed of the best peer, 45% MFU at big, and a fused loss that is
+    not slower than Liger's."""
     found = []
     for size in dict.fromkeys(row["size"] for row in rows):
         of_size = [row for row in rows if row["size"] == size]
@@ -354,5 +355,5 @@ def is_loss(row: dict[str, Any]) -> bool:
 
 
 def is_part(row: dict[str, Any]) -> bool:
-    """Whether this is only a part of a step."""
+    """Whether this row is only a part of a step."""
     return row["what"].startswith((LOSS, ATTENTION))

@@ -16,7 +16,7 @@ NAME = "varlen"
 
 
 def register() -> None:
-    """Let models have it as their `attn_implementation`."""
+    """Make it available as an `attn_implementation`."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
 
@@ -33,18 +33,18 @@ def attend(
     max_length_k: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of (1, heads, tokens, head_dim) queries, keys and values of packed rows, which end
-    as flash attention is told. Without them, no position is padding.
+    """Attention of (1, heads, tokens, head_dim) queries, keys and values of packed rows, with their
+    ends as for flash attention. Without ends, no position may be padding.
 
     Raises:
-        ValueError: There is padding, which is not packed.
+        ValueError: There is padding: the rows are not packed.
     """
     if cu_seq_lens_q is None:
         if attention_mask is not None:
             raise ValueError("attention_mask of padded rows: expected packed rows")
         return sdpa_attention_forward(module, query, key, value, None, **options)
     causal: dict[str, Any] = {}
-    if module.is_causal:  # an argument of its own until torch 2.10
+    if module.is_causal:  # a separate argument up to torch 2.10
         has_flag = "is_causal" in inspect.signature(varlen.varlen_attn).parameters
         causal = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
     heads = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
