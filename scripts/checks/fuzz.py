@@ -4,7 +4,7 @@ python -m scripts.checks.fuzz --output_dir outputs/fuzz
 python -m scripts.checks.fuzz --families generation --cases 1000 --seed 1
 
 Hypothesis generates the cases. `fuzz_families.py` defines kinds of input and their properties;
-`fuzz_comparisons.py` compares two ways to compute the same numbers. A case is right, is rejected
+`fuzz_comparisons.py` compares two ways to compute the same numbers. A case is right, is refused
 with a clear error, or fails. Each family runs in its own process until its first failure, whose
 smallest example is printed. Writes fuzz.json and fuzz.md.
 """

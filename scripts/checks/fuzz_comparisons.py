@@ -276,7 +276,7 @@ def _names(name: str) -> list[str]:
 
 
 def comparison(check: Callable[[Batch], None], share: int) -> Family:
-    """A family of batches. None of them may be rejected."""
+    """A family of batches. None of them may be refused."""
     return Family(batches(), check, named(), share)
 
 

@@ -1,6 +1,6 @@
 """The families of `fuzz.py`: kinds of input, and the properties that must hold for each.
 
-A case is right if all properties of its family hold. It is rejected if this package, or the
+A case is right if all properties of its family hold. It is refused if this package, or the
 validation of transformers, deliberately raises an error that names an argument: see `is_refusal`.
 """
 

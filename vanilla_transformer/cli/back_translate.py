@@ -43,7 +43,7 @@ METHODS: dict[str, dict[str, float]] = {
     "beam": {"num_beams": 5},
     "greedy": {},
 }
-# Samples are from all tokens, or the `top_k` best, whatever the model's saved options are.
+# Samples are from all tokens, or the `top_k` best, and ignore the model's saved options.
 ALL_TOKENS: dict[str, Any] = {
     "top_k": 0, "top_p": 1.0,
     **dict.fromkeys(("top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")),

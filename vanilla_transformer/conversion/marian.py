@@ -217,7 +217,7 @@ def _beside(file: Path, name: str) -> Path:
     for place in places:
         if place.is_file():
             return place
-    raise FileNotFoundError(f"{file}: expected the file {name!r} that it names beside it")
+    raise FileNotFoundError(f"{file}: expected the file {name!r} that it names next to it")
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

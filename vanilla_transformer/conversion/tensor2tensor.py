@@ -275,7 +275,7 @@ class _Reader:
         self.heads = int(options.heads or known or 0)
         if not self.heads:
             raise ValueError(
-                f"{tensors.place}: there is no hparams.json beside it, which says how many "
+                f"{tensors.place}: there is no hparams.json next to it, which says how many "
                 "attention heads there are: expected --heads"
             )
         first = tensors.take("encoder.0.ffn.conv1.kernel")

@@ -69,7 +69,7 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
     def _shard(self, shard: int, shards: int) -> Path:
         path = self.prefix.with_name(f"{self.prefix.name}.data-{shard:05}-of-{shards:05}")
         if not path.exists():
-            raise FileNotFoundError(f"{path}: expected it beside {self.index.name}")
+            raise FileNotFoundError(f"{path}: expected it next to {self.index.name}")
         return path
 
     def _entry(self, name: str, entry: bytes) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from .validation import expect_in_range
 
 LARGE, PIECE = 2**24, 2**21  # bytes of a projection, and of what a CPU's caches hold
 FEW = 512  # rows of states
-# All that transformers passes in a step if no states or attentions are to be returned.
+# All that transformers passes in a step without a request for states or attentions.
 OF_A_STEP = {
     "decoder_input_ids", "decoder_attention_mask", "attention_mask", "encoder_outputs", CACHE_NAME,
     "use_cache", "return_dict",

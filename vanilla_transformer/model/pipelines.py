@@ -331,7 +331,7 @@ def register_translation_pipelines() -> None:
         "translation": TranslationPipeline,
         "text2text-generation": Text2TextGenerationPipeline,
     }
-    # Patch: transformers 5.19 and later refuse these names before they ask the registry.
+    # Patch: transformers 5.19 and later reject these names before they ask the registry.
     removed = getattr(pipelines, "REMOVED_TASKS", {})
     for task, pipeline_class in tasks.items():
         removed.pop(task, None)

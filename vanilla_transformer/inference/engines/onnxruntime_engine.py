@@ -119,7 +119,7 @@ class OnnxRuntimeEncoder:
             ValueError: The caller wants what the graph does not compute.
         """
         expect_none(kwargs)
-        assert input_ids is not None  # or inputs_embeds, which are refused
+        assert input_ids is not None  # or inputs_embeds, which are rejected
         expect_in_range(self.model, {"input_ids": input_ids})
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -208,7 +208,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
             ValueError: The caller wants what the graph does not compute.
         """
         expect_none(kwargs)
-        assert decoder_input_ids is not None  # or inputs_embeds, which are refused
+        assert decoder_input_ids is not None  # or inputs_embeds, which are rejected
         if decoder_attention_mask is not None and not decoder_attention_mask.all():
             raise ValueError("decoder_attention_mask with zeros: expected targets without padding")
         if encoder_outputs is None:
