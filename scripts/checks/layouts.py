@@ -42,7 +42,7 @@ def accelerate(config: str, processes: int) -> tuple[str, ...]:
     return (*launcher, "--config_file", str(path), "--num_processes", str(processes))
 
 
-LAYOUTS = {  # commands that launch each
+LAYOUTS = {  # the commands that launch them
     "1 process": (sys.executable,),
     "2, DDP": accelerate("ddp.yaml", 2),
     "4, DDP": accelerate("ddp.yaml", 4),

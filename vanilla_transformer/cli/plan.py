@@ -9,8 +9,8 @@ Has the options of `train`, and its own. The command trains for a few updates, d
 extrapolates. Evaluation and checkpoints are not included. With --speeds, it keeps the measurement
 in a file, and measures each model, batch, device, number of processes and kind of text (tokens of a
 target, and of its source) only once. --hardware plans for another device, from the nearest
-measurement of the same layers, precision and options in such a file; `python -m
-scripts.benchmarks.gpu` writes one.
+measurement of the same layers, precision and options in such a file;
+`python -m scripts.benchmarks.gpu` writes one.
 """
 
 import copy

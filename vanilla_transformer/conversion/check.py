@@ -74,8 +74,8 @@ class Toolkit(ABC):
     @torch.no_grad()
     def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[Tensor]:
         """Log-probabilities of every token after each prefix of a target: a tensor (length,
-        vocabulary) for each target. If a toolkit reports only those of the target's own tokens,
-        (length, 1)."""
+        vocabulary) for each target, or (length, 1) if the toolkit reports only the target's own
+        tokens."""
         sources = self.padded(self.known(sources))
         rows = self.logits(sources, self.inputs(self.padded(targets))).log_softmax(-1)
         return [row[: len(target)] for row, target in zip(rows, targets, strict=True)]

@@ -1,8 +1,7 @@
 """Fast tokenizers from the vocabulary files of other toolkits, with the toolkits' ids.
 
-    words, bpe_codes, sentencepiece, subwords   stock tokenizers, from the results of
-    `vocabulary_files` pair                                        the source's and the target's in
-    one
+    words, bpe_codes, sentencepiece, subwords   stock tokenizers, from `vocabulary_files`' results
+    pair                                        the source's and the target's in one
 
 Lower-casing and other preparation of text is not included, except Moses (`with_moses`).
 
@@ -338,8 +337,8 @@ def _seen(model: SentencePieceModel) -> set[str]:
 
 
 def _mark_unseen(model: SentencePieceModel) -> normalizers.Normalizer:
-    """Mark runs of unknown characters, each of which sentencepiece makes one piece. Toolkits look
-    up the piece, so its characters must not be found one by one."""
+    """Mark runs of unknown characters. Sentencepiece makes each run one piece, which toolkits look
+    up, so its characters must not be found one by one."""
     seen = any_of(_seen(model))
     if model.model_type != "unigram":
         return normalizers.Replace(Regex(f"[^{seen}]{{2,}}"), UNSEEN)

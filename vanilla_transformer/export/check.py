@@ -69,8 +69,8 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
     Returns:
         `equal`, the number of equal translations with the model's own search, without sampling;
         `difference`, the largest difference of scores between best hypotheses of the same tokens,
-        in beam search without a repetition penalty, which CTranslate2 can't combine, or None if
-        there are no such hypotheses; `speeds` of model and export, in lines per second.
+        in beam search without a repetition penalty, which CTranslate2 does not support there, or
+        None if there are no such hypotheses; `speeds` of model and export, in lines per second.
     """
     seconds, equal = [0.0, 0.0], 0
     differences = []

@@ -7,7 +7,8 @@
 
 One decoder graph serves every step. In the first, all of `past_key_values` have length 0. Then
 `present.N.encoder` holds the keys and values of the source; pass them on unchanged, as later steps
-return none for it."""  # noqa: E501
+return none for it.
+"""  # noqa: E501
 
 import json
 import logging

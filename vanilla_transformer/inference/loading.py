@@ -78,8 +78,8 @@ class LoadingArguments:
         """Load a sequence-to-sequence model and its tokenizer, from a folder or the Hub.
 
         Args:
-            name: A folder or Hub name. Several make an ensemble. From a folder that was exported
-                for an engine comes an object of that engine, with `generate()`.
+            name: A folder or Hub name. Several make an ensemble. A folder that was exported for an
+                engine gives an object of that engine, with `generate()`.
 
         Raises:
             ImportError: The engine needs a package that is not installed.

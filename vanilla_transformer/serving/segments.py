@@ -13,9 +13,9 @@ from pysbd.languages import LANGUAGE_CODES
 # square of the length. No sentence is longer.
 WINDOW = 1000
 
-# Instructions to a model of several languages or tasks at the beginning of a line: tags of `train
-# --corpus_tags` and of Marian, and T5's prefix. Their length is limited because they are repeated
-# in each sentence of the line.
+# Instructions to a model of several languages or tasks at the beginning of a line: tags of
+# `train --corpus_tags` and of Marian, and T5's prefix. Their length is limited because they are
+# repeated in each sentence of the line.
 TAGS = re.compile(
     r"\s*((?:(?:<2[^<>\s]{1,20}>|>>[^<>\s]{1,20}<<|translate \w{1,20} to \w{1,20}:)\s(?=\S)){1,2})"
 )
@@ -76,7 +76,7 @@ def split_text(text: str, language: str, split_over: int) -> list[Segment]:
 def split_html(text: str, language: str, split_over: int) -> list[Segment]:
     """Split the text between tags as `split_text` does, with character references resolved. Tags,
     comments, and the contents of `KEPT_TAGS` and of tags with translate="no" are kept. These end at
-    their end tag, or where HTML allows to omit it."""
+    their end tag, or where HTML allows omitting it."""
     parser = _SegmentingParser(language, split_over)
     parser.feed(text)
     parser.close()
