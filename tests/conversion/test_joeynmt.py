@@ -258,6 +258,38 @@ def test_texts_can_be_split_into_characters(post):
     assert tokenizer.decode([4, 5, 6, 7, 3], skip_special_tokens=True) == "ab ä"
 
 
+def test_version_1_splits_words_at_all_white_space(pre):
+    as_version_1(pre)
+    as_vocabulary(pre, ["a", "b"])
+    assert encode(pre.convert(), "  a \u00a0 b\t") == [["a", "b", "</s>"]]
+
+
+def test_version_1_has_a_token_for_a_space_between_characters(pre):
+    as_version_1(pre)
+    pre.cfg["data"]["level"] = "char"
+    for side in ("src", "trg"):
+        as_vocabulary(pre, ["a", "b", " "], side)
+    folder = pre.convert()
+    assert encode(folder, " ab a ", "▁") == [["a", "b", " ", "a", "</s>"], ["<unk>", "</s>"]]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode([4, 5, 6, 4, 3], skip_special_tokens=True) == "ab a"
+
+
+def test_version_1_does_not_pass_its_vocabulary_to_subword_nmt(pre):
+    """Its users split texts themselves: "maus" is one piece, which the vocabulary lacks."""
+    as_version_1(pre)
+    pre.cfg["data"]["level"] = "bpe"
+    codes = pre.folder / "codes"
+    codes.write_text("#version: 0.2\nm a\nu s</w>\nma us</w>\n")
+    as_vocabulary(pre, ["ma@@", "us"])
+    folder = pre.convert(source_codes=str(codes))
+    (ids,) = AutoTokenizer.from_pretrained(folder)(["maus"])["input_ids"]
+    assert len(ids) == 2
+    assert ids[0] >= len((pre.folder / "src_vocab.txt").read_text().split())
+    matrix = load(folder).get_encoder().embed_tokens.weight
+    assert matrix[ids[0]].equal(matrix[0])
+
+
 def test_text_is_preprocessed_as_in_the_configuration(post):
     for side in ("src", "trg"):
         post.cfg["data"][side] |= {"normalize": True, "lowercase": True}

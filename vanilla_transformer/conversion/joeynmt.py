@@ -26,6 +26,7 @@ from ..data.vocabularies import (
     pair,
     rows,
     sentencepiece,
+    strip,
     with_moses,
     words,
 )
@@ -374,17 +375,21 @@ def _tokenizer(
     details = text.get("tokenizer_cfg") or {}
     specials = Specials(symbols.pad, symbols.bos, symbols.eos, symbols.unk, f"$A {symbols.eos}")
     codes = _codes(cfg, side, options, folder)
+    is_old = cfg.get("joeynmt_version") == "1"
     if text["level"] == "char":
-        tokenizer = _characters(vocabulary, specials)
+        tokenizer = _characters(vocabulary, specials, is_old)
+    elif codes is None and is_old:
+        tokenizer = words(vocabulary, specials)
     elif codes is None:
         tokenizer = words(vocabulary, specials, spaces_only=True, empty_words=True)
     elif codes.suffix in (".model", ".spm"):
         model = read_sentencepiece(codes)
-        tokenizer = sentencepiece(model, specials, vocab=vocabulary, restrict=True)
+        tokenizer = sentencepiece(model, specials, vocab=vocabulary, restrict=not is_old)
     else:
         separator = details.get("separator", "@@")
-        merges = read_bpe_codes(codes)
-        tokenizer = bpe_codes(merges, vocabulary, specials, separator=separator, restrict=True)
+        tokenizer = bpe_codes(
+            read_bpe_codes(codes), vocabulary, specials, separator=separator, restrict=not is_old
+        )
     _prepare(tokenizer.backend_tokenizer, text)
     return tokenizer
 
@@ -407,11 +412,17 @@ def _codes(
     return _find(given, folder / Path(named or "").name)
 
 
-def _characters(vocabulary: Mapping[str, int], specials: Specials) -> PreTrainedTokenizerFast:
+def _characters(
+    vocabulary: Mapping[str, int], specials: Specials, is_old: bool
+) -> PreTrainedTokenizerFast:
+    """Characters. Version 1 strips a text and has a token for a space, later ones write it "▁"."""
     tokenizer = words(vocabulary, specials)
     backend = tokenizer.backend_tokenizer
-    backend.normalizer = normalizers.Replace(" ", SPACE)
     backend.pre_tokenizer = splits.Split(Regex(r"[\s\S]"), "isolated")
+    if is_old:
+        backend.decoder = decoders.Fuse()
+        return strip(tokenizer)
+    backend.normalizer = normalizers.Replace(" ", SPACE)
     backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.Fuse()])
     return tokenizer
 
