@@ -1,5 +1,6 @@
 """fairseq's checkpoints: those of the toolkit, and those of older versions and other options."""
 
+import json
 import math
 import shutil
 import typing
@@ -81,6 +82,30 @@ def test_it_is_converted_back_bit_for_bit(converted, tmp_path, variant):
         assert (output / name).read_bytes() == (original / name).read_bytes()
     again = convert(output, tmp_path / "again")
     assert torch.equal(log_probs(again), log_probs(converted(f"fairseq/{variant}")))
+
+
+def test_a_strangers_record_can_not_write_outside_the_output(converted, tmp_path):
+    folder = shutil.copytree(converted("fairseq/post"), tmp_path / "model")
+    record = folder / "original" / "conversion.json"
+    content = json.loads(record.read_text(encoding="utf-8"))
+    content["checkpoint"] = str(tmp_path / "elsewhere.pt")
+    record.write_text(json.dumps(content), encoding="utf-8")
+    convert_back(folder, tmp_path / "back")
+    assert (tmp_path / "back" / "elsewhere.pt").is_file()
+    assert not (tmp_path / "elsewhere.pt").exists()
+
+
+def test_dictionaries_of_one_name_are_an_error_as_only_one_could_be_kept(edited):
+    folder = edited()
+    given = {}
+    for side, language in (("source", "de"), ("target", "en")):
+        place = folder / language / "dict.txt"
+        place.parent.mkdir()
+        (folder / f"dict.{language}.txt").rename(place)
+        given[f"{side}_vocabulary"] = str(place)
+    with pytest.raises(ValueError, match=r"de/dict\.txt and .*en/dict\.txt: expected files with"):
+        convert(folder, folder / "converted", options=ConversionOptions(**given, format="fairseq"))
+    assert not (folder / "converted").exists()
 
 
 def test_the_checkpoint_is_not_changed(edited, tmp_path):

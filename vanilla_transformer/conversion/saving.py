@@ -32,10 +32,11 @@ def save(conversion: Conversion, output_dir: str | Path, max_shard_size: int | s
 
     Raises:
         FileExistsError: The folder is in use.
-        ValueError: The weights don't fit the configuration.
+        ValueError: The weights don't fit the configuration, or two kept files have one name.
     """
     output = expect_unused(output_dir)
     conversion.expect_fit()
+    _expect_own_names(conversion.files)
     model = empty_model(conversion.config).to(next(iter(conversion.weights.values())).dtype)
     model.generation_config = generation_config(conversion)
     conversion.tokenizer.save_pretrained(output)
@@ -43,6 +44,18 @@ def save(conversion: Conversion, output_dir: str | Path, max_shard_size: int | s
     _keep_original(conversion, output / ORIGINAL)
     model_card(conversion, output).save(output / "README.md")
     return output
+
+
+def _expect_own_names(files: list[Path]) -> None:
+    """Check that no file would replace another one in the folder that keeps them."""
+    first: dict[str, Path] = {}
+    for file in files:
+        other = first.setdefault(file.name, file)
+        if file.read_bytes() != other.read_bytes():
+            raise ValueError(
+                f"{other} and {file}: expected files with different names, as one folder keeps "
+                "both to convert back"
+            )
 
 
 def _keep_original(conversion: Conversion, folder: Path) -> None:
