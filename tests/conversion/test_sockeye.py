@@ -1,13 +1,14 @@
 """Models of Sockeye 3."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
 import yaml
 from conftest import Payload
-from transformers import AutoTokenizer, pipeline
+from transformers import AutoTokenizer, GenerationConfig, pipeline
 
 from conversion.models import (
     embeddings,
@@ -170,6 +171,16 @@ def test_positions_beyond_a_shorter_table_repeat_its_last_row(tmp_path, small):
 def test_predictors_of_length_and_words_are_not_converted(tmp_path, small):
     params = params_of(small) | {"length_ratio.layers.0.weight": torch.zeros(1, 24)}
     expect_same(convert(save(tmp_path / "sockeye", small, params), tmp_path / "ours"), small)
+
+
+def test_an_output_is_limited_as_by_sockeye_translate_or_less(tmp_path, small):
+    """Sockeye stops after ceil((mean + 2 std) * source length) tokens."""
+    statistics = {"length_ratio_mean": 2.5, "length_ratio_std": 0.3}
+    data = {"data_statistics": statistics}
+    folder = convert(save(tmp_path / "sockeye", small, config_data=data), tmp_path / "ours")
+    factor = GenerationConfig.from_pretrained(folder).max_length_factor
+    assert all(int(factor * n) >= math.ceil(3.1 * n) for n in range(2, 200))
+    assert factor < 3.7
 
 
 def test_a_translation_is_decoded_to_text(converted):

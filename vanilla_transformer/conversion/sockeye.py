@@ -107,7 +107,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         config=config,
         weights=weights,
         tokenizer=tokenizer,
-        generation={"num_beams": 5, "length_penalty": 1.0, "early_stopping": "never"},
+        generation=_generation(described),
         origin={
             "toolkit": "Sockeye",
             "version": version.read_text(encoding="utf-8").strip() if version.is_file() else "3",
@@ -221,6 +221,18 @@ def _rates(config: dict[str, Any], arguments: dict[str, Any]) -> dict[str, float
         "activation_dropout": encoder.get("dropout_act", 0.0),
         "label_smoothing": arguments.get("label_smoothing", 0.1),
     }
+
+
+def _generation(config: dict[str, Any]) -> dict[str, Any]:
+    """The search of `sockeye-translate`. Its limit of length is a multiple of the source's length,
+    rounded up: the mean ratio in training, and two standard deviations. Ours is rounded down, so
+    half a token for each of the source makes it no shorter."""
+    fields: dict[str, Any] = {"num_beams": 5, "length_penalty": 1.0, "early_stopping": "never"}
+    statistics = (config.get("config_data") or {}).get("data_statistics") or {}
+    mean, deviation = (statistics.get(f"length_ratio_{name}") for name in ("mean", "std"))
+    if isinstance(mean, (int, float)) and isinstance(deviation, (int, float)):
+        fields["max_length_factor"] = mean + 2 * deviation + 0.5
+    return fields
 
 
 # ---------------------------------------------------------------- Parameters
