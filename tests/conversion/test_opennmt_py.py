@@ -214,8 +214,12 @@ def test_queries_can_have_a_bias(checkpoint, converted_again):
     assert not attention.k_proj.bias.any()
 
 
-def test_the_layer_norm_before_version_1_uses_the_unbiased_deviation(checkpoint, converted_again):
+def test_a_model_of_before_version_1_is_converted(checkpoint, converted_again):
+    """Its layer norm uses the unbiased deviation, and the file has the mask of later words."""
     model = checkpoint["model"]
+    for name in [name for name in model if name.endswith("layer_norm_2.weight")]:
+        mask = torch.ones(1, 50, 50, dtype=torch.uint8).triu(1)
+        model[name.replace("layer_norm_2.weight", "mask")] = mask
     for name in [name for name in model if "layer_norm" in name]:
         is_weight = name.endswith("weight")
         old = name.removesuffix("weight" if is_weight else "bias") + ("a_2" if is_weight else "b_2")

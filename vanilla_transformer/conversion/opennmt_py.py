@@ -52,6 +52,8 @@ SINUSOIDS = {
     "SinusoidalConcat": ("tensor2tensor", "halves"),
 }
 MOST_POSITIONS = 5000
+# Hides later words; up to version 0.7 in the file.
+MASK = r"decoder\.transformer_layers\.\d+\.mask"
 # Linear maps whose biases depend on version and options.
 ATTENTION = r".*_attn\.(linear_\w+|final_linear)"
 FEED_FORWARD = r".*\.feed_forward\.w_[12]"
@@ -136,7 +138,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         **tying, **token_ids, **_options(opt, tensors), **_positions(opt, tensors)
     )
     weights |= take_layers(tensors, config, NAMES)
-    tensors.expect_all_taken()
+    tensors.expect_all_taken([MASK])
     if config.sinusoid_frequencies == "tensor2tensor":
         interleave_halves(weights)
     if config.position_encoding == "learned":
