@@ -15,6 +15,7 @@ from conversion.reference import (
     expect_reference,
     expect_to_train_on,
     load_reference,
+    log_probabilities,
     log_probability_difference,
 )
 from vanilla_transformer import conversion
@@ -102,10 +103,17 @@ def as_version_1(checkpoint):
     checkpoint.state = {"model_state": checkpoint.model, "steps": 880, "amp_state": None}
 
 
-def test_version_1_is_pre_norm(pre):
+def test_version_1_is_pre_norm_with_relu(pre):
+    for stack in ("encoder", "decoder"):
+        pre.stack(stack)["activation"] = "relu"
+    newer = pre.convert().rename(pre.folder / "newer")
     as_version_1(pre)
+    for stack in ("encoder", "decoder"):
+        pre.stack(stack)["activation"] = "gelu"  # which it does not read
     folder = pre.convert()
-    pre.expect_the_same(folder)
+    tensors, _ = load_reference("joeynmt/pre")
+    same = (log_probabilities(load(each), tensors) for each in (folder, newer))
+    torch.testing.assert_close(*same)
     generation = GenerationConfig.from_pretrained(folder)
     assert (generation.length_penalty, generation.length_penalty_type) == (1.0, "gnmt")
     assert generation.max_new_tokens == 20
@@ -116,6 +124,13 @@ def test_versions_2_0_to_2_2_are_post_norm_by_default(post):
     post.cfg["joeynmt_version"] = "2.0.0"
     for stack in ("encoder", "decoder"):
         del post.stack(stack)["layer_norm"]
+    post.expect_the_same(post.convert())
+
+
+def test_versions_before_2_3_read_no_activation(post):
+    post.cfg["joeynmt_version"] = "2.2.1"
+    for stack in ("encoder", "decoder"):
+        post.stack(stack)["activation"] = "tanh"
     post.expect_the_same(post.convert())
 
 

@@ -194,6 +194,8 @@ def _read_config(path: Path) -> dict[str, Any]:
             options = cfg["model"][stack]
             options["embeddings"] = options.get("embeddings") or {}
             _expect(path, f"model.{stack}.type", options.get("type", "transformer"), "transformer")
+            if not _is_since_2_3(cfg):
+                options["activation"] = "relu"  # earlier versions do not read it
             activation = options.setdefault("activation", "relu")
             _expect(path, f"model.{stack}.activation", activation, *ACTIVATIONS)
             norm = options.get("layer_norm")
