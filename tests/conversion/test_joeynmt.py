@@ -127,6 +127,12 @@ def test_versions_2_0_to_2_2_are_post_norm_by_default(post):
     post.expect_the_same(post.convert())
 
 
+def test_the_older_name_of_the_length_penalty_wins(post):
+    """As in JoeyNMT, which says that it is obsolete."""
+    post.cfg["testing"] |= {"alpha": 0.5, "beam_alpha": 2.0}
+    assert GenerationConfig.from_pretrained(post.convert()).length_penalty == 0.5
+
+
 def test_versions_before_2_3_read_no_activation(post):
     post.cfg["joeynmt_version"] = "2.2.1"
     for stack in ("encoder", "decoder"):

@@ -335,7 +335,7 @@ def _generation(
 ) -> dict[str, Any]:
     """The search that `testing` describes."""
     testing = cfg["testing"]
-    alpha = first_given(testing.get("beam_alpha"), testing.get("alpha"), -1)
+    alpha = first_given(testing.get("alpha"), testing.get("beam_alpha"), -1)
     beams = max(1, first_given(testing.get("beam_size"), 1))  # 0 means greedy
     for name in NO_EQUIVALENT:
         if (testing.get(name) or -1) > 0:
@@ -514,7 +514,7 @@ class JoeyModel(Toolkit):
         self.pad, self.start, self.eos = target.pad_index, target.bos_index, target.eos_index
         self.unk, self.source_size = self.source.unk_index, len(self.source)
         testing = cfg["testing"]
-        self.alpha = testing.get("beam_alpha", testing.get("alpha", -1))
+        self.alpha = testing.get("alpha", testing.get("beam_alpha", -1))
 
     def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
         """See `Toolkit`."""
