@@ -671,9 +671,9 @@ def test_subwords_without_the_escape_characters_are_refused():
 
 
 def test_a_file_of_subtokens_can_have_quotes(tmp_path):
-    file = written(tmp_path, "vocab.subwords", "'<pad>_'\n'<EOS>_'\n'''\n'a_'\nb\n")
+    file = written(tmp_path, "vocab.subwords", "'<pad>_'\n'<EOS>_'\n'''\n'a_'\nb\n (_\n(_\n")
     vocab = vocabulary_files.read_subwords(file)
-    assert vocab == {"<pad>_": 0, "<EOS>_": 1, "'": 2, "a_": 3, "b": 4}
+    assert vocab == {"<pad>_": 0, "<EOS>_": 1, "'": 2, "a_": 3, "b": 4, " (_": 5, "(_": 6}
 
 
 # ---------------------------------------------------------------- both sides

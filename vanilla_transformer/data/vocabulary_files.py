@@ -138,7 +138,7 @@ def read_subwords(path: str | Path) -> dict[str, int]:
     """tensor2tensor's `vocab.*.subwords`: one subtoken per line, usually in single quotes."""
 
     def bare(line: str) -> str:
-        line = line.strip()
+        line = line.rstrip()  # without quotes, a space in front is part of a subtoken
         quoted = len(line) > 1 and line[0] == line[-1] and line[0] in "'\""
         return line[1:-1] if quoted else line
 
