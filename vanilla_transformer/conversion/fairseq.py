@@ -75,6 +75,9 @@ OTHER_TASKS = (
     "denoising", "multilingual_denoising", "masked_lm", "multilingual_masked_lm", "translation_lev",
 )  # fmt: skip
 MBART = "translation_from_pretrained_bart"
+# In names of architectures that translate while they read: no tensor tells that a word of the
+# source sees no later ones.
+SIMULTANEOUS = ("unidirectional", "monotonic")
 # Classes of saved options and states, none of whose code is executed.
 INERT = (
     "fairseq.*", "omegaconf.*", "typing.*", "_operator.getitem", "collections.defaultdict",
@@ -217,6 +220,11 @@ def _expect_translation_model(path: Path, args: dict[str, Any], state: dict[str,
                 f"{path}: arch={arch!r} has no {stack}.layers.0.self_attn: expected an "
                 "encoder-decoder Transformer"
             )
+    if any(word in str(arch) for word in SIMULTANEOUS):
+        raise ValueError(
+            f"{path}: arch={arch!r} reads a source from left to right: expected an encoder-decoder "
+            "that reads it whole"
+        )
     for name in REFUSED:
         if args.get(name):
             raise ValueError(f"{path}: {name}={args[name]!r}: expected a model without it")
