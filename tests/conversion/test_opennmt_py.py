@@ -207,6 +207,18 @@ def test_every_bias_is_read(checkpoint, converted_again):
     assert (config.attention_bias, config.decoder_ffn_dim) == (True, 49)
 
 
+def test_a_missing_option_is_reported(checkpoint, converted_again):
+    del checkpoint["opt"].heads
+    with pytest.raises(ValueError, match=r"a checkpoint of opennmt_py, but KeyError\('heads'"):
+        converted_again()
+
+
+def test_a_checkpoint_without_a_projection_is_reported(checkpoint, converted_again):
+    checkpoint["generator"] = None
+    with pytest.raises(ValueError, match="expected a checkpoint of opennmt_py, but AttributeError"):
+        converted_again()
+
+
 def test_queries_can_have_a_bias(checkpoint, converted_again):
     bias = checkpoint["model"][f"{ATTENTION}.linear_query.bias"] = torch.arange(32.0)
     attention = load(converted_again()).model.encoder.layers[0].self_attn

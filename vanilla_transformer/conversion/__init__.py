@@ -55,7 +55,11 @@ def read(path: str | Path, options: ConversionOptions | None = None) -> Conversi
     options = options or ConversionOptions()
     module = find_format(Path(path), options.format)
     options.expect_only(module.READS, module.NAME)
-    conversion = module.read(Path(path), options)
+    try:
+        conversion = module.read(Path(path), options)
+    except (AttributeError, KeyError, TypeError) as error:  # a missing or odd option
+        message = f"{path}: expected a checkpoint of {module.NAME}, but {error!r}"
+        raise ValueError(message) from error
     if options.moses is not None:
         conversion.tokenizer = with_moses(conversion.tokenizer, *options.moses)
         conversion.languages = options.moses
