@@ -109,7 +109,8 @@ def torchtext(monkeypatch):
 
 def before_version_3(checkpoint, make, nest):
     opt, vocab = checkpoint["opt"], checkpoint["vocab"]
-    for name in ("add_qkvbias", "add_ffnbias", "norm_eps", "position_encoding_type", "num_kv"):
+    newer = ("add_qkvbias", "add_ffnbias", "norm_eps", "position_encoding_type", "num_kv")
+    for name in (*newer, "num_experts", "num_experts_per_tok"):
         delattr(opt, name)
     opt.rnn_size = opt.hidden_size
     generator = checkpoint["generator"]
@@ -305,7 +306,14 @@ def test_codes_next_to_a_checkpoint_split_its_text(checkpoint, converted_again, 
     assert (rows == model.model.encoder.embed_tokens.weight[0]).all()
 
 
-def test_version_3_splits_at_spaces(converted):
+def test_before_version_3_5_words_are_split_at_all_white_space(checkpoint, converted_again):
+    del checkpoint["opt"].num_experts, checkpoint["opt"].num_experts_per_tok
+    tokenizer = AutoTokenizer.from_pretrained(converted_again())
+    one, other = checkpoint["vocab"]["src"][4:6]
+    assert tokenizer(f" {one} \t {other}\u00a0{one} ")["input_ids"] == [4, 5, 4]
+
+
+def test_since_version_3_5_words_are_split_at_spaces(converted):
     """Its words are those of `line.strip().split(" ")`, and empty ones are unknown."""
     tokenizer = AutoTokenizer.from_pretrained(converted("opennmt_py/a"))
     assert tokenizer("\u00a0maus  drei\t ")["input_ids"] == [11, 0, 20]

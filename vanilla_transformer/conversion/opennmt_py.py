@@ -97,6 +97,8 @@ OUTSIDE = (
 )  # fmt: skip
 # OpenNMT-py splits subwords that these lack further; here they are unknown tokens.
 RESTRICTIONS = ("src_subword_vocab", "tgt_subword_vocab")
+# An option of version 3.5, which is the first to split a text at spaces alone.
+SINCE_3_5 = "num_experts"
 # Classes around the vocabularies of versions 1 and 2, none of whose code is executed.
 INERT = ("torchtext.*", "onmt.*", "functools.partial", "collections.defaultdict")
 
@@ -132,7 +134,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         [_specials(side, template) for side, template in zip(sides, TEMPLATES, strict=True)],
         options,
         list(map(len, sides)),
-        splits_again=version < 3,
+        splits_again=SINCE_3_5 not in opt,
     )
     config = VanillaTransformerConfig(
         **tying, **token_ids, **_options(opt, tensors), **_positions(opt, tensors)
