@@ -335,6 +335,15 @@ def test_a_target_space_can_be_given(tmp_path, small):
     expect_same(ours, small, start="zero", constant=constant)
 
 
+def test_a_guessed_target_space_is_reported(tmp_path, small, caplog):
+    variables, _ = variables_of(small)
+    convert(save(tmp_path / "known", small, variables), tmp_path / "one")
+    assert "is a guess" not in caplog.text
+    variables = {name: each for name, each in variables.items() if "Adam" not in name}
+    convert(save(tmp_path / "t2t", small, variables), tmp_path / "ours")
+    assert "target_space_id=0 is a guess, as the optimizer's variables are not there" in caplog.text
+
+
 def test_an_unknown_target_space_is_reported(tmp_path, small):
     options = ConversionOptions(target_space_id=32)
     with pytest.raises(ValueError, match="target_space_id=32: expected 0 to 31"):

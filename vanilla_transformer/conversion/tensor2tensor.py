@@ -6,6 +6,7 @@ https://arxiv.org/abs/1803.07416, and https://github.com/tensorflow/tensor2tenso
 """
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -29,6 +30,8 @@ from .core import STACKS, Conversion, ConversionOptions, Tensors
 from .positions import learned_positions
 from .tensorflow_checkpoint import TensorFlowCheckpoint, is_index
 from .weights import SHARED, SOURCE, TARGET, add_rows, interleave_halves, matrix_of, tie
+
+logger = logging.getLogger(__name__)
 
 NAME = "tensor2tensor"
 READS: tuple[str, ...] = ("heads", "target_space_id", "source_vocabulary", "target_vocabulary")
@@ -471,6 +474,12 @@ def _trained_space(tensors: Tensors) -> int:
         raise ValueError(
             f"{tensors.place}: trained target spaces are {numbers}: expected one, so "
             "give --target_space_id"
+        )
+    if not slots:
+        logger.warning(
+            "%s: target_space_id=0 is a guess, as the optimizer's variables are not there: up to "
+            "tensor2tensor 1.5, each target language had its own",
+            tensors.place,
         )
     return trained.pop() if trained else 0
 
