@@ -341,7 +341,7 @@ def test_a_guessed_target_space_is_reported(tmp_path, small, caplog):
     assert "is a guess" not in caplog.text
     variables = {name: each for name, each in variables.items() if "Adam" not in name}
     convert(save(tmp_path / "t2t", small, variables), tmp_path / "ours")
-    assert "target_space_id=0 is a guess, as the optimizer's variables are not there" in caplog.text
+    assert "target_space_id=0 is a guess, as Adam's variables are not there" in caplog.text
 
 
 def test_an_unknown_target_space_is_reported(tmp_path, small):

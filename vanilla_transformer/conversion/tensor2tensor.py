@@ -475,9 +475,9 @@ def _trained_space(tensors: Tensors) -> int:
             f"{tensors.place}: trained target spaces are {numbers}: expected one, so "
             "give --target_space_id"
         )
-    if not slots:
+    if not trained:  # also with Adafactor's, which are sums over rows and columns
         logger.warning(
-            "%s: target_space_id=0 is a guess, as the optimizer's variables are not there: up to "
+            "%s: target_space_id=0 is a guess, as Adam's variables are not there: up to "
             "tensor2tensor 1.5, each target language had its own",
             tensors.place,
         )
