@@ -132,6 +132,32 @@ def test_an_interrupted_evaluation_keeps_no_frame_of_the_training_loop(tokenizer
     assert ended.value.__context__ is None
 
 
+class SignalAfterStep(Signal):
+    """Sends it when the step has been checked for signals, and is being logged."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        pass
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.global_step == self.step and "loss" in logs:
+            self.send()
+
+
+@pytest.mark.parametrize("steps", [8, 6])
+def test_a_signal_after_the_last_step_of_an_epoch_skips_no_evaluation(tokenizer, tmp_path, steps):
+    """Other processes may not have received it: all of them start with the evaluation."""
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": steps}
+    whole = small_trainer(tmp_path / "whole", tokenizer, **options)
+    whole.train()
+    one = SignalAfterStep(signal.SIGTERM, 6)
+    with pytest.raises(SystemExit):
+        small_trainer(tmp_path / "stopped", tokenizer, one, **options).train()
+    assert list(checkpoints_by_step(tmp_path / "stopped")) == [6]
+    again = small_trainer(tmp_path / "stopped", tokenizer, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-6"))
+    assert evaluations(again) == evaluations(whole)
+
+
 @EVALUATING
 def test_a_missed_evaluation_of_the_last_step_is_made_on_resuming_too(tokenizer, tmp_path, options):
     """Its number is no multiple of three, nor is it the last of an epoch."""
@@ -565,6 +591,17 @@ def test_the_last_checkpoint_is_kept_next_to_the_best(tokenizer, tmp_path):
     """Without it, the same command would train again."""
     small_trainer(tmp_path, tokenizer, max_steps=4, save_total_limit=1, **NO_GAIN).train()
     assert list(checkpoints_by_step(tmp_path)) == [1, 4]
+
+
+def test_repeating_an_evaluation_at_the_start_does_not_count_for_early_stopping(
+    tokenizer, tmp_path
+):
+    """With `eval_on_start`, a resumed training evaluates its checkpoint again."""
+    options = {**NO_GAIN, "early_stopping_patience": 2, "eval_on_start": True}
+    small_trainer(tmp_path, tokenizer, max_steps=2, **options).train()
+    resumed = small_trainer(tmp_path, tokenizer, max_steps=8, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [step for step, _ in evaluations(resumed)] == [0, 1, 2, 2, 3]
 
 
 def test_early_stopping_patience_continues_from_a_checkpoint(tokenizer, tmp_path):

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 
 from ..data.bpe_dropout import BPEDropoutDataset
-from .checkpoints import AtomicCheckpointTrainer
+from .checkpoints import AtomicCheckpointTrainer, times_evaluated
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,19 @@ class ResumableEarlyStoppingCallback(EarlyStoppingCallback):
         super().on_train_begin(args, state, control, **kwargs)
         if state.global_step:
             self.early_stopping_patience_counter = evaluations_without_gain(state)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float],
+        **kwargs: Any,
+    ) -> None:
+        """Count the first evaluation of a step only: with `eval_on_start`, a resumed training
+        repeats that of its checkpoint."""
+        if times_evaluated(state) < 2:
+            super().on_evaluate(args, state, control, metrics, **kwargs)
 
 
 def evaluations_without_gain(state: TrainerState) -> int:

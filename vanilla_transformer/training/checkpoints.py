@@ -4,6 +4,7 @@ AtomicCheckpointTrainer   a `Trainer` that writes a checkpoint to a staging fold
 step_of                   the step of a checkpoint, from its name
 checkpoints_by_step       the checkpoints in an output folder
 is_off_schedule           whether a checkpoint was saved only because of a signal
+times_evaluated           how often the model was evaluated at the current step
 from_worst_to_best        steps of checkpoints, sorted by the score of an evaluation
 last_complete_checkpoint  the newest checkpoint that training can resume from
 find_defect               what is wrong with a checkpoint
@@ -335,6 +336,12 @@ def _scores(args: Any, state: TrainerState) -> dict[int, float]:
     """The values of `metric_for_best_model` by the steps of the evaluations."""
     metric = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
     return {log["step"]: log[metric] for log in state.log_history if metric in log}
+
+
+def times_evaluated(state: TrainerState) -> int:
+    """How often the model was evaluated at the current step, by scores that are not outdated."""
+    logs = [log for log in state.log_history if log["step"] == state.global_step]
+    return sum(any(name.startswith("eval_") for name in log) for log in logs)
 
 
 def from_worst_to_best(args: Any, state: TrainerState, steps: Iterable[int]) -> list[int]:

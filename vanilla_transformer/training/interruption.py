@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from .checkpoints import OFF_SCHEDULE, AtomicCheckpointTrainer
+from .checkpoints import OFF_SCHEDULE, AtomicCheckpointTrainer, times_evaluated
 from .distributed import any_process, end_training
 
 logger = logging.getLogger(__name__)
@@ -142,12 +142,14 @@ class _InterruptionCallback(TrainerCallback):
     Attributes:
         received: The signal that was received, if any.
         first_step: The step at which training started or resumed.
+        stops: Whether all processes have agreed to stop after a step.
     """
 
     def __init__(self, trainer: InterruptibleTrainer):
         self.trainer = trainer
         self.received: signal.Signals | None = None
         self.first_step = 0
+        self.stops = False
         self._handlers: dict[signal.Signals, Any] = {}
 
     def on_train_begin(
@@ -167,6 +169,7 @@ class _InterruptionCallback(TrainerCallback):
     ) -> None:
         """Request a checkpoint, and no evaluation before it."""
         if self.stop_requested():
+            self.stops = True
             self.note_schedule(args, state, control)
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
@@ -174,8 +177,10 @@ class _InterruptionCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Called when the loop stops, even within an epoch, after the checkpoint is saved."""
-        if self.received is not None:
+        """Called when the loop stops, even within an epoch, after the checkpoint is saved. A signal
+        since the last step, which other processes may not have received, stops the evaluation that
+        is due, or training after the next step."""
+        if self.stops:
             control.should_save = control.should_evaluate = False
 
     def on_train_end(
@@ -223,8 +228,5 @@ def _missed_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
     else:
         done = state.epoch or 0
         due = args.eval_strategy == "epoch" and (at_end or done == int(done))
-    evaluated = any(
-        log["step"] == state.global_step and any(name.startswith("eval_") for name in log)
-        for log in state.log_history
-    )
-    return due and done >= args.eval_delay and state.global_step > 0 and not evaluated
+    may_be_due = due and done >= args.eval_delay and state.global_step > 0
+    return may_be_due and not times_evaluated(state)
