@@ -131,6 +131,7 @@ def test_gathered_batches_are_equally_large_and_in_the_samplers_order(processes,
 )
 @example([(5, 5)] * 3, 5, 2, {"multiple_of": 1, "even_rows": False, "shuffle": False})
 @example([(3, 3)] * 7, 9, 2, {"multiple_of": 1, "even_rows": True, "shuffle": True})
+@example([(3, 3)], 9, 2, {"multiple_of": 1, "even_rows": True, "shuffle": False})
 def test_processes_get_equally_many_batches_of_any_pairs_and_no_empty_ones(
     pairs, max_tokens, processes, options
 ):
@@ -140,7 +141,8 @@ def test_processes_get_equally_many_batches_of_any_pairs_and_no_empty_ones(
     kept = range(len(pairs))
     if options.get("oversized") == "drop":
         kept = np.flatnonzero(longest <= max_tokens).tolist()
-    assume(len(kept) >= divisor and max_tokens >= longest.min())
+    together = processes if options["even_rows"] else 1
+    assume(-(-len(kept) // together) >= divisor // together and max_tokens >= longest.min())
     parts = samplers(processes, max_tokens=max_tokens, lengths=lengths, **options)
     for epoch in range(2):
         for part in parts:
@@ -158,7 +160,6 @@ def test_processes_get_equally_many_batches_of_any_pairs_and_no_empty_ones(
         else:
             assert not copies
         assert not Counter(kept) - times
-        together = processes if options["even_rows"] else 1
         too_few = len(batches) + divisor > times.total() // together * together
         for batch in batches:
             fits = len(batch) * longest[batch].max() <= max_tokens
@@ -438,6 +439,17 @@ def test_samples_per_second_are_not_logged_for_a_stream(make_trainer, data):
     assert found["train_steps_per_second"] > 0
 
 
+@pytest.mark.parametrize(("budget", "is_logged"), [(None, True), (40, False)])
+def test_steps_per_second_of_an_evaluation_are_only_logged_for_rows(
+    make_trainer, data, budget, is_logged
+):
+    trainer = make_trainer(data, eval_max_tokens=budget)
+    found = trainer.evaluate()
+    for log in (found, trainer.state.log_history[-1]):
+        assert ("eval_steps_per_second" in log) == is_logged
+    assert found["eval_samples_per_second"] > 0
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
 def test_a_run_resumed_in_mid_epoch_continues_with_the_next_batch(
@@ -535,6 +547,17 @@ def test_metrics_get_predictions_in_the_order_of_the_data(make_trainer, data, op
         for row, ids in zip(rows, data[name], strict=True):
             assert row[: len(ids)].tolist() == ids
     np.testing.assert_array_equal(seen[0].predictions[0], expected)
+
+
+def test_metrics_get_the_losses_of_batches_of_tokens(make_trainer, data):
+    """There are fewer than pairs, so they can't be in the order of the data."""
+    options = {"include_for_metrics": ["loss"], "per_device_eval_batch_size": 1}
+    trainer = make_trainer(data, eval_max_tokens=150, **options)
+    batches = len(trainer.get_eval_dataloader())
+    seen = []
+    trainer.compute_metrics = lambda found: seen.append(found) or {}
+    trainer.evaluate()
+    assert len(np.unique(seen[0].losses)) == batches < len(data)
 
 
 @pytest.mark.parametrize("budget", [30, 1000])

@@ -48,9 +48,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
         multiple_of: The number of batches is a multiple of this and of `num_replicas`.
 
     Raises:
-        ValueError: There are no pairs, or fewer pairs than processes; a source or target is empty;
-            the numbers of sources and targets differ; no pair fits the budget; an argument is out
-            of range.
+        ValueError: There are no pairs, or fewer pairs than processes without `even_rows`; a source
+            or target is empty; the numbers of sources and targets differ; no pair fits the budget;
+            an argument is out of range.
     """
 
     batch_size: int | None = None  # accelerate leaves out batches of any other size
@@ -81,12 +81,12 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self.num_dropped = self.num_oversized if oversized == "drop" else 0
         self._kept = fits.nonzero()[0] if self.num_dropped else np.arange(len(fits))
         divisor = math.lcm(num_replicas, multiple_of)
-        if len(self._kept) < divisor:
+        self._group_size = num_replicas if even_rows else 1
+        if -(-len(self._kept) // self._group_size) < divisor // self._group_size:
             raise ValueError(
                 f"{len(self._kept)} sentence pairs for {num_replicas} processes, in multiples of "
                 f"{divisor} batches: expected at least {divisor} pairs"
             )
-        self._group_size = num_replicas if even_rows else 1
         self.order = self._sorted_pairs()
         edges = _batch_edges(self._lengths_of(self.order), max_tokens, self._group_size)
         edges = _make_divisible(edges, divisor // self._group_size)

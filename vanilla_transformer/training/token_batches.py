@@ -99,10 +99,13 @@ class TokenBudgetTrainer(Trainer):
         return epochs, updates, examples, samples, *others
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Same as `Trainer.log`, without the samples per second of a stream's batches of tokens:
-        transformers (5.17 to 5.24) computes them from `per_device_train_batch_size`."""
+        """Same as `Trainer.log`, without what transformers (5.17 to 5.24) computes from numbers of
+        rows that batches of tokens don't have: the samples per second of a stream, and the steps
+        per second of an evaluation."""
         if getattr(self.args, "max_tokens", None) and not has_length(self.train_dataset):
             logs.pop("train_samples_per_second", None)
+        if getattr(self.args, "eval_max_tokens", None):
+            logs.pop("eval_steps_per_second", None)
         super().log(logs, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -315,10 +318,9 @@ class _ResumableBatchRebalanceSampler(BatchRebalanceSampler):
 def _compute_in_order(
     compute: Callable[[EvalPrediction], dict], places: np.ndarray, found: EvalPrediction
 ) -> dict:
-    names = ("predictions", "label_ids", "inputs", "losses")
-    return compute(
-        EvalPrediction(**{name: _reorder(getattr(found, name), places) for name in names})
-    )
+    names = ("predictions", "label_ids", "inputs")
+    ordered = {name: _reorder(getattr(found, name), places) for name in names}
+    return compute(EvalPrediction(**ordered, losses=found.losses))  # of batches, not of rows
 
 
 def _reorder(values: Any, places: np.ndarray) -> Any:
