@@ -1,6 +1,7 @@
 """Tokenizers other than the default: unigrams, characters, words; two vocabularies; user tokens."""
 
 import unicodedata
+from weakref import WeakSet
 
 import pytest
 from datasets import Dataset
@@ -9,6 +10,7 @@ from transformers import AutoTokenizer
 from vanilla_transformer.data.tokenization import TOKENIZER_TYPES, UNICODE_FORMS, train_tokenizer
 from vanilla_transformer.data.tokenizer_options import (
     TokenizerArguments,
+    import_bpe_codes,
     log_coverage,
     warn_of_split_tokens,
 )
@@ -265,6 +267,22 @@ def test_the_vocabulary_of_bpe_codes_has_sorted_characters_before_merges(codes):
         "<pad>", "<s>", "</s>", "<unk>", "a", "b", "l", "a</w>", "b</w>", "l</w>",
         "o", "lo", "w</w>", "low</w>",
     ]  # fmt: skip
+
+
+def test_the_texts_of_bpe_codes_are_not_kept_in_memory(codes):
+    class Text(str):
+        """Can be referred to without keeping it, unlike a plain string."""
+
+    def texts():
+        for number in range(9):
+            alive.add(text := Text(f"low {number}"))
+            most.append(len(alive))
+            yield text
+            del text
+
+    alive, most = WeakSet(), []
+    assert "w</w>" in import_bpe_codes(str(codes), texts()).get_vocab()
+    assert max(most) <= 2
 
 
 def test_each_side_can_have_its_own_bpe_codes(codes, tmp_path):

@@ -201,7 +201,10 @@ def import_bpe_codes(
         ValueError: The file is not in subword-nmt's format 0.2 or fastBPE's.
     """
     merges = read_bpe_codes(path)
-    characters = sorted(set().union(*texts) - {" "})
+    seen: set[str] = set()
+    for text in texts:  # one at a time: a corpus may be larger than memory
+        seen.update(text)
+    characters = sorted(seen - {" "})
     symbols = [*SPECIAL_TOKENS, *characters, *(f"{character}</w>" for character in characters)]
     vocab = {symbol: number for number, symbol in enumerate(symbols)}
     tokenizer = bpe_codes(merges, vocab, Specials(), separator=None)
