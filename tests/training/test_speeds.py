@@ -155,6 +155,17 @@ def test_a_text_of_longer_pairs_is_measured_separately(model, tmp_path):
     assert find_speed(keys[1:2], keys[2]) == keys[1]
 
 
+def test_sharded_training_is_measured_separately(model, tmp_path, monkeypatch):
+    keys = [key_of(tmp_path, model)]
+    with monkeypatch.context() as patch:
+        patch.setattr("vanilla_transformer.training.speeds.uses_fsdp", lambda: True)
+        keys.append(key_of(tmp_path, model))
+    arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True)
+    arguments.deepspeed_plugin = object()
+    keys.append(measurement_key(model, arguments, TEXT))
+    assert [key["options"] for key in keys] == [[], ["FSDP"], ["DeepSpeed"]]
+
+
 def test_bpe_dropout_is_measured_separately(model, tmp_path):
     """It segments the text again in each epoch, which takes time."""
     tokenizer = train_tokenizer(["a lake"] * 9, 265, show_progress=False)
@@ -228,6 +239,8 @@ def test_products_that_torch_may_round_are_measured_separately(model, tmp_path):
         ({}, []),
         ({"r_drop_alpha": 5.0}, ["R-Drop"]),
         ({"optim": "adafactor"}, ["adafactor"]),
+        ({"train_sampling_strategy": "group_by_length"}, ["group_by_length batches"]),
+        ({"train_sampling_strategy": "group_by_length", "max_tokens": 90}, []),
         (
             {"gradient_checkpointing": True, "torch_compile": True},
             ["gradient checkpointing", "torch.compile"],

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from ..data.bpe_dropout import BPEDropoutDataset
 from ..data.token_batches import count_tokens
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from .distributed import uses_fsdp
 
 # If no measurement has the same values of these, a plan uses the nearest one.
 BRIDGED = ("vocabulary", "batch", "accumulation", "processes", "source_ratio", "target_length")
@@ -34,11 +35,15 @@ def measurement_key(model: PreTrainedModel, args: TrainingArguments, text: Any) 
             shape += f"+{config.decoder_ffn_dim}"
     pairs = int(args.per_device_train_batch_size or 0)
     batch = getattr(args, "max_tokens", None) or -pairs  # in tokens, or in pairs
+    strategy = args.train_sampling_strategy
     options = {
         "R-Drop": getattr(args, "r_drop_alpha", 0.0),
         "gradient checkpointing": args.gradient_checkpointing,
         "torch.compile": args.torch_compile,
         "BPE-dropout": isinstance(text, BPEDropoutDataset),
+        "FSDP": uses_fsdp(),
+        "DeepSpeed": args.deepspeed_plugin is not None,
+        f"{strategy} batches": batch < 0 and strategy != "random",  # less padding by length
         args.optim.value: args.optim != TrainingArguments.optim,
     }
     return {
