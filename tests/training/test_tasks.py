@@ -159,6 +159,7 @@ def test_training_stops_early(tmp_path, train_here):
         ("loss", ["--validation_target", "source"], "the validation text", 2),  # evaluated again
         ("loss", ["--generation_num_beams", 2], "generation_num_beams", 1),
         ("chrf", ["--generation_num_beams", 2], "generation_num_beams", 3),
+        ("chrf", ["--generation_max_length", 9], "generation_max_length", 3),
         ("chrf", ["--bleu_tokenize", "char"], "bleu_tokenize", 1),
         ("bleu", ["--bleu_tokenize", "char"], "bleu_tokenize", 3),
     ],

@@ -40,7 +40,7 @@ OPTIMIZER = (
     "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs",
 )  # fmt: skip
 VALIDATION = "the validation text"
-SCORING = ("generation_kwargs", "bleu_tokenize")
+SCORING = ("generation_kwargs", "generation_max_length", "bleu_tokenize")
 CARD = "README.md"
 CODE = Path(model.__file__).parent  # each model has a copy
 FILES = {"tokenizer_name", "sentencepiece_model", "bpe_codes"}  # files may have moved
