@@ -112,6 +112,12 @@ def test_batches_of_rows_are_kept(tmp_path, option, max_steps):
     assert chosen(tmp_path, MULTI30K, **option)[:2] == (None, max_steps)  # 30 * 29,000 / 32
 
 
+def test_batches_of_rows_are_larger_on_several_gpus_of_one_process(tmp_path, monkeypatch):
+    """As with `DataParallel`."""
+    monkeypatch.setattr(TranslationTrainingArguments, "n_gpu", 4)
+    assert chosen(tmp_path, MULTI30K, per_device_train_batch_size=8)[:2] == (None, 27_188)
+
+
 @pytest.mark.parametrize("option", [{}, {"per_device_train_batch_size": 8}])
 def test_a_tiny_text_gets_enough_updates_and_at_least_one_per_epoch(tmp_path, option):
     tiny = TextSize(3, 30, 30, longest_excess=0, distinct_target_tokens=9)

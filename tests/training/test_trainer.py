@@ -447,6 +447,19 @@ def test_several_processes_cannot_share_rows_of_a_stream(tmp_path, monkeypatch):
     by_tokens.expect_data(["train"], streaming=True)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "streaming", "is_reported"),
+    [("group_by_length", True, True), ("group_by_length", False, False), ("random", True, False)],
+)
+def test_batches_by_length_are_reported_as_without_effect_on_a_stream(
+    tmp_path, caplog, strategy, streaming, is_reported
+):
+    options = {"train_sampling_strategy": strategy, "max_steps": 5, "report_to": "none"}
+    arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **options)
+    arguments.expect_data(["train"], streaming)
+    assert (f"train_sampling_strategy={strategy} has no effect" in caplog.text) == is_reported
+
+
 def test_training_with_gradient_checkpointing_can_be_resumed(tokenizer, tmp_path):
     """It computes the same gradients, and the model keeps its cache."""
     options = {"gradient_checkpointing": True, "config": {"dropout": 0.0}}
@@ -1265,6 +1278,8 @@ def test_averaging_checkpoints_that_are_not_kept_is_refused(tmp_path, options, m
         ({"generation_num_beams": 0}, "generation_num_beams=0: expected 1 or more"),
         ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1: expected 0 or more"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1: expected 0 or more"),
+        ({"data_seed": -1}, "data_seed=-1: expected 0 or more"),
+        ({"seed": 2**32}, "seed=4294967296: expected less than 2^32"),
         ({"learning_rate": -1.0}, "optim=adamw_torch_fused: Invalid learning rate: -1.0"),
         ({"adam_beta2": 1.5}, "optim=adamw_torch_fused: Invalid beta parameter at index 1: 1.5"),
         (

@@ -405,6 +405,12 @@ class TranslationTrainingArguments(
                 raise ValueError(
                     f"{name}=epoch: expected steps or no, as batches from a stream have no epochs"
                 )
+        by_length = self.train_sampling_strategy not in ("random", "sequential")
+        if streaming and by_length and not self.has_token_batches:
+            logger.warning(
+                "train_sampling_strategy=%s has no effect: a stream is read in its order",
+                self.train_sampling_strategy,
+            )
         if streaming and not self.has_token_batches and launched_world_size() > 1:
             raise ValueError(
                 f"per_device_train_batch_size={self.per_device_train_batch_size} with a stream in "

@@ -160,5 +160,5 @@ def updates_per_epoch(arguments: Any, size: TextSize | None) -> float:
         return 0.0
     batches = arguments.world_size * arguments.gradient_accumulation_steps
     if arguments.max_tokens is None:
-        return max(1.0, size.pairs / (arguments.per_device_train_batch_size * batches))
+        return max(1.0, size.pairs / (arguments.train_batch_size * batches))
     return max(1.0, size.tokens / (arguments.max_tokens * batches))

@@ -31,6 +31,7 @@ AT_LEAST = {
     "dataloader_num_workers": 0,
     "weight_decay": 0,
     "seed": 0,
+    "data_seed": 0,
     "r_drop_alpha": 0,
     "r_drop_start": 0,
 }
@@ -69,6 +70,8 @@ def _expect_numbers(args: Any) -> None:
         value = getattr(args, name)
         if value is not None and not value >= least:
             raise ValueError(f"{name}={value}: expected {least} or more")
+    if args.seed >= 2**32:
+        raise ValueError(f"seed={args.seed}: expected less than 2^32, as NumPy does")
     if args.max_steps < 1 and args.max_steps != -1:
         raise ValueError(
             f"max_steps={args.max_steps}: expected a positive number, or -1 for as many as in "
