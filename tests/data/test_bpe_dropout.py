@@ -7,6 +7,7 @@ from copy import deepcopy
 from functools import cache
 from itertools import pairwise
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -32,9 +33,9 @@ from vanilla_transformer.data.bpe_dropout import BPEDropout, with_bpe_dropout
 from vanilla_transformer.data.parallel_text import DataArguments, tokenize_dataset
 from vanilla_transformer.data.token_batches import count_tokens
 from vanilla_transformer.data.tokenizer_options import TokenizerArguments
-from vanilla_transformer.training.arguments import TranslationTrainingArguments
+from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.defaults import TextSize
-from vanilla_transformer.training.preparation import target_tokens_of_epoch
+from vanilla_transformer.training.preparation import prepare, target_tokens_of_epoch
 from vanilla_transformer.training.trainer import make_trainer
 
 TEXTS = ["a house by the lake", "ein Haus am See", "the lake is deep", "der See ist tief"]
@@ -348,6 +349,28 @@ def test_target_tokens_of_an_epoch_are_counted_with_dropout(tokenizer, pairs, en
         seen += sum(len(encoded[int(row)]["labels"]) for row in kept.nonzero()[0]) / 20
     size = TextSize.of(encoded.tokenized)
     assert target_tokens_of_epoch(encoded, size, arguments) == pytest.approx(seen, rel=0.05)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_no_text_becomes_longer_than_the_models_table_of_positions(
+    tmp_path, monkeypatch, streaming
+):
+    """Otherwise training would end in any epoch with an error. Without dropout, all texts fit."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "text").write_text("a house by the lake\n" * 9)
+    files = dict.fromkeys(("train_source", "train_target"), str(tmp_path / "text"))
+    shape = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1}
+    prepared = prepare(
+        ModelArguments(
+            config_overrides={**shape, "position_encoding": "learned", "max_position_embeddings": 6}
+        ),
+        DataArguments(**files, bpe_dropout=1.0, max_target_length=4, streaming=streaming),
+        TranslationTrainingArguments(
+            str(tmp_path / "out"), use_cpu=True, max_steps=1, report_to="none"
+        ),
+    )
+    lengths = {(len(row["input_ids"]), len(row["labels"])) for row in prepared.splits["train"]}
+    assert lengths == {(6, 4)}
 
 
 def test_a_stream_gives_the_same_tokens(pairs, encoded):

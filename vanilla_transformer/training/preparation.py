@@ -108,7 +108,9 @@ def prepare(
     extend_output_limit(model, size)
     if data_args.bpe_dropout:
         encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
-        limits = (data_args.max_source_length, data_args.max_target_length)
+        given = data_args.max_source_length, data_args.max_target_length
+        table = position_limit(model)  # dropout makes texts longer
+        limits = [min(filter(None, (limit, table)), default=None) for limit in given]
         splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
     target_tokens = None
     if size is not None:
