@@ -291,6 +291,21 @@ def test_after_outdated_scores_the_first_new_one_is_the_best(tokenizer, tmp_path
         assert from_worst_to_best(trainer.args, trainer.state, [2, 4, 6, 8]) == scored
 
 
+@pytest.mark.parametrize(("outdated", "halved"), [(set(), 3), ({"eval_loss"}, 2)])
+def test_a_schedule_compares_no_new_score_with_outdated_ones(tokenizer, tmp_path, outdated, halved):
+    """Each evaluation without a gain halves the learning rate: all but the first."""
+    options = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"factor": 0.5, "patience": 0, "threshold": 0.9},
+        "learning_rate": 1e-3, "eval_strategy": "steps", "eval_steps": 1,
+    }  # fmt: skip
+    small_trainer(tmp_path, tokenizer, max_steps=2, **options).train()
+    trainer = small_trainer(tmp_path, tokenizer, max_steps=4, **options)
+    trainer.outdated_scores = outdated
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**halved)
+
+
 def test_saving_a_step_again_replaces_its_checkpoint(run, tokenizer):
     trainer = small_trainer(run, tokenizer)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))

@@ -215,6 +215,7 @@ class _CheckpointCallback(TrainerCallback):
             logger.info("The best checkpoint so far is %s", best)
         if _is_of_another_metric(args, state):
             _choose_best_anew(args, state, Path(resumed).parent)
+            _forget_best(self.trainer.lr_scheduler)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -242,6 +243,13 @@ def _choose_best_anew(args: TrainingArguments, state: TrainerState, folder: Path
         best = from_worst_to_best(args, state, known)[-1]
         state.best_global_step, state.best_metric = best, scores[best]
         state.best_model_checkpoint = str(checkpoints[best])
+
+
+def _forget_best(schedule: Any) -> None:
+    """Let a schedule by metric count the next score as its best so far."""
+    if hasattr(schedule, "num_bad_epochs"):
+        schedule.best = math.inf if schedule.mode == "min" else -math.inf
+        schedule.num_bad_epochs = 0
 
 
 def _report_failure(upload: Future[Any]) -> None:
