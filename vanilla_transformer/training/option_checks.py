@@ -72,6 +72,8 @@ def _expect_numbers(args: Any) -> None:
             raise ValueError(f"{name}={value}: expected {least} or more")
     if args.seed >= 2**32:
         raise ValueError(f"seed={args.seed}: expected less than 2^32, as NumPy does")
+    if not args.warmup_steps < math.inf:
+        raise ValueError(f"warmup_steps={args.warmup_steps}: expected a finite number")
     if args.max_steps < 1 and args.max_steps != -1:
         raise ValueError(
             f"max_steps={args.max_steps}: expected a positive number, or -1 for as many as in "
