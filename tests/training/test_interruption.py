@@ -305,6 +305,17 @@ def test_evaluations_do_not_change_the_training(tokenizer, tmp_path):
     assert torch.equal(weights_of(evaluated), weights_of(without))
 
 
+def test_all_processes_exit_if_one_has_received_a_signal_after_the_last_step(
+    tokenizer, tmp_path, monkeypatch
+):
+    trainer = small_trainer(tmp_path, tokenizer, max_steps=1)
+    trainer.train()
+    trainer.exit_if_interrupted()
+    monkeypatch.setattr("vanilla_transformer.training.interruption.any_process", lambda *args: True)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        trainer.exit_if_interrupted()
+
+
 def test_the_same_signal_twice_stops_at_once(tokenizer, tmp_path):
     before = signal.getsignal(signal.SIGINT)
     trainer = small_trainer(tmp_path, tokenizer, Signal(signal.SIGINT, 5, times=2))

@@ -116,8 +116,9 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
             self.state.best_model_checkpoint = self.resumed_checkpoint
 
     def exit_if_interrupted(self) -> None:
-        """Exit with the code of the signal, if a signal has stopped training."""
-        if self.interruption.received is not None:
+        """Exit with the code of the signal, if any process has received one during training, be it
+        after the last step. All of them must call it."""
+        if self.interruption.stop_requested():
             self._exit()
 
     def _exit(self) -> NoReturn:
