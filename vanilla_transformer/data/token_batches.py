@@ -48,9 +48,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
         multiple_of: The number of batches is a multiple of this and of `num_replicas`.
 
     Raises:
-        ValueError: There are no pairs, or fewer pairs than processes without `even_rows`; a source
-            or target is empty; the numbers of sources and targets differ; no pair fits the budget;
-            an argument is out of range.
+        ValueError: There are no pairs; without `even_rows`, there are fewer pairs than processes,
+            or no pair fits the budget; a source or target is empty; the numbers of sources and
+            targets differ; an argument is out of range.
     """
 
     batch_size: int | None = None  # accelerate leaves out batches of any other size
@@ -73,7 +73,13 @@ class TokenBudgetSampler(Sampler[list[int]]):
             raise ValueError(f"oversized={oversized!r}: expected one of {', '.join(OVERSIZED)}")
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank={rank}: expected one of {num_replicas} processes, from 0")
-        self.lengths = _validated_lengths(source_lengths, target_lengths, max_tokens)
+        self.lengths = _validated_lengths(source_lengths, target_lengths)
+        shortest = int(np.maximum(*self.lengths).min())
+        if max_tokens < shortest and not even_rows:
+            raise ValueError(
+                f"max_tokens={max_tokens}: expected at least {shortest}, which the shortest pair "
+                "takes"
+            )
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self.num_replicas, self.rank = num_replicas, rank
         fits = np.maximum(*self.lengths) <= max_tokens
@@ -138,7 +144,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return source[pairs], target[pairs]
 
 
-def _validated_lengths(source_lengths: Any, target_lengths: Any, max_tokens: int) -> Lengths:
+def _validated_lengths(source_lengths: Any, target_lengths: Any) -> Lengths:
     source, target = np.asarray(source_lengths), np.asarray(target_lengths)
     if len(source) != len(target):
         raise ValueError(
@@ -147,11 +153,6 @@ def _validated_lengths(source_lengths: Any, target_lengths: Any, max_tokens: int
     if len(source) == 0:
         raise ValueError("there is no sentence pair to make batches of")
     expect_tokens(source, target)
-    shortest = int(np.maximum(source, target).min())
-    if max_tokens < shortest:
-        raise ValueError(
-            f"max_tokens={max_tokens}: expected at least {shortest}, which the shortest pair takes"
-        )
     return source, target
 
 
