@@ -234,6 +234,13 @@ def test_the_first_initial_training_value_is_the_number_of_epochs():
     assert "in range(epochs_trained, num_train_epochs)" in source
 
 
+def test_the_summary_of_a_training_counts_the_steps_since_resuming_or_all_steps():
+    # training/interruption.py corrects the second way, which lacks this attribute.
+    source = inspect.getsource(Trainer._finalize_training)
+    since_resuming = "self.state.global_step - self._initial_global_step" in source
+    assert since_resuming != ("num_steps=self.state.max_steps" in source)
+
+
 def test_the_model_is_wrapped_between_creating_optimizer_and_scheduler():
     # training/distributed.py hides embeddings from accelerate between the two.
     source = inspect.getsource(Trainer._prepare_for_training)

@@ -296,6 +296,18 @@ def test_a_finished_run_can_be_continued_with_more_steps(tokenizer, tmp_path):
     assert trainer.state.global_step == 8
 
 
+def test_the_summary_of_a_resumed_run_is_about_its_own_steps(tokenizer, tmp_path):
+    small_trainer(tmp_path, tokenizer, max_steps=6).train()
+    trainer = small_trainer(tmp_path, tokenizer, max_steps=8)
+    found = trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6")).metrics
+    losses = [log["loss"] for log in trainer.state.log_history if log["step"] > 6 and "loss" in log]
+    assert len(losses) == 2
+    assert found["train_loss"] == pytest.approx(sum(losses) / 2)
+    for name, number in (("samples", 4), ("steps", 2)):
+        done = found[f"train_{name}_per_second"] * found["train_runtime"]
+        assert done == pytest.approx(number, rel=0.02)
+
+
 def test_evaluations_do_not_change_the_training(tokenizer, tmp_path):
     without = small_trainer(tmp_path / "without", tokenizer)
     without.train()

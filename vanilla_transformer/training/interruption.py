@@ -85,9 +85,14 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Same as `Trainer.log`, but without the summary if an already finished run makes no step:
-        its `train_loss` would be 0."""
-        if "train_loss" not in logs or self.state.global_step > self.interruption.first_step:
-            super().log(logs, *args, **kwargs)
+        its `train_loss` would be 0. The summary of a resumed run is about its own steps."""
+        if "train_loss" in logs:
+            done = self.state.global_step - self.interruption.first_step
+            if not done:
+                return
+            if not hasattr(self, "_initial_global_step"):
+                _summarize(logs, self.state, done)
+        super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Same as `Trainer.evaluate`, but restores the random number generators: training continues
@@ -218,6 +223,14 @@ class _InterruptionCallback(TrainerCallback):
         logger.warning(
             "%s: training saves a checkpoint after this step and stops", self.received.name
         )
+
+
+def _summarize(logs: dict[str, float], state: TrainerState, done: int) -> None:
+    """Relate a summary to the steps `done` since resuming. transformers 5.17 and some later
+    versions divide their losses by the number of all steps, and that number by their time."""
+    logs["train_loss"] *= state.global_step / done
+    for name in {"train_samples_per_second", "train_steps_per_second"} & logs.keys():
+        logs[name] *= done / state.max_steps
 
 
 def _missed_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
