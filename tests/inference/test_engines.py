@@ -350,9 +350,12 @@ def test_tokens_of_truncated_translations_have_scores(model, engine, tokenizer):
 
 
 def test_invalid_pairs_are_refused(engine, tokenizer):
-    with pytest.raises(ValueError, match="labels of 2402 tokens, the end included: expected at mo"):
+    with pytest.raises(ValueError, match="the target of pair 1 has 2402 tokens: expected at most 2"):
         list(score_pairs([("a", "z " * 1200)], engine, tokenizer))
     ids, mask = ragged(2)
+    long = torch.full((1, 2402), 5)
+    with pytest.raises(ValueError, match="labels of 2403 tokens, the end included: expected at mo"):
+        engine.token_scores(input_ids=ids, attention_mask=mask, labels=long)
     with pytest.raises(IndexError, match="label 10000 is out of range"):
         engine.token_scores(input_ids=ids, attention_mask=mask, labels=torch.tensor([[10_000]]))
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run_command
+from conftest import run_command, seq2seq
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.data.vocabularies import Specials, words
@@ -99,6 +99,16 @@ def test_a_pair_without_tokens_is_reported_with_its_number_in_the_text(monkeypat
     scores = score_pairs([("a", "a")] * 4 + [("", "a")], translator[0], tokenizer)
     with pytest.raises(ValueError, match="the source of pair 5 has no token: expected"):
         list(scores)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_text_that_is_longer_than_the_table_of_positions_is_reported(tokenizer, side):
+    options = {"position_encoding": "learned", "max_position_embeddings": 12}
+    model = seq2seq(vocab_size=len(tokenizer), **options)
+    long = {"source": "See", "target": "See", side: "the lake is deep " * 9}
+    message = rf"the {side} of pair 2 has \d+ tokens: expected at most 12, where the model's table"
+    with pytest.raises(ValueError, match=message):
+        list(score_pairs([("See", "See"), tuple(long.values())], model, tokenizer))
 
 
 def scores_of(logits, labels):

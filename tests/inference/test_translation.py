@@ -32,6 +32,7 @@ from vanilla_transformer.inference.decoding import (
     expect_known_search,
     expect_valid_options,
     position_limit,
+    side_limits,
 )
 from vanilla_transformer.inference.translation import (
     BATCHES_PER_WINDOW,
@@ -355,6 +356,41 @@ def test_the_smallest_table_of_positions_is_the_limit(table, limit):
         assert position_limit(EncoderDecoderModel(config)) == limit
 
 
+def short_table(kind, tokenizer):
+    """A model with positions for 12 tokens, of this package or of transformers."""
+    if kind == "ours":
+        options = {"position_encoding": "learned", "max_position_embeddings": 12}
+        return seq2seq(vocab_size=len(tokenizer), **options)
+    return MarianMTModel(
+        MarianConfig(
+            vocab_size=len(tokenizer), d_model=8, encoder_layers=1, decoder_layers=1,
+            encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=12,
+            pad_token_id=0, eos_token_id=2, decoder_start_token_id=0, forced_eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["ours", "marian"])
+def test_a_line_that_is_longer_than_the_table_of_positions_is_shown(tokenizer, kind):
+    model, line = short_table(kind, tokenizer), "ein Haus am See"
+    assert len(tokenizer(line)["input_ids"]) <= 12
+    assert len(list(translate([line], model, tokenizer, max_new_tokens=2))) == 1
+    message = (
+        r"a line of \d+ tokens, 'the lake is deep the .*: expected at most 12, where the model's"
+    )
+    with pytest.raises(ValueError, match=message):
+        list(translate([line, "the lake is deep " * 9], model, tokenizer, max_new_tokens=2))
+
+
+def test_encoder_and_decoder_have_their_own_limits():
+    """As in LED, which reads longer texts than it writes."""
+    encoder, decoder = (BertConfig(max_position_embeddings=size) for size in (20, 9))
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    with torch.device("meta"):
+        assert side_limits(EncoderDecoderModel(config)) == (20, 9)
+        assert side_limits(FSMTForConditionalGeneration(FSMTConfig())) == (math.inf, math.inf)
+
+
 def test_a_table_that_grows_is_not_a_limit():
     with torch.device("meta"):
         model = FSMTForConditionalGeneration(FSMTConfig(src_vocab_size=9, tgt_vocab_size=9))
@@ -453,10 +489,20 @@ def test_a_cache_unknown_to_transformers_is_a_valueerror(model):
     ],
     ids=str,
 )
-def test_invalid_logits_processors_are_refused_before_translation(model, options, message):
+def test_invalid_options_are_refused_before_translation(model, options, message):
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: ") + ".*" + message):
         expect_valid_options(model, options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"extra_output_tokens": 9}, {"length_penalty_type": "power"}], ids=str
+)
+def test_options_of_this_package_are_refused_for_other_models(tokenizer, options):
+    ((name, value),) = options.items()
+    message = f"{name}={value!r} with MarianMTModel: expected a model of this package"
+    with pytest.raises(ValueError, match=message):
+        expect_valid_options(short_table("marian", tokenizer), options)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Options of `generate()`: errors for those that can't work, and the limits of length."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,12 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from ..model.generation import VanillaTransformerGenerationMixin
-from ..model.generation_options import GenerationOptions, expect_generation_options, first_given
+from ..model.generation_options import (
+    OWN_OPTIONS,
+    GenerationOptions,
+    expect_generation_options,
+    first_given,
+)
 from ..model.output_length import use_length_penalty_type
 
 logger = logging.getLogger(__name__)
@@ -39,6 +45,12 @@ POSITION_TABLES = ("embed_positions", "position_embeddings", "wpe")
 def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     """Raise a ValueError unless the model can generate with these options and its generation
     config."""
+    for name in OWN_OPTIONS:
+        if name in options and not hasattr(model, "extra_output_tokens"):
+            raise ValueError(
+                f"{name}={options[name]!r} with {type(model).__name__}: expected a model of this "
+                "package, which `vanilla-transformer convert` can make of some others"
+            )
     config = {**model.generation_config.to_dict(), "num_return_sequences": 1, **options}
     expect_generation_options(config, getattr(model.config, "target_vocab_size", 2**31))
     for name, most in _most_tokens(model).items():
@@ -168,6 +180,15 @@ def position_limit(model: PreTrainedModel) -> int | None:
     if is_ctranslate2 or getattr(model.config, "position_encoding", None) == "learned":
         return model.config.max_position_embeddings
     return _smallest_table(model)
+
+
+def side_limits(model: PreTrainedModel) -> tuple[float, float]:
+    """The largest numbers of tokens in a source and in a target for a model's tables of positions;
+    infinity without a table."""
+    if not isinstance(model, torch.nn.Module) or hasattr(model, "extra_output_tokens"):
+        return (position_limit(model) or math.inf,) * 2
+    encoder, decoder = map(_smallest_table, (model.get_encoder(), model.get_decoder()))
+    return encoder or math.inf, decoder or math.inf
 
 
 def _smallest_table(model: torch.nn.Module) -> int | None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import ChainMap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, repeat, takewhile
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from .decoding import (
     options_of,
     position_limit,
     samples,
+    side_limits,
 )
 
 # Lines are sorted by length within this many batches, so that little padding is needed.
@@ -81,7 +82,8 @@ def translate(
 
     Raises:
         ValueError: `batch_size` or `max_tokens` is not positive, a prefix is as long as the longest
-            translation, or the generation config has options that transformers lacks.
+            translation, a line is longer than the model's table of positions, or the generation
+            config has options that transformers lacks.
     """
     batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
     for hypotheses in batches.hypotheses(None, show_progress, together):
@@ -206,6 +208,7 @@ class Batches(NamedTuple):
         sources first. The prefixes of a batch have the same length."""
         lines, texts = zip(*window, strict=True)
         sources = self.tokenizer(list(lines))["input_ids"]
+        self._expect_positions(lines, sources)
         prefixes: list[list[int]] = [[]] * len(window)
         if any(texts):
             models = (self.model, self.tokenizer)
@@ -225,6 +228,17 @@ class Batches(NamedTuple):
             batch[index] = row
         if batch:
             yield batch
+
+    def _expect_positions(self, lines: Sequence[str], sources: list[list[int]]) -> None:
+        """Raise a ValueError if a line is longer than the model's table of positions: torch's error
+        has no line, and on a GPU no later call works."""
+        most, _ = side_limits(self.model)
+        for line, ids in zip(lines, sources, strict=True):
+            if len(ids) > most:
+                raise ValueError(
+                    f"a line of {len(ids)} tokens, {line[:60]!r}...: expected at most {most}, "
+                    "where the model's table of positions ends"
+                )
 
     def _is_full(
         self, longest: tuple[list[int], list[int]], row: tuple[list[int], list[int]], size: int
