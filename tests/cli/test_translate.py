@@ -334,6 +334,8 @@ def test_samples_are_distinct_and_scored_by_log_probability(checkpoint, beams):
         (["--candidates", 3], "candidates=3: expected --mbr or --reverse_model"),
         (["--reverse_weight", 3], "reverse_weight=3.0: expected --reverse_model as well"),
         (["--length_weight", 1], "length_weight=1.0: expected --reverse_model as well"),
+        (["--reverse_weight", "nan"], "reverse_weight=nan: expected a finite number"),
+        (["--length_weight", "inf"], "length_weight=inf: expected a finite number"),
         (["--alignment_layer", 1], "alignment_layer=1: expected --alignments or --replace_unknow"),
         (["--source", "none"], "source='none': expected a file that exists"),
         (["--source", "in", "--output", "out.xz"], "output='out.xz': expected a plain text file"),

@@ -1,5 +1,6 @@
 """The work of `translate`: its options, its models, and the lines that it writes."""
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -108,6 +109,9 @@ class TranslateArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a positive integer")
+        for name in ("reverse_weight", "length_weight"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise ValueError(f"{name}={value}: expected a finite number")
         if self.mbr is not None and self.reverse_model is not None:
             raise ValueError(
                 f"mbr={self.mbr!r} and reverse_model={self.reverse_model!r}: expected one of them"
