@@ -383,6 +383,15 @@ def test_processes_share_the_chunks(source, processes):
     assert sorted(number for worker in workers for number in worker.seen) == list(range(len(LINES)))
 
 
+def test_several_processes_cannot_read_what_can_be_read_once(tmp_path):
+    """Each would get some of the lines of a pipe. Here it is a device, which does not block."""
+    message = f"source='{os.devnull}': expected a file, not a pipe, as each of 2 processes reads it"
+    with pytest.raises(ValueError, match=message):
+        transform_file(Worker(), os.devnull, tmp_path / "out", {}, num_processes=2)
+    transform_file(Worker(), os.devnull, tmp_path / "out", {})
+    assert (tmp_path / "out").read_text() == ""
+
+
 def test_a_process_on_a_different_file_system_is_refused(source):
     message = r"out\.txt\.parts: expected a file system that all processes share"
     with pytest.raises(FileNotFoundError, match=message):

@@ -166,10 +166,15 @@ def transform_chunks(
         show_progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: An unfinished call had a different source or different settings, or the source
-            is not UTF-8; also as in `expect_files`.
+        ValueError: An unfinished call had a different source or different settings, the source is
+            not UTF-8, or several processes would read the same pipe; also as in `expect_files`.
     """
     expect_files(source, output, source_column, target_column)
+    if num_processes > 1 and is_no_file(source):
+        raise ValueError(
+            f"source={str(source)!r}: expected a file, not a pipe, as each of {num_processes} "
+            "processes reads it"
+        )
     parts = as_path(f"{output}.parts")
     job = {**settings, **_origin(as_path(source)), "lines_per_chunk": lines_per_chunk}
     if process_index == 0 and not (parts / JOB_FILE).exists():
