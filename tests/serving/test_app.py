@@ -86,6 +86,15 @@ def test_a_form_is_read_as_utf8_with_or_without_percent_encoding():
         assert "MÄDCHEN" in answer.text or "can't decode byte 0xe4" in answer.text
 
 
+@pytest.mark.parametrize("charset", ["undefined", "punycode"])
+def test_a_charset_that_reads_nothing_is_a_bad_request(charset):
+    part = b'--x\r\nContent-Disposition: form-data; name="q"\r\n\r\nM\xc3\xa4dchen.\r\n--x--\r\n'
+    headers = {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
+    answer = client().post("/translate", content=part, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("not a form: ")
+
+
 def test_it_accepts_empty_fields_and_fields_in_the_url():
     """As from deep-translator, whose body is empty, and from forms with empty fields."""
     server, fields = client(), {"q": LINE, **PAIR}

@@ -123,7 +123,7 @@ async def _read_multipart(request: Request, content: bytes) -> list[tuple[str, A
         # `content` is within the server's own limit; Starlette's is 1 MB per part.
         form = await Request(request.scope, receive).form(max_part_size=len(content))
         return form.multi_items()
-    except (FormParserError, UnicodeDecodeError) as error:
+    except (FormParserError, UnicodeError) as error:  # a charset may have errors of its own
         raise HTTPException(400, f"not a form: {error}") from None
 
 
