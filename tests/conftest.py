@@ -2,6 +2,7 @@ import faulthandler
 import functools
 import gc
 import inspect
+import json
 import logging
 import os
 import runpy
@@ -216,6 +217,25 @@ def checkpoint(tokenizer, tmp_path_factory):
     VanillaTransformerForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_fsmt(folder, targets):
+    """Saves a random FSMT for sources of the letters a, b and c, and targets of the given ones."""
+    from transformers import FSMTConfig, FSMTForConditionalGeneration, FSMTTokenizer
+
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    for side, letters in (("src", "abc"), ("tgt", targets)):
+        vocab = [*special, *(f"{letter}</w>" for letter in letters)]
+        numbers = {token: number for number, token in enumerate(vocab)}
+        (folder / f"vocab-{side}.json").write_text(json.dumps(numbers))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = FSMTTokenizer.from_pretrained(folder, langs=["en", "de"], eos_token="</s>")
+    tokenizer.save_pretrained(folder)
+    config = FSMTConfig(
+        langs=["en", "de"], src_vocab_size=7, tgt_vocab_size=7, d_model=16, encoder_layers=1,
+        decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+    )  # fmt: skip
+    FSMTForConditionalGeneration(config).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

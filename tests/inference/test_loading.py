@@ -1,21 +1,17 @@
 """All scripts load models in the same way, and check the options first."""
 
-import json
-
 import pytest
 import torch
-from conftest import run_command
+from conftest import run_command, save_fsmt
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
     AutoModelForSeq2SeqLM,
-    FSMTConfig,
-    FSMTForConditionalGeneration,
-    FSMTTokenizer,
     PegasusConfig,
     PegasusForConditionalGeneration,
 )
 
+from vanilla_transformer.inference.engines import onnxruntime_engine
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import translate
@@ -114,19 +110,7 @@ def test_loading_a_model_disables_cudnn_attention(model, tokenizer, tmp_path, mo
 def test_an_fsmt_with_two_vocabularies_translates_but_cannot_score_targets(tmp_path, targets):
     """transformers encodes targets with the source vocabulary."""
     pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
-    special = ["<s>", "<pad>", "</s>", "<unk>"]
-    for side, letters in (("src", "abc"), ("tgt", targets)):
-        vocab = [*special, *(f"{letter}</w>" for letter in letters)]
-        numbers = {token: number for number, token in enumerate(vocab)}
-        (tmp_path / f"vocab-{side}.json").write_text(json.dumps(numbers))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = FSMTTokenizer.from_pretrained(tmp_path, langs=["en", "de"], eos_token="</s>")
-    tokenizer.save_pretrained(tmp_path)
-    config = FSMTConfig(
-        langs=["en", "de"], src_vocab_size=7, tgt_vocab_size=7, d_model=16, encoder_layers=1,
-        decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-    )  # fmt: skip
-    FSMTForConditionalGeneration(config).save_pretrained(tmp_path)
+    save_fsmt(tmp_path, targets)
     loaded = LoadingArguments(device="cpu").load(tmp_path)
     assert len(list(translate(["a b"], *loaded, max_new_tokens=3))) == 1
     arguments = ModelArguments(model_name_or_path=str(tmp_path))
@@ -169,6 +153,19 @@ def test_missing_devices_are_refused(monkeypatch, device):
     message = f"device='{device}': expected one of xpu, xpu:0, xpu:1, cpu"
     with pytest.raises(ValueError, match=message):
         LoadingArguments(device=device)
+
+
+def test_an_engine_runs_on_the_gpu_of_its_process(monkeypatch, checkpoint, tmp_path):
+    """accelerate chooses it for torch, whose "xpu" then means the second one here."""
+    with_accelerator(monkeypatch, "xpu", 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(onnxruntime_engine, "recognizes", lambda folder: True)
+    monkeypatch.setattr(onnxruntime_engine, "load", lambda folder, device, dtype: device)
+    found = [
+        LoadingArguments("onnxruntime", device).load(checkpoint)[0]
+        for device in (None, "xpu:0", "cpu")
+    ]
+    assert found == ["xpu:1", "xpu:0", "cpu"]
 
 
 FLAGS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import run_command, seq2seq
+from conftest import run_command, save_fsmt, seq2seq
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.inference.loading import LoadingArguments
@@ -100,6 +100,14 @@ def test_a_text_beyond_the_table_of_positions_is_refused_or_has_no_attention(
     long = Hypothesis("der See ist tief " * 3, -1.0)
     monkeypatch.setattr(serving, "translate_n_best", lambda *_, **__: iter([[long]]))
     assert demo.translate(SOURCE, 4, 1.0, 3) == (long.text, [["-1.000", long.text]], None)
+
+
+def test_a_translation_that_the_tokenizer_cannot_read_has_no_attention(tmp_path):
+    pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
+    save_fsmt(tmp_path, targets="cba")  # another vocabulary than for sources
+    best, rows, maps = make_demo(tmp_path).translate("a b", 3, 1.0, 2)
+    assert [best, maps] == [rows[0][1], None]
+    assert best
 
 
 # ---------------------------------------------------------------- attention

@@ -105,7 +105,15 @@ class LoadingArguments:
                 "expected none"
             )
         tokenizer = self._load_tokenizer(name)
-        return engine.load(Path(name), device=self.device, dtype=self.dtype), tokenizer
+        return engine.load(Path(name), device=self._numbered_device(), dtype=self.dtype), tokenizer
+
+    def _numbered_device(self) -> str:
+        """The device with its number. For torch, "cuda" is the GPU that accelerate has chosen for
+        this process, for engines the first one."""
+        device = torch.device(str(self.device))
+        if device.type == "cpu" or device.index is not None:
+            return str(device)
+        return f"{device.type}:{torch.accelerator.current_device_index()}"
 
     def load_model(self, name: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load one model that torch runs. This disables cuDNN's attention in the process, as it
@@ -199,12 +207,17 @@ def expect_complete(model: PreTrainedModel, missing: Collection[str], name: str 
     )
 
 
-def expect_to_read_targets(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a ValueError for FSMT's tokenizers with two vocabularies: transformers reads targets
-    with that of the sources."""
+def reads_targets(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer reads both sides. transformers reads targets of FSMT with the vocabulary
+    of the sources, even if the targets have another."""
     if not isinstance(tokenizer, FSMTTokenizer):
-        return
-    if tokenizer.encoder != {token: number for number, token in tokenizer.decoder.items()}:
+        return True
+    return tokenizer.encoder == {token: number for number, token in tokenizer.decoder.items()}
+
+
+def expect_to_read_targets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ValueError for FSMT's tokenizers with two vocabularies."""
+    if not reads_targets(tokenizer):
         name = tokenizer.name_or_path
         raise ValueError(
             f"{name}: FSMT's tokenizer reads targets with the vocabulary of the sources, expected "

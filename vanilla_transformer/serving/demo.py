@@ -17,7 +17,7 @@ from ..analysis.attention import attention_maps
 from ..data.paths import expect_unused
 from ..inference.alignment import layers_and_heads
 from ..inference.decoding import position_limit, runs_in_torch
-from ..inference.loading import LoadingArguments
+from ..inference.loading import LoadingArguments, reads_targets
 from ..inference.translation import translate, translate_n_best
 from ..plotting import AttentionMaps, plot_attention
 from .languages import languages_of_card
@@ -67,8 +67,8 @@ class Demo:
 
         Returns:
             The best translation; for each hypothesis, best first, its score and its text; and the
-            attention from the decoder to the encoder, if the model returns it and its table of
-            positions has room for the translation with its end token.
+            attention from the decoder to the encoder, if the model returns it, its tokenizer reads
+            targets, and its table of positions has room for the translation with its end token.
 
         Raises:
             gr.Error: The sentence is too long.
@@ -94,7 +94,8 @@ class Demo:
             rows = [["", *translate([source], self.model, self.tokenizer, num_beams=1)]]
         best = rows[0][1]
         maps = None
-        if self.shows_attention and best.strip() and not self._beyond_positions(text_target=best):
+        is_read = self.shows_attention and best.strip() and reads_targets(self.tokenizer)
+        if is_read and not self._beyond_positions(text_target=best):
             maps = attention_maps(self.model, self.tokenizer, source, best)
         return best, rows, maps
 
