@@ -208,6 +208,13 @@ def test_a_parquet_file_gets_a_column(table):
     assert after["loud"].to_pylist() == expected
 
 
+def test_a_column_named_like_a_part_of_another_is_read_by_its_name(tmp_path):
+    """pyarrow then reads both columns."""
+    columns = {"pair": [{"en": "inner"}], "pair.en": ["outer"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
+    assert list(read_file(tmp_path / "in.parquet", "pair.en")) == ["outer"]
+
+
 def test_a_column_of_a_parquet_file_becomes_a_text_file(table):
     output = table.with_name("out.txt")
     transform_file(lambda lines, first: map(repr, lines), table, output, {}, source_column="text")

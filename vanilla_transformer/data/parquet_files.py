@@ -69,7 +69,7 @@ def read_column(path: str | Path, column: str | None = None) -> Iterator[str]:
     column = find_text_column(path, column)
     with as_path(path).open("rb") as file:
         for batch in ParquetFile(file).iter_batches(columns=[column]):
-            yield from (text or "" for text in batch.column(0).to_pylist())
+            yield from (text or "" for text in batch.column(column).to_pylist())
 
 
 def add_column(path: str | Path, column: str, texts: Iterable[str], file: BinaryIO) -> None:
