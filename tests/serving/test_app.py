@@ -518,6 +518,7 @@ def test_the_description_has_every_route_with_its_fields():
         ({"max_batch_tokens": 0}, "max_batch_tokens=0: expected at least 1"),
         ({"num_beams": 0}, "num_beams=0: expected at least 1"),
         ({"timeout": 0.0}, r"timeout=0.0: expected seconds"),
+        ({"timeout": float("inf")}, "timeout=inf: expected seconds"),
     ],
 )
 def test_an_invalid_option_is_refused_by_name(options, message):

@@ -61,7 +61,7 @@ class ServingArguments:
                 raise ValueError(f"{name}={value}: expected at least {low}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: expected 0 (any free port) to 65535")
-        if not 0 <= self.batch_wait < self.timeout:
+        if not 0 <= self.batch_wait < self.timeout < float("inf"):
             raise ValueError(
                 f"batch_wait={self.batch_wait}, timeout={self.timeout}: expected seconds, at least "
                 "0, and a longer timeout"
