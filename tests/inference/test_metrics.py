@@ -246,6 +246,15 @@ def test_a_difference_in_one_line_is_not_significant(test):
     assert found["other"]["exact_match_p"] == 1
 
 
+@pytest.mark.parametrize("lines", [1, 2, 4])
+def test_the_bootstrap_finds_no_smaller_p_value_in_a_few_lines_than_a_sign_test(lines):
+    """All its samples have the same difference if all lines have."""
+    systems, metrics = {"wrong": without(*range(lines))[:lines]}, make_metrics(["bleu", "wer"])
+    systems["right"] = RIGHT[:lines]
+    found = compare_systems(systems, RIGHT[:lines], metrics=metrics)["right"]
+    assert found["bleu_p"] == found["wer_p"] == 2 / 2**lines
+
+
 def test_systems_with_different_numbers_of_lines_are_refused():
     with pytest.raises(ValueError, match="39 translations for 40 references"):
         compare_systems({"a": RIGHT, "b": RIGHT[1:]}, RIGHT, metrics=make_metrics())
