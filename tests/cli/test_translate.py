@@ -96,6 +96,14 @@ def test_values_of_options_are_json_or_words(text, value):
     assert parse_value(text) == value
 
 
+def test_a_flag_is_true_or_false():
+    """As with --compile no. Any word would be true in Python."""
+    parser = ArgumentParser()
+    generation_options.add_generation_options(parser)
+    given = vars(parser.parse_args(["--do_sample", "no", "--use_cache", "--low_memory", "null"]))
+    assert given == {"do_sample": False, "use_cache": True, "low_memory": None}
+
+
 def test_an_integer_is_accepted_where_transformers_expects_a_float():
     parser = ArgumentParser()
     generation_options.add_generation_options(parser)
@@ -325,6 +333,7 @@ def test_samples_are_distinct_and_scored_by_log_probability(checkpoint, beams):
         (["--top_p", 2], "top_p=2.0: expected a number from 0 to 1"),
         (["--repetition_penalty", 0], "repetition_penalty=0.0: expected a number above 0"),
         (["--do_sample", "--temperature", 0], "temperature=0.0: expected a number above 0"),
+        (["--do_sample", "maybe"], "argument --do_sample: Truthy value expected: got maybe but"),
         (["--early_stopping", "maybe"], "early_stopping='maybe': expected True, False or 'never'"),
         (["--suppress_tokens", 5], "suppress_tokens=5: expected a list"),
         (["--length_penalty_type", "long"], "length_penalty_type='long': expected one of"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.hf_argparser import string_to_bool
 
 from ..data.vocabularies import unknown_id
 from ..model.generation_options import NUMBERS, OWN_OPTIONS
@@ -18,6 +19,12 @@ NOT_OFFERED = {
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
     "output_logits", "return_dict_in_generate", "transformers_version", "is_assistant",
     "continuous_batching_config", "constraints", "stop_strings", "token_healing", "guidance_scale",
+}  # fmt: skip
+
+# Options whose value is true or false: any other would be true.
+FLAGS = {
+    "disable_compile", "do_sample", "low_memory", "remove_invalid_values", "renormalize_logits",
+    "use_cache",
 }  # fmt: skip
 
 METHOD_FILE = "custom_generate/generate.py"
@@ -59,10 +66,11 @@ def generation_option_names() -> list[str]:
 def add_generation_options(parser: ArgumentParser) -> None:
     """Add the options to a parser. A value is JSON or a word; an option without one is true. The
     namespace has only the given ones: null turns off an option of the model."""
+    parsers = dict.fromkeys(NUMBERS, parse_number) | dict.fromkeys(FLAGS, parse_flag)
     for name in generation_option_names():
         parser.add_argument(
             f"--{name}", nargs="?", const=True, metavar="VALUE", default=SUPPRESS,
-            type=parse_number if name in NUMBERS else parse_value,
+            type=parsers.get(name, parse_value),
             help=HELP.get(name, "As in transformers' GenerationConfig."),
         )  # fmt: skip
 
@@ -79,6 +87,11 @@ def parse_number(text: str) -> Any:
     """Same as `parse_value`, for an option for which transformers rejects integers."""
     value = parse_value(text)
     return float(value) if type(value) is int else value
+
+
+def parse_flag(text: str) -> bool | None:
+    """Null, or true or false in the words of the commands' own options, such as no."""
+    return None if text == "null" else string_to_bool(text)
 
 
 def find_method(name: str, trust_remote_code: bool) -> str:
