@@ -351,6 +351,7 @@ def test_samples_are_distinct_and_scored_by_log_probability(checkpoint, beams):
         (["--source", "in", "--output", "./in"], "output='./in': expected another file than sour"),
         (["--source", "in", "--target_prefix_file", "in", "--output", "in"], "expected another"),
         (["--stop_strings", "a"], "unrecognized arguments: --stop_strings a"),
+        (["--use_mtp", "true"], "unrecognized arguments: --use_mtp true"),
         (["--alignments", "letters"], "alignments='letters': expected one of words, pieces"),
         (["--target_prefix_file", "in"], "target_prefix_file='in': expected --source"),
         (["--source", "in", "--target_prefix_file", "one"], "in has 3 lines and one 1: expected"),

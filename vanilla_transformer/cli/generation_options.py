@@ -14,11 +14,12 @@ from ..data.vocabularies import unknown_id
 from ..model.generation_options import NUMBERS, OWN_OPTIONS
 
 # The commands choose what `generate()` returns, constraints are objects, two options need a
-# tokenizer, and guidance needs a model without an encoder.
+# tokenizer, guidance needs a model without an encoder, and multi-token prediction its own weights.
 NOT_OFFERED = {
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
     "output_logits", "return_dict_in_generate", "transformers_version", "is_assistant",
     "continuous_batching_config", "constraints", "stop_strings", "token_healing", "guidance_scale",
+    "use_mtp",
 }  # fmt: skip
 
 # Options whose value is true or false: any other would be true.
