@@ -1,5 +1,6 @@
 """`translate` as users call it: options of generate(), several models, and its output."""
 
+import copy
 import gzip
 import json
 import os
@@ -288,6 +289,12 @@ def test_forced_words_are_encoded_with_the_target_vocabulary(tokenizer):
     ]
     with pytest.raises(ValueError, match="force_words='': expected text in the target's vocabul"):
         encode_forced_words(["See", ""], tokenizer)
+    stock = copy.deepcopy(tokenizer)
+    stock.split_special_tokens = False  # as transformers' own tokenizers
+    for word in ("</s>", "See<pad>"):
+        assert encode_forced_words([word], tokenizer)
+        with pytest.raises(ValueError, match=f"force_words='{word}': expected text in the target"):
+            encode_forced_words([word], stock)
     names = ["<pad>", "<s>", "</s>", "<unk>", "See"]
     printing = words_tokenizer(dict(zip(names, range(5), strict=True)), Specials())
     with pytest.raises(ValueError, match="force_words='Meer': expected text in the target's voca"):

@@ -139,12 +139,14 @@ def encode_forced_words(
     """The target's token ids of words or phrases, in the format of `force_words_ids`.
 
     Raises:
-        ValueError: A word is empty or has a token that is not in the vocabulary.
+        ValueError: A word is empty, has a token that is not in the vocabulary, or one that ends or
+            pads a target, as a stock tokenizer reads `</s>` in a text.
     """
-    encoded, unknown = [], unknown_id(tokenizer)
+    encoded = []
+    refused = {unknown_id(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id}
     for word in words:
         ids = tokenizer(text_target=word, add_special_tokens=False)["input_ids"]
-        if not ids or unknown in ids:
+        if not ids or refused & set(ids):
             raise ValueError(f"force_words={word!r}: expected text in the target's vocabulary")
         encoded.append(ids)
     return encoded
