@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import run_command
-from conversion.reference import CHECKPOINTS
+from conversion.reference import checkpoint_folder
 from transformers import AutoModelForSeq2SeqLM
 
 from vanilla_transformer.conversion import find_format
@@ -12,10 +12,7 @@ from vanilla_transformer.conversion.check import check, of_targets
 
 @pytest.fixture
 def checkpoint():
-    folder = CHECKPOINTS / "fairseq" / "post"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not there: it is test data that no package contains")
-    return folder
+    return checkpoint_folder("fairseq/post")
 
 
 def test_it_converts_there_and_back(checkpoint, tmp_path):

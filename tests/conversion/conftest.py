@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from conversion.reference import CHECKPOINTS
+from conversion.reference import checkpoint_folder
 from vanilla_transformer import conversion
 
 
@@ -13,9 +13,7 @@ def converted(tmp_path_factory):
     folders = {}
 
     def convert(variant):
-        folder = CHECKPOINTS / variant
-        if not folder.is_dir():
-            pytest.skip(f"{folder} is not there: it is test data that no package contains")
+        folder = checkpoint_folder(variant)
         if variant not in folders:
             output = tmp_path_factory.mktemp(variant.replace(os.sep, "-")) / "converted"
             folders[variant] = conversion.convert(folder, output)

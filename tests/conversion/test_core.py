@@ -9,7 +9,7 @@ from conftest import small_config
 from huggingface_hub import metadata_load
 
 from conversion.models import embeddings, random_model, split_state
-from conversion.reference import CHECKPOINTS
+from conversion.reference import checkpoint_folder
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.conversion import ConversionOptions, core, fairseq, read
 from vanilla_transformer.conversion.saving import read_record, restore, save
@@ -99,9 +99,7 @@ def test_the_card_names_two_languages_or_none(model, tokenizer, tmp_path, langua
 
 
 def test_moses_languages_are_those_of_the_model():
-    folder = CHECKPOINTS / "marian" / "post"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not there: it is test data that no package contains")
+    folder = checkpoint_folder("marian/post")
     assert read(folder).languages == ()
     assert read(folder, ConversionOptions(moses=["de", "en"])).languages == ["de", "en"]
 
