@@ -337,6 +337,7 @@ def test_samples_are_distinct_and_scored_by_log_probability(checkpoint, beams):
     [
         (["--no_such_option", 3], "unrecognized arguments: --no_such_option 3"),
         (["--top_p", "much"], "top_p='much': expected a finite number"),
+        (["--max_time", "long"], "max_time='long': expected a finite number"),
         (["--top_p", 2], "top_p=2.0: expected a number from 0 to 1"),
         (["--repetition_penalty", 0], "repetition_penalty=0.0: expected a number above 0"),
         (["--do_sample", "--temperature", 0], "temperature=0.0: expected a number above 0"),

@@ -119,7 +119,7 @@ COUNTS = {
 NUMBERS = (
     "length_penalty", "temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
     "repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "diversity_penalty",
-    "max_length_factor",
+    "max_length_factor", "max_time",
 )  # fmt: skip
 SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 POSITIVE = ("repetition_penalty", "encoder_repetition_penalty", "max_length_factor")
