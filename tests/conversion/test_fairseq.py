@@ -13,6 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
 
 from conversion.reference import (
     CHECKPOINTS,
+    checkpoint_folder,
     expect_reference,
     expect_token_ids,
     load_reference,
@@ -37,9 +38,7 @@ def edited(tmp_path):
 
     def edit(variant="post", change=lambda args, state: None, name="edited", **options):
         folder = tmp_path / name
-        if not (CHECKPOINTS / "fairseq").is_dir():
-            pytest.skip(f"{CHECKPOINTS} is not there: it is test data that no package contains")
-        shutil.copytree(CHECKPOINTS / "fairseq" / variant, folder)
+        shutil.copytree(checkpoint_folder(f"fairseq/{variant}"), folder)
         checkpoint = load(folder)
         state = {key: tensor.clone() for key, tensor in checkpoint["model"].items()}
         args = checkpoint["cfg"]["model"]

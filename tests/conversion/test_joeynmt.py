@@ -11,7 +11,7 @@ from conftest import Payload
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, pipeline
 
 from conversion.reference import (
-    CHECKPOINTS,
+    checkpoint_folder,
     expect_reference,
     expect_to_train_on,
     load_reference,
@@ -27,9 +27,7 @@ class Checkpoint:
     """A copy of a variant's folder, to be changed."""
 
     def __init__(self, variant, folder):
-        source = CHECKPOINTS / "joeynmt" / variant
-        if not source.is_dir():
-            pytest.skip(f"{source} is not there: it is test data that no package contains")
+        source = checkpoint_folder(f"joeynmt/{variant}")
         self.variant, self.folder = variant, folder / variant
         shutil.copytree(source, self.folder, copy_function=shutil.copyfile)
         self.folder.chmod(0o755)

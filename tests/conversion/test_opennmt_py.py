@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, pipeline
 
 from conversion.reference import (
-    CHECKPOINTS,
+    checkpoint_folder,
     expect_reference,
     expect_to_train_on,
     load_reference,
@@ -33,9 +33,7 @@ FEED_FORWARD = "decoder.transformer_layers.1.feed_forward"
 @pytest.fixture
 def checkpoint():
     """The checkpoint "a", which a test can change."""
-    path = CHECKPOINTS / "opennmt_py/a" / NAME
-    if not path.is_file():
-        pytest.skip(f"{path} is not there: it is test data that no package contains")
+    path = checkpoint_folder("opennmt_py/a") / NAME
     with torch.serialization.safe_globals([Namespace]):
         return torch.load(path, weights_only=True)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
 
 from conversion.models import expect_training_to_go_on, random_model, split_state
-from conversion.reference import CHECKPOINTS, expect_reference, load_reference
+from conversion.reference import CHECKPOINTS, checkpoint_folder, expect_reference, load_reference
 from vanilla_transformer.conversion import ConversionOptions, convert, positions, torch_nn
 from vanilla_transformer.conversion.check import Converted, largest_difference, of_targets
 
@@ -177,10 +177,8 @@ def test_prefixes_of_wrappers_are_removed(tmp_path, wrapper):
 
 @pytest.mark.parametrize("variant", ["torch_nn_transformer/post", "annotated_transformer/pre"])
 def test_a_converted_model_gives_the_same_as_the_original(tmp_path, variant):
-    if not (CHECKPOINTS / variant).is_dir():
-        pytest.skip(f"{CHECKPOINTS / variant} is not there: it is test data")
     options = ConversionOptions(heads=4)
-    folder = convert(CHECKPOINTS / variant, tmp_path / "ours", options=options)
+    folder = convert(checkpoint_folder(variant), tmp_path / "ours", options=options)
     # The Annotated Transformer adds its epsilon to the standard deviation, not to the variance.
     expect_reference(folder, variant, 1e-5 if "annotated" in variant else None)
     expect_training_to_go_on(folder, variant)

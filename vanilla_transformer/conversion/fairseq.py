@@ -443,7 +443,7 @@ def write(model_folder: Path, output: Path) -> None:
         "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
         "last_optimizer_state": None,
     }
-    # The record of a stranger's model may name any path.
+    # An untrusted model's record may name any path.
     torch.save(checkpoint, output / Path(record["checkpoint"]).name)
     copy_original_files(model_folder, output)
 

@@ -553,7 +553,7 @@ def _side(file: Path, size: int, pad: int, splitter: str | Path | None) -> Side:
     if file.suffix == ".fsv":
         raise ValueError(f"{file}: expected a vocabulary without factors")
     model = vocabulary_files.read_sentencepiece(file) if file.suffix == ".spm" else None
-    vocab = model.vocab() if model else _first(size, file)
+    vocab = model.vocab() if model else _tokens_with_rows(file, size)
     core.expect_size(file, vocab, size)
     eos = _required(file, vocab, "</s>", "eos", 0)
     unk = _required(file, vocab, "<unk>", "UNK", 1)
@@ -566,7 +566,7 @@ def _side(file: Path, size: int, pad: int, splitter: str | Path | None) -> Side:
     return Side(split_and_look_up(splitter, vocab, specials), *ids)
 
 
-def _first(size: int, file: Path) -> dict[str, int]:
+def _tokens_with_rows(file: Path, size: int) -> dict[str, int]:
     """The tokens of a vocabulary that have a row in a matrix. Marian ignores the others."""
     vocab = vocabulary_files.read_marian_vocab(file)
     first = {token: number for token, number in vocab.items() if number < size}
@@ -655,7 +655,7 @@ class MarianToolkit(Toolkit):
         else:
             codes = _splitter(files, options, 0)
             self.split = subwords(codes) if codes else re.compile("[^ ]+").findall
-            self.vocab = _first(sizes[0], file)
+            self.vocab = _tokens_with_rows(file, sizes[0])
 
     def logits(self, sources: Tensor, inputs: Tensor) -> Tensor:
         """Marian does not report them."""
