@@ -49,7 +49,7 @@ def commands(text):
     """The program, the command and its options of each command line, in blocks and within text."""
     lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
     spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    starts = r"(vanilla-transformer |-m vanilla_transformer |python -m |^scripts/)([\w.-]+)"
+    starts = r"(vanilla-transformer |-m vanilla_transformer |python -m |^scripts/)(\w[\w.-]*)"
     for line in [*lines.splitlines(), *(" ".join(span.split()) for span in spans)]:
         if match := re.search(starts, line.partition("#")[0]):
             yield *match.groups(), re.findall(r'[ "=]--(\w+)', line[match.end() :])
@@ -132,7 +132,7 @@ def test_commands_and_their_options_exist(name):
             shared = {
                 "train": of_train,
                 "convert": ("/conversion/core.py",),
-                "serve": ("/serving/", "/loading.py"),
+                "serve": ("/serving/", "/loading.py", "/ray_workers.py"),
                 "translate": ("/cli/translation_job.py", "/loading.py", "/ray_workers.py"),
             }.get(target, ("/inference/loading.py",))
             texts = [text for path, text in package.items() if any(map(path.count, (own, *shared)))]
