@@ -4,8 +4,8 @@ r"""Export a model for another engine, or for a class of transformers.
         --quantization int8 --check test.en
     vanilla-transformer export outputs/mine --to transformers.js --output_dir outputs/page
 
-translate, evaluate, score, serve and demo accept a folder for ctranslate2 or onnx in place of a
-model. The targets:
+translate, back-translate, evaluate, score, serve and demo accept a folder for ctranslate2 or onnx
+in place of a model. The targets:
     ctranslate2      a compiled engine for CPUs and NVIDIA GPUs
     marian           MarianMTModel of transformers, for post-norm models
     pegasus          PegasusForConditionalGeneration of transformers, for pre-norm models
