@@ -1,6 +1,6 @@
 """Print versions, devices and optional packages, for a bug report.
 
-    vanilla-transformer info
+vanilla-transformer info
 """
 
 import platform

@@ -46,7 +46,7 @@ class ConversionOptions:
 
     Raises:
         FileNotFoundError: A file does not exist.
-        ValueError: `like` is not known.
+        ValueError: `like` is not known, or `moses` does not name two languages.
     """
 
     format: str | None = HfArg(

@@ -128,15 +128,12 @@ def init_cpu_process_group(arguments: TrainingArguments) -> None:
 
 
 def end_training(trainer: Trainer) -> None:
-    """Leave the other processes; the trainer can't be used afterwards.
-
-    The trainer's wrapped model is deleted first. If `DistributedDataParallel` has the last
-    reference to a gloo group, torch joins the group's threads while it holds the interpreter's
-    lock, and hangs if one of them waits for that lock.
-
-    Processes that never leave their group are sometimes aborted
+    """Leave the group of processes at the end of a program; the trainer can't be used afterwards.
+    torch sometimes aborts a process that exits without leaving its group
     (https://github.com/pytorch/pytorch/issues/190489).
     """
+    # If `DistributedDataParallel` has the last reference to a gloo group, torch joins the group's
+    # threads while it holds the interpreter's lock, and hangs if one of them waits for that lock.
     trainer.model_wrapped = trainer.model
     trainer.accelerator.end_training()
 

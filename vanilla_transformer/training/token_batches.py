@@ -32,8 +32,8 @@ class TokenBudgetArguments:
     max_tokens: int | None = HfArg(
         default=None,
         help="Maximum number of source tokens, and of target tokens, in a batch, per device and "
-        "with padding. Replaces per_device_train_batch_size. Default: 1,000 to 25,000 per update, "
-        "by the size of the text. The paper uses 25,000 over all devices.",
+        "with padding. Replaces per_device_train_batch_size. `train` chooses 1,000 to 25,000 per "
+        "update, by the size of the text. The paper uses 25,000 over all devices.",
     )
     eval_max_tokens: int | None = HfArg(
         default=None, help="The same as max_tokens, for evaluation and prediction."
@@ -58,7 +58,8 @@ class TokenBudgetTrainer(Trainer):
     """Batches by number of tokens, for any trainer: `class Mine(TokenBudgetTrainer, Trainer)`.
 
     Its arguments have the fields of `TokenBudgetArguments`. Without a budget, batches are as in
-    transformers. Predictions are in the order of the data set, on any number of processes.
+    transformers. `oversized="cut"` only works in `train`, whose tokenizer truncates; here it is the
+    same as "alone". Predictions are in the order of the data set, on any number of processes.
     """
 
     _loss_and_labels: torch.Tensor | None = None  # the sum over an evaluation so far
