@@ -86,10 +86,9 @@ def test_a_form_is_read_as_utf8_with_or_without_percent_encoding():
         assert "MÄDCHEN" in answer.text or "can't decode byte 0xe4" in answer.text
 
 
-@pytest.mark.parametrize("charset", ["undefined", "punycode"])
-def test_a_charset_that_reads_nothing_is_a_bad_request(charset):
+def test_a_charset_that_reads_nothing_is_a_bad_request():
     part = b'--x\r\nContent-Disposition: form-data; name="q"\r\n\r\nM\xc3\xa4dchen.\r\n--x--\r\n'
-    headers = {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
+    headers = {"content-type": "multipart/form-data; boundary=x; charset=undefined"}
     answer = client().post("/translate", content=part, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"].startswith("not a form: ")
@@ -286,13 +285,14 @@ def test_invalid_json_is_refused(content):
     assert answer.json().keys() == {"error"}
 
 
-def test_an_invalid_form_is_refused():
+def test_an_invalid_form_or_url_is_refused():
     headers = {"content-type": "multipart/form-data; boundary=x"}
     answer = client().post("/translate", content=b"--y\r\nbroken", headers=headers)
     assert answer.status_code == 400
-    answer = client().post("/translate", data={"q": [LINE, LINE], **PAIR})
-    assert answer.status_code == 400
-    assert answer.json() == {"error": "q: expected one in a form, not 2"}
+    for place in ("data", "params"):
+        answer = client().post("/translate", **{place: {"q": [LINE, LINE], **PAIR}})
+        assert answer.status_code == 400
+        assert answer.json() == {"error": "q: expected one, not 2"}
     file = {"q": ("name", io.BytesIO(b"text"))}
     answer = client().post("/translate", files=file, data=PAIR)
     assert (answer.status_code, list(answer.json())) == (400, ["error"])

@@ -95,7 +95,7 @@ async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Bo
         if content_type.startswith(MULTIPART):
             return kind.model_validate(_fields(await _read_multipart(request, bytes(content))))
         if not content and request.query_params:  # as from deep-translator
-            return kind.model_validate(dict(request.query_params))
+            return kind.model_validate(_fields(request.query_params.multi_items()))
         return kind.model_validate_json(bytes(content))
     except ValidationError as error:
         found = []
@@ -127,11 +127,11 @@ async def _read_multipart(request: Request, content: bytes) -> list[tuple[str, A
         raise HTTPException(400, f"not a form: {error}") from None
 
 
-def _fields(form: list[tuple[str, Any]]) -> dict[str, Any]:
-    for name, number in Counter(name for name, _ in form).items():
+def _fields(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    for name, number in Counter(name for name, _ in items).items():
         if number > 1:
-            raise HTTPException(400, f"{name}: expected one in a form, not {number}")
-    return dict(form)
+            raise HTTPException(400, f"{name}: expected one, not {number}")
+    return dict(items)
 
 
 def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
