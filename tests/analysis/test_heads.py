@@ -81,6 +81,16 @@ def test_confidence_is_the_mean_of_the_largest_weights(model, tokenizer, report)
     }  # fmt: skip
 
 
+def test_sums_of_a_bfloat16_model_are_not_rounded(model, tokenizer):
+    rounded = deepcopy(model).bfloat16()
+    pairs = [("a house by the lake is deep", "ein Haus am See ist tief")] * 40
+    report = analyze_heads(pairs, rounded, tokenizer, max_tokens=4000)
+    inputs = tokenizer(pairs[0][0], text_target=pairs[0][1], return_tensors="pt")
+    attentions = rounded(**inputs, output_attentions=True).encoder_attentions
+    expected = torch.cat(attentions).float().amax(-1).mean(-1)
+    torch.testing.assert_close(report.confidence["encoder"], expected, rtol=1e-6, atol=1e-6)
+
+
 def test_the_batch_size_does_not_change_the_measurements(model, tokenizer, report):
     alone = analyze_heads(PAIRS, model.train(), tokenizer, max_tokens=1)  # without dropout
     for kind, values in report.importance.items():

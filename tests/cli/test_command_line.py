@@ -17,6 +17,8 @@ from transformers.utils.versions import require_version
 
 from vanilla_transformer import __version__
 from vanilla_transformer.cli import main, train_options
+from vanilla_transformer.cli.average import AveragingArguments
+from vanilla_transformer.cli.parser import CommandParser
 from vanilla_transformer.training.folder_lock import locked
 from vanilla_transformer.training.recipes import find_recipe, recipe_names, recipe_path
 
@@ -79,6 +81,15 @@ def test_an_unknown_option_is_refused_by_name(tmp_path, command, words):
     assert error.startswith(f"vanilla-transformer {command}: error: ")
     assert "--max_lenght" in error
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["last", "steps"])
+def test_a_number_of_more_than_64_bits_is_refused_by_name(name, capsys):
+    parser = CommandParser(AveragingArguments)
+    with pytest.raises(SystemExit):
+        parser.parse_args_into_dataclasses([f"--{name}", str(2**63)])
+    refused = f"argument --{name}: {2**63}: expected a number of at most 64 bits"
+    assert refused in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

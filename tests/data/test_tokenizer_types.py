@@ -136,6 +136,8 @@ def test_without_a_unicode_form_text_is_unchanged():
         ({"target_unicode_normalization": "nfc"}, "expected separate_vocabularies with it"),
         ({"target_unicode_normalization": "utf8"}, "normalization='utf8': expected one of nfc,"),
         ({"target_vocab_size": 300}, "target_vocab_size=300: expected separate_vocabularies"),
+        ({"vocab_size": 2**31}, r"vocab_size=2147483648: expected less than 2\^31"),
+        ({"target_vocab_size": 2**31}, r"target_vocab_size=2147483648: expected less than 2\^31"),
     ],
 )
 def test_invalid_options_are_reported_before_any_text_is_read(options, message):

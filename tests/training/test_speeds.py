@@ -6,6 +6,7 @@ import torch
 from datasets import Dataset
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.cli.plan import PlanArguments
 from vanilla_transformer.data.bpe_dropout import BPEDropout, BPEDropoutDataset
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
@@ -47,6 +48,13 @@ def row(speed=100.0, **changes):
 def old_row(speed=100.0, **changes):
     """A measurement in a file of an older version."""
     return {name: value for name, value in row(speed, **changes).items() if name not in NEW}
+
+
+@pytest.mark.parametrize("content", [b"[{", b'{"device": "cpu"}', b"[1]", b"\xff"])
+def test_a_file_without_measurements_is_reported_by_name(content, tmp_path):
+    (tmp_path / "speeds.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"speeds='.*speeds.json': expected .*measurements"):
+        PlanArguments(speeds=str(tmp_path / "speeds.json"))
 
 
 def test_an_identical_measurement_is_used_unchanged(model):

@@ -193,13 +193,14 @@ def test_a_recipe_is_parsed_like_a_command_line(tmp_path):
         "dataset_name: phrases\nlearning_rate: 1e-3\neval_strategy: no\n"
         "user_tokens: <2fr>\ncorpus_tags: ['']\nmetrics: [ter]\n"
         "generation_kwargs: {length_penalty: 0.6}\nresume_from_checkpoint: true\n"
-        "target_lang: no\n"
+        "target_lang: no\nrun_name: 2024-13-01\n"  # no date, but text
     )
     flags = ["--config", str(path), "--output_dir", str(tmp_path)]
     model_args, data_args, training_args = parse_arguments(GROUPS, flags)
     assert (training_args.learning_rate, training_args.eval_strategy) == (1e-3, "no")
     assert (model_args.user_tokens, data_args.corpus_tags) == (["<2fr>"], [""])
     assert data_args.target_lang == "no"
+    assert training_args.run_name == "2024-13-01"
     assert training_args.metrics == ["ter"]
     assert training_args.generation_kwargs == {"length_penalty": 0.6}
     assert training_args.resume_from_checkpoint == "true"
@@ -225,6 +226,7 @@ def test_an_invalid_value_in_a_recipe_is_reported(line, message, tmp_path, capsy
     ("text", "message"),
     [
         ("a: [", "recipe.yaml: expected YAML"),
+        ("seed: 0b_", "recipe.yaml: expected YAML .invalid literal for int"),
         (b"\xff\xfe", "recipe.yaml: expected YAML .'utf-8' codec can't decode"),
         ("preset: tiny\npreset: base", "recipe.yaml: expected YAML .preset appears twice"),
         ("learning_rate: [1]", r"learning_rate=\[1\]: expected a single value"),

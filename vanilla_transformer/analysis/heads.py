@@ -70,8 +70,8 @@ def analyze_heads(
         loss += of_batch.item()
         for kind, gradient in zip(masks, gradients, strict=True):
             importance[kind] += gradient.abs().sum((1, 2)).cpu()
-            largest = torch.stack(outputs[f"{kind}_attentions"]).detach().amax(-1)
-            confidence[kind] += (largest * queries[kind][:, None]).sum((1, 3)).float().cpu()
+            largest = torch.stack(outputs[f"{kind}_attentions"]).detach().amax(-1).float()
+            confidence[kind] += (largest * queries[kind][:, None]).sum((1, 3)).cpu()
             asked[kind] += int(queries[kind].sum())
     tokens = asked["decoder"]
     return HeadReport(

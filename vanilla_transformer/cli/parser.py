@@ -1,6 +1,13 @@
 """Argument parsers with readable help, in groups of options."""
 
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import (
+    SUPPRESS,
+    Action,
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +24,13 @@ class CommandHelpFormatter(RawDescriptionHelpFormatter):
         if says_nothing or action.default == SUPPRESS or "default" in text.lower():
             return text
         return f"{text} Default: %(default)s."
+
+
+def integer(text: str) -> int:
+    """An integer that the libraries below accept, which are not written in Python."""
+    if abs(number := int(text)) < 2**63:
+        return number
+    raise ArgumentTypeError(f"{text}: expected a number of at most 64 bits")
 
 
 class CommandParser(HfArgumentParser):
@@ -36,6 +50,8 @@ class CommandParser(HfArgumentParser):
         for action in self._actions:
             if action.dest != "help":
                 action.option_strings = action.option_strings[:1]
+            if action.type is int:
+                action.type = integer
 
     def parse_args_into_dataclasses(
         self, args: Any = None, return_remaining_strings: bool = False, **kwargs: Any

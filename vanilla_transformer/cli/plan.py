@@ -63,7 +63,8 @@ class PlanArguments:
     """How to measure.
 
     Raises:
-        ValueError: `measured_steps` is not positive, or `hardware` has no `speeds` with it.
+        ValueError: `measured_steps` is not positive, `speeds` can't be read, or `hardware` has no
+            `speeds` with it.
     """
 
     measured_steps: int = HfArg(default=20, help="Updates to measure.")
@@ -77,9 +78,10 @@ class PlanArguments:
     def __post_init__(self) -> None:
         if self.measured_steps < 1:
             raise ValueError(f"measured_steps={self.measured_steps}: expected a positive number")
+        rows = read_speeds(self.speeds)
         if self.hardware is None:
             return
-        known = sorted({row["device"] for row in read_speeds(self.speeds)})
+        known = sorted({row["device"] for row in rows})
         if self.hardware not in known:
             raise ValueError(
                 f"hardware={self.hardware!r}: expected a device that speeds={self.speeds} has "

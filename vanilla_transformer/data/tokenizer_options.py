@@ -85,6 +85,9 @@ class TokenizerArguments:
         check_choice("tokenizer_type", self.tokenizer_type, TOKENIZER_TYPES)
         check_choice("unicode_normalization", self.unicode_normalization, UNICODE_FORMS)
         check_user_tokens(self.user_tokens)
+        for name in ("vocab_size", "target_vocab_size"):
+            if (size := getattr(self, name) or 0) >= 2**31:
+                raise ValueError(f"{name}={size}: expected less than 2^31, as ids have 32 bits")
         self._check_target()
         self._check_imports()
 

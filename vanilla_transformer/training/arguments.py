@@ -155,7 +155,13 @@ def _as_fields(given: Any) -> dict[str, Any]:
 
 
 class TypedLoader(yaml.SafeLoader):
-    """Reads 1e-6, which is text in YAML 1.1, as a number."""
+    """Reads 1e-6, which is text in YAML 1.1, as a number, and dates, which no option has, as
+    text."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 TypedLoader.add_implicit_resolver(

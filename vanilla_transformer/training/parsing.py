@@ -118,7 +118,7 @@ def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) 
     try:
         text = path.read_text(encoding="utf-8")
         recipe, typed = yaml.load(text, _TextLoader), yaml.load(text, TypedLoader)
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: expected YAML ({error})") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"{path}: expected a mapping from options to values")

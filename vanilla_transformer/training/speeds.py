@@ -98,10 +98,21 @@ def read_speeds(path: str | Path | None) -> list[dict[str, Any]]:
     """The measurements of a file: none if it does not exist. Each has the fields of its key,
     `target_tokens_per_second` of a device and `gib`, the peak memory in GiB. Older files lack
     `layer_weights`, `heads`, `accumulation`, `processes`, `source_ratio` and `target_length`.
-    Without `accumulation`, `batch` is that of an update."""
+    Without `accumulation`, `batch` is that of an update.
+
+    Raises:
+        ValueError: The file does not hold a list of measurements.
+    """
     if path is None or not Path(path).exists():
         return []
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    wanted = f"speeds={str(path)!r}: expected a list of measurements in JSON"
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{wanted} ({error})") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(wanted)
+    return rows
 
 
 def find_speed(rows: list[dict[str, Any]], key: dict[str, Any]) -> dict[str, Any] | None:
