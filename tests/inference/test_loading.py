@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from vanilla_transformer.inference.engines import onnxruntime_engine
-from vanilla_transformer.inference.loading import LoadingArguments
+from vanilla_transformer.inference.loading import LoadingArguments, read_config
 from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import translate
 from vanilla_transformer.training.arguments import ModelArguments
@@ -39,6 +39,16 @@ def test_a_model_without_its_tokenizer_is_reported(model, tmp_path):
     (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")  # the name that PEFT uses
     with pytest.raises(FileNotFoundError, match=r"there is no tokenizer_config.json"):
         LoadingArguments(device="cpu").load(tmp_path)
+
+
+@pytest.mark.parametrize("load", [LoadingArguments(device="cpu").load, read_config])
+def test_a_folder_without_a_model_is_reported(load, model, tokenizer, tmp_path):
+    """Such as that of a training which has only checkpoints yet."""
+    model.save_pretrained(tmp_path / "checkpoint-5")
+    tokenizer.save_pretrained(tmp_path / "checkpoint-5")
+    load(tmp_path / "checkpoint-5")
+    with pytest.raises(FileNotFoundError, match=f"^{tmp_path}: expected a model folder, with a c"):
+        load(tmp_path)
 
 
 def lose_weight(path, ending):

@@ -138,8 +138,9 @@ class LoadingArguments:
         return model.to(self.device), tokenizer
 
     def _load_tokenizer(self, name: str | Path) -> PreTrainedTokenizerBase:
-        """Load the tokenizer. Raise a FileNotFoundError if a folder has a model but no
+        """Load the tokenizer. Raise a FileNotFoundError if a folder has no model or no
         tokenizer."""
+        expect_model_folder(name)
         folder = Path(name)
         if has_model(folder) and not _has_any(folder, TOKENIZERS):
             raise FileNotFoundError(
@@ -164,6 +165,13 @@ def has_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
+def expect_model_folder(name: str | Path) -> None:
+    """Raise a FileNotFoundError for a folder without a model, such as that of a training which has
+    only checkpoints yet. Other names may be on the Hub."""
+    if Path(name).is_dir() and not has_model(Path(name)):
+        raise FileNotFoundError(f"{name}: expected a model folder, with a config.json")
+
+
 def _has_any(folder: Path, patterns: Sequence[str]) -> bool:
     return any(any(folder.glob(pattern)) for pattern in patterns)
 
@@ -185,7 +193,8 @@ def expect_torch_model(name: str | Path, engine: str | None = None) -> None:
 
 def read_config(name: str | Path) -> Any:
     """Same as `AutoConfig.from_pretrained`, but raises a ValueError for PEFT's adapters, which have
-    no model configuration."""
+    no model configuration, and a FileNotFoundError for a folder without a model."""
+    expect_model_folder(name)
     if find_adapter_config_file(str(name)) is not None:
         raise ValueError(
             f"{name} holds an adapter: expected a whole model; PEFT's merge_and_unload makes one"

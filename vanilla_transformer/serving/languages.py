@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 from transformers.utils import cached_file
 
-from ..inference.loading import has_model
+from ..inference.loading import expect_model_folder
 
 Pair = tuple[str, str]
 
@@ -52,9 +52,8 @@ def _parse(languages: str, name: str) -> Pair:
 
 
 def _expect_model(name: str) -> None:
+    expect_model_folder(name)
     if Path(name).is_dir():
-        if not has_model(Path(name)):
-            raise FileNotFoundError(f"{name}: expected a model folder, with a config.json")
         return
     try:
         cached_file(name, "config.json")
