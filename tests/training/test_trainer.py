@@ -1281,6 +1281,8 @@ def test_averaging_checkpoints_that_are_not_kept_is_refused(tmp_path, options, m
         ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1: expected 0 or more"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1: expected 0 or more"),
         ({"warmup_steps": float("inf")}, "warmup_steps=inf: expected a finite number"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf: expected a finite number"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm=nan: expected a finite number"),
         ({"data_seed": -1}, "data_seed=-1: expected 0 or more"),
         ({"seed": 2**32}, "seed=4294967296: expected less than 2^32"),
         ({"learning_rate": -1.0}, "optim=adamw_torch_fused: Invalid learning rate: -1.0"),

@@ -141,11 +141,7 @@ class LoadingArguments:
         """Load the tokenizer. Raise a FileNotFoundError if a folder has no model or no
         tokenizer."""
         expect_model_folder(name)
-        folder = Path(name)
-        if has_model(folder) and not _has_any(folder, TOKENIZERS):
-            raise FileNotFoundError(
-                f"{name}: expected a model with its tokenizer, there is no tokenizer_config.json"
-            )
+        expect_tokenizer(name)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
         if isinstance(tokenizer, FSMTTokenizer):
             # transformers calls this before it reads a target, which translation does not do.
@@ -170,6 +166,14 @@ def expect_model_folder(name: str | Path) -> None:
     only checkpoints yet. Other names may be on the Hub."""
     if Path(name).is_dir() and not has_model(Path(name)):
         raise FileNotFoundError(f"{name}: expected a model folder, with a config.json")
+
+
+def expect_tokenizer(name: str | Path) -> None:
+    """Raise a FileNotFoundError for a folder without a tokenizer. Other names may be on the Hub."""
+    if Path(name).is_dir() and not _has_any(Path(name), TOKENIZERS):
+        raise FileNotFoundError(
+            f"{name}: expected a tokenizer, there is no tokenizer_config.json in this folder"
+        )
 
 
 def _has_any(folder: Path, patterns: Sequence[str]) -> bool:

@@ -72,8 +72,6 @@ def _expect_numbers(args: Any) -> None:
             raise ValueError(f"{name}={value}: expected {least} or more")
     if args.seed >= 2**32:
         raise ValueError(f"seed={args.seed}: expected less than 2^32, as NumPy does")
-    if not args.warmup_steps < math.inf:
-        raise ValueError(f"warmup_steps={args.warmup_steps}: expected a finite number")
     if args.max_steps < 1 and args.max_steps != -1:
         raise ValueError(
             f"max_steps={args.max_steps}: expected a positive number, or -1 for as many as in "
@@ -87,6 +85,10 @@ def _expect_numbers(args: Any) -> None:
         value = getattr(args, name)
         if not 0 < value < math.inf:
             raise ValueError(f"{name}={value}: expected a positive number")
+    for name, value in vars(args).items():
+        clips_nothing = name == "max_grad_norm" and value == math.inf
+        if isinstance(value, float) and not math.isfinite(value) and not clips_nothing:
+            raise ValueError(f"{name}={value}: expected a finite number")
 
 
 def _expect_optimizer(args: Any) -> None:

@@ -25,7 +25,12 @@ from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import log_coverage, warn_of_split_tokens
 from ..data.vocabularies import rows
 from ..inference.decoding import position_limit
-from ..inference.loading import expect_complete, expect_to_read_targets, read_config
+from ..inference.loading import (
+    expect_complete,
+    expect_to_read_targets,
+    expect_tokenizer,
+    read_config,
+)
 from ..inference.metrics import OTHER_METRICS, has_4_tokens, make_metrics
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -80,6 +85,8 @@ def prepare(
     training_args.limit(data_args)
     if model_args.model_name_or_path is not None:
         read_config(model_args.model_name_or_path)  # fails before the text is read, if at all
+    if (name := model_args.tokenizer_name or model_args.model_name_or_path) is not None:
+        expect_tokenizer(name)
     model_args.warn_of_what_has_no_effect()
     set_label_smoothing(model_args, training_args)
     set_seed(training_args.seed)
