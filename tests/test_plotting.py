@@ -24,6 +24,7 @@ from vanilla_transformer.model.modeling_vanilla_transformer import SinusoidalPos
 from vanilla_transformer.plotting import (
     AttentionMaps,
     plot_attention,
+    plot_by_length,
     plot_curves,
     plot_positions,
     plot_schedule,
@@ -93,6 +94,14 @@ def test_the_legend_lists_runs_and_kinds_of_loss_for_any_folder_names():
     (legend,) = plot_curves({"_hidden": LOG, "$x$": LOG}).legends
     texts = legend.get_texts()
     assert [text.get_text() for text in texts] == ["_hidden", "$x$", "training", "validation"]
+    assert not any(text.get_parse_math() for text in texts)
+
+
+def test_the_legend_of_scores_by_length_lists_systems_of_any_name():
+    scores = {"_a.de": [1.0], "$b$.de": [2.0]}
+    panel = plot_by_length([(1, 2, 3)], {"BLEU": scores, "chrF": scores}).axes[0]
+    texts = panel.get_legend().get_texts()
+    assert [text.get_text() for text in texts] == list(scores)
     assert not any(text.get_parse_math() for text in texts)
 
 

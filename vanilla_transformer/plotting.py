@@ -448,7 +448,8 @@ def plot_by_length(
         axes.set_xticks(range(len(ranges)), labels)
         title = f"{metric.partition(',')[0]} by source length"
         _finish(axes, title, xlabel="source length", ylabel=metric)
-    legend = panels[0].legend(frameon=False)
+    # By itself, it leaves out names that start with "_".
+    legend = panels[0].legend(panels[0].get_lines(), list(of_systems), frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)
     return figure

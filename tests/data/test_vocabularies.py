@@ -248,6 +248,12 @@ def test_an_unknown_unit_at_the_end_of_a_word_ends_the_word():
         assert tokenizer.decode(ids, skip_special_tokens=True) == expected
 
 
+@pytest.mark.parametrize("first", ["#version: 0.2\n", ""])
+def test_codes_may_start_with_a_byte_order_mark(tmp_path, first):
+    file = written(tmp_path, "codes", f"\ufeff{first}h a\nu s</w>\n")
+    assert vocabulary_files.read_bpe_codes(file) == [("h", "a"), ("u", "s</w>")]
+
+
 def test_fastbpes_codes_have_counts(tmp_path):
     file = written(tmp_path, "codes", "h a 12\nu s</w> 3\n")
     assert vocabulary_files.read_bpe_codes(file) == [("h", "a"), ("u", "s</w>")]

@@ -50,7 +50,7 @@ def old_row(speed=100.0, **changes):
     return {name: value for name, value in row(speed, **changes).items() if name not in NEW}
 
 
-@pytest.mark.parametrize("content", [b"[{", b'{"device": "cpu"}', b"[1]", b"\xff"])
+@pytest.mark.parametrize("content", [b"[{", b'{"device": "cpu"}', b"[1]", b"[{}]", b"\xff"])
 def test_a_file_without_measurements_is_reported_by_name(content, tmp_path):
     (tmp_path / "speeds.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"speeds='.*speeds.json': expected .*measurements"):

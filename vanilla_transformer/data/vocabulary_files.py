@@ -163,6 +163,7 @@ def read_bpe_codes(path: str | Path) -> list[tuple[str, str]]:
             a line is not a merge.
     """
     lines = _lines(path)
+    lines[:1] = [line.removeprefix("\ufeff") for line in lines[:1]]  # a byte order mark
     version = re.fullmatch(r"#version: *(\S+)\s*", lines[0]) if lines else None
     if version and version[1] != "0.2":
         raise ValueError(f"{path}: the codes have version {version[1]}, expected 0.2")

@@ -110,7 +110,8 @@ def read_speeds(path: str | Path | None) -> list[dict[str, Any]]:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{wanted} ({error})") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    is_list = isinstance(rows, list)
+    if not is_list or not all(isinstance(row, dict) and "device" in row for row in rows):
         raise ValueError(wanted)
     return rows
 
