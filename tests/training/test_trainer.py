@@ -378,6 +378,19 @@ def test_vocab_size_for_a_vocabulary_from_a_file_is_reported_as_without_effect(t
     assert caplog.messages == [f"vocab_size=1000 has no effect: bpe_codes={[str(codes)]} decides"]
 
 
+def test_one_sentencepiece_model_for_separate_vocabularies_is_reported(tmp_path, caplog):
+    """Both sides have its pieces. One file of codes makes two vocabularies."""
+    file = tmp_path / "file"
+    file.touch()
+    for option in ({"bpe_codes": [str(file)]}, {"sentencepiece_model": [str(file)] * 2}):
+        ModelArguments(separate_vocabularies=True, **option).warn_of_what_has_no_effect()
+    assert not caplog.messages
+    one = ModelArguments(separate_vocabularies=True, sentencepiece_model=[str(file)])
+    one.warn_of_what_has_no_effect()
+    (message,) = caplog.messages
+    assert message.startswith("separate_vocabularies=True has no effect: sentencepiece_model=")
+
+
 def test_the_log_only_contains_the_sizes_of_new_tokenizers(tmp_path, caplog):
     caplog.set_level(logging.INFO, "vanilla_transformer")
     codes = tmp_path / "codes"

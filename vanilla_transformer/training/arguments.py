@@ -110,6 +110,8 @@ class ModelArguments(TokenizerArguments):
         elif self.sentencepiece_model or self.bpe_codes:
             file = "sentencepiece_model" if self.sentencepiece_model else "bpe_codes"
             decides = dict.fromkeys(("vocab_size", "target_vocab_size"), file)
+            if self.sentencepiece_model and len(self.sentencepiece_model) == 1:
+                decides["separate_vocabularies"] = file  # codes give each side its characters
         if self.model_name_or_path is not None:
             decides["preset"] = "model_name_or_path"
         for name, other in decides.items():
