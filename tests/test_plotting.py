@@ -13,7 +13,10 @@ from conftest import run_command, small_config
 from datasets import Dataset
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer import (
+    VanillaTransformerForCausalLM,
+    VanillaTransformerForConditionalGeneration,
+)
 from vanilla_transformer.analysis.attention import attention_maps
 from vanilla_transformer.analysis.positions import position_encodings
 from vanilla_transformer.cli import plot as script
@@ -517,6 +520,19 @@ def test_the_script_draws_positions_for_a_d_model_or_of_a_model(plot, checkpoint
     heat_map, even, odd = plot("positions", "--model", checkpoint, "--dimensions", 2, 3, 4).axes
     assert heat_map.images[0].get_array().shape == (24, 100)
     assert [len(even.lines), len(odd.lines)] == [2, 1]
+
+
+def test_learned_positions_of_a_stack_that_a_model_lacks_are_not_drawn(plot, tmp_path):
+    """transformers would make random ones."""
+    config = small_config(position_encoding="learned", is_encoder_decoder=False)
+    model = VanillaTransformerForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    flags = ["positions", "--model", tmp_path, "--stack"]
+    drawn = plot(*flags, "decoder").axes[0].images[0].get_array()
+    table = model.get_parameter("model.decoder.embed_positions.weight")
+    np.testing.assert_array_equal(drawn, table[:100].detach().T)
+    with pytest.raises(ValueError, match="stack='encoder': expected one whose learned positions"):
+        plot(*flags, "encoder")
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,14 @@ def draw_positions(arguments: Namespace) -> Figure:
             raise ValueError(
                 f"{arguments.model} is of type {config.model_type}: expected vanilla_transformer"
             )
-        model = AutoModelForSeq2SeqLM.from_pretrained(arguments.model)
+        model, report = AutoModelForSeq2SeqLM.from_pretrained(
+            arguments.model, output_loading_info=True
+        )
+        if f"model.{arguments.stack}.embed_positions.weight" in report["missing_keys"]:
+            raise ValueError(  # transformers makes random ones
+                f"stack={arguments.stack!r}: expected one whose learned positions are in "
+                f"{arguments.model}"
+            )
         positions = getattr(model.model, arguments.stack).embed_positions
     return plot_positions(
         position_encodings(positions, arguments.length),
