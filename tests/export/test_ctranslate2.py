@@ -88,11 +88,18 @@ def test_tokens_that_a_model_suppresses_are_suppressed_by_default(saved, tmp_pat
     assert trimmed(found) == trimmed(expected)
 
 
-def test_options_that_the_engine_lacks_stop_the_export(saved, tmp_path):
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("sequence_bias", [[[5], -1.0]], "sequence_bias"),
+        ("eos_token_id", None, "eos_token_id=None"),  # `generate()` would not end at the config's
+    ],
+)
+def test_options_that_the_engine_lacks_stop_the_export(saved, tmp_path, option, value, message):
     model, folder = saved()
-    model.generation_config.sequence_bias = [[[5], -1.0]]
+    setattr(model.generation_config, option, value)
     model.save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"config.json: sequence_bias: CTranslate2 can't"):
+    with pytest.raises(ValueError, match=f"config.json: {message}: CTranslate2 can't"):
         export(folder, tmp_path / "out", "ctranslate2")
     assert not (tmp_path / "out").exists()
 

@@ -123,11 +123,12 @@ def test_an_option_has_the_same_effect(model, engine, options):
     assert without_end(found) == without_end(expected)
 
 
-def test_the_padding_of_outputs_is_pad_token_id(model, engine):
-    options = {**GREEDY, "eos_token_id": [2, 218], "pad_token_id": 9}
+@pytest.mark.parametrize(("pad", "expected_pad"), [(9, 9), (None, 218)])
+def test_the_padding_of_outputs_is_pad_token_id_or_else_the_end(model, engine, pad, expected_pad):
+    options = {**GREEDY, "eos_token_id": [218, 2], "pad_token_id": pad}
     expected, found = both(model, engine, 6, 3, **options)
     assert found.tolist() == expected.tolist()
-    assert found[0, -1] == 9
+    assert found[0, -1] == expected_pad
 
 
 def test_all_hypotheses_of_a_row_end_at_its_limit(model, engine):
@@ -220,6 +221,7 @@ def test_samples_are_the_same_after_the_same_torch_seed(engine):
         {"decoder_start_token_id": 5},
         {"num_beams": 2, "early_stopping": "soon"},
         {"eos_token_id": -1},
+        {"eos_token_id": None},
         {"extra_output_tokens": -1},
         {"nonsense": 5},
     ],

@@ -294,16 +294,13 @@ class CTranslate2Engine:
         wanted = first_given(options["decoder_start_token_id"], options["bos_token_id"], start)
         if wanted != start:
             lacking.append(f"decoder_start_token_id={wanted} where the model has {start}")
-        if not self._ends(options):
-            lacking.append("eos_token_id=None")
         if lacking:
             raise ValueError(f"{'; '.join(lacking)}: {NAME} can't do this")
 
     def _ends(self, options: GenerationOptions) -> list[str]:
         """The tokens that end a sequence."""
-        ids = first_given(options["eos_token_id"], self.config.eos_token_id)
-        ids = ids if isinstance(ids, list) else [ids]
-        return [self.targets[id_] for id_ in ids if id_ is not None and id_ >= 0]
+        ids = options["eos_token_id"]
+        return [self.targets[id_] for id_ in (ids if isinstance(ids, list) else [ids]) if id_ >= 0]
 
     def _limits(
         self, ids: torch.Tensor, options: GenerationOptions, prompt_length: int
@@ -322,7 +319,8 @@ class CTranslate2Engine:
     def _output(
         self, found: list[list[Found]], prefixes: torch.Tensor, options: GenerationOptions
     ) -> torch.Tensor | ModelOutput:
-        pad = first_given(options["pad_token_id"], self.config.pad_token_id, 0)
+        end = self.target_ids[self._ends(options)[0]]  # in place of padding, as in transformers
+        pad = first_given(options["pad_token_id"], end)
         sequences = [
             torch.tensor([self.start_id, *prefix, *each.ids])
             for prefix, row in zip(prefixes.tolist(), found, strict=True)
@@ -496,6 +494,8 @@ def unsupported(options: GenerationOptions, default: GenerationConfig) -> list[s
         for name, value in values.items()
         if value is not None and value is not False and value != unchanged.get(name)
     ]
+    if max(options.ends(), default=-1) < 0:
+        lacking.append("eos_token_id=None")
     beams, stopping = options["num_beams"] or 1, options["early_stopping"]
     if beams == 1 and options["output_scores"]:
         lacking.append("output_scores without beams")
