@@ -110,7 +110,7 @@ def measure(
     arguments: EnginesArguments,
 ) -> list[dict[str, Any]]:
     """Quality, speed, size and start-up of each folder."""
-    loaded = {key: LoadingArguments(device="cpu").load(path) for key, path in folders.items()}
+    loaded = {key: load(path) for key, path in folders.items()}
     texts = {key: list(translate(sources, *pair)) for key, pair in loaded.items()}
     seconds: dict[Any, list[float]] = {}
     jobs = {"batch": (arguments.batch_lines, 32), "single": (arguments.single_lines, 1)}
@@ -142,10 +142,17 @@ def measure(
     ]
 
 
+def load(folder: Path) -> tuple[Any, Any]:
+    """A model and its tokenizer. torch computes in float32, as the table says, whatever the dtype
+    of the checkpoint."""
+    dtype = "float32" if find_engine(folder) is None else "auto"
+    return LoadingArguments(device="cpu", dtype=dtype).load(folder)
+
+
 def start(folder: Path, line: str, threads: int) -> list[str]:
     """The work of a new process after importing this file."""
     settle(threads)
-    return list(translate([line], *LoadingArguments(device="cpu").load(folder)))
+    return list(translate([line], *load(folder)))
 
 
 if __name__ == "__main__":

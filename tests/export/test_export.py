@@ -13,6 +13,7 @@ from conftest import run_command, run_module
 from huggingface_hub import metadata_load
 from transformers import GenerationConfig
 
+from scripts.benchmarks import engines
 from vanilla_transformer import VanillaTransformerForCausalLM
 from vanilla_transformer.export import TARGETS, export
 from vanilla_transformer.export.check import check, compare, size
@@ -178,6 +179,17 @@ def test_the_command_refuses_before_it_starts(tmp_path):
     assert "check='none': expected a file" in failed.stderr
 
 
+def test_a_model_in_bfloat16_is_compared_in_the_precision_of_the_export(saved, tmp_path, to):
+    """Otherwise the rounding of its own products would count as a difference of the export."""
+    model, folder = saved(layer_norm_eps=1e-5)
+    model.generation_config.max_new_tokens = 5
+    model.bfloat16().save_pretrained(folder)
+    (tmp_path / "lines").write_text("the lake is deep\na house\n")
+    table = check(folder, export(folder, tmp_path / "exported", to), tmp_path / "lines")
+    rows = dict(line.split("  ", 1) for line in table.splitlines())
+    assert float(rows["largest difference of scores, 4 beams"]) < 1e-4
+
+
 def test_scores_are_only_compared_for_equal_tokens(saved, tokenizer):
     model, _ = saved()
     torch.manual_seed(1)
@@ -273,3 +285,9 @@ def test_the_benchmark_compares_the_engines(saved, tmp_path):
     assert found["ctranslate2", "float32"]["equal"] == 1
     weights = [found["ctranslate2", name]["megabytes"] for name in ("int8", "float32")]
     assert weights[0] < weights[1]
+
+
+def test_the_benchmark_runs_models_of_any_dtype_in_float32(saved):
+    model, folder = saved()
+    model.bfloat16().save_pretrained(folder)
+    assert engines.load(folder)[0].dtype == torch.float32

@@ -21,7 +21,8 @@ WEIGHTS = (".safetensors", ".bin", ".onnx", ".onnx_data", ".onnx.data")
 
 
 def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str:
-    """Compare the model and the export on the lines of a file.
+    """Compare the model, in single precision as exports read it, and the export on the lines of a
+    file.
 
     Args:
         model_folder: The model.
@@ -37,9 +38,9 @@ def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str
     lines = list(read_file(file))
     if not any(line.strip() for line in lines):
         raise ValueError(f"{file}: expected lines of the source language, the file is empty")
-    loading = LoadingArguments(device="cpu")
     try:
-        model, exported = (loading.load(folder) for folder in (model_folder, output))
+        model = LoadingArguments(device="cpu", dtype="float32").load(model_folder)
+        exported = LoadingArguments(device="cpu").load(output)
     except (OSError, ValueError) as error:
         return f"--check: {output} can't be run from here ({error}); nothing was compared"
     found = compare(model, exported, lines)
