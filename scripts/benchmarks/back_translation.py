@@ -45,7 +45,8 @@ class BackTranslationArguments:
 
 def main() -> None:
     arguments = read_options(BackTranslationArguments, __doc__)
-    names = ("data", "pairs", "updates", "every", "method", "tokenize", "options")
+    # Folders of models have no seed in their names.
+    names = ("data", "pairs", "updates", "every", "method", "tokenize", "options", "seed")
     results = Results(arguments, *names)
     folder = results.folder
     split_text(folder, arguments)

@@ -40,6 +40,7 @@ class BulkArguments:
             raise ValueError(
                 f"--lines {self.lines} --batch_size {self.batch_size}: expected positive numbers"
             )
+        self.lines.sort()  # the table is relative to the shortest file
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def main() -> None:
     arguments = read_options(DecodingArguments, __doc__)
     names = (
         "model", "source", "reverse_model", "num_beams", "candidates", "epsilon_cutoff",
-        "reverse_weight", "length_weight", "options",
+        "reverse_weight", "length_weight", "options", "seed",  # files have no seed in their names
     )  # fmt: skip
     results = Results(arguments, *names)
     rows = commands(arguments)

@@ -92,6 +92,10 @@ def run(folder: Path, seed: int, updates: int, arguments: Multi30kArguments) -> 
     options = arguments.options.replace("{seed}", str(seed)).split()
     begin = max((stage for stage in arguments.updates if stage < updates), default=0)
     done = max(checkpoints_by_step(folder), default=begin)
+    if done > updates:  # `train` would return the later model
+        raise ValueError(
+            f"--updates {updates}: {folder} is at update {done}: choose another --output_dir"
+        )
     before, started = cpu_seconds(), time.monotonic()
     train(
         [

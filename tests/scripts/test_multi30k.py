@@ -66,6 +66,17 @@ def test_options_can_contain_the_seed(multi30k_folder, commands, tmp_path):
         assert commands[-1][-2:] == [f"--model_name_or_path=base/{seed}", "--bf16"]
 
 
+def test_a_folder_that_is_trained_further_has_no_model_of_an_earlier_stage(
+    multi30k_folder, commands, tmp_path
+):
+    (tmp_path / "checkpoint-4").mkdir()
+    arguments = Multi30kArguments(str(multi30k_folder), "out", updates=[3, 4])
+    with pytest.raises(ValueError, match=r"--updates 3: .* is at update 4: choose another"):
+        multi30k.run(tmp_path, 1, 3, arguments)
+    assert not commands
+    multi30k.run(tmp_path, 1, 4, arguments)
+
+
 def test_the_table_has_cumulative_hours_and_the_deviation_over_seeds():
     rows = to_markdown(STAGES).splitlines()
     assert rows[2] == "| 1,000 | 2 | 1.50 | 0.75 | 31.0 ± 1.4 | 52.0 ± 2.8 |"

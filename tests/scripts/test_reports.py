@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.benchmarks import back_translation, multi30k
+from scripts.benchmarks import back_translation, decoding, multi30k
 from scripts.reports import Results
 
 
@@ -67,4 +67,21 @@ def test_scores_for_different_data_are_not_reused(
     flags = ["--data", str(multi30k_folder), "--output_dir", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["benchmark", *flags])
     with pytest.raises(ValueError, match="is of --data elsewhere, not "):
+        benchmark.main()
+
+
+@pytest.mark.parametrize("benchmark", [back_translation, decoding])
+def test_files_of_another_seed_are_not_overwritten(
+    benchmark, multi30k_folder, tmp_path, monkeypatch
+):
+    """Scores of one seed would be computed from texts, or a model, of the other."""
+    (tmp_path / "results.json").write_text('{"seed": 7, "runs": []}')
+    text = str(multi30k_folder / "val.en")
+    flags = {
+        back_translation: ["--data", str(multi30k_folder)],
+        decoding: ["--model", "model", "--source", text, "--target", text],
+    }
+    flags = [*flags[benchmark], "--output_dir", str(tmp_path), "--seed", "8"]
+    monkeypatch.setattr("sys.argv", ["benchmark", *flags])
+    with pytest.raises(ValueError, match="is of --seed 7, not 8: choose another"):
         benchmark.main()

@@ -19,7 +19,7 @@ import pytest
 from conftest import REPOSITORY, random_ids, run_module
 from transformers import TrainerCallback
 
-from scripts.benchmarks import ablations, plan
+from scripts.benchmarks import ablations, bulk, plan
 from scripts.benchmarks.speed import with_setting
 from scripts.benchmarks.turns import Runner
 from scripts.checks import faults, load
@@ -271,6 +271,11 @@ def test_the_benchmark_of_programs_finds_shares_and_ratios(folder):
     assert 0 < shares["forward, backward, optimizer, of all steps"] <= 1
     assert sum(share for name, share in shares.items() if name.endswith(", of all")) <= 1
     assert results["translate"]["same"] > 0
+
+
+def test_the_benchmark_of_files_begins_with_the_shortest():
+    """Its table is relative to the first one."""
+    assert bulk.BulkArguments(lines=[10_000, 100, 1000]).lines == [100, 1000, 10_000]
 
 
 def test_the_memory_estimate_includes_the_number_of_devices(monkeypatch, capsys):
