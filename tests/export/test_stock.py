@@ -15,6 +15,7 @@ MARIAN = {
     "untied": {"tie_word_embeddings": False},
     "unscaled, silu": {"scale_embedding": False, "activation_function": "silu"},
     "xielu": {"activation_function": "xielu"},
+    "starts with <s>": {"decoder_start_token_id": None, "bos_token_id": 5},
 }
 PRE = {"norm_position": "pre"}
 PEGASUS = {

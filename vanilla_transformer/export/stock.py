@@ -18,7 +18,7 @@ from ..conversion.core import renamed
 from ..conversion.hf_marian import BIAS, NAMES, SAME
 from ..conversion.weights import PROJECTION_BIAS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from ..model.generation_options import OWN_OPTIONS
+from ..model.generation_options import OWN_OPTIONS, first_given
 from ..model.modeling_vanilla_transformer import (
     VanillaTransformerAttention,
     VanillaTransformerForConditionalGeneration,
@@ -62,6 +62,10 @@ def shared_fields(config: VanillaTransformerConfig) -> dict[str, Any]:
     """The fields of our configuration that have the same name and meaning there."""
     fields = {name: getattr(config, name) for name in SAME}
     fields["max_position_embeddings"] = number_of_positions(config)
+    # MarianConfig needs the start token that `generate()` finds.
+    fields["decoder_start_token_id"] = first_given(
+        config.decoder_start_token_id, config.bos_token_id
+    )
     return {**fields, "forced_eos_token_id": None}
 
 
