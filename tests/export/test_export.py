@@ -165,9 +165,10 @@ def test_the_command_exports_and_checks(saved, tmp_path, to):
     assert float(rows["MB of weights, export"]) > 0
 
 
-def test_the_size_of_a_training_folder_only_counts_the_model(tmp_path):
+def test_the_size_of_a_trained_or_converted_folder_only_counts_the_model(tmp_path):
     names = ("model.safetensors", "training_args.bin", "onnx/model.onnx")
-    for name in (*names, "checkpoint-3/model.safetensors", "checkpoint-3/optimizer.pt"):
+    others = ("checkpoint-3/model.safetensors", "checkpoint-3/optimizer.pt")
+    for name in (*names, *others, "original/leftovers.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(bytes(100))
     assert size(tmp_path) == 200  # the model's two files

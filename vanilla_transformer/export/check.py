@@ -9,6 +9,7 @@ import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..conversion.check import as_table, in_batches
+from ..conversion.saving import ORIGINAL
 from ..data.text_files import read_file
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
@@ -107,10 +108,12 @@ def _limit(model: tuple[Any, Any], exported: Any, lines: list[str]) -> dict[str,
 
 
 def size(folder: Path) -> int:
-    """The bytes of the weights in a folder, without the checkpoints of a training."""
+    """The bytes of the weights in a folder, without the checkpoints of a training, and without
+    what only converting back needs."""
     files = (path for path in folder.rglob("*") if path.name.endswith(WEIGHTS))
-    return sum(path.stat().st_size for path in files if not _of_training(path.relative_to(folder)))
+    return sum(path.stat().st_size for path in files if not _is_unused(path.relative_to(folder)))
 
 
-def _of_training(path: Path) -> bool:
-    return path.name == "training_args.bin" or path.parts[0].startswith(PREFIX_CHECKPOINT_DIR)
+def _is_unused(path: Path) -> bool:
+    is_other = path.parts[0] == ORIGINAL or path.parts[0].startswith(PREFIX_CHECKPOINT_DIR)
+    return is_other or path.name == "training_args.bin"
