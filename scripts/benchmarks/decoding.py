@@ -46,7 +46,7 @@ class DecodingArguments:
     seed: int = HfArg(default=42, help="Seed of the samples.")
     options: str = HfArg(default="", help="More options of `translate`, as one string.")
     rows: list[str] | None = HfArg(
-        default=None, help="Only rows with one of these texts in their name."
+        default=None, help="Only beam search, and rows with one of these texts in their name."
     )
 
     def __post_init__(self) -> None:
@@ -115,8 +115,8 @@ def commands(arguments: DecodingArguments) -> dict[str, list[str]]:
             raise ValueError(f"rows={part!r}: in none of {', '.join(rows)}")
     return {
         row: [*flags, *arguments.options.split()]
-        for row, flags in rows.items()
-        if arguments.rows is None or any(part in row for part in arguments.rows)
+        for number, (row, flags) in enumerate(rows.items())
+        if number == 0 or arguments.rows is None or any(part in row for part in arguments.rows)
     }
 
 

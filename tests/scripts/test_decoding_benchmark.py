@@ -50,6 +50,8 @@ def test_each_row_has_its_options(files):
     some = DecodingArguments(["a", "b"], **files, output_dir="out", rows=["beam_5"])
     assert list(commands(some)) == ["beam_5", "ensemble_2_beam_5"]
     assert models["beam_5"][1:3] == ["--model", "a"]
+    some = DecodingArguments(["a"], **files, output_dir="out", rows=["greedy"])
+    assert list(commands(some)) == ["beam_5", "greedy"]  # p-values and times are relative to beams
     assert "b" not in models["beam_5"]
     assert "--reverse_model=c" in models["reverse_model_beam_32"]
 
