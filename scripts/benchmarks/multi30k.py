@@ -72,6 +72,10 @@ def expect_data(folder: str) -> None:
 def main() -> None:
     arguments = read_options(Multi30kArguments, __doc__)
     results = Results(arguments, "data", "config", "options", "tokenize", "processes")
+    # Hours add up over all stages of the folder, also those that this command does not name.
+    kept = {int(run["row"]) for run in results.content["runs"]}
+    earlier = {stage for stage in kept if stage < arguments.updates[-1]}
+    arguments.updates = sorted(earlier.union(arguments.updates))
     for seed, updates in product(arguments.seeds, arguments.updates):
         job = partial(run, results.folder / str(seed), seed, updates, arguments)
         results.run(str(updates), seed, job)

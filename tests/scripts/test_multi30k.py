@@ -77,6 +77,19 @@ def test_a_folder_that_is_trained_further_has_no_model_of_an_earlier_stage(
     multi30k.run(tmp_path, 1, 4, arguments)
 
 
+def test_hours_include_earlier_stages_of_the_folder(multi30k_folder, tmp_path, monkeypatch):
+    scores = {"bleu": 30.0, "chrf": 50.0, "cpu_hours": 1.0, "hours": 0.5}
+    runs = [{"row": row, "seed": 1, **scores} for row in ("2", "4", "6")]
+    (tmp_path / "results.json").write_text(json.dumps({"runs": runs}))
+    flags = ["--data", str(multi30k_folder), "--output_dir", str(tmp_path), "--seeds", "1"]
+    monkeypatch.setattr("sys.argv", ["multi30k", *flags, "--updates", "4"])
+    multi30k.main()
+    assert (tmp_path / "multi30k.md").read_text().splitlines()[2:] == [
+        "| 2 | 1 | 1.00 | 0.50 | 30.0 | 50.0 |",
+        "| 4 | 1 | 2.00 | 1.00 | 30.0 | 50.0 |",
+    ]
+
+
 def test_the_table_has_cumulative_hours_and_the_deviation_over_seeds():
     rows = to_markdown(STAGES).splitlines()
     assert rows[2] == "| 1,000 | 2 | 1.50 | 0.75 | 31.0 ± 1.4 | 52.0 ± 2.8 |"
