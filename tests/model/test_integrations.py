@@ -7,6 +7,7 @@ adapters, quantization. `generate()` has a file of its own, `test_generate_optio
 import copy
 import json
 import pickle
+import sys
 from collections import Counter
 
 import pytest
@@ -406,6 +407,33 @@ def test_gradient_checkpointing_disables_the_cache_with_a_warning(cls, reentrant
     assert_close(outputs.logits, expected)
     outputs.logits.sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+# ---------------------------------------------------------------- several GPUs of one process
+
+
+@every_class
+def test_replicas_of_data_parallel_compute_the_same_with_the_same_gradients(cls, monkeypatch):
+    """As `Trainer` makes them if a process sees several GPUs. They have no parameters; these
+    replicas are on the CPU, for which torch has no copy that gradients pass through."""
+    module = sys.modules["torch.nn.parallel.replicate"]
+    monkeypatch.setattr(
+        module,
+        "_broadcast_coalesced_reshape",
+        lambda tensors, devices, detach=False: [[tensor * 1 for tensor in tensors]] * len(devices),
+    )
+    model = build(cls, **LOW, dropout=0.0).train()
+    inputs = inputs_for(model, labels=True)
+    loss, gradients = learn(model, inputs)
+    (replica,) = module.replicate(model, [0])
+    assert not list(replica.parameters())
+    model.zero_grad()
+    outputs = replica(**inputs)
+    again = outputs.loss if "labels" in inputs else outputs.last_hidden_state[..., ::2].sum()
+    again.backward()
+    assert_close(again, loss)
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, gradients[name])
 
 
 # ---------------------------------------------------------------- saving and loading

@@ -48,7 +48,7 @@ def validate_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
 def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     """Raise an error unless each stack can read its inputs, and there are as many targets as
     sources, or the same number of targets for each source."""
-    config, dtype, cache = model.config, model.dtype, inputs.get("cache")
+    config, dtype, cache = model.config, _dtype(model), inputs.get("cache")
     if cache is not None and (isinstance(cache, dict) or not hasattr(cache, "update")):
         raise TypeError(f"{CACHE_NAME} of type {type(cache).__name__}: expected a Cache")
     # `EncoderDecoderModel` gives a whole model the configuration of an encoder alone.
@@ -79,6 +79,15 @@ def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     expect_as_many(target[0], source[0])
     heads = config.decoder_attention_heads
     expect_mask(inputs.get("attention_mask"), target, source, heads, dtype)
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    """The type of the weights. A replica that `DataParallel` has made has no parameters, from which
+    `model.dtype` reads it."""
+    weight: torch.Tensor | None = None
+    if getattr(model, "_is_replica", False):
+        weight = model.get_input_embeddings().weight
+    return model.dtype if weight is None else weight.dtype
 
 
 def warn_of_padding(
