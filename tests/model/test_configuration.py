@@ -1,6 +1,7 @@
 """The configuration: the paper's numbers, and an error for each invalid value."""
 
 import json
+import math
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
@@ -99,7 +100,9 @@ def test_an_unknown_preset_is_reported():
         ({"dropout": 1.0}, r"dropout=1.0: expected a number in \[0, 1\)"),
         ({"attention_dropout": -0.1}, "attention_dropout=-0.1: expected a number in"),
         ({"label_smoothing": 2}, "label_smoothing=2: expected a number in"),
-        ({"layer_norm_eps": 0.0}, "layer_norm_eps=0.0: expected a number above 0"),
+        ({"layer_norm_eps": 0.0}, "layer_norm_eps=0.0: expected a finite number above 0"),
+        ({"layer_norm_eps": math.inf}, "layer_norm_eps=inf: expected a finite number above 0"),
+        ({"position_offset": 2**24 + 1}, "position_offset=16777217: .* from 0 to 16777216"),
         ({"norm_position": "middle"}, "'norm_position' expected one of .*'post', 'pre'.*middle"),
         ({"decoder_norm_position": "middle"}, "'decoder_norm_position' .*middle"),
         ({"position_encoding": "rope"}, "'position_encoding' expected one of .*rope"),

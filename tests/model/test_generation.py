@@ -3,6 +3,7 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from conftest import ragged, random_ids, seq2seq, small_config, watch
@@ -54,6 +55,15 @@ def test_padding_is_masked_if_no_mask_is_given(strategy, side):
     ids, mask = pad([random_ids(1, n, seed=n)[0] for n in (3, 9, 6)], side)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, **strategy)
     assert model.generate(ids, max_new_tokens=8, **strategy).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("strategy", [{}, {"num_beams": 2}])
+@pytest.mark.parametrize("end", [np.int64(2), torch.tensor(2), torch.tensor([2, 9])])
+def test_tokens_that_end_a_target_can_be_numpy_numbers_and_tensors(end, strategy):
+    model, source = seq2seq(initializer="tensor2tensor").eval(), random_ids(3, 6)
+    ids = torch.as_tensor(end).tolist()
+    expected = model.generate(source, eos_token_id=ids, **strategy)
+    assert model.generate(source, eos_token_id=end, **strategy).tolist() == expected.tolist()
 
 
 def test_encoder_outputs_can_be_reused():

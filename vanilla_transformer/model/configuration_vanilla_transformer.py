@@ -4,6 +4,7 @@ Source: Vaswani et al. (2017), "Attention Is All You Need", https://arxiv.org/ab
 """
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -369,8 +370,10 @@ class VanillaTransformerConfig(PreTrainedConfig):
                 f"d_model={self.d_model} with sinusoid_frequencies='tensor2tensor': expected at "
                 "least 4, as their exponents are divided by d_model - 2"
             )
-        if self.position_offset < 0:
-            raise ValueError(f"position_offset={self.position_offset}: expected an integer from 0")
+        if not 0 <= self.position_offset <= MOST:
+            raise ValueError(
+                f"position_offset={self.position_offset}: expected an integer from 0 to {MOST}"
+            )
 
     def validate_probabilities(self) -> None:
         """Rates of dropout and label smoothing are in [0, 1), the layer norm's epsilon above 0."""
@@ -378,8 +381,10 @@ class VanillaTransformerConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ValueError(f"{name}={value!r}: expected a number in [0, 1)")
-        if not self.layer_norm_eps > 0:
-            raise ValueError(f"layer_norm_eps={self.layer_norm_eps!r}: expected a number above 0")
+        if not 0 < self.layer_norm_eps < math.inf:
+            raise ValueError(
+                f"layer_norm_eps={self.layer_norm_eps!r}: expected a finite number above 0"
+            )
 
     def validate_activation(self) -> None:
         """The activation function is one that transformers has."""

@@ -80,8 +80,7 @@ class GenerationOptions:
 
     def ends(self) -> set[int]:
         """The ids of the tokens that end a target."""
-        eos = self["eos_token_id"]
-        return {eos} if isinstance(eos, int) else set(eos or ())
+        return set(_flat(self["eos_token_id"])) - {None}
 
     def cache_size(self, prompt_length: int) -> tuple[int, int]:
         """The rows of each source, and the largest number of positions of a target."""
