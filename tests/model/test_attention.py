@@ -216,6 +216,9 @@ def test_training_in_half_precision_uses_unfused_attention(monkeypatch):
     assert chosen(query.float()) == "unfused_attention"
     assert chosen(query.float().detach()) == "fused_attention"
     torch.set_float32_matmul_precision("highest")
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # the same in torch's newer interface
+    assert chosen(query.float()) == "unfused_attention"
+    torch.set_float32_matmul_precision("highest")
     assert chosen(query, is_causal=False) == "sdpa_attention_forward"
     assert chosen(query.repeat(1, 1, 256, 1)) == "sdpa_attention_forward"
 

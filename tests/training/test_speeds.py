@@ -236,9 +236,12 @@ def test_products_that_torch_may_round_are_measured_separately(model, tmp_path):
             for options in ({}, {"bf16": True}):
                 arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **options)
                 found.append(measurement_key(model, arguments, TEXT)["precision"])
+        torch.backends.mkldnn.matmul.fp32_precision = "tf32"  # as after `--tf32`, on a CPU
+        arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True)
+        found.append(measurement_key(model, arguments, TEXT)["precision"])
     finally:
         torch.set_float32_matmul_precision(before)
-    assert found == ["fp32", "bf16", "fp32 (medium)", "bf16"]
+    assert found == ["fp32", "bf16", "fp32 (medium)", "bf16", "fp32 (high)"]
 
 
 @pytest.mark.parametrize(

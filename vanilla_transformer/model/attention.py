@@ -98,7 +98,8 @@ def is_tracing() -> bool:
 def _is_narrow(dtype: torch.dtype) -> bool:
     if torch.compiler.is_compiling() or dtype != torch.float32:  # compiled code can't see more
         return dtype.itemsize == 2
-    return torch.get_float32_matmul_precision() != "highest"
+    # `get_float32_matmul_precision` raises an error after a choice for a single backend
+    return torch.backends.mkldnn.matmul.fp32_precision in ("tf32", "bf16")
 
 
 def fused_attention(

@@ -81,8 +81,10 @@ def precision(args: TrainingArguments) -> str:
         return "bf16"
     if args.fp16:
         return "fp16"
-    products = torch.get_float32_matmul_precision()
-    return "fp32" if products == "highest" else f"fp32 ({products})"
+    # `get_float32_matmul_precision` raises an error after `--tf32`
+    backend = torch.backends.cuda if args.device.type == "cuda" else torch.backends.mkldnn
+    rounded = {"tf32": " (high)", "bf16": " (medium)"}  # as in torch.set_float32_matmul_precision
+    return "fp32" + rounded.get(backend.matmul.fp32_precision, "")
 
 
 def device_name(device: torch.device) -> str:
