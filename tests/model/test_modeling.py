@@ -642,6 +642,14 @@ def test_invalid_input_is_reported(model, inputs, error, message):
         model(**inputs)
 
 
+@pytest.mark.parametrize("part", ["", "model", "model.encoder", "model.decoder"])
+def test_an_input_that_is_given_by_place_and_by_name_is_refused(model, part):
+    ids = random_ids(1, 5)
+    target = {} if part.endswith("coder") else {"decoder_input_ids": ids}
+    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+        model.get_submodule(part)(ids, input_ids=ids, **target)
+
+
 def test_a_missing_target_is_reported(model):
     expected = "exactly one of decoder_input_ids and decoder_.*; AutoModelForTextEncoding loads the"
     with pytest.raises(ValueError, match=expected):

@@ -160,7 +160,7 @@ def without_padding(forward: Callable[..., BaseModelOutput]) -> Callable[..., Ba
             )
         # Checked last, as these two visit all modules.
         if packed is None or is_watched(self) or not is_position_wise(self):
-            return forward(self, **inputs)
+            return forward(self, *args, **kwargs)
         rows, changed = packed
         output = forward(self, **{**inputs, **changed})
         output.last_hidden_state = rows.unpack(output.last_hidden_state)

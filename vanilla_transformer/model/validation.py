@@ -37,7 +37,7 @@ def validate_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(self, "encoder"):  # right padding does no harm in a decoder
             warn_of_padding(self, inputs.get("input_ids"), inputs.get("attention_mask"))
         try:
-            return forward(self, **inputs)
+            return forward(self, *args, **kwargs)
         except IndexError:
             expect_in_range(self, inputs)
             raise
