@@ -10,7 +10,7 @@ import torch
 from conftest import random_ids, slow, small_config
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
@@ -165,6 +165,16 @@ def check_outputs(folder):
     assert_close(outputs.logits, expected.logits, "logits")
 
 
+def check_first_fsdp(folder, use_orig_params):
+    """The first version of FSDP has the same loss."""
+    alone = load(folder)
+    shared = FullyShardedDataParallel(
+        copy.deepcopy(alone), use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    batch = {"input_ids": random_ids(4, 6), "labels": random_ids(4, 5)}
+    assert_close(shared(**batch).loss, alone(**batch).loss, "loss")
+
+
 def check_training(folder, sharing):
     rows = own_rows() if sharing == "fsdp_size" else slice(None)
     alone, shared = load(folder), load(folder, sharing)
@@ -221,6 +231,11 @@ def check_generation(folder, sharing):
 
 def test_a_model_under_ddp_returns_the_same_as_without(on_two_processes, checkpoint):
     on_two_processes(check_outputs, checkpoint)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_the_first_version_of_fsdp_has_the_same_loss(on_two_processes, saved, use_orig_params):
+    on_two_processes(check_first_fsdp, saved, use_orig_params)
 
 
 def test_fully_sharded_training_equals_training_on_one_device(on_two_processes, saved):

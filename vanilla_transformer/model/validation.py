@@ -82,12 +82,12 @@ def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
-    """The type of the weights. A replica that `DataParallel` has made has no parameters, from which
-    `model.dtype` reads it."""
-    weight: torch.Tensor | None = None
-    if getattr(model, "_is_replica", False):
-        weight = model.get_input_embeddings().weight
-    return model.dtype if weight is None else weight.dtype
+    """The type of the weights, which `model.dtype` reads from parameters: a replica that
+    `DataParallel` makes has none, nor has FSDP's first version with `use_orig_params=False`."""
+    if next(model.parameters(), None) is not None:
+        return model.dtype
+    weight: torch.Tensor = model.get_input_embeddings().weight
+    return weight.dtype
 
 
 def warn_of_padding(
