@@ -4,10 +4,17 @@ import json
 import math
 
 import pytest
+from conftest import small_config
 from huggingface_hub.errors import StrictDataclassError
 
-from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer import (
+    VanillaTransformerConfig,
+    VanillaTransformerEncoderModel,
+    VanillaTransformerForConditionalGeneration,
+)
 from vanilla_transformer.model.configuration_vanilla_transformer import PRESETS
+
+SEQ2SEQ = VanillaTransformerForConditionalGeneration
 
 
 def test_the_defaults_are_the_papers_base_model():
@@ -121,6 +128,35 @@ def test_an_unknown_preset_is_reported():
 def test_an_invalid_value_is_reported(fields, message):
     with pytest.raises(StrictDataclassError, match=message):
         VanillaTransformerConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"encoder_layers": -1}, "encoder_layers=-1: expected a positive integer"),
+        ({"d_model": 99, "head_dim": None}, "d_model=99"),
+        ({"dropout": 3.0}, r"dropout=3.0: expected a number in \[0, 1\)"),
+        ({"label_smoothing": 1.5}, "label_smoothing=1.5: expected a number in"),
+        ({"activation_function": "reluu"}, "activation_function='reluu': expected one of gelu"),
+        ({"pad_token_id": 50}, "pad_token_id=50 is outside the vocabulary"),
+    ],
+)
+@pytest.mark.parametrize("cls", [SEQ2SEQ, VanillaTransformerEncoderModel])
+def test_no_model_is_made_from_a_configuration_that_became_invalid(cls, fields, message):
+    config = small_config()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        cls(config)
+
+
+def test_an_encoder_alone_keeps_a_start_token_outside_its_vocabulary(tmp_path):
+    whole, alone = tmp_path / "whole", tmp_path / "alone"
+    config = small_config(decoder_vocab_size=60, decoder_start_token_id=55)
+    SEQ2SEQ(config).save_pretrained(whole)
+    VanillaTransformerEncoderModel.from_pretrained(whole).save_pretrained(alone)
+    saved = VanillaTransformerEncoderModel.from_pretrained(alone).config
+    assert (saved.vocab_size, saved.decoder_start_token_id) == (50, 55)
 
 
 def test_d_k_and_d_v_are_independent():

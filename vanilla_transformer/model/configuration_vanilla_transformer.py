@@ -329,6 +329,15 @@ class VanillaTransformerConfig(PreTrainedConfig):
             setattr(config, name, value)
         return config
 
+    def expect_valid(self) -> None:
+        """Raise a ValueError unless the fields are valid, also after changes. `validate` refuses
+        `output_attentions` as well, before it is known which attention a model gets."""
+        self.validate_sizes()
+        self.validate_widths()
+        self.validate_probabilities()
+        self.validate_activation()
+        self.validate_token_ids()
+
     def validate_sizes(self) -> None:
         """Every size is a positive integer up to its limit."""
         stacks = ("layers", "attention_heads", "ffn_dim")
@@ -401,8 +410,9 @@ class VanillaTransformerConfig(PreTrainedConfig):
             "pad_token_id": min(source, target),
             "bos_token_id": min(source, target),
             "eos_token_id": min(source, target),
-            "decoder_start_token_id": target,
         }
+        if self.is_encoder_decoder:  # the encoder alone keeps it, but not the target's vocabulary
+            limits["decoder_start_token_id"] = target
         for name, limit in limits.items():
             value = getattr(self, name)
             for token_id in value if isinstance(value, list) else [value]:

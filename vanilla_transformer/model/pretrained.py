@@ -33,6 +33,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: VanillaTransformerConfig):
+        config.expect_valid()  # it may have been changed since it was made
         super().__init__(config)
         if self.can_generate():
             # If it counts as made from a configuration, it loses `length_penalty_type` on loading.
