@@ -84,10 +84,11 @@ def expect_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
 def _dtype(model: PreTrainedModel) -> torch.dtype:
     """The type of the weights, which `model.dtype` reads from parameters: a replica that
     `DataParallel` makes has none, nor has FSDP's first version with `use_orig_params=False`."""
-    if next(model.parameters(), None) is not None:
+    try:
         return model.dtype
-    weight: torch.Tensor = model.get_input_embeddings().weight
-    return weight.dtype
+    except StopIteration:
+        weight: torch.Tensor = model.get_input_embeddings().weight
+        return weight.dtype
 
 
 def warn_of_padding(
