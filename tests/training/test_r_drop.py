@@ -203,6 +203,16 @@ def test_accumulated_passes_equal_those_of_one_batch(tokenizer, tmp_path):
     torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-5)
 
 
+def test_several_gpus_in_one_process_are_refused_and_without_r_drop_reported(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(TranslationTrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match="with 2 GPUs in one process: expected a"):
+        TranslationTrainingArguments(str(tmp_path), r_drop_alpha=1.0)
+    TranslationTrainingArguments(str(tmp_path))
+    assert "2 GPUs in one process share each batch through DataParallel" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("config_class", "model_class"),
     [(MarianConfig, MarianMTModel), (M2M100Config, M2M100ForConditionalGeneration)],

@@ -44,6 +44,7 @@ def expect_possible_options(args: Any) -> None:
     _expect_optimizer(args)
     _expect_schedule(args)
     _expect_batches(args)
+    _expect_one_device(args)
     _expect_evaluations(args)
     if args.r_drop_start and not args.r_drop_alpha:
         raise ValueError(f"r_drop_start={args.r_drop_start}: expected r_drop_alpha with it")
@@ -155,6 +156,15 @@ def _expect_batches(args: Any) -> None:
     for name in ("dataloader_persistent_workers", "dataloader_multiprocessing_context"):
         if getattr(args, name) and not args.dataloader_num_workers:
             raise ValueError(f"{name}={getattr(args, name)}: expected dataloader_num_workers too")
+
+
+def _expect_one_device(args: Any) -> None:
+    if args.n_gpu <= 1:
+        return
+    found, wanted = f"{args.n_gpu} GPUs in one process", "a process for each, as torchrun starts"
+    if args.r_drop_alpha:  # `DataParallel` multiplies a loss that is computed outside the model
+        raise ValueError(f"r_drop_alpha={args.r_drop_alpha} with {found}: expected {wanted}")
+    logger.warning("%s share each batch through DataParallel; faster is %s", found, wanted)
 
 
 def _expect_evaluations(args: Any) -> None:
