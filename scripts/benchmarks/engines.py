@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from vanilla_transformer.export import export
 from vanilla_transformer.export.check import size
 from vanilla_transformer.inference.engines import find_engine
 from vanilla_transformer.inference.loading import LoadingArguments
-from vanilla_transformer.inference.metrics import score_translations
+from vanilla_transformer.inference.metrics import expect_bleu_tokenizer, score_translations
 from vanilla_transformer.inference.translation import translate
 
 # Targets of `export` and their quantizations. None means torch, with the model itself.
@@ -49,12 +50,14 @@ class EnginesArguments:
     single_lines: int = HfArg(default=32, help="Lines timed one by one.")
     rounds: int = HfArg(default=5, help="Number of turns of each engine.")
     threads: int = HfArg(default=1, help="Threads of each engine.")
+    tokenize: str | None = HfArg(default=None, help="sacreBLEU's tokenizer.")
 
     def __post_init__(self) -> None:
         for name in ("lines", "batch_lines", "single_lines", "rounds", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value}: expected a positive number")
+        expect_bleu_tokenizer(self.tokenize)
         expect_parallel(self.source, self.target)
 
 
@@ -126,13 +129,14 @@ def measure(
             in_own_process(start, path, sources[0], arguments.threads)
             seconds.setdefault(("start", key), []).append(time.perf_counter() - began)
     expected = next(iter(texts.values()))
+    scoring = partial(score_translations, metrics=("bleu",), tokenize=arguments.tokenize)
     return [
         {
             "model": name,
             "engine": key[0],
             "weights": key[1],
             "equal": sum(map(str.__eq__, texts[key], expected)) / len(expected),
-            "bleu": score_translations(texts[key], references)["bleu"],
+            "bleu": scoring(texts[key], references)["bleu"],
             **{job: 1 / statistics.median(seconds[job, key]) for job in jobs},
             "megabytes": size(path) / 1e6,
             "start": statistics.median(seconds["start", key]),

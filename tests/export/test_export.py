@@ -279,8 +279,9 @@ def test_the_benchmark_compares_the_engines(saved, tmp_path):
     pytest.importorskip("ctranslate2", reason="needs vanilla-transformer[export]")
     saved()
     (tmp_path / "lines").write_text("a house by the lake\nthe lake is deep\n")
-    flags = ["--source", "lines", "--target", "lines", "--rounds", 1, "--output_dir", "out"]
-    run_module("scripts.benchmarks.engines", "--model", "model", *flags, cwd=tmp_path, fresh=True)
+    flags = ["--source", "lines", "--target", "lines", "--rounds", 1, "--tokenize", "none"]
+    options = ["--model", "model", "--output_dir", "out", *flags]
+    run_module("scripts.benchmarks.engines", *options, cwd=tmp_path, fresh=True)
     results = json.loads((tmp_path / "out" / "engines.json").read_text())
     found = {(row["engine"], row["weights"]): row for row in results}
     assert found["ctranslate2", "float32"]["equal"] == 1
