@@ -3,7 +3,13 @@
 import pytest
 import torch
 from conftest import SMALL, random_ids, small_config, watch
-from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.model import generation
@@ -128,6 +134,13 @@ class AfterThree(StoppingCriteria):
         return (input_ids.shape[1] > 3) & (torch.arange(len(input_ids)) % 2 == 0)
 
 
+class LikeTheRowBefore(LogitsProcessor):
+    """Prefers what the row before prefers, which may have ended."""
+
+    def __call__(self, input_ids, scores):
+        return scores + 0.5 * scores.roll(1, dims=0)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -138,6 +151,8 @@ class AfterThree(StoppingCriteria):
         {"use_cache": False},
         # Without an EOS token, transformers continues rows that have ended.
         {"eos_token_id": None, "stopping_criteria": StoppingCriteriaList([AfterThree()])},
+        {"logits_processor": LogitsProcessorList([LikeTheRowBefore()])},
+        {"num_beams": 3, "logits_processor": LogitsProcessorList([LikeTheRowBefore()])},
     ],
     ids=[
         "a cache that is returned",
@@ -146,6 +161,8 @@ class AfterThree(StoppingCriteria):
         "a static cache",
         "no cache",
         "no end",
+        "a processor that compares rows",
+        "and beams",
     ],
 )
 def test_whole_batches_are_computed_if_rows_cannot_be_dropped(monkeypatch, rows_computed, options):

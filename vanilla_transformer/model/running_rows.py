@@ -19,7 +19,8 @@ def running_rows(
     model: Any, input_ids: torch.LongTensor, options: dict[str, Any]
 ) -> "RunningRows | None":
     """The rows of a search with these options; None if the caller may see ended rows or the cache,
-    or if beams are sampled: fewer random numbers would change the samples of the next batch."""
+    also in a logits processor, which may compare rows, or if beams are sampled: fewer random
+    numbers would change the samples of the next batch."""
     config = options["generation_config"]
     cache: Any = options.get(CACHE_NAME)
     if model.device.type != "cpu" or not may_replace_forward(model):
@@ -31,6 +32,9 @@ def running_rows(
     if config.return_dict_in_generate or options.get("synced_gpus"):
         return None
     if config.do_sample and config.num_beams > 1:
+        return None
+    modules = [type(each).__module__ for each in options["logits_processor"]]
+    if not all(name.startswith(("transformers.", f"{__package__}.")) for name in modules):
         return None
     tensors = {name for name, value in options.items() if isinstance(value, torch.Tensor)}
     rows_per_source = cache.cross_attention_cache.layers[0].rows_per_source
