@@ -4,9 +4,14 @@ import math
 
 import pytest
 import torch
-from conftest import SMALL, random_ids, small_config, watch
+from conftest import SMALL, random_ids, seq2seq, small_config, watch
 from torch.nn import functional as F
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers import logging as transformers_logging
 from transformers.testing_utils import CaptureLogger
 
@@ -657,6 +662,29 @@ def test_a_missing_target_is_reported(model):
     model.model.config = model.config.for_one_stack("encoder")
     with pytest.raises(ValueError, match=expected):  # as EncoderDecoderModel loads an encoder
         model.model(input_ids=random_ids(1, 5))
+
+
+def test_a_trainer_that_smooths_labels_needs_a_collator_that_makes_targets(tmp_path, tokenizer):
+    model = seq2seq(vocab_size=len(tokenizer), label_smoothing=0.1)
+    source, labels = random_ids(2, 5), random_ids(2, 4, seed=1)
+    options = {"report_to": "none", "use_cpu": True, "label_smoothing_factor": 0.1}
+    pairs = zip(source.tolist(), labels.tolist(), strict=True)
+    rows = [{"input_ids": ids, "labels": label_ids} for ids, label_ids in pairs]
+
+    def loss(collator):
+        trainer = Trainer(
+            model, TrainingArguments(str(tmp_path), **options), eval_dataset=rows,
+            data_collator=collator,
+        )  # fmt: skip
+        return trainer.evaluate()["eval_loss"]
+
+    expected = r"decoder_inputs_embeds; .* DataCollatorForSeq2Seq\(tokenizer, model=model\)"
+    with pytest.raises(ValueError, match=expected):
+        loss(default_data_collator)
+    logits = model.eval()(source, labels=labels).logits
+    smoothed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1).item()
+    found = loss(DataCollatorForSeq2Seq(tokenizer, model=model))
+    assert found == pytest.approx(smoothed, rel=1e-5)
 
 
 def test_shifting_labels_needs_a_start_token():

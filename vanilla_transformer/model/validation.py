@@ -17,6 +17,10 @@ logger = logging.get_logger(__name__)
 
 # Parameters that a checkpoint may lack: a gigabyte of them, or this many times those it has.
 LACKING_ANYWAY, LACKING_TIMES = 2**28, 8
+NO_TARGET = (
+    "; for a trainer that keeps the labels, DataCollatorForSeq2Seq(tokenizer, model=model) makes "
+    "decoder_input_ids from them; AutoModelForTextEncoding loads the encoder alone"
+)
 
 
 def validate_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,8 +119,7 @@ def expect_stack_inputs(
     ids: Any = inputs.get(f"{prefix}input_ids")
     embeds: Any = inputs.get(f"{prefix}inputs_embeds")
     if (ids is None) == (embeds is None):
-        lacks_target = prefix and ids is None
-        hint = "; AutoModelForTextEncoding loads the encoder alone" if lacks_target else ""
+        hint = NO_TARGET if prefix and ids is None else ""
         raise ValueError(
             f"expected exactly one of {prefix}input_ids and {prefix}inputs_embeds{hint}"
         )
