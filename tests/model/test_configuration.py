@@ -177,6 +177,7 @@ def test_d_k_and_d_v_are_independent():
         ({"hidden_size": 256}, 32),
         ({"encoder_attention_heads": 4, "decoder_attention_heads": 4}, 128),
         ({"d_model": 256, "head_dim": 64}, 64),
+        ({"head_dim": 64, "d_model": 256}, 64),
         ({"encoder_attention_heads": 4}, None),  # each stack has its own
         ({"dropout": 0.3}, 64),
     ],
@@ -186,9 +187,33 @@ def test_head_dim_adapts_to_sizes_that_are_changed_on_loading(tmp_path, fields, 
     assert VanillaTransformerConfig.from_pretrained(tmp_path, **fields).head_dim == d_k
 
 
+@pytest.mark.parametrize(
+    ("fields", "d_k"),
+    [
+        ({"d_model": 256}, 32),
+        ({"hidden_size": 256}, 32),
+        ({"encoder_attention_heads": 4, "decoder_attention_heads": 4}, 128),
+        ({"num_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 1024}, 256),
+        ({"d_model": 1020, "encoder_attention_heads": 4, "decoder_attention_heads": 4}, 255),
+        ({"d_model": 256, "head_dim": 64}, 64),
+        ({"encoder_attention_heads": 4}, None),
+    ],
+)
+def test_head_dim_adapts_to_sizes_that_are_assigned(fields, d_k):
+    assigned, updated = VanillaTransformerConfig(), VanillaTransformerConfig()
+    for name, value in fields.items():
+        setattr(assigned, name, value)
+    updated.update(fields)
+    assert assigned.head_dim == updated.head_dim == d_k
+
+
 def test_an_explicit_head_dim_is_kept(tmp_path):
-    VanillaTransformerConfig(head_dim=16, value_head_dim=64).save_pretrained(tmp_path)
+    config = VanillaTransformerConfig(head_dim=16, value_head_dim=64)
+    config.save_pretrained(tmp_path)
     assert VanillaTransformerConfig.from_pretrained(tmp_path, d_model=256).head_dim == 16
+    config.d_model = 256
+    assert config.head_dim == 16
+    assert VanillaTransformerConfig(hidden_size=256, head_dim=64).head_dim == 64
 
 
 def test_aliases_of_a_field_are_applied_before_defaults_are_derived():

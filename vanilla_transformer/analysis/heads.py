@@ -164,6 +164,7 @@ def prune_heads(model: PreTrainedModel, masks: ByHead) -> PreTrainedModel:
     config, weights = deepcopy(model.config), model.state_dict()
     config.encoder_attention_heads = int(masks["encoder"][0].sum())
     config.decoder_attention_heads = int(masks["decoder"][0].sum())
+    config.head_dim = model.config.head_dim  # the remaining heads are as wide as before
     names = {module: name for name, module in model.named_modules()}
     for kind, layers in attention_modules(model).items():
         for attention, mask in zip(layers, masks[kind].to(model.device), strict=True):

@@ -96,6 +96,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # model has a thousand layers (https://arxiv.org/abs/2203.00555), and float32, in which positions
 # are encoded, has all integers up to 2^24.
 MOST_LAYERS, MOST = 1000, 2**24
+HEAD_SIZES = {"d_model", "encoder_attention_heads", "decoder_attention_heads"}
 
 
 @strict
@@ -110,8 +111,8 @@ class VanillaTransformerConfig(PreTrainedConfig):
         encoder_layers, decoder_layers: N.
         encoder_attention_heads, decoder_attention_heads: h.
         encoder_ffn_dim, decoder_ffn_dim: d_ff.
-        head_dim: d_k, the width of a query or key in one head; `None` becomes d_model / h, and
-            stays `None` if encoder and decoder differ in h.
+        head_dim: d_k, the width of a query or key in one head; `None` becomes d_model / h, which
+            follows later changes of both, and stays `None` if encoder and decoder differ in h.
         value_head_dim: d_v, the width of a value in one head; `None` is d_k.
         attention_bias: Biases in the four projections of attention. The paper's are plain matrices.
         dropout: P_drop, on each sub-layer's output and on embedding plus position (section 5.4).
@@ -214,12 +215,25 @@ class VanillaTransformerConfig(PreTrainedConfig):
         kwargs.pop("custom_pipelines", None)
         if __name__.startswith("transformers_modules."):
             kwargs["custom_pipelines"] = CustomPipelines(CUSTOM_PIPELINES)
+        head_dim = self.head_dim
         self._take_other_names(kwargs)
-        heads = self.encoder_attention_heads
-        if self.head_dim is None and heads == self.decoder_attention_heads:
-            # transformers reads the width of keys and values from here; sizes are checked below
-            self.head_dim = self.d_model // heads if heads and self.d_model % heads == 0 else None
+        # transformers reads the width of keys and values from here; sizes are checked below
+        self.head_dim = self._share_of_each_head() if head_dim is None else head_dim
         super().__post_init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Same as transformers' method, but a `head_dim` that equals d_model / h follows them."""
+        is_size = self.attribute_map.get(name, name) in HEAD_SIZES
+        follows = is_size and self.head_dim in (None, self._share_of_each_head())
+        super().__setattr__(name, value)
+        if follows:
+            super().__setattr__("head_dim", self._share_of_each_head())
+
+    def _share_of_each_head(self) -> int | None:
+        """d_model / h; None if encoder and decoder differ in h, or h does not divide d_model."""
+        heads = self.encoder_attention_heads
+        is_share = heads == self.decoder_attention_heads and heads and self.d_model % heads == 0
+        return self.d_model // heads if is_share else None
 
     def _auto_map(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Our classes, as every folder has all of their code, and those that the folder of a user's
@@ -233,12 +247,14 @@ class VanillaTransformerConfig(PreTrainedConfig):
         """Same as transformers' method, whose `kwargs` override the fields: a `head_dim` that
         equals d_model / h is computed again from them."""
         changed = {cls.attribute_map.get(name, name): value for name, value in kwargs.items()}
-        sizes = {"d_model", "encoder_attention_heads", "decoder_attention_heads"} & changed.keys()
+        sizes = HEAD_SIZES & changed.keys()
         if sizes and changed.get("head_dim") is None:
             saved = cls(**config_dict)
             if saved.head_dim == saved.d_model // saved.encoder_attention_heads:
                 sizes_given = {name: changed[name] for name in sizes}
                 config_dict = {**config_dict, "head_dim": None, **sizes_given}
+        elif sizes:
+            kwargs["head_dim"] = kwargs.pop("head_dim")  # set last, as it follows the sizes
         return super().from_dict(config_dict, **kwargs)
 
     def _take_other_names(self, given: dict[str, Any]) -> None:
