@@ -192,6 +192,24 @@ def test_a_trained_bias_without_a_counterpart_is_reported_when_converting_back(
     assert said == (change > 0)
 
 
+@pytest.mark.parametrize("trained", [None, "<unk>", "a piece"])
+def test_pieces_that_are_no_longer_unknown_are_reported_when_converting_back(
+    trained, tmp_path, caplog
+):
+    model = VanillaTransformerForConditionalGeneration(small_config())
+    rows = model.model.shared.weight.data
+    kept, unk = len(rows) - 2, 3
+    rows[kept:] = rows[unk]
+    if trained is not None:
+        rows[unk if trained == "<unk>" else -1] += 0.5
+    model.save_pretrained(tmp_path)
+    (tmp_path / "original").mkdir()
+    record = {"format": "fsmt", "sources": {"encoder.embed_tokens.weight": [f"{SHARED}[:{kept}]"]}}
+    (tmp_path / "original/conversion.json").write_text(json.dumps(record))
+    restore(tmp_path, halves=False)
+    assert ("pieces that are <unk> in this fsmt" in caplog.text) == (trained is not None)
+
+
 def test_only_tensors_without_a_counterpart_are_reported_when_converting_back(tmp_path, caplog):
     config = small_config(lm_head_bias=True, position_encoding="learned")
     model = VanillaTransformerForConditionalGeneration(config)

@@ -17,7 +17,7 @@ from ..data.paths import expect_unused
 from ..inference.derived_cards import language_codes
 from ..model.loss import SUPPRESSED
 from .core import Conversion, empty_model, read_transformers_weights
-from .weights import PROJECTION_BIAS, separate_halves
+from .weights import PROJECTION_BIAS, matrix_of, separate_halves
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,22 @@ def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
     if (model_folder / ORIGINAL / LEFTOVERS_NAME).is_file():
         leftovers = load_file(model_folder / ORIGINAL / LEFTOVERS_NAME)
     weights |= {f"original:{name}": each for name, each in leftovers.items()}
-    placed = {part.partition("[:")[0] for parts in record["sources"].values() for part in parts}
+    _report_losses(model_folder, record, weights)
+
+    def part(name: str) -> Tensor:
+        name, _, rows = name.partition("[:")
+        return weights[name][: int(rows[:-1])] if rows else weights[name]
+
+    return {
+        name: part(ours[0]) if len(ours) == 1 else torch.cat([part(each) for each in ours])
+        for name, ours in record["sources"].items()
+    }
+
+
+def _report_losses(model_folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Log what training may have changed and the checkpoint has no place for."""
+    parts = [part.partition("[:") for each in record["sources"].values() for part in each]
+    placed = {name for name, _, _ in parts}
     for name in weights:
         if name.endswith("embed_positions.weight") and name not in placed:
             logger.warning(
@@ -122,15 +137,21 @@ def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
                 "checkpoint has no place for: its scores will differ",
                 model_folder, largest, record["format"],
             )  # fmt: skip
+    source = matrix_of(weights, "source")
+    rows = {int(rest[:-1]) for name, _, rest in parts if name == source and rest}
+    clones = weights[source][max(rows, default=len(weights[source])) :]
+    if len(clones) and not _are_copies(clones, weights[source][: -len(clones)]):
+        logger.warning(
+            "%s: training has changed the embeddings of <unk> or of pieces that are <unk> in this "
+            "%s checkpoint: scores of texts with such pieces will differ",
+            model_folder, record["format"],
+        )  # fmt: skip
 
-    def part(name: str) -> Tensor:
-        name, _, rows = name.partition("[:")
-        return weights[name][: int(rows[:-1])] if rows else weights[name]
 
-    return {
-        name: part(ours[0]) if len(ours) == 1 else torch.cat([part(each) for each in ours])
-        for name, ours in record["sources"].items()
-    }
+def _are_copies(rows: Tensor, others: Tensor) -> bool:
+    """Whether these rows all equal one of the others."""
+    first = rows[0]
+    return bool((rows == first).all() and (others == first).all(1).any())
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
