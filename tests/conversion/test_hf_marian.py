@@ -18,6 +18,7 @@ from transformers import (
 
 from vanilla_transformer import conversion
 from vanilla_transformer.conversion import ConversionOptions, hf_marian
+from vanilla_transformer.export import export
 from vanilla_transformer.serving.languages import languages_of_card
 
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -197,6 +198,17 @@ def test_it_is_converted_back_bit_for_bit(folders, tmp_path):
         assert tensor.dtype == after[name].dtype
         assert torch.equal(tensor, after[name]), name
     expect_equal_log_probabilities(back, ours)
+
+
+def test_an_export_with_two_vocabularies_is_converted_back_with_the_code_of_its_tokenizer(tmp_path):
+    ours = conversion.convert(save_marian(tmp_path / "theirs", separate=True), tmp_path / "ours")
+    exported = export(ours, tmp_path / "exported", "marian")
+    again = conversion.convert(exported, tmp_path / "again")
+    back = conversion.convert_back(again, tmp_path / "back")
+    files = {file.name for file in back.iterdir()}
+    assert files == {file.name for file in exported.iterdir()} - {"README.md"}
+    for name in files - {"model.safetensors"}:
+        assert (back / name).read_bytes() == (exported / name).read_bytes()
 
 
 def test_training_continues_from_the_same_loss(folders, tmp_path):

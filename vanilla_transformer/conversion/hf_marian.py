@@ -79,7 +79,7 @@ SAMPLING = ("temperature", "top_k", "top_h", *SHARES)
 FILES = (
     "config.json", "generation_config.json", "source.spm", "target.spm", "vocab.json",
     "target_vocab.json", "tokenizer_config.json", "special_tokens_map.json",
-    "tokenizer.json", SOURCE_FILE, TARGET_FILE,
+    "tokenizer.json", SOURCE_FILE, TARGET_FILE, "tokenization_vanilla_transformer.py", "moses.py",
 )  # fmt: skip
 
 
