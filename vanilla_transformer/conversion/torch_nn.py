@@ -227,7 +227,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         layer_norm_eps=table.layer_norm_eps, scale_embedding=table.scale_embedding,
     )  # fmt: skip
     origin = {"toolkit": layout.toolkit, "notes": _notes(table)}
-    conversion = Conversion(config, weights, tokenizer, origin=origin)
+    # A user's loop is greedy; without a number, pipelines would search with 4 beams.
+    conversion = Conversion(config, weights, tokenizer, {"num_beams": 1}, origin)
     conversion.fill_with_clones("source", wanted, vocabularies[0][table.unk])
     return conversion
 
