@@ -75,13 +75,14 @@ def test_every_configuration_is_expressed(exported, config):
     expect_equal(model, engine, early_stopping=True, **LONGEST)
 
 
-def test_tokens_that_a_model_suppresses_are_suppressed_by_default(saved, tmp_path):
+def test_tokens_that_a_model_suppresses_are_suppressed_by_default(saved, tmp_path, caplog):
     """As in models of fairseq, Marian and JoeyNMT, with beam search."""
     model, folder = saved()
     options = {"num_beams": 4, "suppress_tokens": [1, 5], "min_new_tokens": 2}
     model.generation_config.update(**options, forced_eos_token_id=2)
     model.save_pretrained(folder)
     engine = load(export(folder, tmp_path / "out", "ctranslate2"))
+    assert "min_new_tokens, suppress_tokens: CTranslate2 normalizes again" in caplog.text
     ids, mask = BATCH
     expected = model.generate(ids, attention_mask=mask, renormalize_logits=True, **LONGEST)
     found = engine.generate(input_ids=ids, attention_mask=mask, **LONGEST)

@@ -5,6 +5,7 @@ Both CTranslate2's libraries for C++ and Python and `inference.engines` open the
 """
 
 import copy
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from ..model.modeling_vanilla_transformer import (
     VanillaTransformerStack,
 )
 from .source import number_of_positions, padded_heads, portable_fields, position_table, read_model
+
+logger = logging.getLogger(__name__)
 
 QUANTIZATIONS = ACCEPTED_MODEL_TYPES
 # CTranslate2's activation functions by transformers' names.
@@ -56,8 +59,14 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
 def _generation_config(model: VanillaTransformerForConditionalGeneration) -> GenerationConfig:
     """The model's generation config, if the engine has all of its options."""
     generation_config = copy.deepcopy(model.generation_config)
-    if any(getattr(generation_config, name, None) for name in MASKS):
-        generation_config.renormalize_logits = True  # as the engine does after masking tokens
+    masks = [name for name in MASKS if getattr(generation_config, name, None)]
+    if masks and not generation_config.renormalize_logits:
+        generation_config.renormalize_logits = True
+        logger.warning(
+            "%s: CTranslate2 normalizes again after masking tokens, so scores of beam search are "
+            "higher, and a translation may differ",
+            ", ".join(masks),
+        )
     lacking = unsupported(GenerationOptions(generation_config, None, {}), generation_config)
     if lacking:
         raise ValueError(f"generation_config.json: {'; '.join(lacking)}: CTranslate2 can't do this")
