@@ -309,6 +309,17 @@ def test_version_1_does_not_pass_its_vocabulary_to_subword_nmt(pre):
     assert matrix[ids[0]].equal(matrix[0])
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("level", ["word", "char"])
+def test_codes_for_text_that_joeynmt_does_not_split_into_pieces_are_refused(post, side, level):
+    codes = post.folder / "codes"
+    codes.write_text("#version: 0.2\nm a\n")
+    short = {"source": "src", "target": "trg"}[side]
+    post.cfg["data"][short]["level"] = level
+    with pytest.raises(ValueError, match=f"{side}_codes=.*data.{short}.level='{level}'"):
+        post.convert(**{f"{side}_codes": str(codes)})
+
+
 def test_text_is_preprocessed_as_in_the_configuration(post):
     for side in ("src", "trg"):
         post.cfg["data"][side] |= {"normalize": True, "lowercase": True}

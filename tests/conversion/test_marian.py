@@ -447,6 +447,15 @@ def test_pieces_of_source_spm_are_looked_up_in_the_vocabulary(tmp_path):
     assert (embeddings[[number for number in ids if number > 12]] == embeddings[1]).all()
 
 
+@pytest.mark.parametrize("side", core.SIDES)
+def test_codes_next_to_a_vocabulary_that_splits_text_are_refused(tmp_path, side):
+    folder = checkpoint_folder("marian/spm")
+    codes = tmp_path / "codes"
+    codes.write_text("#version: 0.2\nm a\n")
+    with pytest.raises(ValueError, match=f"{side}_codes=.*with .*vocab.spm, which splits text"):
+        marian.read(folder, ConversionOptions(**{f"{side}_codes": str(codes)}))
+
+
 @pytest.mark.parametrize("name", ["", "model.npz", "model.npz.decoder.yml"])
 def test_a_folder_a_model_or_its_decoder_yml_can_be_converted(tmp_path, name):
     folder = save_random(tmp_path / "model")

@@ -111,6 +111,11 @@ class ConversionOptions:
         others."""
         return getattr(self, f"{side}_codes") or self.source_codes
 
+    def expect_no_codes(self, side: str, where: str) -> None:
+        """Raise a ValueError if this side has codes of its own, but something else splits it."""
+        if given := getattr(self, f"{side}_codes"):
+            raise ValueError(f"{side}_codes={given!r} has no effect with {where}")
+
     def given(self) -> dict[str, Any]:
         """The options that are set."""
         return {name: value for name, value in vars(self).items() if value is not None}

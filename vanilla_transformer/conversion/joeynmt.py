@@ -400,9 +400,14 @@ def _codes(
     cfg: Mapping[str, Any], side: str, options: ConversionOptions, folder: Path
 ) -> Path | None:
     """Codes or a SentencePiece model. In version 1, users apply these themselves."""
-    given = options.codes("source" if side == "src" else "target")
+    name = "source" if side == "src" else "target"
+    given = options.codes(name)
     text = cfg["data"][side]
-    if text["level"] != "bpe" or (not given and cfg.get("joeynmt_version") == "1"):
+    if text["level"] != "bpe":
+        where = f"data.{side}.level={text['level']!r}: JoeyNMT applies codes only with 'bpe'"
+        options.expect_no_codes(name, where)
+        return None
+    if not given and cfg.get("joeynmt_version") == "1":
         return None
     details = text.get("tokenizer_cfg") or {}
     named = details.get("model_file") or details.get("codes")

@@ -543,8 +543,11 @@ def _sides(files: MarianFiles, marian: dict[str, Any], options: ConversionOption
 
 
 def _splitter(files: MarianFiles, options: ConversionOptions, index: int) -> str | Path | None:
-    """The codes or the model that split a side's text if its vocabulary is not an `.spm` file."""
+    """The codes or the model that split a side's text, unless its vocabulary does."""
     file, name = files.vocabularies[index], core.SIDES[index]
+    if file.suffix == ".spm":
+        options.expect_no_codes(name, f"{file}, which splits text")
+        return None
     found = (file.with_name(f"{name}.{suffix}") for suffix in ("spm", "bpe"))
     return options.codes(name) or next(filter(Path.is_file, found), None)
 
