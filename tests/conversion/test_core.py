@@ -10,9 +10,12 @@ from huggingface_hub import metadata_load
 
 from conversion.models import embeddings, random_model, split_state
 from conversion.reference import checkpoint_folder
-from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer import (
+    VanillaTransformerConfig,
+    VanillaTransformerForConditionalGeneration,
+)
 from vanilla_transformer.conversion import ConversionOptions, core, fairseq, read
-from vanilla_transformer.conversion.saving import read_record, restore, save
+from vanilla_transformer.conversion.saving import ARCHITECTURE, read_record, restore, save
 from vanilla_transformer.conversion.text import side_tokenizer
 from vanilla_transformer.conversion.weights import (
     PROJECTION,
@@ -171,8 +174,26 @@ def test_a_record_is_utf_8_in_any_locale(tmp_path, tokenizer, monkeypatch):
     conversion = core.Conversion(model.config, split_state(model), tokenizer, record=record)
     conversion.weights |= tie(*embeddings(model))[0]
     save(conversion, tmp_path)
-    assert read_record(tmp_path) == {**record, "sources": {}}
+    config = {name: getattr(model.config, name) for name in ARCHITECTURE}
+    assert read_record(tmp_path) == {**record, "config": config, "sources": {}}
     assert "größe" in (tmp_path / "original/conversion.json").read_text(encoding="utf-8")
+
+
+def test_a_model_with_another_architecture_is_not_converted_back(tmp_path, tokenizer):
+    """Its options would be written as they were, with which it computes something else."""
+    model = random_model()
+    weights = split_state(model) | tie(*embeddings(model))[0]
+    sources = {"encoder.embed_tokens.weight": [SHARED]}
+    conversion = core.Conversion(
+        model.config, weights, tokenizer, record={"format": "fairseq"}, sources=sources
+    )
+    save(conversion, tmp_path)
+    assert restore(tmp_path, halves=False)
+    config = VanillaTransformerConfig.from_pretrained(tmp_path)
+    config.activation_function = "gelu"
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="activation_function='gelu': expected 'relu', as when"):
+        restore(tmp_path, halves=False)
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5])

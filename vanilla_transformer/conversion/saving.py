@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from ..data.paths import expect_unused
 from ..inference.derived_cards import language_codes
+from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.loss import SUPPRESSED
 from .core import Conversion, empty_model, read_transformers_weights
 from .weights import PROJECTION_BIAS, matrix_of, separate_halves
@@ -23,6 +24,13 @@ logger = logging.getLogger(__name__)
 
 # A subfolder of the converted model with files that only converting back needs.
 ORIGINAL, RECORD_NAME, LEFTOVERS_NAME = "original", "conversion.json", "leftovers.safetensors"
+# Fields that a checkpoint's own options tell, which are written back as they were.
+ARCHITECTURE = (
+    "encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads",
+    "head_dim", "value_head_dim", "activation_function", "norm_position", "decoder_norm_position",
+    "final_layer_norm", "embedding_layer_norm", "layer_norm_eps", "scale_embedding",
+    "position_encoding", "position_offset", "sinusoid_frequencies",
+)  # fmt: skip
 # Options that have an effect only with several beams.
 BEAM_OPTIONS = ("length_penalty", "length_penalty_type", "early_stopping")
 
@@ -60,7 +68,9 @@ def _expect_own_names(files: list[Path]) -> None:
 
 def _keep_original(conversion: Conversion, folder: Path) -> None:
     folder.mkdir()
-    values = {**conversion.origin, **conversion.record, "sources": conversion.sources}
+    config = {name: getattr(conversion.config, name) for name in ARCHITECTURE}
+    values = {**conversion.origin, **conversion.record}
+    values |= {"config": config, "sources": conversion.sources}
     record = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
     (folder / RECORD_NAME).write_text(record, encoding="utf-8")
     if conversion.leftovers:
@@ -90,7 +100,8 @@ def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
         halves: Undo `interleave_halves`.
 
     Raises:
-        ValueError: The conversion changed the tensors in a way that can't be undone.
+        ValueError: The conversion changed the tensors in a way that can't be undone, or the
+            configuration has changed since.
     """
     record = read_record(model_folder)
     if not record["sources"]:
@@ -98,6 +109,7 @@ def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
             f"{model_folder}: a {record['format']} checkpoint of this kind can't be restored, "
             "because the conversion changed its tensors"
         )
+    _expect_same_architecture(model_folder, record)
     weights = dict(read_transformers_weights(model_folder).tensors)
     if halves:
         separate_halves(weights)
@@ -115,6 +127,17 @@ def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
         name: part(ours[0]) if len(ours) == 1 else torch.cat([part(each) for each in ours])
         for name, ours in record["sources"].items()
     }
+
+
+def _expect_same_architecture(model_folder: Path, record: dict[str, Any]) -> None:
+    """Raise a ValueError if heads were pruned, or `config_overrides` changed a field."""
+    config = VanillaTransformerConfig.from_pretrained(model_folder)
+    for name, before in record.get("config", {}).items():
+        if (now := getattr(config, name)) != before:
+            raise ValueError(
+                f"{model_folder}: {name}={now!r}: expected {before!r}, as when it was converted, "
+                f"for a {record['format']} checkpoint with the original options"
+            )
 
 
 def _report_losses(model_folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> None:
