@@ -267,6 +267,17 @@ def test_a_folder_without_a_tokenizer_is_refused_before_the_text_is_read(option,
         prepare(ModelArguments(**{option: str(tmp_path)}), data, arguments)
 
 
+@pytest.mark.parametrize("option", ["model_name_or_path", "tokenizer_name"])
+def test_a_file_in_place_of_a_folder_is_refused_before_the_text_is_read(option, tmp_path):
+    (tmp_path / "blank.csv").touch()
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    data = DataArguments(train_file=str(tmp_path / "blank.csv"))
+    arguments = TranslationTrainingArguments(output_dir=str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=f"^{file}: expected a .* with a .*config.json$"):
+        prepare(ModelArguments(**{option: str(file)}), data, arguments)
+
+
 def test_overrides_are_fields_of_the_fine_tuned_models_configuration(tmp_path):
     folder, tokenizer = t5(tmp_path / "t5"), AutoTokenizer.from_pretrained(tmp_path / "t5")
     options = {"model_name_or_path": str(folder), "config_overrides": "dropout_rate=0.25"}

@@ -163,16 +163,17 @@ def has_model(folder: Path) -> bool:
 
 def expect_model_folder(name: str | Path) -> None:
     """Raise a FileNotFoundError for a folder without a model, such as that of a training which has
-    only checkpoints yet. Other names may be on the Hub."""
-    if Path(name).is_dir() and not has_model(Path(name)):
+    only checkpoints yet, and for a file. Other names may be on the Hub."""
+    if Path(name).exists() and not has_model(Path(name)):
         raise FileNotFoundError(f"{name}: expected a model folder, with a config.json")
 
 
 def expect_tokenizer(name: str | Path) -> None:
-    """Raise a FileNotFoundError for a folder without a tokenizer. Other names may be on the Hub."""
-    if Path(name).is_dir() and not _has_any(Path(name), TOKENIZERS):
+    """Raise a FileNotFoundError for a folder without a tokenizer, and for a file. Other names may
+    be on the Hub."""
+    if Path(name).exists() and not _has_any(Path(name), TOKENIZERS):
         raise FileNotFoundError(
-            f"{name}: expected a tokenizer, there is no tokenizer_config.json in this folder"
+            f"{name}: expected a tokenizer's folder, with a tokenizer_config.json"
         )
 
 
