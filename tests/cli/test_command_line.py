@@ -5,12 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from socket import socket
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from conftest import REPOSITORY, run_command, run_module
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig
 from transformers.utils.versions import require_version
@@ -198,6 +201,17 @@ def test_without_a_connection_an_error_names_the_model(tmp_path):
     process = run_command("translate", "--model", "outputs/none", cwd=tmp_path, check=False)
     assert process.returncode == 1
     assert "error: outputs/none is not a folder here. " in process.stderr
+
+
+def test_an_error_names_the_server_that_cannot_be_reached():
+    with socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        server = f"127.0.0.1:{unused.getsockname()[1]}"
+        client = import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
+        with pytest.raises(main.OUTSIDE) as caught:
+            client.get(f"http://{server}/a?token=b", trust_env=False)
+    assert server not in str(caught.value)
+    assert main.full_message(caught.value) == f"{server}: {caught.value}"
 
 
 def test_a_path_that_cannot_be_a_hub_name_is_reported_as_a_missing_folder(tmp_path):

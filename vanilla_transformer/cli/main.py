@@ -7,7 +7,9 @@ import select
 import sys
 import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -102,12 +104,16 @@ def explanation(error: Exception) -> Exception:
 
 def full_message(error: Exception) -> str:
     """The error's message, and which folder is missing. transformers omits a model's name if there
-    is no connection, and mentions only the Hub if a path can't be a name there."""
+    is no connection, and mentions only the Hub if a path can't be a name there. The Hub's client
+    omits the server that it can't reach."""
     is_impossible = isinstance(error.__cause__ or error, HFValidationError)
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_locals.get("path_or_repo_id", ""))
         if name and (is_impossible or name not in str(error)) and not Path(name).is_dir():
             return f"{name} is not a folder here. {error}"
+    with suppress(AttributeError, RuntimeError):  # not about a request
+        server = urlsplit(str(error.request.url)).netloc  # type: ignore[attr-defined]
+        return str(error) if server in str(error) else f"{server}: {error}"
     return str(error)
 
 
