@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import small_trainer
+from conftest import PAIRS, small_trainer
 from huggingface_hub import HfApi
 from transformers import AutoModelForSeq2SeqLM
 
@@ -204,6 +204,27 @@ def test_the_card_says_which_steps_the_weights_are_from(tokenizer, tmp_path, bes
     trainer.is_in_train = True  # a checkpoint is pushed with its own weights
     trainer.create_model_card()
     assert ("The weights are" in (tmp_path / "README.md").read_text()) == bool(averaged)
+
+
+def test_the_card_counts_the_epochs_that_there_were_whatever_the_batches(tokenizer, tmp_path):
+    """`Trainer` counts as if all steps of a resumed training had had its last batches."""
+
+    def train(size, steps, resume=None, **options):
+        options |= {"per_device_train_batch_size": size, "max_steps": steps}
+        trainer = small_trainer(tmp_path, tokenizer, **options)
+        trainer.card_arguments = (ModelArguments(), DataArguments(dataset_name="phrases"))
+        trainer.target_tokens_per_epoch = 1000
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / f"checkpoint-{resume}"))
+        trainer.finish_card(trainer.model, {})
+        return (tmp_path / "README.md").read_text()
+
+    assert len(PAIRS) == 12
+    assert "2 steps, 0.33 epochs, 333 target tokens" in train(2, 2)
+    assert "4 steps, 0.83 epochs, 833 target tokens" in train(3, 4, resume=2)  # 4/12 + 6/12
+    two = {"gradient_accumulation_steps": 2}
+    assert "6 steps, 1.5 epochs, 1,500 target tokens" in train(2, 6, resume=4, **two)
+    for _ in range(2):  # at its end, it makes no more steps
+        assert "6 steps, 1.5 epochs, 1,500 target tokens" in train(1, 6, resume=6)
 
 
 # ---------------------------------------------------------------- the Hub

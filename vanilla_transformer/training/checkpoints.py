@@ -46,7 +46,9 @@ logger = logging.getLogger(__name__)
 # pushes no folder with a leading underscore to the Hub.
 STAGING_DIR = "_incomplete"
 CHECKSUMS_NAME = "checksums.json"
-OFF_SCHEDULE = "off_schedule"  # in a checkpoint's `TrainerState.stateful_callbacks`
+# In a checkpoint's `TrainerState.stateful_callbacks`:
+OFF_SCHEDULE = "off_schedule"
+UNSEEN = "unseen_epochs"  # how many more epochs `TrainerState.epoch` counts than there were
 REQUIRED_FILES = {  # parts of any trainer's checkpoint, and the files that each may be in
     "weights": ("*model*.safetensors", "pytorch_model*", "global_step*"),
     "optimizer state": ("optimizer*", "global_step*"),

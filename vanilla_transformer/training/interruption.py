@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from .checkpoints import OFF_SCHEDULE, AtomicCheckpointTrainer, times_evaluated
+from .checkpoints import OFF_SCHEDULE, UNSEEN, AtomicCheckpointTrainer, times_evaluated
 from .distributed import any_process, end_training
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
     SIGTERM, and lets the processes stop at different steps.
     """
 
+    jump = 0.0  # from the epoch in the checkpoint to the one at which `Trainer` resumes
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.interruption = _InterruptionCallback(self)
@@ -51,6 +53,9 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
                 self._warn_of_other_epochs(state.max_steps, max_steps)
             elif self.args.max_steps > 0 and has_length(dataloader):
                 self._warn_of_another_place(state, others[0])
+            if has_length(dataloader):
+                self.jump = self._epoch_to_resume_at(state, others[0], others[-1])
+                self.jump -= state.epoch or 0.0
             epochs = 0 if state.global_step >= max_steps else epochs
         return epochs, *others, max_steps
 
@@ -70,6 +75,13 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
                 now, state.global_step / state.epoch, self.resumed_checkpoint,
                 state.global_step / now, state.epoch,
             )  # fmt: skip
+
+    def _epoch_to_resume_at(self, state: TrainerState, updates: int, batches: int) -> float:
+        """Where `Trainer` resumes if an epoch has this number of updates, and of batches, now."""
+        epochs, rest = divmod(state.global_step, updates)
+        if self.args.ignore_data_skip:
+            return epochs
+        return epochs + rest * self.args.gradient_accumulation_steps / batches
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Same as `Trainer.train`, but an interrupted evaluation ends the program."""
@@ -169,6 +181,15 @@ class _InterruptionCallback(TrainerCallback):
             self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         if _missed_evaluation(args, state):
             self.trainer.run_missed_evaluation()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note if training resumes at another epoch than that of the checkpoint."""
+        jump, self.trainer.jump = self.trainer.jump, 0.0
+        if abs(jump) > 1e-6:
+            before = state.stateful_callbacks.get(UNSEEN, {}).get("epochs", 0.0)
+            state.stateful_callbacks[UNSEEN] = {"epochs": before + jump}
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -31,7 +31,7 @@ from ..inference.derived_cards import language_codes
 from ..inference.metrics import LABELS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .arguments import ModelArguments
-from .checkpoints import step_of
+from .checkpoints import UNSEEN, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +165,7 @@ class ModelCardTrainer(Trainer):
 
     def _write_card(self, model: PreTrainedModel) -> Path:
         steps, epochs = self.state.global_step, self.state.epoch or 0.0
+        epochs -= self.state.stateful_callbacks.get(UNSEEN, {}).get("epochs", 0.0)
         log: dict[str, Any] = {"steps": steps}
         if has_length(self.train_dataset):  # `Trainer` counts all steps on a stream as one epoch
             log["epochs"] = round(epochs, 2)
