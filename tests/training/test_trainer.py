@@ -111,6 +111,34 @@ def test_a_flag_replaces_a_recipes_equivalent_option(flag, value, replaced, tmp_
     assert getattr(training_args, replaced[0]) == replaced[1]
 
 
+def test_a_metric_on_the_command_line_has_its_own_direction(tmp_path):
+    """A model card's recipe has the direction of its metric."""
+    best = {"metric_for_best_model": "bleu", "greater_is_better": True}
+    recipe = write_recipe(tmp_path, predict_with_generate=True, eval_strategy="no", **best)
+    flags = ["--config", recipe, "--output_dir", str(tmp_path), "--metric_for_best_model"]
+    *_, training_args = parse_arguments(GROUPS, [*flags, "ter"])
+    assert training_args.greater_is_better is False
+    *_, training_args = parse_arguments(GROUPS, [*flags, "ter", "--greater_is_better", "true"])
+    assert training_args.greater_is_better is True
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater", "is_reported"),
+    [("loss", True, True), ("loss", False, False), ("bleu", False, True), ("bleu", None, False)],
+)
+def test_a_metric_whose_worst_value_counts_as_the_best_is_reported(
+    tmp_path, metric, greater, is_reported, caplog
+):
+    training_arguments(
+        tmp_path,
+        metric_for_best_model=metric,
+        greater_is_better=greater,
+        predict_with_generate=True,
+    )
+    message = f"greater_is_better={greater} with metric_for_best_model={metric}: the worst"
+    assert (message in caplog.text) == is_reported
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -319,6 +319,12 @@ class TranslationTrainingArguments(
             if name not in METRICS_WITHOUT_SOURCE:
                 raise ValueError(f"metrics={name}: expected one of {choices}")
         best = (self.metric_for_best_model or "loss").removeprefix("eval_")
+        is_greater = best not in ("loss", *LOWER_IS_BETTER)
+        if self.greater_is_better not in (None, is_greater):  # type: ignore[has-type]
+            logger.warning(
+                "greater_is_better=%s with metric_for_best_model=%s: the worst checkpoint counts "
+                "as the best", self.greater_is_better, best,  # type: ignore[has-type]
+            )  # fmt: skip
         if best == "loss":
             return
         if best not in METRICS_WITHOUT_SOURCE:
@@ -331,7 +337,7 @@ class TranslationTrainingArguments(
                 )
         self.metrics = list(dict.fromkeys([*self.metrics, best]))
         if self.greater_is_better is None:  # type: ignore[has-type]
-            self.greater_is_better = best not in LOWER_IS_BETTER
+            self.greater_is_better = is_greater
 
     @property
     def has_token_batches(self) -> bool:

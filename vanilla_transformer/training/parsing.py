@@ -129,6 +129,8 @@ def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) 
     replaced = {other for one in ALTERNATIVES if one & set(given) for other in one}
     if "dataset_name" in recipe and LOCAL_DATA_OPTIONS & set(given):
         replaced |= REMOTE_DATA_OPTIONS
+    if "metric_for_best_model" in given:
+        replaced.add("greater_is_better")  # it is about the recipe's metric; cards contain both
     flags: list[str] = []
     for name in recipe.keys() - replaced:
         value, action = recipe[name], actions[name]
