@@ -313,6 +313,7 @@ class Unprepared(TranslationTrainingArguments):
 
     distributed_state = None
     _setup_devices = torch.device("cpu")
+    n_gpu = 0
 
 
 # ---------------------------------------------------------------- accelerate's files
