@@ -589,9 +589,11 @@ NO_GAIN = {  # after the first evaluation
 }  # fmt: skip
 
 
-def test_a_training_that_stopped_early_is_not_continued(tokenizer, tmp_path):
+def test_a_training_that_stopped_early_says_so_and_is_not_continued(tokenizer, tmp_path, caplog):
     options = {**NO_GAIN, "early_stopping_patience": 2}
-    small_trainer(tmp_path, tokenizer, **options).train()
+    with caplog.at_level("INFO"):
+        small_trainer(tmp_path, tokenizer, **options).train()
+    assert "training stops early at step 3: 2 evaluations without a better loss than" in caplog.text
     for patience, steps in ((2, 3), (4, 5)):
         options["early_stopping_patience"] = patience
         again = small_trainer(tmp_path, tokenizer, **options)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 class ResumableEarlyStoppingCallback(EarlyStoppingCallback):
     """Early stopping that, after resuming, keeps its count of evaluations without an
-    improvement."""
+    improvement, and logs when it ends training."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -42,8 +42,15 @@ class ResumableEarlyStoppingCallback(EarlyStoppingCallback):
     ) -> None:
         """Count the first evaluation of a step only: with `eval_on_start`, a resumed training
         repeats that of its checkpoint."""
-        if times_evaluated(state) < 2:
-            super().on_evaluate(args, state, control, metrics, **kwargs)
+        if times_evaluated(state) > 1:
+            return
+        super().on_evaluate(args, state, control, metrics, **kwargs)
+        count = self.early_stopping_patience_counter
+        if count >= self.early_stopping_patience and state.is_world_process_zero:
+            logger.info(
+                "training stops early at step %d: %d evaluations without a better %s than %.4g",
+                state.global_step, count, args.metric_for_best_model, state.best_metric,
+            )  # fmt: skip
 
 
 def evaluations_without_gain(state: TrainerState) -> int:
