@@ -136,7 +136,7 @@ def encode_prefixes(
     """
     encoded, limit = [], _prefix_limit(model, generate_kwargs)
     eos = tokenizer.eos_token_id
-    ends = options_of(model, generate_kwargs).ends() if eos is None else {eos}
+    ends = options_of(model, generate_kwargs).ends() if eos is None else [eos]
     for number, prefix in enumerate(prefixes, first):
         ids: list[int] = tokenizer(text_target=prefix)["input_ids"] if prefix.strip() else []
         ids = list(takewhile(lambda id_: id_ not in ends, ids))  # in mBART, the language follows

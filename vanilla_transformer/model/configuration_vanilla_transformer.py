@@ -244,18 +244,13 @@ class VanillaTransformerConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Same as transformers' method, whose `kwargs` override the fields: a `head_dim` that
-        equals d_model / h is computed again from them."""
-        changed = {cls.attribute_map.get(name, name): value for name, value in kwargs.items()}
-        sizes = HEAD_SIZES & changed.keys()
-        if sizes and changed.get("head_dim") is None:
-            saved = cls(**config_dict)
-            if saved.head_dim == saved.d_model // saved.encoder_attention_heads:
-                sizes_given = {name: changed[name] for name in sizes}
-                config_dict = {**config_dict, "head_dim": None, **sizes_given}
-        elif sizes:
-            kwargs["head_dim"] = kwargs.pop("head_dim")  # set last, as it follows the sizes
-        return super().from_dict(config_dict, **kwargs)
+        """Same as transformers' method, which assigns `kwargs` in their order, but `head_dim` comes
+        last, as it follows the sizes, and the result is valid."""
+        head_dim = kwargs.pop("head_dim", None)
+        last = {} if head_dim is None else {"head_dim": head_dim}
+        found = super().from_dict(config_dict, **kwargs, **last)
+        (found[0] if isinstance(found, tuple) else found).expect_valid()
+        return found
 
     def _take_other_names(self, given: dict[str, Any]) -> None:
         """Set `hidden_size` and the like before other values are derived from them."""

@@ -78,9 +78,9 @@ class GenerationOptions:
         if (source == pad).any():
             self.kwargs["attention_mask"] = (source != pad).long()
 
-    def ends(self) -> set[int]:
+    def ends(self) -> list[int]:
         """The ids of the tokens that end a target."""
-        return set(_flat(self["eos_token_id"])) - {None}
+        return [id_ for id_ in _flat(self["eos_token_id"]) if id_ is not None]
 
     def cache_size(self, prompt_length: int) -> tuple[int, int]:
         """The rows of each source, and the largest number of positions of a target."""

@@ -299,8 +299,7 @@ class CTranslate2Engine:
 
     def _ends(self, options: GenerationOptions) -> list[str]:
         """The tokens that end a sequence."""
-        ids = options["eos_token_id"]
-        return [self.targets[id_] for id_ in (ids if isinstance(ids, list) else [ids]) if id_ >= 0]
+        return [self.targets[id_] for id_ in options.ends() if id_ >= 0]
 
     def _limits(
         self, ids: torch.Tensor, options: GenerationOptions, prompt_length: int
