@@ -132,6 +132,34 @@ def test_an_interrupted_evaluation_keeps_no_frame_of_the_training_loop(tokenizer
     assert ended.value.__context__ is None
 
 
+class Failure(TrainerCallback):
+    """Fails once, in the second step, as if memory ran out."""
+
+    def __init__(self):
+        self.failures = [torch.OutOfMemoryError("CUDA out of memory.")]
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if self.failures and state.global_step == 1:
+            raise self.failures.pop()
+
+
+@BOTH
+def test_the_previous_signal_handlers_return_however_training_ends(tokenizer, tmp_path, number):
+    """In a notebook, the next Ctrl-C would otherwise have no effect."""
+    before = signal.getsignal(number)
+    options = {"eval_strategy": "steps", "eval_steps": 3}
+    one = Signal(number, 3, evaluating=True)
+    with pytest.raises(SystemExit):
+        small_trainer(tmp_path / "interrupted", tokenizer, one, **options).train()
+    assert signal.getsignal(number) == before
+    with pytest.raises(torch.OutOfMemoryError):
+        small_trainer(tmp_path / "failed", tokenizer, Failure()).train()
+    assert signal.getsignal(number) == before
+    once_more = {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
+    small_trainer(tmp_path / "restarted", tokenizer, Failure(), **once_more).train()
+    assert signal.getsignal(number) == before
+
+
 class SignalAfterStep(Signal):
     """Sends it when the step has been checked for signals, and is being logged."""
 

@@ -84,9 +84,13 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
         return epochs + rest * self.args.gradient_accumulation_steps / batches
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Same as `Trainer.train`, but an interrupted evaluation ends the program."""
-        with suppress(_InterruptedError):  # drops its frames, which refer to the wrapped model
-            return super().train(*args, **kwargs)
+        """Same as `Trainer.train`, but an interrupted evaluation ends the program. The previous
+        signal handlers are restored, however training ends."""
+        try:
+            with suppress(_InterruptedError):  # drops its frames, which refer to the wrapped model
+                return super().train(*args, **kwargs)
+        finally:
+            self.interruption.restore_handlers()
         return self._exit()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -174,10 +178,10 @@ class _InterruptionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Install the handlers, which only a main thread can do, and repeat an interrupted
-        evaluation."""
+        evaluation. With `auto_find_batch_size`, training begins several times."""
         self.first_step = state.global_step
         state.stateful_callbacks.pop(OFF_SCHEDULE, None)
-        if threading.current_thread() is threading.main_thread():
+        if not self._handlers and threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         if _missed_evaluation(args, state):
             self.trainer.run_missed_evaluation()
@@ -210,12 +214,6 @@ class _InterruptionCallback(TrainerCallback):
         if self.stops:
             control.should_save = control.should_evaluate = False
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Restore the previous handlers."""
-        self._restore_handlers()
-
     def note_schedule(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> None:
@@ -231,14 +229,15 @@ class _InterruptionCallback(TrainerCallback):
             self.received = signal.SIGTERM  # another process has received one
         return self.received is not None
 
-    def _restore_handlers(self) -> None:
+    def restore_handlers(self) -> None:
+        """Restore those from before training."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received == number:
-            self._restore_handlers()
+            self.restore_handlers()
             raise KeyboardInterrupt(signal.Signals(number).name)
         self.received = signal.Signals(number)
         logger.warning(
