@@ -1,5 +1,6 @@
 """An engine gives the same as `generate()` of the exported model, or reports what it lacks."""
 
+import math
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, pipeline
 
 from vanilla_transformer import TranslationPipeline
 from vanilla_transformer.export import export
-from vanilla_transformer.inference.decoding import position_limit
+from vanilla_transformer.inference.decoding import position_limits
 from vanilla_transformer.inference.engines import find_engine, load
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.parallel_translation import fingerprint
@@ -362,9 +363,9 @@ def test_invalid_pairs_are_refused(engine, tokenizer):
         engine.token_scores(input_ids=ids, attention_mask=mask, labels=torch.tensor([[10_000]]))
 
 
-def test_position_limit_is_that_of_the_engines_table(model, engine):
-    assert position_limit(model) is None
-    assert position_limit(engine) == 2048
+def test_positions_end_where_the_engines_table_does(model, engine):
+    assert position_limits(model) == (math.inf, math.inf)
+    assert position_limits(engine) == (2048, 2048)
 
 
 def test_the_pipeline_accepts_an_engine(model, folders):

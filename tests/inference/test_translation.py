@@ -31,8 +31,7 @@ from vanilla_transformer.inference.decoding import (
     expect_hypotheses,
     expect_known_search,
     expect_valid_options,
-    position_limit,
-    side_limits,
+    position_limits,
 )
 from vanilla_transformer.inference.translation import (
     BATCHES_PER_WINDOW,
@@ -348,12 +347,12 @@ def test_eos_is_removed_from_a_prefix_though_the_tokenizer_has_no_eos_token(mode
         (BartConfig(max_position_embeddings=9, decoder_layers=1), 9),  # a table of 11 rows
     ],
 )
-def test_the_smallest_table_of_positions_is_the_limit(table, limit):
-    """For an `EncoderDecoderModel`, whose configuration has no limit."""
+def test_the_tables_of_encoder_and_decoder_are_the_limits(table, limit):
+    """For an `EncoderDecoderModel`, whose configuration has none."""
     encoder = BertConfig(max_position_embeddings=20)
     config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, table)
     with torch.device("meta"):
-        assert position_limit(EncoderDecoderModel(config)) == limit
+        assert position_limits(EncoderDecoderModel(config)) == (20, limit)
 
 
 def short_table(kind, tokenizer):
@@ -375,26 +374,16 @@ def test_a_line_that_is_longer_than_the_table_of_positions_is_shown(tokenizer, k
     model, line = short_table(kind, tokenizer), "ein Haus am See"
     assert len(tokenizer(line)["input_ids"]) <= 12
     assert len(list(translate([line], model, tokenizer, max_new_tokens=2))) == 1
-    message = (
-        r"a line of \d+ tokens, 'the lake is deep the .*: expected at most 12, where the model's"
-    )
+    lines = [line] * BATCHES_PER_WINDOW + ["the lake is deep " * 9]
+    message = rf"line {len(lines)} has \d+ tokens: expected at most 12, where the model's table of"
     with pytest.raises(ValueError, match=message):
-        list(translate([line, "the lake is deep " * 9], model, tokenizer, max_new_tokens=2))
-
-
-def test_encoder_and_decoder_have_their_own_limits():
-    """As in LED, which reads longer texts than it writes."""
-    encoder, decoder = (BertConfig(max_position_embeddings=size) for size in (20, 9))
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    with torch.device("meta"):
-        assert side_limits(EncoderDecoderModel(config)) == (20, 9)
-        assert side_limits(FSMTForConditionalGeneration(FSMTConfig())) == (math.inf, math.inf)
+        list(translate(lines, model, tokenizer, batch_size=1, max_new_tokens=2))
 
 
 def test_a_table_that_grows_is_not_a_limit():
     with torch.device("meta"):
         model = FSMTForConditionalGeneration(FSMTConfig(src_vocab_size=9, tgt_vocab_size=9))
-    assert position_limit(model) is None
+    assert position_limits(model) == (math.inf, math.inf)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from vanilla_transformer.training.defaults import (
     extend_output_limit,
     tokens_per_update,
 )
-from vanilla_transformer.training.preparation import expect_positions, make_model
+from vanilla_transformer.training.preparation import expect_texts_to_fit, make_model
 
 MULTI30K = TextSize(29_000, 410_000, 420_000, longest_excess=20, distinct_target_tokens=9000)
 WMT = TextSize(
@@ -287,13 +287,12 @@ def test_a_stock_model_keeps_its_own_length_limit():
 def test_a_text_longer_than_learned_positions_is_reported(side):
     model = seq2seq(position_encoding="learned", max_position_embeddings=3)
     row = {"input_ids": [4, 2], "labels": [4, 2]}
-    expect_positions(model, {"train": [row], "validation": [{**row, side: [4, 5, 2]}]})
-    message = (
-        "the validation data has a text of 4 tokens: expected at most max_position_embeddings=3"
-    )
+    expect_texts_to_fit(model, {"train": [row], "validation": [{**row, side: [4, 5, 2]}]})
+    name = {"input_ids": "source", "labels": "target"}[side]
+    message = f"validation data has a {name} of 4 tokens: expected at most 3, .* max_{name}_length"
     with pytest.raises(ValueError, match=message):
-        expect_positions(model, {"train": [row], "validation": [{**row, side: [4, 5, 6, 2]}]})
-    expect_positions(seq2seq(max_position_embeddings=3), {"train": [{**row, side: [4] * 9}]})
+        expect_texts_to_fit(model, {"train": [row], "validation": [{**row, side: [4, 5, 6, 2]}]})
+    expect_texts_to_fit(seq2seq(max_position_embeddings=3), {"train": [{**row, side: [4] * 9}]})
 
 
 def test_the_size_of_a_text_is_counted_in_tokens():

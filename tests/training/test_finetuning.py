@@ -16,6 +16,8 @@ from transformers import (
     DataCollatorForSeq2Seq,
     EncoderDecoderConfig,
     EncoderDecoderModel,
+    LEDConfig,
+    LEDForConditionalGeneration,
     M2M100Config,
     M2M100ForConditionalGeneration,
     M2M100Tokenizer,
@@ -47,7 +49,7 @@ from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import Hypothesis, encode_prefixes
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages
-from vanilla_transformer.training.preparation import expect_positions, make_model, prepare
+from vanilla_transformer.training.preparation import expect_texts_to_fit, make_model, prepare
 from vanilla_transformer.training.speeds import measurement_key
 from vanilla_transformer.training.trainer import make_trainer
 
@@ -353,11 +355,22 @@ def test_a_table_of_positions_limits_texts_and_translations(tmp_path):
     set_output_limit(model)
     assert model.generate(torch.tensor([[5, 6]]), suppress_tokens=[2]).shape[1] == 9
     rows = [{"input_ids": [4] * 9, "labels": [4]}]
-    expect_positions(model, {"train": Dataset.from_list(rows)})
+    expect_texts_to_fit(model, {"train": Dataset.from_list(rows)})
     rows.append({"input_ids": [4] * 10, "labels": [4]})
-    message = "a text of 10 tokens: expected at most max_position_embeddings=9"
+    message = "a source of 10 tokens: expected at most 9"
     with pytest.raises(ValueError, match=message):
-        expect_positions(model, {"train": Dataset.from_list(rows)})
+        expect_texts_to_fit(model, {"train": Dataset.from_list(rows)})
+
+
+def test_sources_can_be_longer_than_targets_where_the_model_reads_longer_texts_than_it_writes():
+    sizes = {"max_encoder_position_embeddings": 16, "max_decoder_position_embeddings": 8}
+    config = LEDConfig(vocab_size=9, attention_window=4, **sizes, **WIDTH)
+    model = LEDForConditionalGeneration(config)
+    rows = [{"input_ids": [4] * 16, "labels": [4] * 8}]
+    expect_texts_to_fit(model, {"train": Dataset.from_list(rows)})
+    rows.append({"input_ids": [4], "labels": [4] * 9})
+    with pytest.raises(ValueError, match="a target of 9 tokens: expected at most 8"):
+        expect_texts_to_fit(model, {"train": Dataset.from_list(rows)})
 
 
 @pytest.mark.parametrize(("name", "most"), [("max_length", 10), ("max_new_tokens", 9)])

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -173,25 +173,37 @@ def runs_in_torch(model: Any) -> bool:
     return isinstance(model, torch.nn.Module) and next(model.parameters(), None) is not None
 
 
-def position_limit(model: PreTrainedModel) -> int | None:
-    """The largest number of tokens in a text for a model's table of positions; None if there is no
-    table, or one that grows."""
-    is_ctranslate2 = not isinstance(model, torch.nn.Module)  # its sinusoids are also a table
-    if is_ctranslate2 or getattr(model.config, "position_encoding", None) == "learned":
-        return model.config.max_position_embeddings
-    return _smallest_table(model)
-
-
-def side_limits(model: PreTrainedModel) -> tuple[float, float]:
+def position_limits(model: PreTrainedModel) -> tuple[float, float]:
     """The largest numbers of tokens in a source and in a target for a model's tables of positions;
-    infinity without a table."""
-    if not isinstance(model, torch.nn.Module) or hasattr(model, "extra_output_tokens"):
-        return (position_limit(model) or math.inf,) * 2
-    encoder, decoder = map(_smallest_table, (model.get_encoder(), model.get_decoder()))
-    return encoder or math.inf, decoder or math.inf
+    infinity without a table, or with one that grows."""
+    encoding = getattr(model.config, "position_encoding", None)  # of our models
+    is_ctranslate2 = not isinstance(model, torch.nn.Module)  # its sinusoids are also a table
+    if is_ctranslate2 or encoding == "learned":
+        return (model.config.max_position_embeddings,) * 2
+    if encoding == "sinusoidal":
+        return math.inf, math.inf
+    return _smallest_table(model.get_encoder()), _smallest_table(model.get_decoder())
 
 
-def _smallest_table(model: torch.nn.Module) -> int | None:
+def expect_positions(name: str, rows: Iterable[Sequence[int]], limit: float, first: int) -> None:
+    """Raise a ValueError if a row of token ids is longer than a model's table of positions: torch's
+    error does not say which, and on a GPU no later call works.
+
+    Args:
+        name: What a row is, for the message, before its number.
+        rows: The token ids of each text.
+        limit: The largest number of tokens, one of `position_limits`.
+        first: The number of the first row.
+    """
+    for number, row in enumerate(rows, first):
+        if len(row) > limit:
+            raise ValueError(
+                f"{name} {number} has {len(row)} tokens: expected at most {limit}, where the "
+                "model's table of positions ends"
+            )
+
+
+def _smallest_table(model: torch.nn.Module) -> float:
     limits = [
         _positions(module)
         for name, module in model.named_modules()
@@ -199,7 +211,7 @@ def _smallest_table(model: torch.nn.Module) -> int | None:
         and isinstance(module, torch.nn.Embedding)
         and not hasattr(module, "make_weight")  # FSMT's, which grow
     ]
-    return min(limits, default=None)
+    return min(limits, default=math.inf)
 
 
 def _positions(table: torch.nn.Embedding) -> int:
@@ -219,7 +231,7 @@ def set_output_limit(model: PreTrainedModel) -> None:
     limited = config.max_length is not None or config.max_new_tokens is not None
     if not limited and not hasattr(model, "extra_output_tokens"):
         longest = 1 + DEFAULT_NEW_TOKENS  # with the start token
-        config.max_length = min(longest, position_limit(model) or longest)
+        config.max_length = int(min(longest, *position_limits(model)))
     for name, most in _most_tokens(model).items():
         if (value := getattr(config, name)) is not None and value > most:
             logger.warning(
@@ -233,8 +245,8 @@ def _most_tokens(model: PreTrainedModel) -> dict[str, int]:
     """The largest limits of length for the decoder's table of positions: the last token is never
     read, and only `max_length` counts the first. Our models stop there by themselves."""
     is_ours = hasattr(model, "extra_output_tokens")
-    limit = None if is_ours else _smallest_table(model.get_decoder())
-    return {} if limit is None else {"max_length": limit + 1, "max_new_tokens": limit}
+    limit = math.inf if is_ours else position_limits(model)[1]
+    return {} if limit == math.inf else {"max_length": int(limit) + 1, "max_new_tokens": int(limit)}
 
 
 def decoder_start(

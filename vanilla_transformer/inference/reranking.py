@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.pipelines import is_blank
-from .decoding import position_limit
+from .decoding import position_limits
 from .scoring import add_token_scores, map_hypotheses, score_pairs
 from .translation import Hypothesis
 
@@ -112,9 +112,11 @@ def are_readable(
     model has positions."""
     sources, targets = zip(*pairs, strict=True)
     ids = tokenizer(list(sources))["input_ids"], tokenizer(text_target=list(targets))["input_ids"]
-    limit = position_limit(model) or math.inf
-    lengths = zip(*(map(len, side) for side in ids), strict=True)
-    return [min(pair) > 0 and max(pair) <= limit for pair in lengths]
+    of_source, of_target = position_limits(model)
+    return [
+        0 < len(source) <= of_source and 0 < len(target) <= of_target
+        for source, target in zip(*ids, strict=True)
+    ]
 
 
 def rank_by_log_probability(found: Iterable[list[Hypothesis]]) -> Iterator[list[Hypothesis]]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.collation import PairCollator, shift_right
 from ..data.token_batches import TokenBudgetSampler, expect_tokens
 from ..model.generation import VanillaTransformerGenerationMixin
-from .decoding import decoder_start, side_limits
+from .decoding import decoder_start, expect_positions, position_limits
 from .translation import Hypothesis
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together
@@ -60,27 +60,15 @@ def score_pairs(
             sources = tokenizer([source for source, _ in window])["input_ids"]
             targets = tokenizer(text_target=[target for _, target in window])["input_ids"]
             expect_tokens(list(map(len, sources)), list(map(len, targets)), first)
-            _expect_positions(sources, targets, model, first)
+            of_source, of_target = position_limits(model)
+            expect_positions("the source of pair", sources, of_source, first)
+            expect_positions("the target of pair", targets, of_target, first)
             scores = map_pairs(
                 lambda inputs: token_scores(model, inputs).sum(1).tolist(),
                 sources, targets, model, tokenizer, max_tokens, progress, start=start,
             )  # fmt: skip
             yield from map(PairScore, scores, map(len, targets))
             first += len(window)
-
-
-def _expect_positions(
-    sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], model: Any, first: int
-) -> None:
-    """Raise a ValueError if a source or target is longer than the model's table of positions."""
-    sides = zip(("source", "target"), (sources, targets), side_limits(model), strict=True)
-    for side, rows, most in sides:
-        for number, row in enumerate(rows, first):
-            if len(row) > most:
-                raise ValueError(
-                    f"the {side} of pair {number} has {len(row)} tokens: expected at most {most}, "
-                    "where the model's table of positions ends"
-                )
 
 
 def add_token_scores(

@@ -2,7 +2,7 @@
 
 import math
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice, repeat, takewhile
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ from .decoding import (
     decoder_start,
     expect_hypotheses,
     expect_known_search,
+    expect_positions,
     options_of,
-    position_limit,
+    position_limits,
     samples,
-    side_limits,
 )
 
 # Lines are sorted by length within this many batches, so that little padding is needed.
@@ -155,7 +155,7 @@ def _prefix_limit(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> fl
     options, limit = options_of(model, generate_kwargs), math.inf
     if options["max_new_tokens"] is None and options.first_of(LIMITS) == "max_length":
         limit = options["max_length"] - 1
-    return min(limit, (position_limit(model) or math.inf) - 1)
+    return min(limit, position_limits(model)[1] - 1)
 
 
 class Batches(NamedTuple):
@@ -208,7 +208,7 @@ class Batches(NamedTuple):
         sources first. The prefixes of a batch have the same length."""
         lines, texts = zip(*window, strict=True)
         sources = self.tokenizer(list(lines))["input_ids"]
-        self._expect_positions(lines, sources)
+        expect_positions("line", sources, position_limits(self.model)[0], first + 1)
         prefixes: list[list[int]] = [[]] * len(window)
         if any(texts):
             models = (self.model, self.tokenizer)
@@ -228,17 +228,6 @@ class Batches(NamedTuple):
             batch[index] = row
         if batch:
             yield batch
-
-    def _expect_positions(self, lines: Sequence[str], sources: list[list[int]]) -> None:
-        """Raise a ValueError if a line is longer than the model's table of positions: torch's error
-        has no line, and on a GPU no later call works."""
-        most, _ = side_limits(self.model)
-        for line, ids in zip(lines, sources, strict=True):
-            if len(ids) > most:
-                raise ValueError(
-                    f"a line of {len(ids)} tokens, {line[:60]!r}...: expected at most {most}, "
-                    "where the model's table of positions ends"
-                )
 
     def _is_full(
         self, longest: tuple[list[int], list[int]], row: tuple[list[int], list[int]], size: int

@@ -10,7 +10,7 @@ from fastapi import HTTPException
 from prometheus_client import Counter, Histogram
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..inference.decoding import position_limit
+from ..inference.decoding import position_limits
 from ..inference.loading import LoadingArguments
 from ..inference.translation import translate, translate_n_best
 from .arguments import ServingArguments
@@ -73,7 +73,7 @@ class BatchingTranslator:
         arguments: ServingArguments,
     ) -> None:
         self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
-        self.position_limit = position_limit(model)
+        self.longest_source, _ = position_limits(model)
         self.thread = ThreadPoolExecutor(1)
         self.waiting: list[_Waiting] = []
         self.worker: asyncio.Task[None] | None = None
@@ -91,9 +91,11 @@ class BatchingTranslator:
             return []
         loop = asyncio.get_running_loop()
         ids = self.tokenizer(list(sentences))["input_ids"]
-        longest, limit = max(map(len, ids)), self.position_limit
-        if limit is not None and longest > limit:
-            raise HTTPException(400, f"a sentence of {longest} tokens: expected at most {limit}")
+        longest = max(map(len, ids))
+        if longest > self.longest_source:
+            raise HTTPException(
+                400, f"a sentence of {longest} tokens: expected at most {self.longest_source}"
+            )
         added = [
             _Waiting(sentence, len(row), n_best, loop.create_future())
             for sentence, row in zip(sentences, ids, strict=True)

@@ -16,7 +16,7 @@ from .. import __version__
 from ..analysis.attention import attention_maps
 from ..data.paths import expect_unused
 from ..inference.alignment import layers_and_heads
-from ..inference.decoding import position_limit, runs_in_torch
+from ..inference.decoding import position_limits, runs_in_torch
 from ..inference.loading import LoadingArguments, reads_targets
 from ..inference.translation import translate, translate_n_best
 from ..plotting import AttentionMaps, plot_attention
@@ -101,10 +101,10 @@ class Demo:
 
     def _beyond_positions(self, **side: str) -> str:
         """An error message if a source or target is longer than the model's table of positions."""
-        limit = position_limit(self.model)
-        if limit is None or (tokens := len(self.tokenizer(**side)["input_ids"])) <= limit:
-            return ""
-        return f"{tokens} tokens: expected at most {limit}"
+        of_source, of_target = position_limits(self.model)
+        limit = of_source if "text" in side else of_target
+        tokens = len(self.tokenizer(**side)["input_ids"])
+        return f"{tokens} tokens: expected at most {limit}" if tokens > limit else ""
 
     def page(self) -> gr.Blocks:
         """The page; `launch` serves it."""

@@ -1,6 +1,7 @@
 """Makes the tokenizer, the token ids and the model of a training run from its options."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,7 @@ from ..data.parallel_text import load_parallel_dataset, tokenize_dataset
 from ..data.token_batches import count_tokens
 from ..data.tokenizer_options import log_coverage, warn_of_split_tokens
 from ..data.vocabularies import rows
-from ..inference.decoding import position_limit
+from ..inference.decoding import position_limits
 from ..inference.loading import (
     expect_complete,
     expect_to_read_targets,
@@ -106,7 +107,7 @@ def prepare(
     warn_of_changed_references(pairs, tokenizer)
     size = TextSize.of(splits["train"])
     model = make_model(model_args, tokenizer, checkpoint, size)
-    expect_positions(model, splits)
+    expect_texts_to_fit(model, splits)
     start_in_target_language(model, tokenizer)
     if model_args.model_name_or_path is not None:
         training_args.left_open &= {"max_tokens"}  # transformers' defaults are for fine-tuning
@@ -115,9 +116,9 @@ def prepare(
     extend_output_limit(model, size)
     if data_args.bpe_dropout:
         encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
-        given = data_args.max_source_length, data_args.max_target_length
-        table = position_limit(model)  # dropout makes texts longer
-        limits = [min(filter(None, (limit, table)), default=None) for limit in given]
+        given = data_args.max_source_length or math.inf, data_args.max_target_length or math.inf
+        longest = map(min, given, position_limits(model))  # dropout makes texts longer
+        limits = [None if limit == math.inf else int(limit) for limit in longest]
         splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
     target_tokens = None
     if size is not None:
@@ -380,19 +381,21 @@ def warn_of_changed_references(
             )  # fmt: skip
 
 
-def expect_positions(model: PreTrainedModel, splits: Mapping[str, Any]) -> None:
+def expect_texts_to_fit(model: PreTrainedModel, splits: Mapping[str, Any]) -> None:
     """Raise a ValueError if a text is longer than this model's table of positions. Streams are not
     checked."""
-    limit = position_limit(model)
-    if limit is None:
+    limits = position_limits(model)
+    if min(limits) == math.inf:
         return
     for name, split in splits.items():
         if not hasattr(split, "__len__"):
             continue
-        longest = max(int(lengths.max(initial=0)) for lengths in count_tokens(split))
-        if longest > limit:
-            raise ValueError(
-                f"the {name} data has a text of {longest} tokens: expected at most "
-                f"max_position_embeddings={limit}, the model's table of positions; "
-                "max_source_length and max_target_length truncate texts"
-            )
+        for side, lengths, limit in zip(
+            ("source", "target"), count_tokens(split), limits, strict=True
+        ):
+            longest = lengths.max(initial=0)
+            if longest > limit:
+                raise ValueError(
+                    f"the {name} data has a {side} of {longest} tokens: expected at most {limit}, "
+                    f"where the model's table of positions ends; max_{side}_length truncates texts"
+                )
