@@ -18,6 +18,7 @@ from transformers import (
 
 from vanilla_transformer import conversion
 from vanilla_transformer.conversion import ConversionOptions, hf_marian
+from vanilla_transformer.conversion.check import check
 from vanilla_transformer.export import export
 from vanilla_transformer.serving.languages import languages_of_card
 
@@ -302,6 +303,14 @@ def test_generation_settings_in_the_configuration_are_used(tmp_path):
 
 
 # ---------------------------------------------------------------- What is refused
+
+
+def test_a_check_names_a_line_that_is_longer_than_the_table_of_positions(tmp_path):
+    theirs = save_marian(tmp_path / "theirs", max_position_embeddings=8)
+    ours = conversion.convert(theirs, tmp_path / "ours")
+    (tmp_path / "lines.en").write_text("cats\n" + "the cat runs " * 9)
+    with pytest.raises(ValueError, match=r"line 2 has \d+ tokens: expected at most 8"):
+        check(theirs, ours, tmp_path / "lines.en", hf_marian)
 
 
 def rename(weights, old, new):

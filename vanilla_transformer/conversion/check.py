@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
 from ..data.text_files import read_file
+from ..inference.decoding import expect_positions, position_limits
 from .core import ConversionOptions
 
+T = TypeVar("T")
 BATCH = 16
 
 
@@ -217,8 +219,10 @@ def compare(toolkit: Any, folder: str | Path, lines: list[str]) -> dict[str, Any
     """
     ours = Converted(folder)
     found = {"lines": len(lines), "difference": 0.0, "equal": 0, "seconds": 0.0, "our_seconds": 0.0}
-    for batch in in_batches(lines, BATCH):
-        sources = ours.tokenizer(batch)["input_ids"]
+    encoded = ours.tokenizer(lines)["input_ids"]
+    if isinstance(toolkit, TransformersModel):
+        expect_positions("line", encoded, position_limits(toolkit.module)[0], first=1)
+    for sources in in_batches(encoded, BATCH):
         start = time.perf_counter()
         theirs = toolkit.translate(sources)
         middle = time.perf_counter()
@@ -232,10 +236,10 @@ def compare(toolkit: Any, folder: str | Path, lines: list[str]) -> dict[str, Any
     return found
 
 
-def in_batches(lines: list[str], size: int) -> Iterator[list[str]]:
-    """The lines in lists of this size; the last may be shorter."""
-    for start in range(0, len(lines), size):
-        yield lines[start : start + size]
+def in_batches(rows: list[T], size: int) -> Iterator[list[T]]:
+    """The rows in lists of this size; the last may be shorter."""
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
 
 
 def as_table(rows: Mapping[str, str]) -> str:
@@ -264,7 +268,7 @@ def check(
         A table, or why nothing was compared.
 
     Raises:
-        ValueError: The file is empty.
+        ValueError: The file is empty, or a line is longer than the toolkit's table of positions.
     """
     lines = list(read_file(file))
     if not lines:
