@@ -1,6 +1,7 @@
 """The commands as a user runs them: one small training, then the commands that use its model."""
 
 import json
+import logging
 import re
 import runpy
 import select
@@ -14,10 +15,11 @@ import pytest
 import torch
 import yaml
 from conftest import lines_of, run_command, run_ranks
-from transformers import Seq2SeqTrainingArguments, Trainer, TrainerState
+from transformers import Seq2SeqTrainingArguments, Trainer, TrainerState, TrainingArguments
 
 from vanilla_transformer.cli.evaluate import EvaluateArguments
 from vanilla_transformer.cli.plan import WARMUP, measure, measured_with, report, total_updates
+from vanilla_transformer.cli.train import log_to_stderr
 
 SHAPE = (
     "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,"
@@ -110,11 +112,30 @@ def test_two_processes_compute_the_same_scores_as_one(trained, folder):
     train = ("-m", "vanilla_transformer", "train")
     failed, output = run_ranks(2, *train, *TRAIN, *flags, cwd=folder)
     assert not failed, output
+    assert output.count("The model and its card are in model") == 1
+    assert output.count(" parameters, ") == 1  # the second process only warns
+    assert "on cpu in 2 processes" in (folder / "model/README.md").read_text()
     scores, expected = (
         [line for line in text.splitlines() if line.startswith('{"bleu"')]
         for text in (output, trained[1].stdout)
     )
     assert scores == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "others"),
+    [
+        ({}, "INFO", "WARNING"),
+        ({"log_level": "debug"}, "DEBUG", "DEBUG"),
+        ({"log_level": "error"}, "ERROR", "ERROR"),
+    ],
+    ids=str,
+)
+def test_the_level_of_the_log_is_that_of_the_option(train_here, tmp_path, options, own, others):
+    """By default, other packages only warn."""
+    log_to_stderr(TrainingArguments(str(tmp_path), **options))
+    for name, level in ("vanilla_transformer", own), ("train", own), ("transformers", others):
+        assert logging.getLevelName(logging.getLogger(name).level) == level
 
 
 def test_a_second_run_does_not_overwrite_and_can_resume(trained, folder):

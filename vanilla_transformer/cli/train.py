@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from ..data.data_options import DataArguments
@@ -50,12 +51,22 @@ def main() -> None:
         (ModelArguments, DataArguments, TranslationTrainingArguments),
         make_parser=partial(make_parser, description=__doc__),
     )
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    for own in ("vanilla_transformer", logger.name):  # loggers of other packages only warn
-        logging.getLogger(own).setLevel(logging.INFO)
-    transformers_logging.set_verbosity_warning()
+    log_to_stderr(training_args)
     with locked(training_args.output_dir):
         train(model_args, data_args, training_args)
+
+
+def log_to_stderr(training_args: TrainingArguments) -> None:
+    """Print what goes on, once, and the warnings of every process and package, unless `--log_level`
+    and `--log_level_replica` say otherwise."""
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    transformers_logging.set_verbosity_warning()  # the meaning of "passive", the default
+    level = training_args.get_process_log_level()
+    transformers_logging.set_verbosity(level)
+    if training_args.should_log and training_args.log_level == "passive":
+        level = logging.INFO
+    for own in ("vanilla_transformer", logger.name):
+        logging.getLogger(own).setLevel(level)
 
 
 def train(model_args: ModelArguments, data_args: DataArguments, training_args: Any) -> None:

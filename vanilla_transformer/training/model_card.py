@@ -71,7 +71,8 @@ A {{ model_type }} with {{ parameters }} parameters for {{ direction }}, trained
 
 {{ steps }} steps{% if epochs is defined %}, {{ epochs }} epochs{% endif %}\
 {% if target_tokens %}, {{ target_tokens }} target tokens{% endif %}\
-, on {{ device }}, with torch {{ torch }} and transformers {{ transformers }}.\
+, on {{ device }}{% if processes > 1 %} in {{ processes }} processes{% endif %}\
+, with torch {{ torch }} and transformers {{ transformers }}.\
 {% if weights %} The weights are {{ weights }}.{% endif %}
 {% if curves %}
 ![Loss and scores over steps](curves.png)
@@ -259,6 +260,7 @@ def write_model_card(
         scores=_score_table(scores),
         curves=(output_dir / "curves.png").exists(),
         device=training_arguments.device.type,
+        processes=training_arguments.world_size,
         torch=torch.__version__,
         transformers=transformers.__version__,
         command=_command(training_arguments.hub_token),
