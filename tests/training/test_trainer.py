@@ -111,6 +111,30 @@ def test_a_flag_replaces_a_recipes_equivalent_option(flag, value, replaced, tmp_
     assert getattr(training_args, replaced[0]) == replaced[1]
 
 
+@pytest.mark.parametrize(
+    ("in_recipe", "given"),
+    [
+        (["train_file"], ["train_source", "train_target"]),
+        (["train_source", "train_target"], ["train_file"]),
+        (["train_source", "train_target", "validation_file"], ["dataset_name"]),
+        (["dataset_name"], ["train_file"]),
+    ],
+    ids=str,
+)
+def test_data_on_the_command_line_replaces_that_of_the_recipe(tmp_path, in_recipe, given):
+    (tmp_path / "new.tsv").write_text("a house\tein Haus\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(dict.fromkeys(in_recipe, "old.tsv")))
+    value = "phrases" if given == ["dataset_name"] else str(tmp_path / "new.tsv")
+    flags = [word for name in given for word in (f"--{name}", value)]
+    _, data_args, _ = parse_arguments(
+        GROUPS, ["--config", str(recipe), *flags, "--output_dir", str(tmp_path)]
+    )
+    assert {getattr(data_args, name) for name in in_recipe if name not in given} == {None}
+    for name in given:
+        assert getattr(data_args, name) in (value, [value])
+
+
 def test_a_metric_on_the_command_line_has_its_own_direction(tmp_path):
     """A model card's recipe has the direction of its metric."""
     best = {"metric_for_best_model": "bleu", "greater_is_better": True}

@@ -18,7 +18,8 @@ from .recipes import find_recipe
 
 logger = logging.getLogger(__name__)
 
-# Local files on the command line replace the data set that a recipe names, languages included.
+# Local files on the command line replace the data set that a recipe names, languages included; a
+# data set on the command line replaces a recipe's files.
 LOCAL_DATA_OPTIONS = {
     f"{split}_{side}" for split in SPLITS for side in ("source", "target", "file")
 }
@@ -30,6 +31,7 @@ ALTERNATIVES = (
     {"max_tokens", "per_device_train_batch_size"},
     {"batches_per_update", "gradient_accumulation_steps"},
     {"corpus_weights", "corpus_temperature"},
+    *({f"{split}_file", f"{split}_{side}"} for split in SPLITS for side in ("source", "target")),
 )
 
 # `Trainer` uses these only in an evaluation after training, and no command makes one with it.
@@ -129,6 +131,8 @@ def _recipe_flags(path: Path, parser: HfArgumentParser, given: Collection[str]) 
     replaced = {other for one in ALTERNATIVES if one & set(given) for other in one}
     if "dataset_name" in recipe and LOCAL_DATA_OPTIONS & set(given):
         replaced |= REMOTE_DATA_OPTIONS
+    if "dataset_name" in given:
+        replaced |= LOCAL_DATA_OPTIONS
     if "metric_for_best_model" in given:
         replaced.add("greater_is_better")  # it is about the recipe's metric; cards contain both
     flags: list[str] = []
