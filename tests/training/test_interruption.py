@@ -160,6 +160,19 @@ def test_the_previous_signal_handlers_return_however_training_ends(tokenizer, tm
     assert signal.getsignal(number) == before
 
 
+def test_the_same_trainer_goes_on_after_a_signal(tokenizer, tmp_path):
+    """As in a notebook."""
+    options = {"eval_strategy": "steps", "eval_steps": 3}
+    one = Signal(signal.SIGINT, 3, evaluating=True)
+    trainer = small_trainer(tmp_path, tokenizer, one, **options)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    one.step = 0
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 8
+
+
 class SignalAfterStep(Signal):
     """Sends it when the step has been checked for signals, and is being logged."""
 

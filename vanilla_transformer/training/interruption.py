@@ -85,12 +85,15 @@ class InterruptibleTrainer(AtomicCheckpointTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Same as `Trainer.train`, but an interrupted evaluation ends the program. The previous
-        signal handlers are restored, however training ends."""
+        signal handlers are restored, however training ends, and an earlier signal has no effect: in
+        a notebook, the same trainer may go on."""
+        self.interruption.received, self.interruption.stops = None, False
         try:
             with suppress(_InterruptedError):  # drops its frames, which refer to the wrapped model
                 return super().train(*args, **kwargs)
         finally:
             self.interruption.restore_handlers()
+            self.is_in_train = False
         return self._exit()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
