@@ -154,6 +154,11 @@ def test_the_first_member_has_the_generation_config():
     assert first.generation_config.max_new_tokens == 4
 
 
+def test_members_keep_their_modes(members):
+    VanillaTransformerEnsemble([members[0].train(), members[1].eval()])
+    assert [member.training for member in members[:2]] == [True, False]
+
+
 def test_members_can_have_two_vocabularies(members):
     both = [make(seed, vocab_size=50, decoder_vocab_size=33) for seed in (0, 1)]
     ensemble = VanillaTransformerEnsemble(both)

@@ -54,7 +54,7 @@ class VanillaTransformerEnsemble(
         self.members = nn.ModuleList(members)
         self.encoder = EnsembleEncoder(members)
         self.generation_config = copy.deepcopy(members[0].generation_config)
-        self.train(members[0].training)
+        self.training = members[0].training  # members keep their modes
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         """The encoders of all members as one module."""
