@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from conftest import REPOSITORY, run_ranks, seq2seq
+from conftest import PAIRS, REPOSITORY, run_ranks, seq2seq
 from tokenizers import normalizers
 from transformers import (
     BartConfig,
@@ -20,11 +20,14 @@ from transformers import (
     MarianConfig,
     MarianMTModel,
     RobertaConfig,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     SynthIDTextWatermarkingConfig,
     pipeline,
 )
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.collation import PairCollator
 from vanilla_transformer.data.text_files import read_lines
 from vanilla_transformer.inference import translation as translating
 from vanilla_transformer.inference.decoding import (
@@ -328,6 +331,20 @@ def test_a_blank_prefix_has_no_tokens(model, tokenizer):
     assert encode_prefixes(["", " \t"], model, tokenizer, {}) == [[], []]
 
 
+def test_a_prefix_may_be_longer_than_the_limit_that_a_trainer_leaves_in_the_model(
+    tokenizer, tmp_path
+):
+    """`Seq2SeqTrainer` writes a limit of 20 tokens into the generation config."""
+    model, prefix = seq2seq(vocab_size=len(tokenizer)), "der See " * 15
+    arguments = Seq2SeqTrainingArguments(
+        tmp_path, predict_with_generate=True, use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    Seq2SeqTrainer(model, arguments, PairCollator(tokenizer, model=model)).predict(PAIRS)
+    assert model.generation_config.max_length == 20
+    (found,) = translate(["the lake"], model, tokenizer, prefixes=[prefix])
+    assert found.startswith(prefix.strip())
+
+
 @pytest.mark.parametrize("ends", [2, [2, 9]])
 def test_eos_is_removed_from_a_prefix_though_the_tokenizer_has_no_eos_token(model, tokenizer, ends):
     whole = tokenizer(text_target="ein Haus")["input_ids"]
@@ -584,8 +601,8 @@ def test_samples_need_no_beams(model, tokenizer):
 
 
 def test_a_model_in_training_mode_translates_the_same(model, tokenizer, alone):
-    model.train()
-    assert list(translate(LINES, model, tokenizer, max_new_tokens=6)) == alone
+    assert list(translate(LINES, model.train(), tokenizer, max_new_tokens=6)) == alone
+    model.eval()
 
 
 def test_lines_only_end_at_newlines():

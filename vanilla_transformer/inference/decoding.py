@@ -260,5 +260,7 @@ def decoder_start(
 
 def options_of(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> GenerationOptions:
     """The options of `generate`, with the generation config as their defaults."""
+    if isinstance(model, VanillaTransformerGenerationMixin):
+        model._forget_limit_of_trainer()
     kwargs = dict(generate_kwargs)
     return GenerationOptions(model.generation_config, kwargs.pop("generation_config", None), kwargs)
