@@ -137,6 +137,22 @@ def test_each_stack_has_its_own_vocabulary(tokenizer):
         assert vocabulary_of(tokenizer, stack) is tokenizer.backend_tokenizer
 
 
+@pytest.mark.parametrize(
+    "options", [{"padding": "max_length", "max_length": 9}, {"truncation": True, "max_length": 1}]
+)
+def test_the_last_call_of_the_tokenizer_changes_no_neighbours(translator, options):
+    model, tokenizer = translator
+    matrix, words = model.lm_head.weight, ["lake", "lakes"]
+    expected = nearest_tokens(matrix, tokenizer.backend_tokenizer, words[:1])
+    tokenizer("the lake is deep", **options)
+    try:
+        assert nearest_tokens(matrix, tokenizer.backend_tokenizer, words[:1]) == expected
+        with pytest.raises(ValueError, match="tokens='lakes': expected one token"):
+            nearest_tokens(matrix, tokenizer.backend_tokenizer, words)
+    finally:
+        tokenizer("")
+
+
 def test_neighbours_are_only_found_for_single_tokens(translator):
     message = "tokens='lakehouse': expected one token of the vocabulary, but it consists of ' lake'"
     with pytest.raises(ValueError, match=message):

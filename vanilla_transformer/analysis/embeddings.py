@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import NamedTuple
 
 import torch
@@ -88,6 +89,9 @@ def nearest_tokens(
     Raises:
         ValueError: A word is not one token, or not one that the matrix has.
     """
+    vocabulary = deepcopy(vocabulary)  # it pads and truncates as in the tokenizer's last call
+    vocabulary.no_padding()
+    vocabulary.no_truncation()
     rows = matrix[: vocabulary.get_vocab_size(with_added_tokens=True)]
     directions = F.normalize(rows.detach().float().cpu(), dim=-1)
     unknown, nearest = unknown_token(vocabulary), {}
