@@ -92,11 +92,18 @@ def test_sums_of_a_bfloat16_model_are_not_rounded(model, tokenizer):
 
 
 def test_the_batch_size_does_not_change_the_measurements(model, tokenizer, report):
-    alone = analyze_heads(PAIRS, model.train(), tokenizer, max_tokens=1)  # without dropout
+    alone = analyze_heads(PAIRS, model, tokenizer, max_tokens=1)
     for kind, values in report.importance.items():
         torch.testing.assert_close(alone.importance[kind], values)
         torch.testing.assert_close(alone.confidence[kind], report.confidence[kind])
     assert alone.loss == pytest.approx(report.loss)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_importance_is_measured_where_gradients_are_switched_off(model, tokenizer, report, mode):
+    with mode():
+        found = analyze_heads(PAIRS, model, tokenizer)
+    torch.testing.assert_close(found, report)
 
 
 def test_inputs_without_attention_weights_are_refused(model, tokenizer):

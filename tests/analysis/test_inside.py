@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from vanilla_transformer.analysis.embeddings import (
     nearest_tokens,
     vocabulary_of,
 )
+from vanilla_transformer.analysis.heads import analyze_heads
 from vanilla_transformer.analysis.positions import (
     attention_reach,
     position_encodings,
@@ -75,6 +77,36 @@ def test_attention_reach_is_measured_over_the_tokens_of_each_sentence(translator
     assert not reach["next"]["decoder"].any()
     alone = attention_reach(PAIRS, model, tokenizer, max_tokens=1)
     torch.testing.assert_close(alone, reach)
+
+
+@pytest.mark.parametrize("measure", [attention_reach, analyze_heads, attention_maps])
+def test_a_model_that_trains_is_measured_without_dropout_and_trains_on_with_it(translator, measure):
+    model, tokenizer = translator
+    text = (model, tokenizer, "the lake", "der See")
+    arguments = text if measure is attention_maps else (PAIRS, model, tokenizer)
+
+    def numbers():
+        found = measure(*arguments)
+        return getattr(found, "weights", found)
+
+    expected = numbers()
+    modes = [module.training for module in model.train().modules()]
+    try:
+        torch.testing.assert_close(numbers(), expected)
+        assert [module.training for module in model.modules()] == modes
+        interrupted = patch.object(model, "forward", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            numbers()
+        assert [module.training for module in model.modules()] == modes
+    finally:
+        model.eval()
+
+
+def test_encodings_of_positions_can_take_part_in_a_training(translator):
+    encodings = position_encodings(translator[0].model.encoder.embed_positions, 5)
+    weight = torch.ones(24, requires_grad=True)
+    (encodings * weight).sum().backward()
+    torch.testing.assert_close(weight.grad, encodings.sum(0))
 
 
 def test_heads_are_drawn_by_layer(translator):

@@ -9,8 +9,9 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.data.vocabularies import Specials, words
 from vanilla_transformer.inference import scoring
+from vanilla_transformer.inference.alignment import add_alignments
 from vanilla_transformer.inference.scoring import add_token_scores, score_pairs, token_scores
-from vanilla_transformer.inference.translation import Hypothesis
+from vanilla_transformer.inference.translation import Hypothesis, translate, translate_n_best
 
 PAIRS = [
     ("a house by the lake", "ein Haus am See"),
@@ -60,7 +61,7 @@ def test_scores_start_after_the_decoder_start_token_of_generation(translator):
     model, tokenizer = translator
     model.generation_config.decoder_start_token_id = 5
     _, (source, target), *_ = PAIRS
-    (score,) = score_pairs([(source, target)], model.train(), tokenizer)
+    (score,) = score_pairs([(source, target)], model, tokenizer)
     model.config.decoder_start_token_id = 5  # of labels
     labels = tokenizer(text_target=target, return_tensors="pt")["input_ids"]
     loss = model(**tokenizer(source, return_tensors="pt"), labels=labels).loss
@@ -68,6 +69,34 @@ def test_scores_start_after_the_decoder_start_token_of_generation(translator):
     hypothesis = Hypothesis(target, token_ids=tuple(tokenizer(text_target=target)["input_ids"]))
     ((scored,),) = add_token_scores([source], [[hypothesis]], model, tokenizer)
     assert score.log_probability == pytest.approx(sum(scored.token_scores), abs=1e-4)
+
+
+def test_results_have_no_dropout_in_a_loop_that_then_trains_on_with_it(translator):
+    """Each module keeps its own mode, such as that of a frozen encoder."""
+    model, _ = translator
+    lines = [source for source, _ in PAIRS]
+    options = {"num_beams": 2, "max_new_tokens": 6}
+
+    def results():
+        found = list(translate_n_best(lines, *translator, 2, **options))
+        yield found
+        for change in (add_token_scores, add_alignments):
+            yield list(change(lines, found, *translator))
+        yield list(score_pairs(PAIRS, *translator))
+
+    expected = list(results())
+    model.train().get_encoder().eval()
+    modes = [module.training for module in model.modules()]
+    for found, right in zip(results(), expected, strict=True):
+        assert found == right
+        assert [module.training for module in model.modules()] == modes
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(translate(lines, *translator, logits_processor=[interrupt], **options))
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_the_script_writes_a_line_for_each_pair(translator, checkpoint, tmp_path):

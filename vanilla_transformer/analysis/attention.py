@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.collation import shift_right
-from ..inference.decoding import decoder_start
+from ..inference.decoding import decoder_start, evaluation_mode
 from ..inference.scoring import pair_batches
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerAttention
@@ -51,6 +51,7 @@ def read_batches(
     max_tokens: int = 2048,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield batches of similar length with `input_ids`, `labels` and other inputs of the model.
+    Meanwhile, the model is in evaluation mode.
 
     Args:
         pairs: Sources and targets.
@@ -66,11 +67,11 @@ def read_batches(
     pairs = list(pairs)
     if not pairs:
         raise ValueError("the text is empty: expected one pair of sentences at least")
-    model.eval()
     source_ids = tokenizer([source for source, _ in pairs])["input_ids"]
     target_ids = tokenizer(text_target=[target for _, target in pairs])["input_ids"]
-    for _, inputs in pair_batches(source_ids, target_ids, model, tokenizer, max_tokens):
-        yield inputs
+    with evaluation_mode(model):
+        for _, inputs in pair_batches(source_ids, target_ids, model, tokenizer, max_tokens):
+            yield inputs
 
 
 def query_masks(inputs: Mapping[str, torch.Tensor]) -> dict[Kind, torch.Tensor]:
@@ -107,9 +108,8 @@ def attention_maps(
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
     expect_eager(model)
-    model.eval()
     inputs = tokenizer(source, return_tensors="pt").to(model.device)
-    with torch.inference_mode():
+    with evaluation_mode(model), torch.inference_mode():
         if target is None:
             one = {"num_return_sequences": 1, "return_dict_in_generate": False}
             generated = model.generate(**inputs, **one)  # whatever the saved config says

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..inference.decoding import evaluation_mode
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import label_smoothed_cross_entropy
 from ..plotting import Kind
@@ -33,6 +34,7 @@ class HeadReport(NamedTuple):
     loss: float
 
 
+@torch.inference_mode(False)  # even if the caller has switched gradients off
 def analyze_heads(
     pairs: Iterable[tuple[str, str]],
     model: PreTrainedModel,
@@ -52,27 +54,28 @@ def analyze_heads(
     importance = {kind: torch.zeros(shape) for kind, shape in shapes.items()}
     confidence = {kind: torch.zeros(shape) for kind, shape in shapes.items()}
     loss, asked = 0.0, dict.fromkeys(shapes, 0)
-    for inputs in read_batches(pairs, model, tokenizer, max_tokens):
-        batch = len(inputs["labels"])
-        masks = {  # each pair has its own
-            kind: torch.ones(layers, batch, 1, heads, device=model.device, requires_grad=True)
-            for kind, (layers, heads) in shapes.items()
-        }
-        labels, queries = inputs["labels"], query_masks(inputs)
-        with masked_heads(model, masks):
-            outputs = model(
-                **{name: value for name, value in inputs.items() if name != "labels"},
-                use_cache=False,
-                output_attentions=True,
-            )
-        of_batch = label_smoothed_cross_entropy(outputs.logits, labels, num_items_in_batch=1)
-        gradients = torch.autograd.grad(of_batch, list(masks.values()))
-        loss += of_batch.item()
-        for kind, gradient in zip(masks, gradients, strict=True):
-            importance[kind] += gradient.abs().sum((1, 2)).cpu()
-            largest = torch.stack(outputs[f"{kind}_attentions"]).detach().amax(-1).float()
-            confidence[kind] += (largest * queries[kind][:, None]).sum((1, 3)).cpu()
-            asked[kind] += int(queries[kind].sum())
+    with evaluation_mode(model):
+        for inputs in read_batches(pairs, model, tokenizer, max_tokens):
+            batch = len(inputs["labels"])
+            masks = {  # each pair has its own
+                kind: torch.ones(layers, batch, 1, heads, device=model.device, requires_grad=True)
+                for kind, (layers, heads) in shapes.items()
+            }
+            labels, queries = inputs["labels"], query_masks(inputs)
+            with masked_heads(model, masks):
+                outputs = model(
+                    **{name: value for name, value in inputs.items() if name != "labels"},
+                    use_cache=False,
+                    output_attentions=True,
+                )
+            of_batch = label_smoothed_cross_entropy(outputs.logits, labels, num_items_in_batch=1)
+            gradients = torch.autograd.grad(of_batch, list(masks.values()))
+            loss += of_batch.item()
+            for kind, gradient in zip(masks, gradients, strict=True):
+                importance[kind] += gradient.abs().sum((1, 2)).cpu()
+                largest = torch.stack(outputs[f"{kind}_attentions"]).detach().amax(-1).float()
+                confidence[kind] += (largest * queries[kind][:, None]).sum((1, 3)).cpu()
+                asked[kind] += int(queries[kind].sum())
     tokens = asked["decoder"]
     return HeadReport(
         {kind: values / tokens for kind, values in importance.items()},

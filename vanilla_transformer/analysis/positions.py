@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..inference.decoding import evaluation_mode
 from ..plotting import Kind
 from .attention import query_masks, read_batches
 
@@ -25,7 +26,7 @@ def position_encodings(positions: nn.Module, length: int) -> torch.Tensor:
     if length < 1 or (limit is not None and length > limit):
         expected = "a positive number" if limit is None else f"1 to {limit}"
         raise ValueError(f"length={length}: expected {expected}")
-    with torch.inference_mode():
+    with torch.no_grad():
         return positions(torch.arange(length)[None], torch.float32)[0]
 
 
@@ -58,20 +59,20 @@ def attention_reach(
     """
     reach: dict[str, dict[Kind, torch.Tensor]] = {name: {} for name in REACH}
     queries = dict.fromkeys(SELF_ATTENTION, 0)
-    for inputs in read_batches(pairs, model, tokenizer, max_tokens):
-        with torch.inference_mode():
+    with evaluation_mode(model), torch.inference_mode():
+        for inputs in read_batches(pairs, model, tokenizer, max_tokens):
             outputs = model(**inputs, use_cache=False, output_attentions=True)
-        masks = query_masks(inputs)
-        for kind in SELF_ATTENTION:
-            weights = torch.stack(outputs[f"{kind}_attentions"]).float()
-            places = torch.arange(weights.shape[-1], device=weights.device)
-            distance = (weights * (places - places[:, None]).abs()).sum(-1)
-            offset = weights.argmax(-1) - places
-            measured = (distance, offset == -1, offset == 0, offset == 1)
-            for name, values in zip(REACH, measured, strict=True):
-                of_batch = (values * masks[kind][:, None]).sum((1, 3)).cpu()  # (layers, heads)
-                reach[name][kind] = reach[name].get(kind, 0) + of_batch
-            queries[kind] += int(masks[kind].sum())
+            masks = query_masks(inputs)
+            for kind in SELF_ATTENTION:
+                weights = torch.stack(outputs[f"{kind}_attentions"]).float()
+                places = torch.arange(weights.shape[-1], device=weights.device)
+                distance = (weights * (places - places[:, None]).abs()).sum(-1)
+                offset = weights.argmax(-1) - places
+                measured = (distance, offset == -1, offset == 0, offset == 1)
+                for name, values in zip(REACH, measured, strict=True):
+                    of_batch = (values * masks[kind][:, None]).sum((1, 3)).cpu()  # (layers, heads)
+                    reach[name][kind] = reach[name].get(kind, 0) + of_batch
+                queries[kind] += int(masks[kind].sum())
     return {
         name: {kind: values / queries[kind] for kind, values in by_kind.items()}
         for name, by_kind in reach.items()

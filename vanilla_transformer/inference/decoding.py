@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -171,6 +172,21 @@ def runs_in_torch(model: Any) -> bool:
     """Whether torch computes the model, so that it can be compiled and shows its attention. The
     model of an engine has no parameters, even if its class is one of transformers."""
     return isinstance(model, torch.nn.Module) and next(model.parameters(), None) is not None
+
+
+@contextmanager
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Compute without dropout in this context. A loop that trains the model continues with it: each
+    module then has the mode that it had before."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    training = [module for module in modules if module.training]
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def position_limits(model: PreTrainedModel) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.collation import PairCollator, shift_right
 from ..data.token_batches import TokenBudgetSampler, expect_tokens
 from ..model.generation import VanillaTransformerGenerationMixin
-from .decoding import decoder_start, expect_positions, position_limits
+from .decoding import decoder_start, evaluation_mode, expect_positions, position_limits
 from .translation import Hypothesis
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together
@@ -51,7 +51,6 @@ def score_pairs(
         ValueError: A source or target has no token, or more than the model has positions. The error
             counts the pairs from 1.
     """
-    model.eval()
     is_ours = isinstance(model, VanillaTransformerGenerationMixin)
     start = decoder_start(model) if is_ours else None  # others may begin with a language
     remaining, first = iter(pairs), 1
@@ -140,11 +139,13 @@ def map_pairs(
             the targets, which must be complete: mBART's start with the language at a target's end.
     """
     results: dict[int, T] = {}
-    for rows, inputs in pair_batches(sources, targets, model, tokenizer, max_tokens, start):
-        with torch.inference_mode():
-            results.update(zip(rows, work(inputs), strict=True))
-        if progress is not None:
-            progress.update(len(rows))
+    batches = pair_batches(sources, targets, model, tokenizer, max_tokens, start)
+    with evaluation_mode(model):
+        for rows, inputs in batches:
+            with torch.inference_mode():
+                results.update(zip(rows, work(inputs), strict=True))
+            if progress is not None:
+                progress.update(len(rows))
     return [results[row] for row in range(len(sources))]
 
 

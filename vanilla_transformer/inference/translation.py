@@ -15,6 +15,7 @@ from ..model.output_length import new_token_limits
 from ..model.pipelines import is_blank
 from .decoding import (
     decoder_start,
+    evaluation_mode,
     expect_hypotheses,
     expect_known_search,
     expect_positions,
@@ -178,7 +179,6 @@ class Batches(NamedTuple):
                 raise ValueError(f"{name}={value}: expected a positive integer")
         size = self.batch_size if self.max_tokens is None else self.max_tokens
         expect_known_search(self.model, self.generate_kwargs, size)
-        self.model.eval()
         rank, processes = 0, 1
         if together:
             from accelerate import PartialState
@@ -191,10 +191,12 @@ class Batches(NamedTuple):
         with tqdm(desc="Translating", unit="line", disable=not show_progress) as progress:
             while window := list(islice(remaining, self.batch_size * BATCHES_PER_WINDOW)):
                 results: dict[int, list[Hypothesis]] = {}
-                for batch in islice(self._batches(window, first), rank, None, processes):
-                    found = self._generate(list(batch.values()), n_best)
-                    results.update(zip(batch, found, strict=True))
-                    progress.update(len(batch))
+                batches = islice(self._batches(window, first), rank, None, processes)
+                with evaluation_mode(self.model):
+                    for batch in batches:
+                        found = self._generate(list(batch.values()), n_best)
+                        results.update(zip(batch, found, strict=True))
+                        progress.update(len(batch))
                 progress.update(len(window) - len(results))
                 gathered = gather_object([results]) if together else [results]
                 of_all_processes = ChainMap(*gathered)
