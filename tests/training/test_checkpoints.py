@@ -212,6 +212,19 @@ def test_save_total_limit_checkpoints_are_kept_including_the_best(tokenizer, tmp
         assert Path(best).samefile(tmp_path / "checkpoint-2")
 
 
+def test_the_newest_checkpoint_is_kept_if_the_clock_is_set_back(tokenizer, tmp_path, monkeypatch):
+    publish = checkpoints._publish
+
+    def publish_earlier(staged, final):
+        publish(staged, final)
+        seconds = 1e9 - 60 * checkpoints.step_of(final)
+        os.utime(final, (seconds, seconds))
+
+    monkeypatch.setattr(checkpoints, "_publish", publish_earlier)
+    small_trainer(tmp_path, tokenizer, save_total_limit=1).train()
+    assert list(checkpoints_by_step(tmp_path)) == [8]
+
+
 def test_the_best_is_a_checkpoint_even_if_another_evaluation_was_better(tokenizer, tmp_path):
     trainer = small_trainer(tmp_path, tokenizer, save_steps=4, **BEST)
     trainer.train()
@@ -359,6 +372,18 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(run, caplog, kind):
         caplog.clear()
         path.write_bytes(content)
     assert last_complete_checkpoint(run) == newest
+
+
+def test_a_checkpoint_may_consist_of_links(run):
+    """As in the Hub's cache, which keeps the files elsewhere."""
+    folder, blobs = run / "checkpoint-8", run / "blobs"
+    blobs.mkdir()
+    for path in [*folder.iterdir()]:
+        path.rename(blobs / path.name)
+        path.symlink_to(Path("..", "blobs", path.name))
+    assert find_defect(folder) is None
+    damage_by("one bit", blobs / "optimizer.pt")
+    assert find_defect(folder).startswith(f"{folder / 'optimizer.pt'} is corrupt")
 
 
 def test_a_damaged_checkpoint_that_is_named_is_refused(run):
@@ -525,6 +550,30 @@ def test_training_works_on_file_systems_without_locks(tmp_path, monkeypatch, num
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", lock)
+    with locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", ["there", "new"])
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, monkeypatch, name):
+    """Otherwise the first checkpoint would fail, after hours of training."""
+    (tmp_path / "there").mkdir()
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "open" if name == "there" else "mkdir", refuse)
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    message = f"output_dir={tmp_path / name}: expected a folder that can be written .Read-only file"
+    with pytest.raises(PermissionError, match=message), locked(tmp_path / name):
+        pass
+
+
+def test_a_lock_that_another_user_has_left_is_ignored(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "open", refuse)
     with locked(tmp_path):
         pass
 

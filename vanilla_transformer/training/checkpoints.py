@@ -137,7 +137,7 @@ class AtomicCheckpointTrainer(Trainer):
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
             _write_checksums(staged)
             _publish(staged, folder / staged.name)
-            self._delete_old_checkpoints(folder)
+            self._delete_old_checkpoints(folder / staged.name)
             with suppress(OSError):  # the staging folder may hold something else
                 staged.parent.rmdir()
 
@@ -165,11 +165,13 @@ class AtomicCheckpointTrainer(Trainer):
             for job in current.jobs:
                 job.add_done_callback(_report_failure)
 
-    def _delete_old_checkpoints(self, folder: Path) -> None:
-        limit = self.args.save_total_limit
+    def _delete_old_checkpoints(self, newest: Path) -> None:
+        limit, folder = self.args.save_total_limit, newest.parent
         if not limit or limit < 0 or self.is_uploading():
             return
-        *older, newest = map(Path, sort_checkpoints(str(folder), use_mtime=True))
+        # By their times, the newest may be older than others: a clock can be set back.
+        by_time = map(Path, sort_checkpoints(str(folder), use_mtime=True))
+        older = [path for path in by_time if path != newest]
         kept = {Path(self.state.best_model_checkpoint or folder).resolve()}
         averaged = getattr(self.args, "average_checkpoints", None)
         if averaged and self.args.load_best_model_at_end:  # the mean of the best ones
@@ -377,7 +379,8 @@ def find_defect(checkpoint: str | Path) -> str | None:
         contents: dict[str, list[int]] = json.loads(text)
         for name, (size, checksum) in contents.items():
             path = folder / name
-            path.resolve().relative_to(folder.resolve())  # a name must not point outside the folder
+            # A name must not point outside the folder. A link may: in the Hub's cache, all do.
+            Path(os.path.abspath(path)).relative_to(os.path.abspath(folder))
             if not path.is_file():
                 return f"{path} is missing"
             if path.stat().st_size != size:

@@ -23,6 +23,7 @@ def locked(output_dir: str | Path) -> Iterator[None]:
 
     Raises:
         FileExistsError: Another training uses it.
+        PermissionError: Nothing can be written into it.
         FileNotFoundError: Some processes see a different folder, on the disk of another host.
     """
     folder = Path(output_dir)
@@ -49,13 +50,19 @@ def locked(output_dir: str | Path) -> Iterator[None]:
 
 def _lock(folder: Path) -> IO[bytes] | None:
     """A file that is locked until it is closed or the process ends in any way. None if there are no
-    locks, or nothing can be written."""
+    locks, or the file belongs to another user."""
     try:
         import fcntl  # Windows does not have it
 
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("ab")
-    except (ImportError, OSError):
+    except ImportError:
+        return None
+    except OSError as error:
+        if not folder.exists() or (folder.is_dir() and not os.access(folder, os.W_OK)):
+            raise PermissionError(
+                f"output_dir={folder}: expected a folder that can be written ({error.strerror})"
+            ) from error
         return None
     try:
         # Unlike `flock`'s, this lock is not shared with workers, which may outlive the process.
