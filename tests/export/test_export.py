@@ -47,10 +47,15 @@ def test_folders_without_a_finished_model_are_refused(saved, tmp_path, to):
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
-    expect_refusal(ValueError, "expected complete weights", folder, tmp_path, to)
+    expect_refusal(ValueError, "expected complete files, but .*header", folder, tmp_path, to)
     weights.unlink()
     expect_refusal(FileNotFoundError, "no model.safetensors", folder, tmp_path, to)
     weights.write_bytes(content)
+    generation = folder / "generation_config.json"
+    content = generation.read_bytes()
+    generation.write_bytes(content[:9])
+    expect_refusal(ValueError, f"^{generation}: expected complete files", folder, tmp_path, to)
+    generation.write_bytes(content)
     (folder / "tokenizer_config.json").unlink()
     expect_refusal(FileNotFoundError, "no tokenizer_config.json", folder, tmp_path, to)
     expect_refusal(FileNotFoundError, "no config.json", tmp_path / "none", tmp_path, to)

@@ -1,5 +1,7 @@
 """All scripts load models in the same way, and check the options first."""
 
+import shutil
+
 import pytest
 import torch
 from conftest import run_command, save_fsmt
@@ -11,6 +13,7 @@ from transformers import (
     PegasusForConditionalGeneration,
 )
 
+from vanilla_transformer.cli.main import needs_traceback
 from vanilla_transformer.inference.engines import onnxruntime_engine
 from vanilla_transformer.inference.loading import LoadingArguments, read_config
 from vanilla_transformer.inference.scoring import score_pairs
@@ -47,6 +50,26 @@ def test_a_folder_without_a_model_is_reported(load, model, tokenizer, tmp_path):
     load(tmp_path / "checkpoint-5")
     with pytest.raises(FileNotFoundError, match=f"^{tmp_path}: expected a model folder, with a c"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("model.safetensors", ""),
+        ("tokenizer.json", ""),
+        ("tokenizer_config.json", ""),
+        ("generation_config.json", "/generation_config.json"),
+    ],
+)
+@pytest.mark.parametrize("left", [0, 9])
+def test_a_file_that_is_cut_short_is_reported(checkpoint, tmp_path, file, named, left):
+    """As by a full disk. transformers would translate without a generation config, as if the model
+    had none: with other beams and limits of length."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / file).write_bytes((folder / file).read_bytes()[:left])
+    with pytest.raises(ValueError, match=f"^{folder}{named}: expected complete files, but ") as e:
+        LoadingArguments(device="cpu").load(folder)
+    assert not needs_traceback(e.value)
 
 
 def lose_weight(path, ending):

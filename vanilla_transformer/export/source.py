@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..inference.decoding import set_output_limit
+from ..inference.loading import expect_model_folder, naming_damaged
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import (
     VanillaTransformerAttention,
@@ -32,7 +32,7 @@ def expect_model(folder: Path) -> None:
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: It contains a different architecture.
+        ValueError: It contains a different architecture, or a damaged generation config.
     """
     for names in FILES:
         if not any((folder / name).is_file() for name in names):
@@ -40,6 +40,7 @@ def expect_model(folder: Path) -> None:
                 f"{folder}: expected a finished model and its tokenizer, "
                 f"there is no {' or '.join(names)}"
             )
+    expect_model_folder(folder)
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model_type, ours = content.get("model_type"), VanillaTransformerConfig.model_type
     if model_type != ours:
@@ -56,12 +57,10 @@ def read_model(
     Raises:
         ValueError: The weights are incomplete.
     """
-    try:
+    with naming_damaged(folder):
         model, report = VanillaTransformerForConditionalGeneration.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True
         )
-    except SafetensorError as error:
-        raise ValueError(f"{folder}: expected complete weights ({error})") from error
     if report["missing_keys"]:
         names = ", ".join(sorted(report["missing_keys"]))
         raise ValueError(f"{folder}: expected complete weights, there is no {names}")

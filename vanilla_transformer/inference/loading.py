@@ -1,12 +1,15 @@
 """The options of commands that load a model for inference."""
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -16,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.hf_argparser import HfArg
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -121,18 +125,19 @@ class LoadingArguments:
 
         Raises:
             ValueError: The folder was exported for an engine, or an engine is named; or weights of
-                an adapter, or of a model of this package, are missing.
+                an adapter, or of a model of this package, are missing; or a file is damaged.
         """
         torch.backends.cuda.enable_cudnn_sdp(False)  # our own models never use it
         expect_torch_model(name, self.engine)
         tokenizer = self._load_tokenizer(name)
-        model, report = AutoModelForSeq2SeqLM.from_pretrained(
-            name,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
-            output_loading_info=True,
-        )
+        with naming_damaged(name):
+            model, report = AutoModelForSeq2SeqLM.from_pretrained(
+                name,
+                dtype=self.dtype,
+                attn_implementation=self.attn_implementation,
+                trust_remote_code=self.trust_remote_code,
+                output_loading_info=True,
+            )
         expect_complete(model, report["missing_keys"], name)
         set_output_limit(model)
         return model.to(self.device), tokenizer
@@ -142,7 +147,10 @@ class LoadingArguments:
         tokenizer."""
         expect_model_folder(name)
         expect_tokenizer(name)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+        with naming_damaged(name):
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, trust_remote_code=self.trust_remote_code
+            )
         if isinstance(tokenizer, FSMTTokenizer):
             # transformers calls this before it reads a target, which translation does not do.
             tokenizer._switch_to_target_mode = partial(expect_to_read_targets, tokenizer)
@@ -163,9 +171,26 @@ def has_model(folder: Path) -> bool:
 
 def expect_model_folder(name: str | Path) -> None:
     """Raise a FileNotFoundError for a folder without a model, such as that of a training which has
-    only checkpoints yet, and for a file. Other names may be on the Hub."""
+    only checkpoints yet, and for a file. Other names may be on the Hub. Raise a ValueError if its
+    generation config is damaged: transformers would translate without it."""
     if Path(name).exists() and not has_model(Path(name)):
         raise FileNotFoundError(f"{name}: expected a model folder, with a config.json")
+    if (file := Path(name, GENERATION_CONFIG_NAME)).is_file():
+        with naming_damaged(file):
+            json.loads(file.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def naming_damaged(name: str | Path) -> Iterator[None]:
+    """Let errors about damaged files name the model.
+
+    Raises:
+        ValueError: A file of weights is not complete, or one is not JSON.
+    """
+    try:
+        yield
+    except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: expected complete files, but {error}") from error
 
 
 def expect_tokenizer(name: str | Path) -> None:
