@@ -233,6 +233,16 @@ def test_a_reader_that_closes_standard_output_causes_no_error_message(tmp_path, 
     assert (process.returncode, process.stderr) == (1, b"")
 
 
+def test_a_command_works_with_closed_standard_streams(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["vanilla-transformer", "recipes", "phrases"])
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, None)
+    main.main()
+    with sys.stdin, sys.stdout:
+        assert sys.stdin.read() == ""
+        assert sys.stdout.name == os.devnull
+
+
 def test_any_other_broken_pipe_is_an_error(monkeypatch):
     def fail():
         raise BrokenPipeError("a worker has stopped")

@@ -59,6 +59,7 @@ def main() -> None:
 
     An error about the user's input is printed in one line; `python -X dev` shows its traceback.
     """
+    open_closed_streams()
     # Output may become a file, such as a recipe, so it is UTF-8 in any locale.
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     parser = make_parser()
@@ -87,6 +88,14 @@ def main() -> None:
         if sys.flags.dev_mode or (needs_traceback(cause) and not is_field):
             raise
         sys.exit(f"vanilla-transformer {command}: error: {full_message(cause)}")
+
+
+def open_closed_streams() -> None:
+    """Open the null device in place of standard input or output that the caller has closed, as some
+    schedulers do. transformers does this for standard error."""
+    for name, mode in (("stdin", "r"), ("stdout", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def is_no_longer_read(pipe: int) -> bool:
