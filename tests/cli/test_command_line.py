@@ -319,6 +319,17 @@ def test_output_is_utf_8_in_any_locale(tmp_path, monkeypatch):
     assert printed == text
 
 
+def test_names_of_files_that_are_not_utf_8_can_be_printed(tmp_path):
+    name = os.fsencode(tmp_path) + b"/caf\xe9.de"
+    Path(os.fsdecode(name)).write_text("ein Haus am See\n")
+    process = subprocess.run(
+        [sys.executable, "-m", "vanilla_transformer", "evaluate", "--format", "table",
+         "--predictions", name, "--target", name],
+        stdout=subprocess.PIPE, cwd=tmp_path, check=True,
+    )  # fmt: skip
+    assert name in process.stdout
+
+
 def test_an_unknown_recipe_is_refused_with_the_choices(tmp_path):
     process = run_command("recipes", "wmt", cwd=tmp_path, check=False)
     error = process.stderr.splitlines()[-1]

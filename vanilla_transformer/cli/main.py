@@ -60,8 +60,9 @@ def main() -> None:
     An error about the user's input is printed in one line; `python -X dev` shows its traceback.
     """
     open_closed_streams()
-    # Output may become a file, such as a recipe, so it is UTF-8 in any locale.
-    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    # Output may become a file, such as a recipe, so it is UTF-8 in any locale. Names of files may
+    # be any bytes, which Python reads as surrogates.
+    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     parser = make_parser()
     complete_words(parser)
     command = parser.parse_args(sys.argv[1:2]).command
