@@ -316,16 +316,21 @@ def _merge(parts: list[Path], source: str | Path, output: str | Path, target_col
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name only once it is complete and on the disk."""
+    """A file that gets its name only once it is complete and on the disk. A failure leaves none."""
     is_local = isinstance(path, Path)  # rather than an object for a URL
     path = path.resolve() if is_local else path  # to keep a link
     # A job that was started twice would write into the same file twice.
     incomplete = path.with_name(f"{path.name}.{os.getpid()}.incomplete")
-    with incomplete.open("wb") as file:
-        yield file
-        file.flush()
-        if is_local:
-            os.fsync(file.fileno())
+    try:
+        with incomplete.open("wb") as file:
+            yield file
+            file.flush()
+            if is_local:
+                os.fsync(file.fileno())
+    except BaseException:
+        with suppress(OSError):  # the folder may be gone
+            incomplete.unlink()
+        raise
     if is_local:
         incomplete.replace(path)  # on Windows, `rename` fails if the name exists
     else:
