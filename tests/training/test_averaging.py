@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from vanilla_transformer.cli.average import AveragingArguments, expect_same_toke
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.training import averaging
 from vanilla_transformer.training.averaging import average_checkpoints, select_checkpoints
+from vanilla_transformer.training.checkpoints import CHECKSUMS_NAME, _write_checksums
 
 
 def save(folder, seed, **options):
@@ -101,6 +103,42 @@ def test_an_average_does_not_overwrite_a_model(run, tmp_path):
         with pytest.raises(FileExistsError, match=f"output_dir='{folder}' already holds a model"):
             average_checkpoints([run / "checkpoint-5", run / "checkpoint-10"], folder)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_an_average_that_fails_can_be_repeated(run, tmp_path, monkeypatch, name):
+    """As when the disk is full: the folder has no configuration, so it does not look complete."""
+    copy = shutil.copy2
+
+    def fail(file, output):
+        if file.name == name:
+            raise OSError(28, "No space left on device")
+        copy(file, output)
+
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter(sorted(folder.glob("*"))))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copy2", fail)
+        with pytest.raises(OSError, match="No space left"):
+            average_checkpoints([run / "checkpoint-5"], tmp_path / "mean")
+    assert not (tmp_path / "mean/config.json").exists()
+    average_checkpoints([run / "checkpoint-5"], tmp_path / "mean")
+    assert {"config.json", name} < {path.name for path in (tmp_path / "mean").iterdir()}
+
+
+def test_weights_that_differ_from_their_checksum_are_not_averaged(run, tmp_path):
+    """Otherwise a flipped bit would be part of the mean. The optimizer's state has no effect."""
+    folder = run / "checkpoint-10"
+    (folder / CHECKSUMS_NAME).touch()
+    _write_checksums(folder)
+    (folder / "optimizer.pt").unlink()
+    average_checkpoints([folder, run / "checkpoint-5"], tmp_path / "mean")
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 64
+    (folder / "model.safetensors").write_bytes(weights)
+    message = "checkpoint-10/model.safetensors is corrupt: .*: expected a complete checkpoint"
+    with pytest.raises(ValueError, match=message):
+        average_checkpoints([folder, run / "checkpoint-5"], tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
 
 
 def test_the_mean_of_equal_models_is_that_model(run, tmp_path):

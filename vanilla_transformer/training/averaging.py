@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..inference.derived_cards import card_metadata, write_card
-from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, is_off_schedule
+from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, find_defect, is_off_schedule
 
 # Files of a trainer's checkpoint that do not belong to an averaged model.
 TRAINER_FILES = {
@@ -82,7 +82,7 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
         FileExistsError: The output folder holds a model, whose card would be wrong.
         FileNotFoundError: A folder holds no safetensors weights.
         ValueError: There is no folder, one is repeated, the models differ in architecture or are
-            quantized, or the last one's card can't be read.
+            quantized, weights differ from their checksum, or the last one's card can't be read.
     """
     if Path(output_dir, "config.json").exists():
         raise FileExistsError(
@@ -104,10 +104,12 @@ def write_average(folders: Sequence[str | Path], output_dir: str | Path) -> Path
     """Same as `average_checkpoints`, without a card."""
     paths = [Path(folder) for folder in folders]
     _check_same_architecture(paths)
+    _expect_intact(paths)
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(_mean(paths), str(output))
-    for file in paths[-1].iterdir():
+    # The configuration is last: a folder that has one is complete.
+    for file in sorted(paths[-1].iterdir(), key=lambda file: file.name == "config.json"):
         is_weight = file.suffix == ".safetensors"
         is_state = file.name in TRAINER_FILES or file.name.startswith("rng_state")
         is_report = file.name in ("README.md", "curves.png")
@@ -182,6 +184,14 @@ def _expect_each_once(folders: Sequence[Path]) -> None:
     named = zip(folders, places, strict=True)
     if repeated := dict.fromkeys(str(name) for name, place in named if places.count(place) > 1):
         raise ValueError(f"{', '.join(repeated)}: expected each folder once")
+
+
+def _expect_intact(paths: Sequence[Path]) -> None:
+    """Raise a ValueError if the weights of a checkpoint were damaged after they were saved. The
+    optimizer's state may be damaged or deleted."""
+    for path in paths:
+        if (path / CHECKSUMS_NAME).is_file() and (defect := find_defect(path, "*.safetensors")):
+            raise ValueError(f"{defect}: expected a complete checkpoint")
 
 
 def _check_same_architecture(paths: Sequence[Path]) -> None:

@@ -364,9 +364,9 @@ def from_worst_to_best(args: Any, state: TrainerState, steps: Iterable[int]) -> 
     return sorted(scores.keys() & set(steps), key=lambda step: (sign * scores[step], step))
 
 
-def find_defect(checkpoint: str | Path) -> str | None:
+def find_defect(checkpoint: str | Path, files: str = "*") -> str | None:
     """The reason why training can't resume from a checkpoint, with the name of the file; None if
-    the checkpoint is complete.
+    the checkpoint is complete. `files` is a pattern of the names to check.
 
     A checkpoint without checksums, written by another trainer, gets a weaker check: the trainer's
     state and the header of the weights must be readable, and the other files must exist.
@@ -378,6 +378,8 @@ def find_defect(checkpoint: str | Path) -> str | None:
         text = (folder / CHECKSUMS_NAME).read_text(encoding="utf-8")
         contents: dict[str, list[int]] = json.loads(text)
         for name, (size, checksum) in contents.items():
+            if not fnmatch(name, files):
+                continue
             path = folder / name
             # A name must not point outside the folder. A link may: in the Hub's cache, all do.
             Path(os.path.abspath(path)).relative_to(os.path.abspath(folder))
