@@ -5,7 +5,10 @@ import json
 import math
 import shutil
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,6 +85,35 @@ def test_an_output_folder_in_use_is_not_overwritten(saved, tmp_path, to):
     with pytest.raises(FileExistsError, match="expected a new or empty folder"):
         export(folder, folder, to)
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_volume_can_be_mounted_at_the_output_folder(saved, tmp_path, to, monkeypatch):
+    """Nothing can replace it, and its parent may belong to someone else."""
+    _, folder = saved()
+    volume = (tmp_path / "volume").resolve()
+    volume.mkdir()
+    replace, temporary = Path.replace, tempfile.mkdtemp
+
+    def replace_files(path, target):
+        if Path(target) == volume:
+            raise OSError(16, "Device or resource busy")
+        return replace(path, target)
+
+    def make_folder(suffix=None, prefix=None, dir=None):
+        assert dir is None or Path(dir) != volume.parent
+        return temporary(suffix, prefix, dir)
+
+    monkeypatch.setattr(Path, "replace", replace_files)
+    monkeypatch.setattr(tempfile, "mkdtemp", make_folder)
+    with monkeypatch.context() as patch:
+        error = OSError(28, "No space left on device")
+        patch.setattr("vanilla_transformer.export._write_card", Mock(side_effect=error))
+        with pytest.raises(OSError, match="No space left"):
+            export(folder, volume, to)
+    assert not any(volume.iterdir())
+    export(folder, volume, to)
+    assert {"config.json", "README.md"} < {path.name for path in volume.iterdir()}
+    assert not any(path.name.startswith(".") for path in volume.iterdir())
 
 
 def test_an_export_keeps_the_languages_and_the_licence(saved, tmp_path, to):

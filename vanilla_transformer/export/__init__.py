@@ -38,7 +38,7 @@ SITE = "https://github.com/vanilla-transformer/vanilla_transformer"
 def export(
     model_folder: str | Path, output_dir: str | Path, to: str, quantization: str | None = None
 ) -> Path:
-    """Write a model for another engine. A failure leaves no output folder behind.
+    """Write a model for another engine. A failure leaves nothing behind.
 
     Args:
         model_folder: A model and its tokenizer, written by `train`, `average` or `convert`.
@@ -65,13 +65,19 @@ def export(
     expect_model(folder)
     metadata = card_metadata(folder)
     place = output.resolve()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as staging:
+    # A folder that exists may be where a volume is mounted, which nothing can replace.
+    nearest = place if place.exists() else place.parent
+    nearest.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=nearest, prefix=f".{place.name}-") as staging:
         written = Path(staging) / place.name
         written.mkdir()
         target.write(folder, written, quantization)
         _write_card(written, metadata, to)
-        written.replace(place)  # it does not exist, or is empty
+        if nearest == place:
+            for path in list(written.iterdir()):
+                path.replace(place / path.name)
+        else:
+            written.replace(place)
     return output
 
 
