@@ -13,6 +13,7 @@ import copy
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -40,10 +41,12 @@ from .core import (
     expect_size,
     final_layer_norm,
     read_weights,
+    renamed,
+    take_layers,
 )
 from .positions import find_sinusoids, learned_positions, sinusoids
 from .text import tokenizer_for
-from .weights import PROJECTION_BIAS, interleave_halves, matrix_of, split_fused, tie
+from .weights import PROJECTION_BIAS, interleave_halves, matrix_of, tie
 
 logger = logging.getLogger(__name__)
 
@@ -100,59 +103,54 @@ class Table:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names within a layer.
+    """Names within the stacks.
 
     Attributes:
         toolkit: Name for the model card.
-        attention: Attention of the encoder's layers and the decoder's, and ours.
-        feed_forward: The same for the two linear layers.
-        norms: The same for layer norms, per stack.
-        norm_parts: Names of a layer norm's weight and bias.
+        names: Turn our names into theirs: regular expressions and their replacements, applied in
+            order.
         first: Names of the first tensors of self-attention and of attention to the source.
         table: The defaults for this layout.
     """
 
     toolkit: str
-    attention: Mapping[str, str]
-    feed_forward: Mapping[str, str]
-    norms: Mapping[str, Mapping[str, str]]
-    norm_parts: tuple[str, str]
+    names: Mapping[str, str]
     first: tuple[str, str]
     table: Table
 
 
 TORCH = Layout(
     toolkit="torch.nn.Transformer",
-    attention={"self_attn": "self_attn", "multihead_attn": "encoder_attn"},
-    feed_forward={"linear1": "ffn.fc1", "linear2": "ffn.fc2"},
-    norms={
-        "encoder": {"norm1": "self_attn_layer_norm", "norm2": "ffn_layer_norm"},
-        "decoder": {
-            "norm1": "self_attn_layer_norm",
-            "norm2": "encoder_attn_layer_norm",
-            "norm3": "ffn_layer_norm",
-        },
+    names={
+        r"self_attn_layer_norm": "norm1",
+        r"encoder_attn_layer_norm": "norm2",
+        r"^(model\.encoder\..+)ffn_layer_norm": r"\1norm2",
+        r"ffn_layer_norm": "norm3",
+        r"\.layer_norm": ".norm",
+        r"encoder_attn": "multihead_attn",
+        r"([qkv])_proj\.(weight|bias)": r"in_proj_\2[\1]",
+        r"ffn\.fc": "linear",
     },
-    norm_parts=("weight", "bias"),
     first=("layers.0.self_attn.in_proj_weight", "layers.0.multihead_attn.in_proj_weight"),
     table=Table(),
 )
 ANNOTATED = Layout(
     toolkit="The Annotated Transformer",
-    attention={"self_attn": "self_attn", "src_attn": "encoder_attn"},
-    feed_forward={"feed_forward.w_1": "ffn.fc1", "feed_forward.w_2": "ffn.fc2"},
-    norms={
-        "encoder": {
-            "sublayer.0.norm": "self_attn_layer_norm",
-            "sublayer.1.norm": "ffn_layer_norm",
-        },
-        "decoder": {
-            "sublayer.0.norm": "self_attn_layer_norm",
-            "sublayer.1.norm": "encoder_attn_layer_norm",
-            "sublayer.2.norm": "ffn_layer_norm",
-        },
+    names={
+        r"self_attn_layer_norm": "sublayer.0.norm",
+        r"encoder_attn_layer_norm": "sublayer.1.norm",
+        r"^(model\.encoder\..+)ffn_layer_norm": r"\1sublayer.1.norm",
+        r"ffn_layer_norm": "sublayer.2.norm",
+        r"\.layer_norm": ".norm",
+        r"norm\.weight": "norm.a_2",
+        r"norm\.bias": "norm.b_2",
+        r"encoder_attn": "src_attn",
+        r"q_proj": "linears.0",
+        r"k_proj": "linears.1",
+        r"v_proj": "linears.2",
+        r"out_proj": "linears.3",
+        r"ffn\.fc": "feed_forward.w_",
     },
-    norm_parts=("a_2", "b_2"),
     first=("layers.0.self_attn.linears.0.weight", "layers.0.src_attn.linears.0.weight"),
     table=Table(
         norm_first=True,
@@ -190,42 +188,26 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         )
     prefixes = _prefixes(tensors, layout)
     table = read_table(layout, options, prefixes["encoder"])
-    weights, sizes = _embeddings(tensors, table)
-    d_model = sizes["d_model"]
-    if table.heads is None or table.heads < 1 or d_model % table.heads:
-        raise ValueError(
-            f"heads={table.heads}: a state dict does not say how many attention heads there are; "
-            f"expected --heads, a divisor of d_model={d_model}"
-        )
     bias = any(name.endswith("bias") for name in tensors if name.startswith(prefixes["encoder"]))
     bias |= layout is ANNOTATED
-    ends = []
-    for stack in STACKS:
-        reader = _Stack(tensors, layout, stack, prefixes[stack], d_model, bias)
-        weights |= reader.layers()
-        sizes |= reader.sizes
-        ends.append(reader.has_final_norm)
-    positions, position_fields = _positions(tensors, table, d_model)
-    weights |= positions
+    tensors = _adapt_stacks(tensors, tuple(prefixes.values()), bias)
+    weights, settings = _embeddings(tensors, table)
+    names = {**layout.names, **{rf"^model\.{stack}\.": prefixes[stack] for stack in STACKS}}
+    d_model = settings["d_model"]
+    settings |= {"attention_bias": bias} | _layer_settings(tensors, table, names, d_model)
+    positions, position_settings = _positions(tensors, table, d_model)
+    order = position_settings.pop("layout", None)
+    config = VanillaTransformerConfig(**settings, **position_settings)
+    weights |= take_layers(tensors, config, names) | positions
     tensors.expect_all_taken(table.ignored)
-    if position_fields.pop("layout", None) == "halves":
+    if order == "halves":
         interleave_halves(weights)
     vocabularies = _vocabularies(file.parent, options, table)
+    config.update(_token_ids(vocabularies, table))
     rows = [len(weights[matrix_of(weights, side)]) for side in SIDES]
     for side, vocabulary, size in zip(SIDES, vocabularies, rows, strict=True):
         _expect_size(side, vocabulary, size)
     tokenizer, wanted = tokenizer_for(vocabularies, _specials(table), options, rows)
-    if table.activation not in ACT2FN:
-        expected = ", ".join(sorted(ACT2FN))
-        raise ValueError(f"activation={table.activation!r}: expected one of {expected}")
-    config = VanillaTransformerConfig(
-        **sizes, **position_fields, **_token_ids(vocabularies, table),
-        encoder_attention_heads=table.heads, decoder_attention_heads=table.heads,
-        attention_bias=bias, activation_function=table.activation,
-        norm_position="pre" if table.norm_first else "post",
-        final_layer_norm=final_layer_norm(*ends),
-        layer_norm_eps=table.layer_norm_eps, scale_embedding=table.scale_embedding,
-    )  # fmt: skip
     origin = {"toolkit": layout.toolkit, "notes": _notes(table)}
     # A user's loop is greedy; without a number, pipelines would search with 4 beams.
     conversion = Conversion(config, weights, tokenizer, {"num_beams": 1}, origin)
@@ -408,6 +390,52 @@ def _token_ids(vocabularies: list[dict[str, int]], table: Table) -> dict[str, in
 # ---------------------------------------------------------------- Tensors
 
 
+def _adapt_stacks(tensors: Tensors, prefixes: tuple[str, ...], bias: bool) -> Tensors:
+    """The tensors, with those of the stacks as our layers have them: queries, keys and values
+    apart, and zeros for biases that ours has but theirs, without `bias`, lacks. The layer norm of
+    The Annotated Transformer divides by the unbiased standard deviation, which is larger by
+    sqrt(d / (d - 1)), so its gain becomes smaller."""
+    state = dict(tensors.tensors)
+    lacks_bias = rf"({'|'.join(prefixes)})(layers\.\d+\.(linear|norm)\d|norm)\.weight"
+    for name, tensor in tensors.tensors.items():
+        if name.startswith(prefixes) and name.endswith((".in_proj_weight", ".in_proj_bias")):
+            parts = zip("qkv", state.pop(name).chunk(3), strict=False)
+            state |= {f"{name}[{part}]": piece for part, piece in parts}
+        elif name.startswith(prefixes) and name.endswith(".a_2"):
+            state[name] = tensor * math.sqrt((len(tensor) - 1) / len(tensor))
+        elif not bias and re.fullmatch(lacks_bias, name):
+            state.setdefault(f"{name.removesuffix('weight')}bias", tensor.new_zeros(len(tensor)))
+    return Tensors(state, tensors.place)
+
+
+def _layer_settings(
+    tensors: Tensors, table: Table, names: Mapping[str, str], d_model: int
+) -> dict[str, Any]:
+    """The fields of the configuration about the layers."""
+    if table.heads is None or table.heads < 1 or d_model % table.heads:
+        raise ValueError(
+            f"heads={table.heads}: a state dict does not say how many attention heads there are; "
+            f"expected --heads, a divisor of d_model={d_model}"
+        )
+    if table.activation not in ACT2FN:
+        expected = ", ".join(sorted(ACT2FN))
+        raise ValueError(f"activation={table.activation!r}: expected one of {expected}")
+    settings: dict[str, Any] = {
+        "activation_function": table.activation,
+        "norm_position": "pre" if table.norm_first else "post",
+        "layer_norm_eps": table.layer_norm_eps,
+        "scale_embedding": table.scale_embedding,
+    }
+    for stack in STACKS:
+        layers = re.escape(renamed(f"model.{stack}.layers.", names))
+        fc1 = renamed(f"model.{stack}.layers.0.ffn.fc1.weight", names)
+        settings[f"{stack}_layers"] = tensors.count(rf"{layers}(\d+)\.")
+        settings[f"{stack}_ffn_dim"] = len(tensors.take(fc1, None, d_model))
+        settings[f"{stack}_attention_heads"] = table.heads
+    ends = (renamed(f"model.{stack}.layer_norm.weight", names) in tensors for stack in STACKS)
+    return {**settings, "final_layer_norm": final_layer_norm(*ends)}
+
+
 def _embeddings(tensors: Tensors, table: Table) -> tuple[dict[str, Tensor], dict[str, Any]]:
     projection = tensors.take(table.projection, None, None)
     size, d_model = projection.shape
@@ -450,86 +478,6 @@ def _position_table(tensors: Tensors, name: str, d_model: int) -> Tensor:
     if shape[-1:] != (d_model,) or positions.numel() != max(1, *shape[:-1]) * d_model:
         raise ValueError(f"{name}: the shape is {shape}, expected (positions, {d_model})")
     return positions.reshape(-1, d_model)
-
-
-class _Stack:
-    """Reads the layers of a stack under our names.
-
-    Args:
-        tensors: The state dict.
-        layout: Names within layers.
-        stack: "encoder" or "decoder".
-        prefix: The prefix of `layers.N`.
-        d_model: The width.
-        bias: Whether linear layers and layer norms have biases. If not, ours are zero.
-    """
-
-    def __init__(
-        self, tensors: Tensors, layout: Layout, stack: str, prefix: str, d_model: int, bias: bool
-    ):
-        self.tensors, self.layout, self.stack, self.prefix = tensors, layout, stack, prefix
-        self.d_model, self.bias = d_model, bias
-        self.has_final_norm = f"{prefix}norm.{layout.norm_parts[0]}" in tensors
-        self.number = tensors.count(rf"{prefix.replace('.', '[.]')}layers[.](\d+)[.]")
-        first = next(iter(layout.feed_forward))
-        self.d_ff = len(tensors.take(f"{prefix}layers.0.{first}.weight", None, d_model))
-        self.sizes = {f"{stack}_layers": self.number, f"{stack}_ffn_dim": self.d_ff}
-
-    def layers(self) -> dict[str, Tensor]:
-        """All layers, and the layer norm after them."""
-        weights: dict[str, Tensor] = {}
-        norms, ours = self.layout.norms[self.stack], f"model.{self.stack}."
-        for layer in range(self.number):
-            theirs, our_layer = f"{self.prefix}layers.{layer}.", f"{ours}layers.{layer}."
-            for name, our_name in self.layout.attention.items():
-                if our_name == "self_attn" or self.stack == "decoder":
-                    weights |= self.attention(theirs + name, our_layer + our_name)
-            for name, our_name in self.layout.feed_forward.items():
-                weights |= self.linear(theirs + name, our_layer + our_name)
-            for name, our_name in norms.items():
-                weights |= self.norm(theirs + name, our_layer + our_name)
-        if self.has_final_norm:
-            weights |= self.norm(f"{self.prefix}norm", f"{ours}layer_norm")
-        return weights
-
-    def attention(self, theirs: str, ours: str) -> dict[str, Tensor]:
-        """Queries, keys and values, in one matrix or in three, and the output projection."""
-        if self.layout is ANNOTATED:
-            weights: dict[str, Tensor] = {}
-            for number, name in enumerate(("q_proj", "k_proj", "v_proj", "out_proj")):
-                weights |= self.linear(f"{theirs}.linears.{number}", f"{ours}.{name}")
-            return weights
-        d = self.d_model
-        weights = split_fused(
-            "weight", self.tensors.take(f"{theirs}.in_proj_weight", 3 * d, d), ours
-        )
-        if self.bias:
-            fused = self.tensors.take(f"{theirs}.in_proj_bias", 3 * d)
-            weights |= split_fused("bias", fused, ours)
-        return weights | self.linear(f"{theirs}.out_proj", f"{ours}.out_proj")
-
-    def linear(self, theirs: str, ours: str) -> dict[str, Tensor]:
-        """A linear layer. If it has no bias, neither has our attention, and in our feed-forward
-        network it is zero."""
-        d, d_ff = self.d_model, self.d_ff
-        rows, columns = {"fc1": (d_ff, d), "fc2": (d, d_ff)}.get(ours.rpartition(".")[2], (d, d))
-        weights = {f"{ours}.weight": self.tensors.take(f"{theirs}.weight", rows, columns)}
-        if self.bias:
-            weights[f"{ours}.bias"] = self.tensors.take(f"{theirs}.bias", rows)
-        elif ".ffn." in ours:
-            weights[f"{ours}.bias"] = weights[f"{ours}.weight"].new_zeros(rows)
-        return weights
-
-    def norm(self, theirs: str, ours: str) -> dict[str, Tensor]:
-        """A layer norm. The Annotated Transformer's divides by the unbiased standard deviation,
-        which is larger by sqrt(d / (d - 1))."""
-        d, (weight, bias) = self.d_model, self.layout.norm_parts
-        gain = self.tensors.take(f"{theirs}.{weight}", d)
-        if self.layout is ANNOTATED:
-            gain = gain * math.sqrt((d - 1) / d)
-        has_bias = self.bias or self.layout is ANNOTATED
-        shift = self.tensors.take(f"{theirs}.{bias}", d) if has_bias else torch.zeros_like(gain)
-        return {f"{ours}.weight": gain, f"{ours}.bias": shift}
 
 
 # ---------------------------------------------------------------- The toolkit itself
