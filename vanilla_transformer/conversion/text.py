@@ -39,27 +39,14 @@ def tokenizer_for(
     Raises:
         ValueError: A vocabulary does not fit its embedding, or lacks a special token.
     """
-    codes = map(options.codes, SIDES)
-    sides = [
-        _side(*each, splits_again)
-        for each in zip(SIDES, vocabularies, specials, codes, sizes, strict=True)
-    ]
+    sides = []
+    for side, vocab, names, size in zip(SIDES, vocabularies, specials, sizes, strict=True):
+        try:
+            sides.append(side_tokenizer(vocab, names, options.codes(side), size, splits_again))
+        except ValueError as error:
+            raise ValueError(f"{side} vocabulary: {error}") from error
     unk_id = vocabularies[1][specials[1].unk or ""]
     return pair(*sides, size=sizes[1], unk_id=unk_id), rows(sides[0])
-
-
-def _side(
-    name: str,
-    vocabulary: Vocabulary,
-    specials: Specials,
-    codes: str | None,
-    size: int,
-    splits_again: bool,
-) -> PreTrainedTokenizerFast:
-    try:
-        return side_tokenizer(vocabulary, specials, codes, size, splits_again)
-    except ValueError as error:
-        raise ValueError(f"{name} vocabulary: {error}") from error
 
 
 def side_tokenizer(
