@@ -159,6 +159,13 @@ def _prefix_limit(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> fl
     return min(limit, position_limits(model)[1] - 1)
 
 
+class Row(NamedTuple):
+    """The token ids of a line, and those of its prefix."""
+
+    source: list[int]
+    prefix: list[int]
+
+
 class Batches(NamedTuple):
     """Lines to translate, with the arguments of `translate`."""
 
@@ -203,11 +210,9 @@ class Batches(NamedTuple):
                 yield from (of_all_processes.get(index, [BLANK]) for index in range(len(window)))
                 first += len(window)
 
-    def _batches(
-        self, window: list[tuple[str, str]], first: int
-    ) -> Iterator[dict[int, tuple[list[int], list[int]]]]:
-        """Batches of source ids and prefix ids by line index, without blank lines, the longest
-        sources first. The prefixes of a batch have the same length."""
+    def _batches(self, window: list[tuple[str, str]], first: int) -> Iterator[dict[int, Row]]:
+        """Batches of rows by line index, without blank lines, the longest sources first. The
+        prefixes of a batch have the same length."""
         lines, texts = zip(*window, strict=True)
         sources = self.tokenizer(list(lines))["input_ids"]
         expect_positions("line", sources, position_limits(self.model)[0], first + 1)
@@ -216,41 +221,36 @@ class Batches(NamedTuple):
             models = (self.model, self.tokenizer)
             prefixes = encode_prefixes(texts, *models, self.generate_kwargs, first)
         nothing = self.tokenizer("")["input_ids"]  # same for text that a tokenizer removes
-        rows = enumerate(zip(sources, prefixes, strict=True))
-        kept = [
-            row
-            for row, line in zip(rows, lines, strict=True)
-            if not is_blank(line) and row[1][0] != nothing
-        ]
-        batch: dict[int, tuple[list[int], list[int]]] = {}
-        for index, row in sorted(kept, key=lambda row: (len(row[1][1]), -len(row[1][0]))):
-            if batch and self._is_full(next(iter(batch.values())), row, len(batch)):
+        rows = {
+            index: row
+            for index, row in enumerate(map(Row, sources, prefixes))
+            if not is_blank(lines[index]) and row.source != nothing
+        }
+        batch: dict[int, Row] = {}
+        for index in sorted(rows, key=lambda i: (len(rows[i].prefix), -len(rows[i].source))):
+            if batch and self._is_full(next(iter(batch.values())), rows[index], len(batch)):
                 yield batch
                 batch = {}
-            batch[index] = row
+            batch[index] = rows[index]
         if batch:
             yield batch
 
-    def _is_full(
-        self, longest: tuple[list[int], list[int]], row: tuple[list[int], list[int]], size: int
-    ) -> bool:
+    def _is_full(self, longest: Row, row: Row, size: int) -> bool:
         """Whether a batch of this size, with its longest row, has no room for another row."""
-        if len(row[1]) != len(longest[1]):
+        if len(row.prefix) != len(longest.prefix):
             return True
         if self.max_tokens is None:
             return size == self.batch_size
-        return (size + 1) * len(longest[0]) > self.max_tokens
+        return (size + 1) * len(longest.source) > self.max_tokens
 
-    def _generate(
-        self, rows: list[tuple[list[int], list[int]]], n_best: int | None
-    ) -> list[list[Hypothesis]]:
+    def _generate(self, rows: list[Row], n_best: int | None) -> list[list[Hypothesis]]:
         model, options = self.model, dict(self.generate_kwargs)
-        ids = {"input_ids": [source for source, _ in rows]}
+        ids = {"input_ids": [row.source for row in rows]}
         padded = self.tokenizer.pad(ids, return_attention_mask=True, return_tensors="pt")
         inputs = padded.to(model.device)
-        if rows[0][1]:
+        if rows[0].prefix:
             start = decoder_start(model, options)
-            prompts = [[start, *prefix] for _, prefix in rows]
+            prompts = [[start, *row.prefix] for row in rows]
             inputs["decoder_input_ids"] = torch.tensor(prompts, device=model.device)
         n = options["num_return_sequences"] = n_best or 1
         if n_best is not None:
@@ -258,7 +258,7 @@ class Batches(NamedTuple):
             options["output_scores"] = not samples(model, options)
         with torch.inference_mode():
             output = model.generate(**inputs, **options)
-        sequences, prompt_length = getattr(output, "sequences", output), 1 + len(rows[0][1])
+        sequences, prompt_length = getattr(output, "sequences", output), 1 + len(rows[0].prefix)
         ends = self._row_ends(inputs["attention_mask"], prompt_length, sequences.shape[1])
         found = self._hypotheses(sequences, prompt_length, [end for end in ends for _ in range(n)])
         scores = getattr(output, "sequences_scores", None)
