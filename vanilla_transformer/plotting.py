@@ -344,14 +344,13 @@ def _panels(maps: AttentionMaps, rows: int, columns: int) -> tuple[Figure, Any]:
     cell = min(0.17, LONGEST_PANEL / max(len(maps.keys), len(maps.queries)))  # inches
     fontsize = 44 * cell  # points
     letter = 0.6 * fontsize / 72  # inches
-    width, height = (
-        columns * (cell * len(keys) + 0.2) + letter * max(map(len, queries)) + 1.2
-        for columns, keys, queries in (
-            (columns, maps.keys, maps.queries),
-            (rows, maps.queries, maps.keys),
-        )
-    )
-    figure = Figure(figsize=(max(width, 4.0), max(height, 3.0)), layout="compressed")
+
+    def extent(panels: int, tokens: list[str], labels: list[str]) -> float:
+        return panels * (cell * len(tokens) + 0.2) + letter * max(map(len, labels)) + 1.2
+
+    width = max(extent(columns, maps.keys, maps.queries), 4.0)
+    height = max(extent(rows, maps.queries, maps.keys), 3.0)
+    figure = Figure(figsize=(width, height), layout="compressed")
     panels = figure.subplots(rows, columns, squeeze=False)
     for axes in panels.flat:
         axes.set(xticks=[], yticks=[])

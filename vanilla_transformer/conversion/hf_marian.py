@@ -158,9 +158,11 @@ def _matrices(tensors: Tensors, theirs: MarianConfig) -> list[Tensor]:
 
 def _positions(tensors: Tensors, d_model: int) -> dict[str, Any]:
     """The frequencies of the sinusoids. Old files contain them as a table, rounded to float16."""
-    names = [f"model.{stack}.embed_positions.weight" for stack in core.STACKS]
     kinds = set()
-    for name in filter(tensors.__contains__, names):
+    for stack in core.STACKS:
+        name = f"model.{stack}.embed_positions.weight"
+        if name not in tensors:
+            continue
         kind = find_sinusoids(tensors.take(name, None, d_model).half())
         if kind is None or kind[1] != "halves":
             raise ValueError(

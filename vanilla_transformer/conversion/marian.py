@@ -533,23 +533,20 @@ def _suppressed(options: dict[str, Any], target: Side) -> list[int]:
 
 def _sides(files: MarianFiles, marian: dict[str, Any], options: ConversionOptions) -> list[Side]:
     """Source and target, which split text like the toolkit, with a token added for padding."""
-    pad = max(marian["dim-vocabs"])
+    sizes = marian["dim-vocabs"]
     return [
-        _side(file, size, pad, _splitter(files, options, index))
-        for index, (file, size) in enumerate(
-            zip(files.vocabularies, marian["dim-vocabs"], strict=True)
-        )
+        _side(file, size, max(sizes), _splitter(side, file, options))
+        for side, file, size in zip(core.SIDES, files.vocabularies, sizes, strict=True)
     ]
 
 
-def _splitter(files: MarianFiles, options: ConversionOptions, index: int) -> str | Path | None:
+def _splitter(side: str, vocabulary: Path, options: ConversionOptions) -> str | Path | None:
     """The codes or the model that split a side's text, unless its vocabulary does."""
-    file, name = files.vocabularies[index], core.SIDES[index]
-    if file.suffix == ".spm":
-        options.expect_no_codes(name, f"{file}, which splits text")
+    if vocabulary.suffix == ".spm":
+        options.expect_no_codes(side, f"{vocabulary}, which splits text")
         return None
-    found = (file.with_name(f"{name}.{suffix}") for suffix in ("spm", "bpe"))
-    return options.codes(name) or next(filter(Path.is_file, found), None)
+    beside = (vocabulary.with_name(f"{side}.{suffix}") for suffix in ("spm", "bpe"))
+    return options.codes(side) or next(filter(Path.is_file, beside), None)
 
 
 def _side(file: Path, size: int, pad: int, splitter: str | Path | None) -> Side:
@@ -656,7 +653,7 @@ class MarianToolkit(Toolkit):
             self.split = subwords(file)
             self.vocab = vocabulary_files.read_sentencepiece(file).vocab()
         else:
-            codes = _splitter(files, options, 0)
+            codes = _splitter("source", file, options)
             self.split = subwords(codes) if codes else re.compile("[^ ]+").findall
             self.vocab = _tokens_with_rows(file, sizes[0])
 

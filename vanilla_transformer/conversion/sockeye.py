@@ -324,7 +324,8 @@ def _positions(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Learned positions, or none if they are sinusoids. After the end of a learned table, Sockeye
     repeats its last row."""
-    d, kind = (config["config_encoder"].get(n) for n in ("model_size", "positional_embedding_type"))
+    d = config["config_encoder"]["model_size"]
+    kind = config["config_encoder"].get("positional_embedding_type")
     tables = [tensors.take(f"{stack}.pos_embedding.weight", None, d) for stack in STACKS]
     if kind == "learned":
         return learned_positions(*tables)

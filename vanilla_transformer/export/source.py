@@ -107,16 +107,14 @@ def padded_heads(
     """
     d_k, d_v = attention.d_k, attention.d_v
     width = width or max(d_k, d_v)
-    found = {}
+    linears: dict[str, dict[str, Tensor]] = {}
     for name, dim in {"q_proj": d_k, "k_proj": d_k, "v_proj": d_v, "out_proj": d_v}.items():
-        linear = getattr(attention, name)
-        parts = {part: tensor.detach().clone() for part, tensor in linear.named_parameters()}
-        for part, tensor in parts.items():
-            if name == "out_proj":
-                if part == "weight":
-                    parts[part] = F.pad(tensor.unflatten(1, (-1, dim)), (0, width - dim)).flatten(1)
-            else:
-                rows = tensor.unflatten(0, (-1, dim)).transpose(1, -1)
-                parts[part] = F.pad(rows, (0, width - dim)).transpose(1, -1).flatten(0, 1)
-        found[name] = parts
-    return found
+        axis = 1 if name == "out_proj" else 0  # where the heads are
+        linears[name] = {}
+        for part, tensor in getattr(attention, name).named_parameters():
+            if axis < tensor.ndim:
+                heads = tensor.unflatten(axis, (-1, dim)).transpose(axis + 1, -1)
+                padded = F.pad(heads, (0, width - dim)).transpose(axis + 1, -1)
+                tensor = padded.flatten(axis, axis + 1)
+            linears[name][part] = tensor.detach().clone()
+    return linears

@@ -96,11 +96,8 @@ def make_spec(
             f"activation_function={config.activation_function!r}: expected one of "
             f"{', '.join(ACTIVATIONS)}, which CTranslate2 has"
         )
-    names = {
-        "decoder_start_token_id": ("decoder_start_token_id", "bos_token_id"),
-        "eos_token_id": ("eos_token_id",),
-    }
-    special = {name: _special(model, *fields) for name, fields in names.items()}
+    start_id = _special_id(model, "decoder_start_token_id", "bos_token_id")
+    end_id = _special_id(model, "eos_token_id")
     sources, targets = vocabularies(config, tokenizer)
     encoder, decoder = (
         _stack(getattr(model.model, stack), stack) for stack in ("encoder", "decoder")
@@ -109,7 +106,7 @@ def make_spec(
     spec = transformer_spec.TransformerSpec(encoder, decoder)
     spec.register_source_vocabulary(sources)
     spec.register_target_vocabulary(targets)
-    start, end = (targets[special[name]] for name in names)
+    start, end = targets[start_id], targets[end_id]
     unknown = tokenizer.unk_token if {tokenizer.unk_token} <= {*sources} & {*targets} else end
     tokens = {"decoder_start_token": start, "bos_token": start, "eos_token": end}
     for name, value in {**portable_fields(config), **tokens, "unk_token": unknown}.items():
@@ -119,18 +116,15 @@ def make_spec(
     return spec
 
 
-def _special(model: VanillaTransformerForConditionalGeneration, *fields: str) -> int:
+def _special_id(model: VanillaTransformerForConditionalGeneration, *fields: str) -> int:
     """The id of a special token, as `generate()` finds it."""
-    sources: tuple[GenerationConfig | VanillaTransformerConfig, ...] = (
-        model.generation_config,
-        model.config,
-    )
-    found = first_given(*(getattr(source, field) for field in fields for source in sources))
-    if isinstance(found, list):  # the engine gets the others as an option
-        found = found[0] if found else None
-    if found is None:
+    configs: tuple[Any, ...] = model.generation_config, model.config
+    token = first_given(*(getattr(config, field) for field in fields for config in configs))
+    if isinstance(token, list):  # the engine gets the others as an option
+        token = token[0] if token else None
+    if token is None:
         raise ValueError(f"{fields[0]}=None: expected a token, for CTranslate2")
-    return found
+    return token
 
 
 def vocabularies(
