@@ -63,7 +63,7 @@ def load(
     return CTranslate2Engine(Path(folder), torch.device(device), dtype or "auto")
 
 
-class Found(NamedTuple):
+class Hypothesis(NamedTuple):
     """A generated sequence."""
 
     ids: list[int]  # without the start token, with the end token
@@ -249,9 +249,11 @@ class CTranslate2Engine:
             [[self.targets[id_] for id_ in row] for row in given],
             max_input_length=0,
         )
-        found = (result.log_probs[: len(row)] for result, row in zip(results, targets, strict=True))
+        log_probs = (
+            result.log_probs[: len(row)] for result, row in zip(results, targets, strict=True)
+        )
         scores = torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
-        scores[kept] = scores.new_tensor(list(chain.from_iterable(found)))
+        scores[kept] = scores.new_tensor(list(chain.from_iterable(log_probs)))
         return scores
 
     def _rows(self, ids: Any, mask: torch.Tensor | None) -> list[list[int]]:
@@ -316,14 +318,14 @@ class CTranslate2Engine:
         return [min(limit, room) for limit in limits]
 
     def _output(
-        self, found: list[list[Found]], prefixes: torch.Tensor, options: GenerationOptions
+        self, hypotheses: list[list[Hypothesis]], prefixes: torch.Tensor, options: GenerationOptions
     ) -> torch.Tensor | ModelOutput:
         end = self.target_ids[self._ends(options)[0]]  # in place of padding, as in transformers
         pad = first_given(options["pad_token_id"], end)
         sequences = [
-            torch.tensor([self.start_id, *prefix, *each.ids])
-            for prefix, row in zip(prefixes.tolist(), found, strict=True)
-            for each in row
+            torch.tensor([self.start_id, *prefix, *h.ids])
+            for prefix, row in zip(prefixes.tolist(), hypotheses, strict=True)
+            for h in row
         ]
         ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad)
         ids = ids.to(self.device)
@@ -332,7 +334,7 @@ class CTranslate2Engine:
         output = ModelOutput(sequences=ids)
         if options["output_scores"]:
             penalty = _penalty(options)
-            scores = [each.score(penalty) for row in found for each in row]
+            scores = [h.score(penalty) for row in hypotheses for h in row]
             output["sequences_scores"] = torch.tensor(scores, device=self.device)
         return output
 
@@ -370,35 +372,35 @@ class Search:
 
     def run(
         self, rows: list[list[int]], prefixes: list[list[int]], limits: list[int]
-    ) -> list[list[Found]]:
+    ) -> list[list[Hypothesis]]:
         """The sequences for each source, with at most `limits` new tokens, in beam search best
         first."""
         if self.forced_end is None:
-            found = self._search_within(rows, prefixes, limits)
+            hypotheses = self._search_within(rows, prefixes, limits)
         else:
             searched = self._search_within(rows, prefixes, [max(1, limit - 1) for limit in limits])
-            found = [
-                [self._end_at(each, limit) for each in row]
+            hypotheses = [
+                [self._end_at(h, limit) for h in row]
                 for row, limit in zip(searched, limits, strict=True)
             ]
         if self.num_beams == 1:
-            return found
-        ranked = (sorted(row, key=lambda each: -each.score(self.penalty)) for row in found)
+            return hypotheses
+        ranked = (sorted(row, key=lambda h: -h.score(self.penalty)) for row in hypotheses)
         return [row[: self.returned] for row in ranked]
 
-    def _end_at(self, found: Found, limit: int) -> Found:
+    def _end_at(self, hypothesis: Hypothesis, limit: int) -> Hypothesis:
         """The sequence with the forced token at the limit, unless it has ended before. The token's
         log-probability is 0, as with transformers' `ForcedEOSTokenLogitsProcessor`."""
         assert self.forced_end is not None
         if limit == 1:
-            return Found([self.forced_end], 0.0)
-        if len(found.ids) < limit - 1 or self.engine.targets[found.ids[-1]] in self.ends:
-            return found
-        return found._replace(ids=[*found.ids, self.forced_end])
+            return Hypothesis([self.forced_end], 0.0)
+        if len(hypothesis.ids) < limit - 1 or self.engine.targets[hypothesis.ids[-1]] in self.ends:
+            return hypothesis
+        return hypothesis._replace(ids=[*hypothesis.ids, self.forced_end])
 
     def _search_within(
         self, rows: list[list[int]], prefixes: list[list[int]], limits: list[int]
-    ) -> list[list[Found]]:
+    ) -> list[list[Hypothesis]]:
         """The sequences for each source, with at most `limits` new tokens.
 
         The engine has one limit for all, so all rows get the largest. A greedy sequence that is
@@ -406,24 +408,24 @@ class Search:
         hypotheses end, is repeated together with other rows of the same limit.
         """
         largest = max(limits)
-        found = self._search(rows, prefixes, largest)
+        hypotheses = self._search(rows, prefixes, largest)
         if self.num_beams == 1:
-            pairs = zip(found, limits, strict=True)
-            return [[one._replace(ids=one.ids[:limit]) for one in row] for row, limit in pairs]
+            pairs = zip(hypotheses, limits, strict=True)
+            return [[h._replace(ids=h.ids[:limit]) for h in row] for row, limit in pairs]
         beyond: dict[int, list[int]] = {}
-        for number, (results, limit) in enumerate(zip(found, limits, strict=True)):
-            if max(len(each.ids) for each in results) >= limit < largest:
+        for number, (results, limit) in enumerate(zip(hypotheses, limits, strict=True)):
+            if max(len(h.ids) for h in results) >= limit < largest:
                 beyond.setdefault(limit, []).append(number)
         for limit, numbers in beyond.items():
             chosen, begun = ([side[number] for number in numbers] for side in (rows, prefixes))
             again = self._search(chosen, begun, limit)
             for number, results in zip(numbers, again, strict=True):
-                found[number] = results
-        return found
+                hypotheses[number] = results
+        return hypotheses
 
     def _search(
         self, rows: list[list[int]], prefixes: list[list[int]], limit: int
-    ) -> list[list[Found]]:
+    ) -> list[list[Hypothesis]]:
         # In the engine, lengths include the prefix, and scores do not. For a source with only </s>,
         # it returns nothing, not even an end token.
         engine, known = self.engine, self.prefix_length
@@ -435,17 +437,12 @@ class Search:
             max_decoding_length=longest,
             **{**options, "min_decoding_length": shortest},
         )
-        undone = options["length_penalty"]
-        return [
-            [
-                Found(
-                    [engine.target_ids[token] for token in tokens[known:] or self.ends[:1]],
-                    score * max(1, len(tokens)) ** undone,
-                )
-                for tokens, score in zip(result.hypotheses, result.scores, strict=True)
-            ]
-            for result in results
-        ]
+
+        def hypothesis(tokens: list[str], score: float) -> Hypothesis:
+            ids = [engine.target_ids[token] for token in tokens[known:] or self.ends[:1]]
+            return Hypothesis(ids, score * max(1, len(tokens)) ** options["length_penalty"])
+
+        return [list(map(hypothesis, result.hypotheses, result.scores)) for result in results]
 
     def _translator_options(self) -> dict[str, Any]:
         options, targets = self.options, self.engine.targets
