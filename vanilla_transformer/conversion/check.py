@@ -7,8 +7,9 @@ toolkit.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from operator import eq
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -200,40 +201,45 @@ def largest_difference(
     """The largest difference of log-probabilities, over all positions and all tokens that the
     toolkit reports. NaN if one is NaN."""
     theirs = toolkit.log_probs(sources, targets)
-    found = ours.log_probs(sources, targets)
+    log_probs = ours.log_probs(sources, targets)
     if theirs[0].shape[1] == 1:
-        found = of_targets(found, targets)
+        log_probs = of_targets(log_probs, targets)
     differences = [
         (expected - row[:, : expected.shape[1]]).abs().max().item()
-        for expected, row in zip(theirs, found, strict=True)
+        for expected, row in zip(theirs, log_probs, strict=True)
     ]
     return float(np.max(differences))  # unlike `max`, it keeps NaN
 
 
-def compare(toolkit: Any, folder: str | Path, lines: list[str]) -> dict[str, Any]:
-    """Teacher-forced log-probabilities of the toolkit's own translations, and greedy translations.
+class Comparison(NamedTuple):
+    """The largest difference of any token's log-probability, the number of equal translations, and
+    the seconds that both took to translate."""
 
-    Returns:
-        `lines`; `difference`, the largest of any token's log-probability; `equal`, the number of
-        equal translations; `seconds` of the toolkit's translations and `our_seconds`.
-    """
+    difference: float
+    equal: int
+    seconds: float
+    our_seconds: float
+
+
+def compare(toolkit: Toolkit, folder: str | Path, lines: list[str]) -> Comparison:
+    """Teacher-forced log-probabilities of the toolkit's own translations, and greedy
+    translations."""
     ours = Converted(folder)
-    found = {"lines": len(lines), "difference": 0.0, "equal": 0, "seconds": 0.0, "our_seconds": 0.0}
     encoded = ours.tokenizer(lines)["input_ids"]
     if isinstance(toolkit, TransformersModel):
         expect_positions("line", encoded, position_limits(toolkit.module)[0], first=1)
+    difference, equal, seconds, our_seconds = 0.0, 0, 0.0, 0.0
     for sources in in_batches(encoded, BATCH):
         start = time.perf_counter()
         theirs = toolkit.translate(sources)
         middle = time.perf_counter()
         translations = ours.translate(sources)
-        found["seconds"] += middle - start
-        found["our_seconds"] += time.perf_counter() - middle
-        for one, other in zip(theirs, translations, strict=True):
-            found["equal"] += ours.text(one) == ours.text(other)
-        difference = largest_difference(toolkit, ours, sources, theirs)
-        found["difference"] = float(np.maximum(found["difference"], difference))
-    return found
+        seconds += middle - start
+        our_seconds += time.perf_counter() - middle
+        equal += sum(map(eq, map(ours.text, theirs), map(ours.text, translations)))
+        of_batch = largest_difference(toolkit, ours, sources, theirs)
+        difference = float(np.maximum(difference, of_batch))
+    return Comparison(difference, equal, seconds, our_seconds)
 
 
 def in_batches(rows: list[T], size: int) -> Iterator[list[T]]:
@@ -279,12 +285,12 @@ def check(
         toolkit = format.load_toolkit(Path(path), options or ConversionOptions())
     except ImportError as error:
         return f"--check: {format.NAME} can't be imported ({error}); nothing was compared"
-    found = compare(toolkit, folder, lines)
+    comparison = compare(toolkit, folder, lines)
     rows = {
-        "lines": f"{found['lines']}",
-        "largest difference of log-probabilities": f"{found['difference']:.1e}",
-        "equal greedy translations": f"{found['equal']} ({found['equal'] / found['lines']:.1%})",
-        f"seconds, {format.NAME}": f"{found['seconds']:.1f}",
-        "seconds, converted": f"{found['our_seconds']:.1f}",
+        "lines": f"{len(lines)}",
+        "largest difference of log-probabilities": f"{comparison.difference:.1e}",
+        "equal greedy translations": f"{comparison.equal} ({comparison.equal / len(lines):.1%})",
+        f"seconds, {format.NAME}": f"{comparison.seconds:.1f}",
+        "seconds, converted": f"{comparison.our_seconds:.1f}",
     }
     return as_table(rows)

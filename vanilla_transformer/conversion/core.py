@@ -256,8 +256,8 @@ class Tensors(Mapping[str, Tensor]):
     def count(self, pattern: str) -> int:
         """The number of layers: one more than the largest number that the group in `pattern`, a
         regular expression for the start of a name, matches."""
-        found = (re.match(pattern, name) for name in self)
-        return max((int(match[1]) for match in found if match), default=-1) + 1
+        matches = (re.match(pattern, name) for name in self)
+        return max((int(match[1]) for match in matches if match), default=-1) + 1
 
     def expect_all_taken(self, ignored: Sequence[str] = ()) -> None:
         """Check that every tensor was read, so that nothing is lost silently.

@@ -158,11 +158,11 @@ def _checkpoint(path: Path) -> Path:
     for name in ("checkpoint_best.pt", "checkpoint_last.pt"):
         if (path / name).is_file():
             return path / name
-    found = sorted(path.glob("*.pt"))
-    if len(found) != 1:
-        names = ", ".join(file.name for file in found) or "none"
+    checkpoints = sorted(path.glob("*.pt"))
+    if len(checkpoints) != 1:
+        names = ", ".join(file.name for file in checkpoints) or "none"
         raise FileNotFoundError(f"{path}: holds the checkpoints {names}, expected the path of one")
-    return found[0]
+    return checkpoints[0]
 
 
 def _model_options(path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -256,13 +256,13 @@ def _with_new_names(state: dict[str, Tensor], path: Path) -> tuple[Tensors, dict
         for pattern, new in OLD_NAMES.items():
             if re.fullmatch(pattern, module):
                 module = f"{module.rpartition('.layer_norms')[0]}.{new}"
-        found = {f"{module}.{kind}" if module else kind: tensor}
+        renamed = {f"{module}.{kind}" if module else kind: tensor}
         if kind in ("in_proj_weight", "in_proj_bias"):
-            found = split_fused(kind.removeprefix("in_proj_"), tensor, module)
+            renamed = split_fused(kind.removeprefix("in_proj_"), tensor, module)
         elif name == "decoder.embed_out":
-            found = {"decoder.output_projection.weight": tensor}
-        tensors |= found
-        parts[name] = list(found)
+            renamed = {"decoder.output_projection.weight": tensor}
+        tensors |= renamed
+        parts[name] = list(renamed)
     return Tensors(tensors, path), parts
 
 
@@ -501,13 +501,13 @@ def _with_languages(path: Path, args: dict[str, Any]) -> dict[str, Any]:
         return args
     data = Path(str(args.get("data") or "").split(":")[0] or path.parent)
     files = [*path.parent.glob("*"), *data.glob("*")]
-    found = (re.match(r"(?:train|valid)\.([^.-]+)-([^.-]+)\.", file.name) for file in files)
-    names = next((match.groups() for match in found if match), None)
+    matches = (re.match(r"(?:train|valid)\.([^.-]+)-([^.-]+)\.", file.name) for file in files)
+    names = next((match.groups() for match in matches if match), None)
     dictionaries = sorted(path.parent.glob("dict.*.txt"))
     if names is None and len(dictionaries) == 2:
-        one, other = dictionaries
-        if one.read_bytes() == other.read_bytes():
-            names = one.name.split(".")[1], other.name.split(".")[1]
+        source, target = dictionaries
+        if source.read_bytes() == target.read_bytes():
+            names = source.name.split(".")[1], target.name.split(".")[1]
     return args if names is None else {**args, "source_lang": names[0], "target_lang": names[1]}
 
 
@@ -545,9 +545,9 @@ def _find_codes(folders: set[Path], args: dict[str, Any], language: str | None) 
     names += [f"spm.{language}.model", f"{language}.spm.model", f"{language}.model", "*.model"]
     for folder in sorted(folders):
         for name in names:
-            found = sorted(folder.glob(name))
-            if len(found) == 1 and found[0].is_file():
-                return found[0]
+            files = sorted(folder.glob(name))
+            if len(files) == 1 and files[0].is_file():
+                return files[0]
     return None
 
 

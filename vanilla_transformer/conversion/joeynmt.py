@@ -460,18 +460,20 @@ def _prepare(backend: Tokenizer, text: Mapping[str, Any]) -> None:
 def _moses_languages(cfg: Mapping[str, Any]) -> list[str | None]:
     """The language of each side that runs Moses. None with `normalize`: JoeyNMT normalizes before
     Moses, the converted tokenizer would do so after it."""
-    data = [cfg["data"][side] for side in SIDES]
-    return [one["lang"] if _runs_moses(one) and not one.get("normalize") else None for one in data]
+    return [
+        text["lang"] if _runs_moses(text) and not text.get("normalize") else None
+        for text in (cfg["data"][side] for side in SIDES)
+    ]
 
 
-def _runs_moses(data: Mapping[str, Any]) -> bool:
-    return (data.get("tokenizer_cfg") or {}).get("pretokenizer") == "moses"
+def _runs_moses(text: Mapping[str, Any]) -> bool:
+    return (text.get("tokenizer_cfg") or {}).get("pretokenizer") == "moses"
 
 
 def _notes(cfg: Mapping[str, Any], options: ConversionOptions) -> str:
     """The processing that the tokenizer does not do."""
-    data = [cfg["data"][side] for side in SIDES]
-    if any(_runs_moses(one) and one.get("normalize") for one in data):
+    texts = [cfg["data"][side] for side in SIDES]
+    if any(_runs_moses(text) and text.get("normalize") for text in texts):
         return "text goes through sacremoses first, and translations through its detokenizer"
     is_split = cfg.get("joeynmt_version") == "1" and cfg["data"]["src"]["level"] == "bpe"
     if is_split and not options.source_codes:

@@ -365,8 +365,8 @@ def _position_fields(marian: dict[str, Any], tensors: Tensors) -> dict[str, Any]
 
 def _version(marian: dict[str, Any]) -> tuple[int, ...]:
     """The numbers of "v1.12.42 b7be0e964 2025-05-24": (1, 12, 42)."""
-    found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", str(marian.get("version")))
-    return tuple(map(int, found.groups())) if found else ()
+    match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", str(marian.get("version")))
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def _activation(marian: dict[str, Any]) -> str:
@@ -682,8 +682,8 @@ class MarianToolkit(Toolkit):
         limit = {"max-length-factor": (longest - 0.5) / max(map(len, sources))}
         lines = self.loaded[num_beams].translate(self._lines(sources, 0), **limit)
         ids = {word: number for number, word in enumerate(self.words[1])}
-        found = [[ids[word] for word in line.split()] for line in lines]
-        return [row if len(row) == longest else [*row, self.ends[1]] for row in found]
+        targets = [[ids[word] for word in line.split()] for line in lines]
+        return [row if len(row) == longest else [*row, self.ends[1]] for row in targets]
 
     def encode(self, line: str) -> list[int]:
         """See `Toolkit`."""

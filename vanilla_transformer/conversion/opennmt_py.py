@@ -160,10 +160,15 @@ def _checkpoint(path: Path) -> Path:
     """The file, or the last checkpoint in a folder."""
     if not path.is_dir():
         return path
-    steps = {file: re.search(r"_step_(\d+)\.pt$", file.name) for file in path.glob("*.pt")}
-    if not steps:
+
+    def step(file: Path) -> int:
+        match = re.search(r"_step_(\d+)\.pt$", file.name)
+        return int(match[1]) if match else -1
+
+    checkpoints = list(path.glob("*.pt"))
+    if not checkpoints:
         raise FileNotFoundError(f"{path}: expected a checkpoint NAME_step_N.pt")
-    return max(steps, key=lambda file: int(match[1]) if (match := steps[file]) else -1)
+    return max(checkpoints, key=step)
 
 
 def _expect_understood(opt: Mapping[str, Any], path: Path) -> None:
@@ -279,10 +284,10 @@ def _positions(opt: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
         }
     frequencies, _ = SINUSOIDS[opt.get("position_encoding_type", "SinusoidalInterleaved")]
     for name in tables:
-        found = find_sinusoids(tensors.take(name, None, 1, None)[:64, 0])
-        if found is None or found not in SINUSOIDS.values():
+        kind = find_sinusoids(tensors.take(name, None, 1, None)[:64, 0])
+        if kind is None or kind not in SINUSOIDS.values():
             raise ValueError(f"{tensors.place}: tensor {name!r} is no table of sinusoids")
-        frequencies, _ = found
+        frequencies, _ = kind
     return {"sinusoid_frequencies": frequencies}
 
 
@@ -412,8 +417,8 @@ class OpenNMTModel(Toolkit):
         )  # fmt: skip
         ids = self.padded(self.known(sources))
         batch = {"src": ids[..., None], "srclen": ids.ne(self.pad).sum(1)}
-        found = translator.translate_batch(batch, attn_debug=False)["predictions"]
-        return [[*hypotheses[0].tolist(), self.eos] for hypotheses in found]
+        of_lines = translator.translate_batch(batch, attn_debug=False)["predictions"]
+        return [[*hypotheses[0].tolist(), self.eos] for hypotheses in of_lines]
 
     def encode(self, line: str) -> list[int]:
         """See `Toolkit`."""

@@ -170,13 +170,13 @@ def find_index(path: Path) -> Path:
         named = re.search(r'^model_checkpoint_path: "(.*)"', text, re.MULTILINE)
         if named and (index := path / f"{Path(named[1]).name}.index").is_file():
             return index
-    found = sorted(path.glob("*.index"))
-    if not found:
+    indices = sorted(path.glob("*.index"))
+    if not indices:
         raise FileNotFoundError(f"{path}: expected a checkpoint of TensorFlow, such as *.index")
-    if len(found) > 1:
-        names = ", ".join(index.name for index in found)
+    if len(indices) > 1:
+        names = ", ".join(index.name for index in indices)
         raise ValueError(f"{path} holds {names}: expected one, so name the file")
-    return found[0]
+    return indices[0]
 
 
 def read_hparams(folder: Path) -> dict[str, Any]:
@@ -505,18 +505,18 @@ def _vocabulary_files(folder: Path, options: ConversionOptions) -> list[str]:
     source = options.source_vocabulary or options.target_vocabulary
     target = options.target_vocabulary or source
     if source is None:
-        found = sorted(folder.glob("vocab.*"))
-        if not found:
+        files = sorted(folder.glob("vocab.*"))
+        if not files:
             raise FileNotFoundError(
                 f"{folder}: expected vocab.*.subwords, of the data folder, here or as "
                 "--source_vocabulary"
             )
-        if len(found) > 1:
-            names = ", ".join(file.name for file in found)
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
             raise ValueError(
                 f"{folder} holds {names}: expected --source_vocabulary and --target_vocabulary"
             )
-        source = target = str(found[0])
+        source = target = str(files[0])
     return [str(source), str(target)]
 
 

@@ -89,11 +89,11 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
             raise ValueError(f"{name}, shape={shape}, shard={shard}: the file is damaged")
         if dtype is not None and math.prod(shape) * dtype.itemsize != size:
             raise ValueError(f"{name}, shape={shape}, {dtype}: expected {size} bytes")
-        found = self.shards[shard].stat().st_size
-        if offset + size > found:
+        available = self.shards[shard].stat().st_size
+        if offset + size > available:
             raise ValueError(
                 f"{self.shards[shard]} is truncated: expected at least {offset + size} bytes for "
-                f"{name}, found {found}"
+                f"{name}, found {available}"
             )
         return {"dtype": dtype, "shape": shape, "shard": shard, "offset": offset, "size": size}
 

@@ -233,13 +233,13 @@ def find_file(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
-    found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
-    if not found:
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    if not files:
         raise FileNotFoundError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}")
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
         raise ValueError(f"{path} holds {names}: expected one state dict, so name the file")
-    return found[0]
+    return files[0]
 
 
 def read_state_dict(path: Path) -> Tensors:
@@ -454,17 +454,17 @@ def _positions(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Learned positions, or the kind of sinusoids."""
     names = table.source_positions, table.target_positions
-    found: dict[str | None, Tensor] = {
+    tables: dict[str | None, Tensor] = {
         name: _position_table(tensors, name, d_model)
         for name in names
         if name is not None and name in tensors
     }
-    if not found:
+    if not tables:
         return {}, {}
-    known = next(iter(found.values()))
+    known = next(iter(tables.values()))
     # For a stack without a table if the other one has a table.
     paper = sinusoids(len(known), d_model, "paper", "interleaved").to(known.dtype)
-    source, target = (found.get(name, paper) for name in names)
+    source, target = (tables.get(name, paper) for name in names)
     kind = find_sinusoids(source)
     if kind is None or kind != find_sinusoids(target):
         return learned_positions(source, target.clone())
@@ -520,13 +520,14 @@ class TorchModel(Toolkit):
         for name in (*EMBEDDINGS, "projection", "projection_bias"):
             tensor = tensors.take(names[name]) if names[name] in tensors else None
             module.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
-        position = names["source_positions"], names["target_positions"]
         d_model = module.projection.shape[1]
-        for stack, name in zip(STACKS, position, strict=True):
-            found = tensors.take(name) if name in tensors else None
-            if found is None:
-                found = sinusoids(5000, d_model, "paper", "interleaved").float()
-            module.register_buffer(f"{stack}_positions", found.reshape(-1, d_model).clone())
+        tables = names["source_positions"], names["target_positions"]
+        for stack, name in zip(STACKS, tables, strict=True):
+            if name in tensors:
+                positions = tensors.take(name).reshape(-1, d_model).clone()
+            else:
+                positions = sinusoids(5000, d_model, "paper", "interleaved").float()
+            module.register_buffer(f"{stack}_positions", positions)
         return module
 
     def _stack(self, tensors: Tensors, prefix: str, stack: str) -> nn.Module:
@@ -586,13 +587,13 @@ class TorchModel(Toolkit):
             raise NotImplementedError("torch.nn.Transformer has no beam search")
         ids = self.padded(self.known(sources))
         memory = self._encode(ids)
-        found = torch.full((len(ids), 1), self.start)
+        targets = torch.full((len(ids), 1), self.start)
         ended = torch.zeros(len(ids), dtype=torch.bool)
-        while found.shape[1] <= longest and not ended.all():
-            best = self._decode(memory, ids, found)[:, -1].argmax(-1)
-            found = torch.cat([found, best.masked_fill(ended, self.pad)[:, None]], dim=1)
+        while targets.shape[1] <= longest and not ended.all():
+            best = self._decode(memory, ids, targets)[:, -1].argmax(-1)
+            targets = torch.cat([targets, best.masked_fill(ended, self.pad)[:, None]], dim=1)
             ended |= best.eq(self.eos)
-        return [[i for i in row if i != self.pad] for row in found[:, 1:].tolist()]
+        return [[i for i in row if i != self.pad] for row in targets[:, 1:].tolist()]
 
     def encode(self, line: str) -> list[int]:
         """See `Toolkit`."""
@@ -663,7 +664,7 @@ class AnnotatedModel(TorchModel):
         """See `Toolkit`."""
         if num_beams > 1:
             raise NotImplementedError("The Annotated Transformer has no beam search")
-        found = []
+        targets = []
         for source in self.known(sources):
             batch = self.code.Batch(torch.tensor([source]), pad=self.pad)
             for limit in (min(longest, 2 * len(source)), longest):  # it goes on after an end
@@ -674,8 +675,8 @@ class AnnotatedModel(TorchModel):
                 if self.eos in row:
                     row = row[: row.index(self.eos) + 1]
                     break
-            found.append(row)
-        return found
+            targets.append(row)
+        return targets
 
     def loss(self, sources: Tensor, targets: Tensor) -> Tensor:
         """See `Toolkit`."""

@@ -44,12 +44,10 @@ def tie(source: Tensor, target: Tensor, projection: Tensor) -> tuple[dict, dict[
     return {SOURCE: source, TARGET: target}, {"tie_word_embeddings": True, **sizes}
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(a: Tensor, b: Tensor) -> bool:
     # Tensors that share memory need no comparison, which would read all of it.
-    return one.shape == other.shape and (
-        (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
-        or torch.equal(one, other)
-    )
+    share_memory = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+    return a.shape == b.shape and (share_memory or torch.equal(a, b))
 
 
 def interleave_halves(weights: dict[str, Tensor]) -> None:
