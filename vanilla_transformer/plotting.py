@@ -374,17 +374,17 @@ def plot_heads(values: Mapping[Kind, torch.Tensor], title: str, label: str) -> F
         title: Of the picture.
         label: Of the numbers.
     """
-    widths = [one.shape[1] for one in values.values()]
-    layers = max(one.shape[0] for one in values.values())
+    widths = [grid.shape[1] for grid in values.values()]
+    layers = max(grid.shape[0] for grid in values.values())
     size = (2.2 + 0.45 * sum(widths) + 0.5 * len(widths), 1.7 + 0.4 * layers)
     figure = Figure(figsize=(max(6.0, size[0]), size[1]), layout="constrained")
     panels = figure.subplots(1, len(values), squeeze=False, width_ratios=widths)[0]
-    highest = max(one.max().item() for one in values.values())
-    for axes, (kind, one) in zip(panels, values.items(), strict=True):
-        image = axes.imshow(one.numpy(), cmap="Blues", vmin=0, vmax=highest or 1.0, aspect="auto")
+    highest = max(grid.max().item() for grid in values.values())
+    for axes, (kind, grid) in zip(panels, values.items(), strict=True):
+        image = axes.imshow(grid.numpy(), cmap="Blues", vmin=0, vmax=highest or 1.0, aspect="auto")
         axes.set(title=kind, xlabel="head")
-        axes.set_xticks(range(one.shape[1]), range(1, one.shape[1] + 1))
-        axes.set_yticks(range(one.shape[0]), range(1, one.shape[0] + 1))
+        axes.set_xticks(range(grid.shape[1]), range(1, grid.shape[1] + 1))
+        axes.set_yticks(range(grid.shape[0]), range(1, grid.shape[0] + 1))
     panels[0].set_ylabel("layer")
     figure.suptitle(title)
     figure.colorbar(image, ax=panels, label=label)

@@ -111,8 +111,8 @@ def attention_maps(
     inputs = tokenizer(source, return_tensors="pt").to(model.device)
     with evaluation_mode(model), torch.inference_mode():
         if target is None:
-            one = {"num_return_sequences": 1, "return_dict_in_generate": False}
-            generated = model.generate(**inputs, **one)  # whatever the saved config says
+            plain = {"num_return_sequences": 1, "return_dict_in_generate": False}
+            generated = model.generate(**inputs, **plain)  # whatever the saved config says
             read, predicted = generated[:, :-1], generated[:, 1:]
         else:
             predicted = tokenizer(text_target=target, return_tensors="pt")["input_ids"]
@@ -189,14 +189,14 @@ def attention_page(maps: Sequence[AttentionMaps], view: str = "head") -> str:
 
     draw = {"head": bertviz.head_view, "model": bertviz.model_view}[view]
     parts = []
-    for one in maps:
-        options: dict[str, Any] = {f"{one.kind}_attention": list(one.weights[:, None])}
-        if one.kind != "decoder":
-            options["encoder_tokens"] = one.keys
-        if one.kind != "encoder":
-            options["decoder_tokens"] = one.queries
+    for attention in maps:
+        options: dict[str, Any] = {f"{attention.kind}_attention": list(attention.weights[:, None])}
+        if attention.kind != "decoder":
+            options["encoder_tokens"] = attention.keys
+        if attention.kind != "encoder":
+            options["decoder_tokens"] = attention.queries
         html = draw(**options, prettify_tokens=False, html_action="return").data
-        parts.append(f"<h2>{DESCRIPTIONS[one.kind][0]}</h2>\n{html}")
+        parts.append(f"<h2>{DESCRIPTIONS[attention.kind][0]}</h2>\n{html}")
     head = '<meta charset="utf-8">\n<title>Attention</title>'
     body = "\n".join(parts)
     return f"<!DOCTYPE html>\n<html>\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n"

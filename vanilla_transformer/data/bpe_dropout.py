@@ -241,10 +241,10 @@ class BPEDropoutDataset(_BPEDropoutPairs, Dataset):
     def growth(self) -> tuple[float, float]:
         """The factors by which dropout increases the number of tokens in sources and targets."""
         rows = list(range(0, len(self), 1 + len(self) // SAMPLE))
-        found, plain = self.__getitems__(rows), self.tokenized.select(rows)
+        dropped, plain = self.__getitems__(rows), self.tokenized.select(rows)
 
         def ratio(side: str) -> float:
-            return sum(len(row[side]) for row in found) / sum(map(len, plain[side]))
+            return sum(len(row[side]) for row in dropped) / sum(map(len, plain[side]))
 
         return ratio("input_ids"), ratio("labels")
 

@@ -130,11 +130,11 @@ class CorpusArguments:
         if len(tags) != len(corpora):
             logger.info("corpus_tags: the %s data gets none, as it has other corpora", split)
             tags = [""] * len(corpora)
-        openings = [f"{tag} " * bool(tag) + (self.source_prefix or "") for tag in tags]
+        openings = [(f"{tag} " if tag else "") + (self.source_prefix or "") for tag in tags]
         marked = [_mark(*each) for each in zip(corpora, openings, strict=True)]
         if len(marked) == 1:
             return marked[0]
-        if split != "train" or self.corpus_weights is self.corpus_temperature:  # both None
+        if split != "train" or not (self.corpus_weights or self.corpus_temperature):
             return concatenate_datasets(marked)
         sizes = [getattr(corpus, "num_rows", 0) for corpus in marked]
         shares = self.shares(sizes)

@@ -77,7 +77,7 @@ def load_parallel_dataset(
         corpora = _load_from_hub(arguments.dataset_name, arguments)
     else:
         corpora = _load_files(arguments)
-    splits = {split: arguments.combine(found, split, seed) for split, found in corpora.items()}
+    splits = {split: arguments.combine(parts, split, seed) for split, parts in corpora.items()}
     for split, dataset in splits.items():
         limit = getattr(arguments, f"max_{SAMPLES[split]}_samples")
         if limit is not None:

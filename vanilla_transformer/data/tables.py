@@ -146,8 +146,8 @@ class ColumnChoice:
             self._log_order(present, name)
             return present[0], present[1]
         source, target = self.columns or self.languages or SIDES
-        found = ", ".join(map(repr, present))
-        raise ValueError(f"{name}: there are no columns {source!r} and {target!r}, only: {found}")
+        names = ", ".join(map(repr, present))
+        raise ValueError(f"{name}: there are no columns {source!r} and {target!r}, only: {names}")
 
     def _by_name(self, present: list[str]) -> Iterator[tuple[str, str]]:
         yield from self._by_language(present)

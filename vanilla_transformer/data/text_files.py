@@ -172,10 +172,11 @@ def expect_output(output: str | Path | None, **inputs: str | Path | None) -> Non
             raise ValueError(f"output={str(output)!r}: expected another file than {name}")
 
 
-def _same_file(one: str, other: str) -> bool:
-    if is_url(one) or not Path(one).is_file():  # a terminal may be both
-        return one == other and is_url(one)
-    return Path(one).resolve() == Path(other).resolve()
+def _same_file(source: str, output: str) -> bool:
+    if is_url(source):
+        return source == output
+    # A terminal may be both.
+    return Path(source).is_file() and Path(source).resolve() == Path(output).resolve()
 
 
 def expect_unicode(text: str, name: str) -> None:

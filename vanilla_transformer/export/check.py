@@ -85,9 +85,9 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
         equal += sum(map(str.__eq__, *texts))
         options = {"num_beams": BEAMS, "repetition_penalty": 1.0, **search}
         scored = [translate_n_best(batch, *pair, 1, **options) for pair in (model, exported)]
-        for (one, *_), (other, *_) in zip(*scored, strict=True):
-            if one.token_ids == other.token_ids:
-                differences.append(abs(one.score - other.score))
+        for (ours, *_), (theirs, *_) in zip(*scored, strict=True):
+            if ours.token_ids == theirs.token_ids:
+                differences.append(abs(ours.score - theirs.score))
     speeds = [len(lines) / each for each in seconds]
     # Unlike `max`, NumPy's keeps NaN.
     difference = float(np.max(differences)) if differences else None

@@ -132,17 +132,17 @@ def copy_scripts(output: Path) -> None:
     entries = [*os.environ.get("NODE_PATH", "").split(os.pathsep), "node_modules"]
     folders = [Path(entry) for entry in entries if entry]
     nested = [folder / "@huggingface/transformers/node_modules" for folder in folders]
-    found = []
+    paths = []
     for script in SCRIPTS:
-        found += [path for folder in nested + folders if (path := folder / script).is_file()][:1]
-    if len(found) < len(SCRIPTS):
+        paths += [path for folder in nested + folders if (path := folder / script).is_file()][:1]
+    if len(paths) < len(SCRIPTS):
         logger.warning(
             "%s: works in Node, but the page lacks scripts of npm's packages: run `%s` and export "
             "again in this directory",
             output.name, INSTALL,
         )  # fmt: skip
         return
-    for path in found:
+    for path in paths:
         shutil.copy(path, output)
 
 

@@ -184,12 +184,12 @@ class _AlignmentReader:
             return_special_tokens_mask=True,
         )
         names = ("input_ids", "offset_mapping", "special_tokens_mask")
-        found: list[list[int | None] | None] = []
-        for one, ids, offsets, special in zip(hypotheses, *map(encoded.get, names), strict=True):
-            words = zip(_words_at(one.text, offsets), special, strict=True)
-            is_read = list(one.token_ids) == ids
-            found.append([None if hidden else word for word, hidden in words] if is_read else None)
-        return found
+        rows: list[list[int | None] | None] = []
+        for h, ids, offsets, special in zip(hypotheses, *map(encoded.get, names), strict=True):
+            words = zip(_words_at(h.text, offsets), special, strict=True)
+            is_read = list(h.token_ids) == ids
+            rows.append([None if hidden else word for word, hidden in words] if is_read else None)
+        return rows
 
     def read(
         self,

@@ -99,32 +99,33 @@ def expect_known_search(
 ) -> None:
     """Raise a ValueError if the options, or the generation config, select a search that
     transformers lacks, or that does not work for an encoder-decoder or a batch of this size."""
-    found, search = options_of(model, options), GenerationConfig()
+    merged, search = options_of(model, options), GenerationConfig()
     for name in ("stop_strings", "token_healing"):
-        if found[name] not in (None, False):
+        if merged[name] not in (None, False):
             raise ValueError(
-                f"{name}={found[name]!r} in the generation config: expected null, as translations "
+                f"{name}={merged[name]!r} in the generation config: expected null, as translations "
                 "end with an eos_token, and begin with whole tokens"
             )
-    if found["custom_generate"] is not None:
+    if merged["custom_generate"] is not None:
         return
     for name in ("num_beams", "do_sample", "top_k", *MOVED_SEARCHES.values()):
-        setattr(search, name, found[name])
+        setattr(search, name, merged[name])
     search.top_k = first_given(search.top_k, 50)  # transformers' default
     if (mode := search.get_generation_mode()) in MOVED_SEARCHES:
         name = MOVED_SEARCHES[mode]
         raise ValueError(
-            f"{name}={found[name]!r} in the generation config: expected null, as transformers has "
+            f"{name}={merged[name]!r} in the generation config: expected null, as transformers has "
             f"no {mode.value} any more; `translate` takes one as --custom_generate"
         )
-    _expect_possible_options(found, model.device, batch_size)
+    _expect_possible_options(merged, model.device, batch_size)
 
 
 def _expect_possible_options(
-    found: GenerationOptions, device: torch.device, batch_size: int
+    options: GenerationOptions, device: torch.device, batch_size: int
 ) -> None:
     """Raise a ValueError for options that transformers (5.17 to 5.24) rejects while generating."""
-    has_beams, cache = (found["num_beams"] or 1) > 1, str(found["cache_implementation"] or "")
+    has_beams = (options["num_beams"] or 1) > 1
+    cache = str(options["cache_implementation"] or "")
     is_batch = batch_size > 1 and not has_beams
     for name, is_refused, expected in (
         ("low_memory", has_beams, "null with beams"),
@@ -138,8 +139,8 @@ def _expect_possible_options(
         ("assistant_early_exit", is_batch, "batch_size=1 or beams"),
         ("prefill_chunk_size", True, "null for an encoder-decoder"),
     ):
-        if found[name] and is_refused:
-            raise ValueError(f"{name}={found[name]!r}: expected {expected}")
+        if options[name] and is_refused:
+            raise ValueError(f"{name}={options[name]!r}: expected {expected}")
 
 
 def expect_hypotheses(

@@ -28,10 +28,10 @@ def card_metadata(folder: Path) -> dict[str, Any]:
     if card is None:
         return {}
     try:
-        found = metadata_load(card) or {}
+        metadata = metadata_load(card) or {}
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{card}: expected YAML between two lines of ---, but {error}") from error
-    return {name: value for name, value in found.items() if name not in OF_ONE_MODEL}
+    return {name: value for name, value in metadata.items() if name not in OF_ONE_MODEL}
 
 
 def language_codes(languages: Sequence[str]) -> dict[str, Any]:

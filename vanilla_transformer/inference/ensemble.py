@@ -262,12 +262,12 @@ def expect_same_vocabulary(
 
 def text_preparation(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The parts of a fast tokenizer that determine how it splits a text."""
-    found = {"moses": tokenizer.init_kwargs.get("moses")}
+    parts = {"moses": tokenizer.init_kwargs.get("moses")}
     sides = {"": "backend_tokenizer", "target ": "target_tokenizer"}
     for side, name in sides.items():
         if (backend := getattr(tokenizer, name, None)) is not None:
             saved = json.loads(backend.to_str())
             saved["model"].pop("dropout", None)  # for training
             for part in ("normalizer", "pre_tokenizer", "model", "post_processor"):
-                found[side + part] = saved[part]
-    return found
+                parts[side + part] = saved[part]
+    return parts

@@ -209,9 +209,9 @@ def _has_any(folder: Path, patterns: Sequence[str]) -> bool:
 def expect_torch_model(name: str | Path, engine: str | None = None) -> None:
     """Raise a ValueError if the folder was exported for an engine or transformers.js, or an engine
     is named."""
-    found = find_engine(name)
-    if found is not None:
-        engine = found.NAME
+    exported_for = find_engine(name)
+    if exported_for is not None:
+        engine = exported_for.NAME
     elif Path(name, "onnx").is_dir() and not _has_any(Path(name), WEIGHTS):
         engine = "transformers.js"
     if engine not in (None, TORCH):

@@ -101,13 +101,13 @@ class Comet(LineMetric):
     ) -> list[list[float]]:
         assert references is not None
         self.num_refs = len(references)
-        lines = [
+        triples = [
             {"src": source, "mt": hypothesis, "ref": reference}
-            for one in references
-            for source, hypothesis, reference in zip(self.sources, hypotheses, one, strict=True)
+            for lines in references
+            for source, hypothesis, reference in zip(self.sources, hypotheses, lines, strict=True)
         ]
         gpus = min(1, torch.cuda.device_count())
-        scores = self.model.predict(lines, batch_size=16, gpus=gpus, progress_bar=False).scores
+        scores = self.model.predict(triples, batch_size=16, gpus=gpus, progress_bar=False).scores
         means = np.reshape(scores, (len(references), -1)).mean(0)
         return [[mean, 1] for mean in means.tolist()]
 
@@ -247,7 +247,7 @@ def score_translations(
 def _warn_of_tokens(references: Sequence[Sequence[str]], metrics: Mapping[str, Metric]) -> None:
     """Warn if a metric says little because it finds few tokens in the references."""
     unsplit = [name for name in ("ter", "wer") if name in metrics]
-    if unsplit and any(lacks_spaces(one, str.split) for one in references):
+    if unsplit and any(lacks_spaces(lines, str.split) for lines in references):
         logger.warning_once(
             f"The references have no spaces between words, where {' and '.join(unsplit)} split "
             "text: edits of phrases are counted, or of whole lines. Use cer or chrf"
@@ -257,12 +257,12 @@ def _warn_of_tokens(references: Sequence[Sequence[str]], metrics: Mapping[str, M
         return
     assert isinstance(bleu, BLEU)
     tokenizer = bleu.tokenizer
-    if not any(has_4_tokens(one, bleu) for one in references):
+    if not any(has_4_tokens(lines, bleu) for lines in references):
         logger.warning_once(
             f"None of {len(references[0])} references has 4 tokens: BLEU is 0 for perfect "
             f"translations, and higher for longer ones. {OTHER_METRICS}"
         )
-    elif any(lacks_spaces(one, lambda text: tokenizer(text).split()) for one in references):
+    elif any(lacks_spaces(lines, lambda text: tokenizer(text).split()) for lines in references):
         logger.warning_once(
             "The references have no spaces between words, where BLEU's tokenizer "
             f"{tokenizer.signature()} splits text: BLEU counts phrases instead of words. Use "
@@ -304,10 +304,10 @@ def has_4_tokens(references: Iterable[str], bleu: Metric) -> bool:
 
 def expect_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
     """Raise a ValueError unless each translation has its references, and there is one."""
-    for one in references or ((),):
-        if len(predictions) != len(one) or not one:
+    for lines in references or ((),):
+        if len(predictions) != len(lines) or not lines:
             raise ValueError(
-                f"{len(predictions)} translations for {len(one)} references: "
+                f"{len(predictions)} translations for {len(lines)} references: "
                 "expected one for each, and at least one"
             )
 

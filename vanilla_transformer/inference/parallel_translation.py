@@ -101,7 +101,7 @@ def _as_json(value: Any) -> Any:
 
 def digest(*files: bytes) -> str:
     """The digest of files, without `ORIGIN_FIELDS` in JSON files."""
-    found = blake2b(digest_size=8)
+    summary = blake2b(digest_size=8)
     for content in files:
         with suppress(ValueError):
             kept = json.loads(
@@ -111,8 +111,8 @@ def digest(*files: bytes) -> str:
                 },
             )
             content = json.dumps(kept, sort_keys=True).encode()
-        found.update(content)
-    return found.hexdigest()
+        summary.update(content)
+    return summary.hexdigest()
 
 
 def transform_file(

@@ -201,8 +201,8 @@ class Batches(NamedTuple):
                 batches = islice(self._batches(window, first), rank, None, processes)
                 with evaluation_mode(self.model):
                     for batch in batches:
-                        found = self._generate(list(batch.values()), n_best)
-                        results.update(zip(batch, found, strict=True))
+                        hypotheses = self._generate(list(batch.values()), n_best)
+                        results.update(zip(batch, hypotheses, strict=True))
                         progress.update(len(batch))
                 progress.update(len(window) - len(results))
                 gathered = gather_object([results]) if together else [results]
