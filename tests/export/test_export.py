@@ -234,9 +234,9 @@ def test_scores_are_only_compared_for_equal_tokens(saved, tokenizer):
     another = type(model)(model.config).eval()
     lines = ["the lake is deep", "a house"]
     same = compare((model, tokenizer), (model, tokenizer), lines)
-    assert (same["equal"], same["difference"]) == (2, 0.0)
+    assert (same.equal, same.difference) == (2, 0.0)
     different = compare((model, tokenizer), (another, tokenizer), lines)
-    assert (different["equal"], different["difference"]) == (0, None)
+    assert (different.equal, different.difference) == (0, None)
 
 
 def test_speeds_count_the_lines_of_all_batches(saved, tokenizer, monkeypatch):
@@ -246,7 +246,7 @@ def test_speeds_count_the_lines_of_all_batches(saved, tokenizer, monkeypatch):
     fake = SimpleNamespace(perf_counter=lambda: next(clock))
     monkeypatch.setattr("vanilla_transformer.export.check.time", fake)
     lines = ["a house"] * 33
-    assert compare(pair, pair, lines)["speeds"] == [33 / 4, 33 / 2]
+    assert compare(pair, pair, lines).speeds == [33 / 4, 33 / 2]
     assert not list(clock)
 
 
@@ -269,8 +269,8 @@ def test_a_nan_score_is_a_difference(saved, tokenizer, monkeypatch):
 
     monkeypatch.setattr(type(model), "generate", spoil)
     found = compare((model, tokenizer), (broken, tokenizer), ["the lake is deep", "a house"])
-    assert found["equal"] == 2
-    assert math.isnan(found["difference"])
+    assert found.equal == 2
+    assert math.isnan(found.difference)
 
 
 def test_a_model_that_samples_is_compared_without_sampling(saved, tmp_path, to):

@@ -1,7 +1,7 @@
 """Compares a toolkit with the model that was converted from its checkpoint, on the same lines.
 
-A format supports this with a function `load_toolkit(path, options) -> Toolkit`, which imports the
-toolkit.
+For this, a format has a function `load_toolkit(path, options)`, which imports the toolkit and
+returns a `Toolkit`.
 """
 
 import time
@@ -279,8 +279,6 @@ def check(
     lines = list(read_file(file))
     if not lines:
         raise ValueError(f"{file}: expected lines of the source language, the file is empty")
-    if not hasattr(format, "load_toolkit"):
-        return f"--check: {format.NAME} can't be run from here; nothing was compared"
     try:
         toolkit = format.load_toolkit(Path(path), options or ConversionOptions())
     except ImportError as error:

@@ -3,8 +3,10 @@
 A format is a module with
 
     NAME: str
+    READS: tuple[str, ...]  # the names of the options that it uses
     recognizes(path: Path) -> bool
     read(path: Path, options: ConversionOptions) -> Conversion
+    load_toolkit(path: Path, options: ConversionOptions) -> Toolkit  # see check.py
 
 and, if models go back to it,
 

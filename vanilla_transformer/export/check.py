@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,35 +44,44 @@ def check(model_folder: str | Path, output: str | Path, file: str | Path) -> str
         exported = LoadingArguments(device="cpu").load(output)
     except (OSError, ValueError) as error:
         return f"--check: {output} can't be run from here ({error}); nothing was compared"
-    found = compare(model, exported, lines)
-    equal, number, difference = found["equal"], len(lines), found["difference"]
+    equal, difference, speeds = compare(model, exported, lines)
     sizes = [size(Path(folder)) / 1e6 for folder in (model_folder, output)]
     scores = "no equal translations" if difference is None else f"{difference:.1e}"
     rows = {
-        "lines": f"{number}",
-        "equal translations": f"{equal} ({equal / number:.1%})",
+        "lines": f"{len(lines)}",
+        "equal translations": f"{equal} ({equal / len(lines):.1%})",
         f"largest difference of scores, {BEAMS} beams": scores,
-        "lines per second, model": f"{found['speeds'][0]:.1f}",
-        "lines per second, export": f"{found['speeds'][1]:.1f}",
+        "lines per second, model": f"{speeds[0]:.1f}",
+        "lines per second, export": f"{speeds[1]:.1f}",
         "MB of weights, model": f"{sizes[0]:.1f}",
         "MB of weights, export": f"{sizes[1]:.1f}",
     }
     return as_table(rows)
 
 
-def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str]) -> dict[str, Any]:
+class Comparison(NamedTuple):
+    """How an exported model compares with the original.
+
+    Attributes:
+        equal: The number of equal translations with the model's own search, without sampling.
+        difference: The largest difference of scores between best hypotheses of the same tokens, in
+            beam search without a repetition penalty, which CTranslate2 does not support there; None
+            if there are no such hypotheses.
+        speeds: Of model and export, in lines per second.
+    """
+
+    equal: int
+    difference: float | None
+    speeds: list[float]
+
+
+def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str]) -> Comparison:
     """Translate with both, batch by batch in turn, so that both run under the same load.
 
     Args:
         model: The model and its tokenizer.
         exported: The exported model and its tokenizer.
         lines: Source lines.
-
-    Returns:
-        `equal`, the number of equal translations with the model's own search, without sampling;
-        `difference`, the largest difference of scores between best hypotheses of the same tokens,
-        in beam search without a repetition penalty, which CTranslate2 does not support there, or
-        None if there are no such hypotheses; `speeds` of model and export, in lines per second.
     """
     seconds, equal = [0.0, 0.0], 0
     differences = []
@@ -91,7 +100,7 @@ def compare(model: tuple[Any, Any], exported: tuple[Any, Any], lines: list[str])
     speeds = [len(lines) / each for each in seconds]
     # Unlike `max`, NumPy's keeps NaN.
     difference = float(np.max(differences)) if differences else None
-    return {"equal": equal, "difference": difference, "speeds": speeds}
+    return Comparison(equal, difference, speeds)
 
 
 def _limit(model: tuple[Any, Any], exported: Any, lines: list[str]) -> dict[str, Any]:
