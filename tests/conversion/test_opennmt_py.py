@@ -165,6 +165,12 @@ def test_word_features_are_refused(checkpoint, converted_again, torchtext):
         converted_again()
 
 
+def test_an_empty_vocabulary_is_refused(checkpoint, converted_again):
+    checkpoint["vocab"]["tgt"] = []
+    with pytest.raises(ValueError, match=r"vocab\['tgt'\]: expected a list of tokens"):
+        converted_again()
+
+
 def test_weights_can_be_in_a_separate_file(checkpoint, converted_again, tmp_path):
     generator = {f"generator.{name}": each for name, each in checkpoint.pop("generator").items()}
     weights = {**checkpoint.pop("model"), **generator}

@@ -236,6 +236,13 @@ def test_there_are_as_many_hypotheses_as_beams_or_any_number_of_samples(
                 expect_hypotheses(n_best, model, {} if saved else options)
 
 
+def test_a_given_generation_config_has_the_number_of_beams(model, tokenizer):
+    given = copy.deepcopy(model.generation_config)
+    given.update(num_beams=2, max_new_tokens=3)
+    (row,) = translate_n_best(["see"], model, tokenizer, 2, generation_config=given)
+    assert len(row) == 2
+
+
 def test_an_invalid_batch_size_is_reported(model, tokenizer):
     with pytest.raises(ValueError, match="batch_size=0: expected a positive integer"):
         list(translate(["see"], model, tokenizer, batch_size=0))

@@ -219,7 +219,9 @@ def _tokens(vocab: Mapping[str, Any], side: str, path: Path) -> list[str]:
     """The vocabulary of a side. Since version 3 it is a list. Before, it is inside the objects that
     read text."""
     held = vocab.get(side)
-    while isinstance(held, Inert) or (isinstance(held, list) and isinstance(held[0], tuple)):
+    while isinstance(held, Inert) or (
+        isinstance(held, list) and held and isinstance(held[0], tuple)
+    ):
         if isinstance(held, Inert):
             inner = [held.state[name] for name in ("fields", "vocab", "itos") if name in held.state]
             held = inner[0] if inner else None

@@ -148,7 +148,7 @@ def expect_hypotheses(
 ) -> None:
     """Raise a ValueError, with the name of the option, unless `generate` can return this many
     hypotheses."""
-    beams = generate_kwargs.get("num_beams") or model.generation_config.num_beams or 1
+    beams = options_of(model, generate_kwargs)["num_beams"] or 1
     if samples(model, generate_kwargs) and n_best >= 1:
         return
     if not 1 <= n_best <= beams or beams < 2:
