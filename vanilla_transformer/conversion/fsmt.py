@@ -4,11 +4,11 @@ The names are fairseq's with "model." in front. Files: `config.json`, the weight
 `vocab-src.json`, `vocab-tgt.json` and `merges.txt`.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import FSMTConfig, FSMTForConditionalGeneration, FSMTTokenizer, GenerationConfig
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from ..data import vocabularies, vocabulary_files
 from . import core, fairseq
@@ -59,8 +59,9 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         for name in tensors
     }
     conversion.generation = _generation(path, theirs)
+    lowercase = get_tokenizer_config(path).get("do_lower_case", False)
     conversion.tokenizer = vocabularies.with_moses(
-        conversion.tokenizer, *theirs.langs, normalize=True, lowercase=_lowercases(path)
+        conversion.tokenizer, *theirs.langs, normalize=True, lowercase=lowercase
     )
     conversion.files += [path / name for name in FILES if (path / name).is_file()]
     conversion.languages = theirs.langs
@@ -116,13 +117,6 @@ def _side(path: Path, side: str, options: ConversionOptions, rows: int) -> fairs
     specials = vocabularies.Specials(prints_unk=False)
     tokenizer = vocabularies.bpe_codes(merges, vocab, specials, size=rows, separator=None)
     return fairseq.Side(tokenizer, [file, codes])
-
-
-def _lowercases(path: Path) -> bool:
-    file = path / "tokenizer_config.json"
-    if not file.is_file():
-        return False
-    return json.loads(file.read_text(encoding="utf-8")).get("do_lower_case", False)
 
 
 def _generation(path: Path, theirs: FSMTConfig) -> dict[str, Any]:

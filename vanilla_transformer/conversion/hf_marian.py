@@ -19,6 +19,7 @@ from transformers import (
     MarianTokenizer,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from ..data import vocabularies, vocabulary_files
 from ..data.vocabularies import Specials
@@ -124,9 +125,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     conversion.generation = _generation(path)
     version = str(theirs.transformers_version)
     conversion.origin = {"toolkit": "transformers (MarianMTModel)", "version": version}
-    details = path / "tokenizer_config.json"
-    known = json.loads(details.read_text(encoding="utf-8")) if details.is_file() else {}
-    conversion.languages = [known.get("source_lang"), known.get("target_lang")]
+    details = get_tokenizer_config(path)
+    conversion.languages = [details.get("source_lang"), details.get("target_lang")]
     conversion.files = [file for name in FILES if (file := path / name).is_file()]
     return conversion
 
