@@ -29,8 +29,8 @@ DOCUMENTS = {
 def python_blocks():
     for name, text in DOCUMENTS.items():
         blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        if name == "docs/paper.md":  # a notebook: each block uses names of earlier blocks
-            blocks = ["".join(blocks)]
+        if name == "docs/paper.md":  # a notebook: each cell uses names of earlier ones
+            blocks = ["".join([*blocks, *reversed(blocks)])]  # and can be run again
         for number, code in enumerate(blocks):
             yield pytest.param(code, id=f"{name}-{number}")
 
