@@ -8,6 +8,7 @@ from conftest import seq2seq, small_config
 from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM, BartConfig
 
+from vanilla_transformer.analysis import heads
 from vanilla_transformer.analysis.attention import (
     attention_modules,
     expect_both_stacks,
@@ -102,6 +103,16 @@ def test_the_batch_size_does_not_change_the_measurements(model, tokenizer, repor
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_importance_is_measured_where_gradients_are_switched_off(model, tokenizer, report, mode):
     with mode():
+        found = analyze_heads(PAIRS, model, tokenizer)
+    torch.testing.assert_close(found, report)
+
+
+def test_measurements_are_on_the_cpu_whatever_the_default_device(
+    model, tokenizer, report, monkeypatch
+):
+    batches = list(read_batches(PAIRS, model, tokenizer))
+    monkeypatch.setattr(heads, "read_batches", lambda *args: batches)
+    with torch.device("meta"):
         found = analyze_heads(PAIRS, model, tokenizer)
     torch.testing.assert_close(found, report)
 

@@ -109,6 +109,14 @@ def test_encodings_of_positions_can_take_part_in_a_training(translator):
     torch.testing.assert_close(weight.grad, encodings.sum(0))
 
 
+@pytest.mark.parametrize("position_encoding", ["sinusoidal", "learned"])
+def test_encodings_are_on_the_cpu_whatever_the_default_device(position_encoding):
+    positions = seq2seq(position_encoding=position_encoding).model.encoder.embed_positions
+    expected = position_encodings(positions, 5)
+    with torch.device("meta"):
+        torch.testing.assert_close(position_encodings(positions, 5), expected)
+
+
 def test_heads_are_drawn_by_layer(translator):
     reach = attention_reach(PAIRS, *translator)["distance"]
     encoder, decoder, bar = plot_heads(reach, "How far", "tokens").axes

@@ -48,7 +48,7 @@ def analyze_embeddings(stack: nn.Module, length: int = 100) -> EmbeddingReport:
     """Measure the embeddings of an encoder or decoder.
 
     Args:
-        stack: A model's `encoder` or `decoder`, on a CPU.
+        stack: A model's `encoder` or `decoder`.
         length: The number of positions.
 
     Raises:

@@ -51,8 +51,8 @@ def analyze_heads(
     """
     modules = attention_modules(model)
     shapes = {kind: (len(layers), heads_of(layers[0])) for kind, layers in modules.items()}
-    importance = {kind: torch.zeros(shape) for kind, shape in shapes.items()}
-    confidence = {kind: torch.zeros(shape) for kind, shape in shapes.items()}
+    importance = {kind: torch.zeros(shape, device="cpu") for kind, shape in shapes.items()}
+    confidence = {kind: torch.zeros(shape, device="cpu") for kind, shape in shapes.items()}
     loss, asked = 0.0, dict.fromkeys(shapes, 0)
     with evaluation_mode(model):
         for inputs in read_batches(pairs, model, tokenizer, max_tokens):

@@ -26,8 +26,10 @@ def position_encodings(positions: nn.Module, length: int) -> torch.Tensor:
     if length < 1 or (limit is not None and length > limit):
         expected = "a positive number" if limit is None else f"1 to {limit}"
         raise ValueError(f"length={length}: expected {expected}")
+    device = next((weight.device for weight in positions.parameters()), "cpu")
+    places = torch.arange(length, device=device)[None]
     with torch.no_grad():
-        return positions(torch.arange(length)[None], torch.float32)[0]
+        return positions(places, torch.float32)[0].cpu()
 
 
 def position_similarities(encodings: torch.Tensor) -> torch.Tensor:
