@@ -193,6 +193,12 @@ def test_the_last_call_of_the_tokenizer_changes_no_neighbours(translator, option
         tokenizer("")
 
 
+def test_a_single_string_is_not_several_words(translator):
+    model, tokenizer = translator
+    with pytest.raises(TypeError, match=r"^tokens='lake': expected an iterable of strings"):
+        nearest_tokens(model.lm_head.weight, tokenizer.backend_tokenizer, "lake")
+
+
 def test_neighbours_are_only_found_for_single_tokens(translator):
     message = "tokens='lakehouse': expected one token of the vocabulary, but it consists of ' lake'"
     with pytest.raises(ValueError, match=message):

@@ -153,6 +153,14 @@ def test_empty_references_have_an_error_rate():
     assert score_translations([""], [""], metrics=["wer", "cer"]) == {"wer": 0, "cer": 0}
 
 
+@pytest.mark.parametrize("name", ["predictions", "references", "metrics"])
+def test_a_single_string_is_not_several(name):
+    given = {"predictions": ["a house"], "references": ["a mouse"], "metrics": ["exact_match"]}
+    given[name] = "a house"
+    with pytest.raises(TypeError, match=f"^{name}='a house': expected an iterable of strings"):
+        score_translations(given["predictions"], given["references"], metrics=given["metrics"])
+
+
 def test_an_unknown_metric_is_refused():
     with pytest.raises(ValueError, match="metrics=blue: expected one of bleu, chrf, ter, "):
         score_translations(HEARD, SPOKEN, metrics=["bleu", "blue"])

@@ -559,6 +559,14 @@ def test_a_saved_option_of_a_different_search_does_not_matter(model, tokenizer, 
     assert list(translate(LINES, model, tokenizer, num_beams=2, max_new_tokens=6)) == expected
 
 
+@pytest.mark.parametrize("options", [{"lines": "a house"}, {"prefixes": "ein Haus"}])
+def test_a_single_string_is_not_several_lines(model, tokenizer, options):
+    """Otherwise each of its characters would be a line."""
+    ((name, text),) = options.items()
+    with pytest.raises(TypeError, match=f"^{name}='{text}': expected an iterable of strings"):
+        next(translate(**{"lines": ["a", "house"], **options}, model=model, tokenizer=tokenizer))
+
+
 def test_there_must_be_a_prefix_for_each_line(model, tokenizer):
     with pytest.raises(ValueError, match="argument 2 is shorter"):
         list(translate(["a", "b"], model, tokenizer, prefixes=["x"]))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
+from ..data.text_files import expect_several
 from ..data.vocabularies import unknown_token
 from ..model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from .positions import position_encodings
@@ -88,7 +89,9 @@ def nearest_tokens(
 
     Raises:
         ValueError: A word is not one token, or not one that the matrix has.
+        TypeError: `words` is a single string.
     """
+    expect_several(tokens=words)
     vocabulary = deepcopy(vocabulary)  # it pads and truncates as in the tokenizer's last call
     vocabulary.no_padding()
     vocabulary.no_truncation()

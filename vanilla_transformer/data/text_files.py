@@ -179,6 +179,15 @@ def _same_file(source: str, output: str) -> bool:
     return Path(source).is_file() and Path(source).resolve() == Path(output).resolve()
 
 
+def expect_several(**texts: Any) -> None:
+    """Raise a TypeError for a single string, whose characters would count as texts."""
+    for name, given in texts.items():
+        if isinstance(given, (str, bytes)):
+            raise TypeError(
+                f"{name}={given[:60]!r}: expected an iterable of strings, got a single string"
+            )
+
+
 def expect_unicode(text: str, name: str) -> None:
     """Raise a ValueError if a text contains a surrogate, which cannot be encoded."""
     try:

@@ -27,7 +27,7 @@ from tokenizers import (
 from tokenizers import pre_tokenizers as splits
 from transformers import PreTrainedTokenizerFast
 
-from .text_files import expect_unicode
+from .text_files import expect_several, expect_unicode
 from .vocabularies import any_of, lower_case
 
 logger = logging.getLogger(__name__)
@@ -124,9 +124,7 @@ def train_tokenizer(
             f"{len(first_tokens) + len(user_tokens) + 2}, for {len(SPECIAL_TOKENS)} special "
             f"tokens, {len(byte_tokens)} bytes, {len(user_tokens)} user tokens and an alphabet"
         )
-    if isinstance(texts, str | bytes):
-        raise TypeError("texts must be an iterable of strings, got a single string")
-
+    expect_several(texts=texts)
     with TemporaryFile("w+", encoding="utf-8") as spool:
         room = size - len(first_tokens)
         # A script with thousands of characters must leave room for merges; rare ones become bytes.

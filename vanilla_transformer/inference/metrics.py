@@ -18,6 +18,7 @@ from sacrebleu.metrics.base import Metric, Score
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..data.text_files import expect_several
 from ..data.vocabularies import unknown_id
 from .reranking import COMET_MODEL, load_comet
 
@@ -163,9 +164,11 @@ def make_metrics(
 
     Raises:
         ValueError: A name or the tokenizer is unknown, or COMET has no sources.
+        TypeError: `names` is a single string.
         ModuleNotFoundError: COMET is not installed.
     """
     expect_bleu_tokenizer(tokenize)
+    expect_several(metrics=names)
     makers: dict[str, Callable[[], Metric]] = {
         "bleu": lambda: BLEU(tokenize=tokenize, lowercase=lowercase),
         "chrf": lambda: CHRF(lowercase=lowercase),
@@ -227,6 +230,7 @@ def score_translations(
     Raises:
         ValueError: The numbers of predictions and references differ, or there are none; a metric is
             unknown.
+        TypeError: Predictions or references are a single string.
     """
     expect_references(predictions, references)
     if not isinstance(metrics, Mapping):
@@ -303,8 +307,10 @@ def has_4_tokens(references: Iterable[str], bleu: Metric) -> bool:
 
 
 def expect_references(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
-    """Raise a ValueError unless each translation has its references, and there is one."""
+    """Raise a ValueError unless each translation has its references, and there is one; a TypeError
+    if a string is given in place of several."""
     for lines in references or ((),):
+        expect_several(predictions=predictions, references=lines)
         if len(predictions) != len(lines) or not lines:
             raise ValueError(
                 f"{len(predictions)} translations for {len(lines)} references: "
@@ -335,7 +341,7 @@ def compare_systems(
         `bleu_ci`, the mean of the samples and half the width of their 95% confidence interval.
 
     Raises:
-        ValueError: As `score_translations`.
+        ValueError, TypeError: As `score_translations`.
     """
     for predictions in systems.values():
         expect_references(predictions, references)

@@ -10,6 +10,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.text_files import expect_several
 from ..model.generation_options import LIMITS
 from ..model.output_length import new_token_limits
 from ..model.pipelines import is_blank
@@ -85,6 +86,7 @@ def translate(
         ValueError: `batch_size` or `max_tokens` is not positive, a prefix is as long as the longest
             translation, a line is longer than the model's table of positions, or the generation
             config has options that transformers lacks.
+        TypeError: `lines` or `prefixes` is a single string.
     """
     batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
     for hypotheses in batches.hypotheses(None, show_progress, together):
@@ -184,6 +186,7 @@ class Batches(NamedTuple):
         for name, value in (("batch_size", self.batch_size), ("max_tokens", self.max_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a positive integer")
+        expect_several(lines=self.lines, prefixes=self.prefixes)
         size = self.batch_size if self.max_tokens is None else self.max_tokens
         expect_known_search(self.model, self.generate_kwargs, size)
         rank, processes = 0, 1
