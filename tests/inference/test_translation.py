@@ -25,6 +25,7 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
     pipeline,
 )
+from transformers import logging as transformers_logging
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.collation import PairCollator
@@ -236,11 +237,20 @@ def test_there_are_as_many_hypotheses_as_beams_or_any_number_of_samples(
                 expect_hypotheses(n_best, model, {} if saved else options)
 
 
-def test_a_given_generation_config_has_the_number_of_beams(model, tokenizer):
-    given = copy.deepcopy(model.generation_config)
-    given.update(num_beams=2, max_new_tokens=3)
-    (row,) = translate_n_best(["see"], model, tokenizer, 2, generation_config=given)
-    assert len(row) == 2
+def test_a_given_generation_config_has_the_beams_of_the_hypotheses(model, tokenizer, caplog):
+    """transformers warns of a config together with options that can be in it."""
+    search, given = {"num_beams": 3, "max_new_tokens": 4}, copy.deepcopy(model.generation_config)
+    given.update(**search)
+    transformers_logging.enable_propagation()
+    try:
+        found = list(translate_n_best(LINES, model, tokenizer, 2, generation_config=given))
+    finally:
+        transformers_logging.disable_propagation()
+    assert found == list(translate_n_best(LINES, model, tokenizer, 2, **search))
+    assert "Passing `generation_config`" not in caplog.text
+    given.num_beams = 1
+    with pytest.raises(ValueError, match="n_best=2 with num_beams=1: expected"):
+        list(translate_n_best(LINES, model, tokenizer, 2, num_beams=None, generation_config=given))
 
 
 def test_an_invalid_batch_size_is_reported(model, tokenizer):

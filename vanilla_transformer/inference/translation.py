@@ -247,20 +247,23 @@ class Batches(NamedTuple):
         return (size + 1) * len(longest.source) > self.max_tokens
 
     def _generate(self, rows: list[Row], n_best: int | None) -> list[list[Hypothesis]]:
-        model, options = self.model, dict(self.generate_kwargs)
+        model, options = self.model, options_of(self.model, self.generate_kwargs)
         ids = {"input_ids": [row.source for row in rows]}
         padded = self.tokenizer.pad(ids, return_attention_mask=True, return_tensors="pt")
         inputs = padded.to(model.device)
         if rows[0].prefix:
-            start = decoder_start(model, options)
+            start = decoder_start(model, self.generate_kwargs)
             prompts = [[start, *row.prefix] for row in rows]
             inputs["decoder_input_ids"] = torch.tensor(prompts, device=model.device)
-        n = options["num_return_sequences"] = n_best or 1
+        own: dict[str, Any] = {"num_return_sequences": (n := n_best or 1)}
         if n_best is not None:
-            options["return_dict_in_generate"] = True
-            options["output_scores"] = not samples(model, options)
+            with_scores = not samples(model, self.generate_kwargs)
+            own |= {"return_dict_in_generate": True, "output_scores": with_scores}
+        for name, value in own.items():
+            options.kwargs.pop(name, None)
+            options[name] = value
         with torch.inference_mode():
-            output = model.generate(**inputs, **options)
+            output = model.generate(**inputs, generation_config=options.given, **options.kwargs)
         sequences, prompt_length = getattr(output, "sequences", output), 1 + len(rows[0].prefix)
         ends = self._row_ends(inputs["attention_mask"], prompt_length, sequences.shape[1])
         found = self._hypotheses(sequences, prompt_length, [end for end in ends for _ in range(n)])
