@@ -98,6 +98,24 @@ def test_comet_compares_each_hypothesis_with_each_reference(monkeypatch):
     assert ranked[1].score == pytest.approx(100 * (1 / 3 + 1 / 5) / 2)
 
 
+def test_hypotheses_that_have_been_read_before_are_reported(model, tokenizer):
+    """As when a cell of a notebook runs again."""
+    found = [[Hypothesis("see", token_ids=(5, 2))] for _ in LINES]
+
+    def all_of(hypotheses, lines=LINES):
+        yield lambda: list(rerank_by_utility(lines, hypotheses))
+        yield lambda: list(add_token_scores(lines, hypotheses, model, tokenizer))
+
+    once = iter(found)
+    for use in all_of(once):
+        list(once)
+        with pytest.raises(ValueError, match=r"^there are only 0 hypotheses, and more lines: "):
+            use()
+    for use in all_of(found, LINES[:2]):
+        with pytest.raises(ValueError, match=r"^there are only 2 lines, and more hypotheses: "):
+            use()
+
+
 def test_an_unknown_utility_is_reported():
     with pytest.raises(ValueError, match="mbr='ter': expected one of chrf, bleu, exact_match"):
         reranking.get_utility("ter")

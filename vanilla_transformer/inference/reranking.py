@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..model.pipelines import is_blank
 from .decoding import position_limits
 from .scoring import add_token_scores, map_hypotheses, score_pairs
-from .translation import Hypothesis
+from .translation import Hypothesis, pair_up
 
 # Takes hypotheses, references and their source; returns (hypotheses, references), from 0 to 100.
 Utility = Callable[[Sequence[str], Sequence[str], str], np.ndarray]
@@ -43,7 +43,7 @@ def rerank_by_utility(
         ModuleNotFoundError: The utility needs a package that is not installed.
     """
     measure = get_utility(utility) if isinstance(utility, str) else utility
-    for line, hypotheses in zip(lines, found, strict=True):
+    for line, hypotheses in pair_up(lines, hypotheses=found):
         if is_blank(line):  # so its translation is blank
             yield hypotheses
             continue

@@ -13,7 +13,7 @@ from ..data.collation import PairCollator, shift_right
 from ..data.token_batches import TokenBudgetSampler, expect_tokens
 from ..model.generation import VanillaTransformerGenerationMixin
 from .decoding import decoder_start, evaluation_mode, expect_positions, position_limits
-from .translation import Hypothesis
+from .translation import Hypothesis, pair_up
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together
 LINES_PER_WINDOW = 512  # whose hypotheses are processed together
@@ -107,7 +107,7 @@ def map_hypotheses(
 ) -> Iterator[list[Hypothesis]]:
     """Yield the hypotheses of each line as `change` returns them. `change` gets sources with a
     hypothesis for each, one window at a time, without blank lines."""
-    rows = zip(lines, found, strict=True)
+    rows = pair_up(lines, hypotheses=found)
     while window := list(islice(rows, LINES_PER_WINDOW)):
         kept = [(line, h) for line, hypotheses in window for h in hypotheses if h.token_ids]
         changed = iter(change([line for line, _ in kept], [h for _, h in kept]) if kept else ())

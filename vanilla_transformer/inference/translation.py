@@ -3,8 +3,8 @@
 import math
 from collections import ChainMap
 from collections.abc import Iterable, Iterator
-from itertools import islice, repeat, takewhile
-from typing import Any, NamedTuple
+from itertools import islice, repeat, takewhile, zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from tqdm.auto import tqdm
@@ -24,6 +24,8 @@ from .decoding import (
     position_limits,
     samples,
 )
+
+T = TypeVar("T")
 
 # Lines are sorted by length within this many batches, so that little padding is needed.
 BATCHES_PER_WINDOW = 64
@@ -122,6 +124,24 @@ def translate_n_best(
     yield from batches.hypotheses(n_best, show_progress, together)
 
 
+def pair_up(lines: Iterable[str], **others: Iterable[T]) -> Iterator[tuple[str, T]]:
+    """Yield each line with what belongs to it, such as its prefix.
+
+    Raises:
+        ValueError: Their numbers differ, for example as an iterator has been read before.
+    """
+    ((name, values),) = others.items()
+    end: Any = object()
+    for number, (line, value) in enumerate(zip_longest(lines, values, fillvalue=end)):
+        if line is end or value is end:
+            fewer, more = ("lines", name) if line is end else (name, "lines")
+            raise ValueError(
+                f"there are only {number} {fewer}, and more {more}: expected the same number; an "
+                "iterator can be read only once"
+            )
+        yield line, value
+
+
 def encode_prefixes(
     prefixes: Iterable[str],
     model: PreTrainedModel,
@@ -196,8 +216,10 @@ class Batches(NamedTuple):
 
             state = PartialState()
             rank, processes = state.process_index, state.num_processes
-        prefixes = repeat("") if self.prefixes is None else self.prefixes
-        remaining, first = zip(self.lines, prefixes, strict=self.prefixes is not None), 0
+        first = 0
+        remaining: Iterator[tuple[str, str]] = zip(self.lines, repeat(""), strict=False)
+        if self.prefixes is not None:
+            remaining = pair_up(self.lines, prefixes=self.prefixes)
         with tqdm(desc="Translating", unit="line", disable=not show_progress) as progress:
             while window := list(islice(remaining, self.batch_size * BATCHES_PER_WINDOW)):
                 results: dict[int, list[Hypothesis]] = {}
