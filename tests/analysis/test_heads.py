@@ -107,6 +107,13 @@ def test_importance_is_measured_where_gradients_are_switched_off(model, tokenize
     torch.testing.assert_close(found, report)
 
 
+def test_heads_of_another_model_are_refused(tokenizer):
+    config = BartConfig(vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=1)
+    bart = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(ValueError, match="is of type bart: expected vanilla_transformer"):
+        analyze_heads(PAIRS, bart, tokenizer)
+
+
 def test_measurements_are_on_the_cpu_whatever_the_default_device(
     model, tokenizer, report, monkeypatch
 ):

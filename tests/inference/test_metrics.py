@@ -263,6 +263,19 @@ def test_the_bootstrap_finds_no_smaller_p_value_in_a_few_lines_than_a_sign_test(
     assert found["bleu_p"] == found["wer_p"] == 2 / 2**lines
 
 
+def test_systems_are_compared_by_names_of_metrics_too():
+    systems = {"a": RIGHT, "b": without(1, 2, 3)}
+    expected = compare_systems(systems, RIGHT, metrics=make_metrics(["bleu"]))
+    assert compare_systems(systems, RIGHT, metrics=["bleu"]) == expected
+
+
+def test_a_comparison_of_nothing_or_by_an_unknown_test_is_refused():
+    with pytest.raises(ValueError, match="test='t': expected one of bootstrap, ar"):
+        compare_systems({"a": RIGHT}, RIGHT, test="t")
+    with pytest.raises(ValueError, match=r"^systems={}: expected at least one"):
+        compare_systems({}, RIGHT)
+
+
 def test_systems_with_different_numbers_of_lines_are_refused():
     with pytest.raises(ValueError, match="39 translations for 40 references"):
         compare_systems({"a": RIGHT, "b": RIGHT[1:]}, RIGHT, metrics=make_metrics())

@@ -14,7 +14,7 @@ from ..inference.decoding import evaluation_mode
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import label_smoothed_cross_entropy
 from ..plotting import Kind
-from .attention import attention_modules, query_masks, read_batches
+from .attention import attention_modules, expect_both_stacks, query_masks, read_batches
 
 ByHead = Mapping[Kind, torch.Tensor]  # (layers, heads) for each use of attention
 
@@ -47,8 +47,9 @@ def analyze_heads(
         pairs, model, tokenizer, max_tokens: As for `read_batches`.
 
     Raises:
-        ValueError: As `read_batches`.
+        ValueError: As `read_batches`, or the model is not one of this package.
     """
+    expect_both_stacks(model.config)
     modules = attention_modules(model)
     shapes = {kind: (len(layers), heads_of(layers[0])) for kind, layers in modules.items()}
     importance = {kind: torch.zeros(shape, device="cpu") for kind, shape in shapes.items()}

@@ -321,7 +321,7 @@ def expect_references(predictions: Sequence[str], references: Sequence[Sequence[
 def compare_systems(
     systems: Mapping[str, Sequence[str]],
     *references: Sequence[str],
-    metrics: Mapping[str, Metric],
+    metrics: Mapping[str, Metric] | Iterable[str] = METRICS,
     test: str = "bootstrap",
 ) -> dict[str, dict[str, Any]]:
     """Score several systems, and test how each differs from the first: by sacreBLEU's paired
@@ -330,8 +330,7 @@ def compare_systems(
 
     Args:
         systems: The translations of each system by its name.
-        references: As for `score_translations`.
-        metrics: The result of `make_metrics`.
+        references, metrics: As for `score_translations`.
         test: "bootstrap", or "ar" for approximate randomization.
 
     Returns:
@@ -341,8 +340,14 @@ def compare_systems(
         `bleu_ci`, the mean of the samples and half the width of their 95% confidence interval.
 
     Raises:
-        ValueError, TypeError: As `score_translations`.
+        ValueError, TypeError: As `score_translations`; there is no system, or no such test.
     """
+    if test not in TESTS:
+        raise ValueError(f"test={test!r}: expected one of {', '.join(TESTS)}")
+    if not systems:
+        raise ValueError("systems={}: expected at least one")
+    if not isinstance(metrics, Mapping):
+        metrics = make_metrics(metrics)
     for predictions in systems.values():
         expect_references(predictions, references)
         _warn_of_form(predictions, references)
