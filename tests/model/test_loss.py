@@ -327,6 +327,19 @@ def by_accelerate(model):
     return Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
 
 
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_model_that_accelerate_unwraps_is_that_from_before(cls):
+    """It removes all decorators of `forward`, its own and ours."""
+    model = cls(small_config()).eval()
+    ids = random_ids(2, 5)
+    inputs = {"input_ids": ids, "labels": ids, "return_dict": True}
+    expected = model(**inputs).loss
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    unwrapped = accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
+    assert unwrapped(**inputs).loss == expected
+
+
 def compiled(model):
     return torch.compile(model, backend="eager")
 

@@ -551,10 +551,10 @@ class VanillaTransformerForConditionalGeneration(
             if decoder_attention_mask is None and self.training:
                 target = (labels, decoder_input_ids)
                 decoder_attention_mask = mask_from_labels(self.config, *target, kwargs)
+        kwargs["return_dict"] = True
         outputs = self.model(
             input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs,
-            cache, inputs_embeds, decoder_inputs_embeds, decoder_position_ids, use_cache,
-            return_dict=True, **kwargs,
+            cache, inputs_embeds, decoder_inputs_embeds, decoder_position_ids, use_cache, **kwargs,
         )  # fmt: skip
         scored = (labels, logits_to_keep, num_items_in_batch, skip_logits)
         logits, loss = self.logits_and_loss(outputs.last_hidden_state, *scored)
@@ -634,10 +634,11 @@ class VanillaTransformerForCausalLM(
         if shift_labels is None and labels is not None:
             expect_shiftable(labels)
             shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        kwargs["return_dict"] = True
         outputs = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids,
             cache=cache, inputs_embeds=inputs_embeds,
-            use_cache=use_cache if shift_labels is None else False, return_dict=True, **kwargs,
+            use_cache=use_cache if shift_labels is None else False, **kwargs,
         )  # fmt: skip
         scored = (shift_labels, logits_to_keep, num_items_in_batch, skip_logits)
         logits, loss = self.logits_and_loss(outputs.last_hidden_state, *scored)
