@@ -17,6 +17,7 @@ from transformers import (
     GPT2LMHeadModel,
     MarianConfig,
     MarianMTModel,
+    NllbTokenizer,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -412,6 +413,17 @@ class TestTaskSpecificParams:
         assert tokenizer.decode(calls[0]["input_ids"][0]) == ">>de<< a dog</s>"
 
 
+@pytest.mark.parametrize("kind", ["ours", "t5"])
+def test_a_model_that_trains_translates_without_dropout_and_trains_on_with_it(kind):
+    """`Trainer` leaves its model in training mode."""
+    model = make_model(kind)
+    pipe = pipeline("translation", model=model, tokenizer=make_tokenizer(), max_new_tokens=9)
+    expected = pipe(TEXTS)
+    modes = [module.training for module in model.train().modules()]
+    assert pipe(TEXTS) == expected
+    assert [module.training for module in model.modules()] == modes
+
+
 class MultilingualTokenizer(PreTrainedTokenizerFast):
     """Marks languages as NLLB's does: the source's in the text, the target's as a forced token."""
 
@@ -474,6 +486,19 @@ class TestLanguages:
         )
         pipe("a dog", max_new_tokens=2, **call)
         assert seen == [languages]
+
+    @pytest.mark.parametrize("given", [{}, {"src_lang": "eng_Latn", "tgt_lang": "deu_Latn"}])
+    def test_the_tokenizer_keeps_its_source_language(self, given):
+        """Scores and other pipelines use it too."""
+        pieces = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "▁a": 4}
+        languages = {"src_lang": "fra_Latn", "tgt_lang": "spa_Latn"}
+        tokenizer = NllbTokenizer(vocab=pieces, merges=[], **languages)
+        pipe = pipeline("translation", model=make_model("marian"), tokenizer=tokenizer)
+        french = tokenizer("a")["input_ids"]
+        first, second = (pipe.preprocess("a", **{**languages, **given}) for _ in range(2))
+        assert first["input_ids"].tolist() == second["input_ids"].tolist()
+        assert (first["input_ids"].tolist() == [french]) == (not given)
+        assert (tokenizer.src_lang, tokenizer("a")["input_ids"]) == ("fra_Latn", french)
 
     def test_are_ignored_by_other_tokenizers(self, translator):
         assert translator("a dog", src_lang="en", tgt_lang="de") == translator("a dog")

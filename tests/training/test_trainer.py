@@ -9,6 +9,7 @@ import shutil
 import sys
 import unicodedata
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     TrainerCallback,
+    pipeline,
 )
 from transformers.integrations import TensorBoardCallback
 
@@ -896,18 +898,42 @@ def test_evaluation_does_not_shorten_later_translations(tokenizer, splits, tmp_p
     assert fresh.generate(source).shape[1] == 20
 
 
+def predict_with_transformers_trainer(model, tokenizer, splits, folder):
+    trainer = Seq2SeqTrainer(
+        model,
+        training_arguments(folder, predict_with_generate=True),
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        processing_class=tokenizer,
+    )
+    trainer.predict(splits["validation"])
+    trainer.save_model()
+
+
 def test_a_limit_of_20_tokens_that_a_user_chose_is_kept_after_an_evaluation(
     tokenizer, splits, tmp_path
 ):
     model = small_model(tokenizer, eos_token_id=None)
     model.generation_config.max_length = 20
-    Seq2SeqTrainer(
-        model,
-        training_arguments(tmp_path, predict_with_generate=True),
-        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-        processing_class=tokenizer,
-    ).predict(splits["validation"])
+    predict_with_transformers_trainer(model, tokenizer, splits, tmp_path)
     assert model.generate(torch.tensor([[5, 6, 7]])).shape[1] == 20
+
+
+@pytest.mark.parametrize(("chosen", "used"), [(None, 4), (1, None), (2, None)])
+def test_an_evaluation_does_not_change_the_beams_of_pipelines(
+    tokenizer, splits, tmp_path, monkeypatch, chosen, used
+):
+    """`Seq2SeqTrainer` leaves num_beams=1 in the model, which would replace a pipeline's 4."""
+    model = small_model(tokenizer)
+    model.generation_config.num_beams = chosen
+    predict_with_transformers_trainer(model, tokenizer, splits, tmp_path)
+    saved = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path)
+    for each in (model, saved):
+        pipe = pipeline("translation", model=each, tokenizer=tokenizer)
+        given = Mock(side_effect=each.generate)
+        monkeypatch.setattr(each, "generate", given)
+        pipe("a house")
+        assert given.call_args.kwargs.get("num_beams") == used
+        assert each.generation_config.num_beams == chosen
 
 
 def test_accumulated_steps_equal_one_large_batch(tokenizer, splits, tmp_path):

@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.collation import shift_right
-from ..inference.decoding import decoder_start, evaluation_mode
+from ..inference.decoding import decoder_start
 from ..inference.scoring import pair_batches
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerAttention
-from ..model.pipelines import is_blank
+from ..model.pipelines import evaluation_mode, is_blank
 from ..plotting import DESCRIPTIONS, KINDS, AttentionMaps, Kind
 
 VIEWS = ("head", "model")  # of bertviz

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..inference.decoding import evaluation_mode
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import label_smoothed_cross_entropy
+from ..model.pipelines import evaluation_mode
 from ..plotting import Kind
 from .attention import attention_modules, expect_both_stacks, query_masks, read_batches
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..inference.decoding import evaluation_mode
+from ..model.pipelines import evaluation_mode
 from ..plotting import Kind
 from .attention import query_masks, read_batches
 

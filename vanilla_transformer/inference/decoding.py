@@ -2,8 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -175,21 +174,6 @@ def runs_in_torch(model: Any) -> bool:
     return isinstance(model, torch.nn.Module) and next(model.parameters(), None) is not None
 
 
-@contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
-    """Compute without dropout in this context. A loop that trains the model continues with it: each
-    module then has the mode that it had before."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    training = [module for module in modules if module.training]
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def position_limits(model: PreTrainedModel) -> tuple[float, float]:
     """The largest numbers of tokens in a source and in a target for a model's tables of positions;
     infinity without a table, or with one that grows."""
@@ -243,7 +227,7 @@ def set_output_limit(model: PreTrainedModel) -> None:
     with a warning. The limit of our models grows with the source, even if a `Seq2SeqTrainer` has
     saved that default."""
     if isinstance(model, VanillaTransformerGenerationMixin):
-        model._forget_limit_of_trainer()
+        model.forget_defaults_of_trainer()
     config = model.generation_config
     limited = config.max_length is not None or config.max_new_tokens is not None
     if not limited and not hasattr(model, "extra_output_tokens"):
@@ -278,6 +262,6 @@ def decoder_start(
 def options_of(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> GenerationOptions:
     """The options of `generate`, with the generation config as their defaults."""
     if isinstance(model, VanillaTransformerGenerationMixin):
-        model._forget_limit_of_trainer()
+        model.forget_defaults_of_trainer()
     kwargs = dict(generate_kwargs)
     return GenerationOptions(model.generation_config, kwargs.pop("generation_config", None), kwargs)

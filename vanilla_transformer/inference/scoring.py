@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.collation import PairCollator, shift_right
 from ..data.token_batches import TokenBudgetSampler, expect_tokens
 from ..model.generation import VanillaTransformerGenerationMixin
-from .decoding import decoder_start, evaluation_mode, expect_positions, position_limits
+from ..model.pipelines import evaluation_mode
+from .decoding import decoder_start, expect_positions, position_limits
 from .translation import Hypothesis, pair_up
 
 PAIRS_PER_WINDOW = 10_000  # sorted by length together

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data.text_files import expect_several
 from ..model.generation_options import LIMITS
 from ..model.output_length import new_token_limits
-from ..model.pipelines import is_blank
+from ..model.pipelines import evaluation_mode, is_blank
 from .decoding import (
     decoder_start,
-    evaluation_mode,
     expect_hypotheses,
     expect_known_search,
     expect_positions,

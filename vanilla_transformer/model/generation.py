@@ -1,6 +1,7 @@
 """The paper's decoding, added to transformers' `GenerationMixin`, and faster paths through it."""
 
 import copy
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -55,7 +56,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
     # Section 6.1: "we set the maximum output length during inference to input length + 50"
     extra_output_tokens = 50
-    _max_length_before_trainer: int | None = None
+    # What `Seq2SeqTrainer` replaces in the generation config
+    _before_trainer: Mapping[str, int | None] = {"max_length": None, "num_beams": None}
 
     def generate(
         self,
@@ -79,7 +81,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             torch.distributed.fsdp.register_fsdp_forward_method(self, "generate")
             with torch.no_grad():
                 return self.generate(inputs, generation_config, **kwargs)
-        self._forget_limit_of_trainer()
+        self.forget_defaults_of_trainer()
         encoded = as_model_output(kwargs.get("encoder_outputs"))
         if isinstance(encoded, ModelOutput):  # transformers repeats its rows in place
             kwargs["encoder_outputs"] = type(encoded)(**encoded)
@@ -106,19 +108,23 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         is_inference = isinstance(output, torch.Tensor) and output.is_inference()
         return output.clone() if is_inference else output  # a clone can take part in training
 
-    def _forget_limit_of_trainer(self) -> None:
-        """Undo the limit of 20 tokens. `Seq2SeqTrainer` (5.17 to 5.24) writes it into the model's
-        generation config after its first batch, with all other defaults of transformers."""
+    def forget_defaults_of_trainer(self) -> None:
+        """Undo the limit of 20 tokens and the single beam, in place of a pipeline's 4.
+        `Seq2SeqTrainer` (5.17 to 5.24) writes them into the model's generation config after its
+        first batch, with all other defaults of transformers."""
         config, defaults = self.generation_config, GenerationConfig._get_default_generation_params()
         if any(
             getattr(config, name, None) is None
             for name, value in defaults.items()
             if value is not None
         ):
-            if self._max_length_before_trainer != config.max_length:  # threads share the model
-                self._max_length_before_trainer = config.max_length
-        elif config.max_length == defaults["max_length"]:
-            config.max_length = self._max_length_before_trainer
+            own = {name: getattr(config, name) for name in self._before_trainer}
+            if self._before_trainer != own:  # threads share the model
+                self._before_trainer = own
+            return
+        for name, before in self._before_trainer.items():
+            if getattr(config, name) == defaults[name]:
+                setattr(config, name, before)
 
     def _use_fast_cache(self, prompt_length: int, options: GenerationOptions) -> None:
         """Pass a cache that copies less, if transformers would make a plain dynamic one and no hook

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +23,21 @@ _INVISIBLE = ("Cc", "Cf")  # Unicode's categories of control and format characte
 def is_blank(text: str) -> bool:
     """Whether a text shows nothing: zero-width spaces and byte order marks are invisible."""
     return all(char.isspace() or unicodedata.category(char) in _INVISIBLE for char in text)
+
+
+@contextmanager
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Computes without dropout in this context. A loop that trains the model continues with it:
+    each module then has the mode that it had before."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    training = [module for module in modules if module.training]
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class Text2TextGenerationPipeline(Pipeline):
@@ -185,7 +200,8 @@ class Text2TextGenerationPipeline(Pipeline):
         returned = self._returned_sequences(**{**weaker, **generate_kwargs})
         if has_text.any():
             inputs = {name: _select(value, has_text) for name, value in model_inputs.items()}
-            output = self.model.generate(**{**weaker, **inputs, **generate_kwargs})
+            with evaluation_mode(self.model):
+                output = self.model.generate(**{**weaker, **inputs, **generate_kwargs})
             generated = iter(getattr(output, "sequences", output).unflatten(0, (-1, returned)))
         blank = model_inputs["input_ids"].new_empty((returned, 0))
         return {"output_ids": [next(generated) if kept else blank for kept in has_text.tolist()]}
@@ -200,6 +216,8 @@ class Text2TextGenerationPipeline(Pipeline):
 
     def _weaker_params(self, generate_kwargs: dict[str, Any]) -> dict[str, Any]:
         """The task's parameters, and defaults for those that neither it nor the model sets."""
+        if hasattr(self.model, "forget_defaults_of_trainer"):  # one of ours
+            self.model.forget_defaults_of_trainer()
         config, task_params = self.model.generation_config, self._task_params
         params = {"pad_token_id": self.tokenizer.pad_token_id, **self.generation_defaults}
         # With two limits at once `generate()` warns and takes `max_new_tokens`. Our own models have
@@ -265,6 +283,16 @@ class TranslationPipeline(Text2TextGenerationPipeline):
         if languages is not None:
             self._preprocess_params.setdefault("src_lang", languages[0])
             self._preprocess_params.setdefault("tgt_lang", languages[1])
+
+    def preprocess(self, text: str, **tokenizer_kwargs: Any) -> dict[str, Any]:
+        """Same as in `Text2TextGenerationPipeline`. The tokenizer keeps its source language, which
+        others may rely on."""
+        before = getattr(self.tokenizer, "src_lang", None)
+        try:
+            return super().preprocess(text, **tokenizer_kwargs)
+        finally:
+            if before is not None and self.tokenizer.src_lang != before:
+                self.tokenizer.src_lang = before
 
     def _sanitize_parameters(
         self, *, src_lang: str | None = None, tgt_lang: str | None = None, **kwargs: Any

@@ -82,7 +82,10 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     ) -> Any:
         """Same as transformers' method, but sets `tie_word_embeddings` by comparing the matrices.
         PEFT trains one of the tied matrices separately, and marks those of two vocabularies as
-        untied: the checkpoint would lack matrices, or tie different ones."""
+        untied: the checkpoint would lack matrices, or tie different ones. The generation config is
+        without the defaults of a trainer."""
+        if hasattr(self, "forget_defaults_of_trainer"):
+            self.forget_defaults_of_trainer()
         matrices = self._matrices_built_as_one()
         if len(matrices) > 1:
             is_tied, first = self.config.tie_word_embeddings, matrices[0]
