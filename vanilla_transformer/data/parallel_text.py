@@ -203,7 +203,7 @@ def _load_from_hub(name: str, arguments: DataArguments) -> Corpora:
 
 
 def _load_files(arguments: DataArguments) -> Corpora:
-    files = {split: found for split in SPLITS if (found := arguments.corpora(split))}
+    files = {split: arguments.corpora(split) for split in SPLITS if arguments.corpora(split)}
     choose = _column_choice(arguments)
     columns = {
         (split, paths): _check_rows(paths, split, choose)
@@ -215,21 +215,20 @@ def _load_files(arguments: DataArguments) -> Corpora:
     def load(split: str, paths: tuple[str, ...]) -> Dataset | IterableDataset:
         if (split, paths) in columns:
             return _rows_to_pairs(paths, columns[split, paths], split, arguments.streaming)
-        _, rows = parquet_files.inspect(paths[0])
-        if rows == 0:
-            raise ValueError(f"{paths[0]}: there is no sentence pair")
-        # `datasets` treats file names, and the folder that it searches, as patterns.
-        file = glob.escape(str(Path(paths[0]).absolute()))
-        table = load_dataset(
-            "parquet",
-            "-".join(map(str, _stamp(paths[0]))),  # becomes part of the cached file's name
-            data_files={split: file},
-            split=split,
-            streaming=arguments.streaming,
-        )
+        table = _load_parquet(paths[0], split, arguments.streaming)
         return _table_to_pairs(table, split, paths[0], choose)
 
     return {split: [load(split, paths) for paths in corpora] for split, corpora in files.items()}
+
+
+def _load_parquet(path: str, split: str, streaming: bool) -> Dataset | IterableDataset:
+    _, rows = parquet_files.inspect(path)
+    if rows == 0:
+        raise ValueError(f"{path}: there is no sentence pair")
+    # `datasets` treats file names, and the folder that it searches, as patterns.
+    file = glob.escape(str(Path(path).absolute()))
+    name = "-".join(map(str, _stamp(path)))  # becomes part of the cached file's name
+    return load_dataset("parquet", name, data_files={split: file}, split=split, streaming=streaming)
 
 
 def _table_to_pairs(
