@@ -553,6 +553,12 @@ def test_unsupported_arrays_are_reported(tmp_path, message):
     assert message in str(error.value)
 
 
+def test_an_unknown_array_is_reported_where_it_is_the_first(tmp_path):
+    arrays = {"gate": np.zeros(1, np.float32), **random_arrays(OPTIONS)}
+    with pytest.raises(ValueError, match="does not know: gate"):
+        conversion.convert(save_marian(tmp_path / "model", arrays, OPTIONS), tmp_path / "ours")
+
+
 def test_a_planted_pickle_is_not_executed(tmp_path):
     class Payload:
         def __reduce__(self):

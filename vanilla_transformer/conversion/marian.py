@@ -447,14 +447,13 @@ def _stacks(
 ) -> dict[str, Tensor]:
     """All weights in the layers and after them. Marian's matrices are (in, out)."""
     weights: dict[str, Tensor] = {}
-    dtype = tensors[next(name for name in tensors if name != OPTIONS)].dtype
     for ours, tensor in core.empty_model(config).state_dict().items():
         theirs, shape = _their_name(ours, marian, config), tensor.shape
         if theirs is None:
             continue
         if marian.get("transformer-no-projection") and ".out_proj." in ours:
             identity = torch.zeros(shape) if len(shape) == 1 else torch.eye(*shape)
-            weights[ours] = identity.to(dtype)
+            weights[ours] = identity.to(next(iter(weights.values())).dtype)
         elif len(shape) == 1:
             weights[ours] = tensors.take(theirs, 1, *shape)[0]
         else:

@@ -293,7 +293,7 @@ class _Reader:
     def fields(self) -> dict[str, Any]:
         """The fields of the configuration about the layers."""
         hparams, same = self.hparams, self.key_width == self.value_width
-        return {
+        fields = {
             "d_model": self.d_model,
             "norm_position": "pre" if self.pre else "post",
             "layer_norm_eps": hparams.get("norm_epsilon", 1e-6),
@@ -305,13 +305,13 @@ class _Reader:
             "attention_dropout": hparams.get("attention_dropout", 0.0),
             "activation_dropout": hparams.get("relu_dropout", 0.0),
             "label_smoothing": hparams.get("label_smoothing", 0.1),
-            **{f"{stack}_layers": number for stack, number in self.layers.items()},
-            **{f"{stack}_attention_heads": self.heads for stack in STACKS},
-            **{
-                f"{stack}_ffn_dim": self.tensors[f"{stack}.0.ffn.conv1.kernel"].shape[-1]
-                for stack in STACKS
-            },
         }
+        for stack, layers in self.layers.items():
+            fields[f"{stack}_layers"] = layers
+            fields[f"{stack}_attention_heads"] = self.heads
+            conv1 = self.tensors[f"{stack}.0.ffn.conv1.kernel"]
+            fields[f"{stack}_ffn_dim"] = conv1.shape[-1]
+        return fields
 
     def stack(self, stack: str) -> dict[str, Tensor]:
         """The layers of a stack, and the layer norm after them."""
