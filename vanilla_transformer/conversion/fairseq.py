@@ -89,7 +89,7 @@ INERT = (
 def recognizes(path: Path) -> bool:
     """Whether this is a checkpoint, or a folder with one and its dictionaries."""
     if path.is_dir():
-        return bool(list(path.glob("dict*.txt"))) and bool(list(path.glob("*.pt")))
+        return any(path.glob("dict*.txt")) and any(path.glob("*.pt"))
     strings, _ = contents(path)
     return {"model", "decoder.embed_tokens.weight"} <= strings and bool({"args", "cfg"} & strings)
 

@@ -13,5 +13,5 @@ def add_noise(text: str, random: Random) -> str:
     words = text.split()
     kept = [word for word in words if random.random() >= DROP] or words[:1]
     masked = [MASK_TOKEN if random.random() < MASK else word for word in kept]
-    places = [place + random.uniform(0, REACH + 1) for place in range(len(masked))]
-    return " ".join(masked[place] for place in sorted(range(len(masked)), key=places.__getitem__))
+    moved = sorted(enumerate(masked), key=lambda item: item[0] + random.uniform(0, REACH + 1))
+    return " ".join(word for _, word in moved)
