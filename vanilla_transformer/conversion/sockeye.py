@@ -90,10 +90,10 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     files = options.source_vocabulary, options.target_vocabulary
     vocabularies = []
     for given, name, side in zip(files, VOCABULARIES, SIDES, strict=True):
-        path = Path(given or folder / name)
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: expected the vocabulary, or --{side}_vocabulary")
-        vocabularies.append(read_vocabulary(path, described[f"vocab_{side}_size"]))
+        file = Path(given or folder / name)
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: expected the vocabulary, or --{side}_vocabulary")
+        vocabularies.append(read_vocabulary(file, described[f"vocab_{side}_size"]))
     sizes = [described[f"vocab_{side}_size"] for side in SIDES]
     tokenizer, rows = tokenizer_for(vocabularies, [Specials()] * 2, options, sizes)
     arguments = _load_yaml(folder / ARGUMENTS) if (folder / ARGUMENTS).is_file() else {}
