@@ -41,13 +41,14 @@ NAMES = {
     r"\.ffn_layer_norm": ".final_layer_norm",
     r"\.embed_layer_norm": ".layernorm_embedding",
 }
-# Older names of modules, and the current ones.
+# Turn older names into those of 0.9 and later.
 OLD_NAMES = {
-    r"encoder\.layers\.\d+\.layer_norms\.0": "self_attn_layer_norm",
-    r"encoder\.layers\.\d+\.layer_norms\.1": "final_layer_norm",
-    r"decoder\.layers\.\d+\.layer_norms\.0": "self_attn_layer_norm",
-    r"decoder\.layers\.\d+\.layer_norms\.1": "encoder_attn_layer_norm",
-    r"decoder\.layers\.\d+\.layer_norms\.2": "final_layer_norm",
+    r"^(encoder\.layers\.\d+)\.layer_norms\.0\.": r"\1.self_attn_layer_norm.",
+    r"^(encoder\.layers\.\d+)\.layer_norms\.1\.": r"\1.final_layer_norm.",
+    r"^(decoder\.layers\.\d+)\.layer_norms\.0\.": r"\1.self_attn_layer_norm.",
+    r"^(decoder\.layers\.\d+)\.layer_norms\.1\.": r"\1.encoder_attn_layer_norm.",
+    r"^(decoder\.layers\.\d+)\.layer_norms\.2\.": r"\1.final_layer_norm.",
+    r"^decoder\.embed_out$": "decoder.output_projection.weight",
 }
 # Buffers that the model does not need.
 BUFFERS = (r"(en|de)coder\.version", r"(en|de)coder\.embed_positions\.(_float_tensor|weights)")
@@ -252,15 +253,11 @@ def _with_new_names(state: dict[str, Tensor], path: Path) -> tuple[Tensors, dict
     tensors: dict[str, Tensor] = {}
     parts: dict[str, list[str]] = {}
     for name, tensor in state.items():
-        module, _, kind = name.rpartition(".")
-        for pattern, new in OLD_NAMES.items():
-            if re.fullmatch(pattern, module):
-                module = f"{module.rpartition('.layer_norms')[0]}.{new}"
-        renamed = {f"{module}.{kind}" if module else kind: tensor}
+        new_name = core.renamed(name, OLD_NAMES)
+        module, _, kind = new_name.rpartition(".")
+        renamed = {new_name: tensor}
         if kind in ("in_proj_weight", "in_proj_bias"):
             renamed = split_fused(kind.removeprefix("in_proj_"), tensor, module)
-        elif name == "decoder.embed_out":
-            renamed = {"decoder.output_projection.weight": tensor}
         tensors |= renamed
         parts[name] = list(renamed)
     return Tensors(tensors, path), parts

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForSeq2SeqLM,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -32,13 +33,16 @@ MAX_LENGTH = 512  # in place of a limit that grows with the source
 PROBE = (4, 16)  # sources and tokens to measure a difference with
 
 
-def expect_fields(config: VanillaTransformerConfig, name: str, fixed: dict[str, Any]) -> None:
+def expect_fields(
+    config: VanillaTransformerConfig, name: str, fixed: dict[str, Any], ends_in_layer_norm: bool
+) -> None:
     """Check the fields for which a class of transformers has only one value.
 
     Args:
         config: Our configuration.
         name: The name of the class.
         fixed: The values of our fields that the class supports.
+        ends_in_layer_norm: Whether its stacks end in a layer norm.
 
     Raises:
         ValueError: A field has another value, or heads are wider than d_model.
@@ -47,6 +51,11 @@ def expect_fields(config: VanillaTransformerConfig, name: str, fixed: dict[str, 
         if (value := getattr(config, field)) != expected:
             raise ValueError(f"{field}={value!r}: expected {expected!r} for {name}")
     for stack in ("encoder", "decoder"):
+        if config.ends_in_layer_norm(stack) != ends_in_layer_norm:
+            expected = "both" if ends_in_layer_norm else "none"
+            raise ValueError(
+                f"final_layer_norm={config.final_layer_norm!r}: expected {expected!r} for {name}"
+            )
         heads = getattr(config, f"{stack}_attention_heads")
         d_k = config.head_dim or config.d_model // heads
         widest = max(d_k, config.value_head_dim or d_k)
@@ -93,7 +102,8 @@ def copied_weights(model: VanillaTransformerForConditionalGeneration) -> dict[st
 def save(
     model: VanillaTransformerForConditionalGeneration,
     tokenizer: PreTrainedTokenizerBase,
-    theirs: PreTrainedModel,
+    their_class: type[PreTrainedModel],
+    their_config: PreTrainedConfig,
     weights: dict[str, Tensor],
     output: Path,
 ) -> None:
@@ -102,13 +112,16 @@ def save(
     Args:
         model: Our model.
         tokenizer: Its tokenizer.
-        theirs: The model of the other class, on the meta device.
+        their_class: The other class.
+        their_config: Its configuration.
         weights: Its weights under our names, or under its own if our model lacks them.
         output: The folder.
     """
     bias = weights.pop(PROJECTION_BIAS, torch.zeros(model.config.target_vocab_size))
     named = {renamed(name, NAMES): tensor for name, tensor in weights.items()} | {BIAS: bias[None]}
     limit = min(MAX_LENGTH, number_of_positions(model.config))
+    with torch.device("meta"):
+        theirs = their_class(their_config)
     theirs.generation_config = _generation_config(model.generation_config, limit)
     theirs.save_pretrained(output, state_dict=named)
     tokenizer.padding_side = "right"  # their positions count left padding, ours don't
@@ -121,7 +134,7 @@ def save(
         raise RuntimeError(f"{output.name}: transformers reads back other tensors: {report}")
     logger.warning(
         "%s: logits differ by at most %.1e on %d tokens; layer_norm_eps is %g there and %g here",
-        type(theirs).__name__,
+        their_class.__name__,
         _difference(model, written),
         math.prod(PROBE),
         EPSILON,

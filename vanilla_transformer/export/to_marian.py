@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 from transformers import MarianConfig, MarianMTModel
 
 from ..conversion.weights import separate_halves
@@ -28,12 +27,7 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
     """
     model, tokenizer = read_model(model_folder)
     config = model.config
-    expect_fields(config, "MarianMTModel", FIXED)
-    for stack in ("encoder", "decoder"):
-        if config.ends_in_layer_norm(stack):
-            raise ValueError(
-                f"final_layer_norm={config.final_layer_norm!r}: expected 'none' for MarianMTModel"
-            )
+    expect_fields(config, "MarianMTModel", FIXED, ends_in_layer_norm=False)
     theirs = MarianConfig(
         **shared_fields(config),
         vocab_size=config.vocab_size,
@@ -43,6 +37,4 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
     )
     weights = copied_weights(model)
     separate_halves(weights)  # as in their positions: all sines, then all cosines
-    with torch.device("meta"):
-        empty = MarianMTModel(theirs)
-    save(model, tokenizer, empty, weights, output)
+    save(model, tokenizer, MarianMTModel, theirs, weights, output)

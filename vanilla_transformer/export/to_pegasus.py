@@ -4,7 +4,6 @@ import math
 import re
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PegasusConfig, PegasusForConditionalGeneration
 
@@ -31,21 +30,14 @@ def write(model_folder: Path, output: Path, quantization: str | None) -> None:
     """
     model, tokenizer = read_model(model_folder)
     config = model.config
-    name = "PegasusForConditionalGeneration"
-    expect_fields(config, name, FIXED)
-    if not all(map(config.ends_in_layer_norm, ("encoder", "decoder"))):
-        raise ValueError(
-            f"final_layer_norm={config.final_layer_norm!r}: expected 'both' for {name}"
-        )
+    expect_fields(config, "PegasusForConditionalGeneration", FIXED, ends_in_layer_norm=True)
     theirs = PegasusConfig(**shared_fields(config), vocab_size=config.vocab_size)
     weights = copied_weights(model)
     for stack in ("encoder", "decoder"):
         table = position_table(getattr(model.model, stack))
         weights[f"model.{stack}.embed_positions.weight"] = table
     _use_their_epsilon(weights, config.layer_norm_eps)
-    with torch.device("meta"):
-        empty = PegasusForConditionalGeneration(theirs)
-    save(model, tokenizer, empty, weights, output)
+    save(model, tokenizer, PegasusForConditionalGeneration, theirs, weights, output)
 
 
 def _use_their_epsilon(weights: dict[str, Tensor], epsilon: float) -> None:
