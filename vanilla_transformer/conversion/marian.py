@@ -58,7 +58,7 @@ EXACT_GELU = (1, 12, 3)  # in earlier versions x * sigmoid(1.702 x)
 NORMALIZED_KEYS = (1, 11)  # in earlier versions, pre-norm did not normalize keys and values
 
 # Options of which our model supports only these values; the first is the default.
-HELD: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "type": ("transformer",),
     "transformer-decoder-autoreg": ("self-attention",),
     "transformer-attention-mask": ("default",),
@@ -298,11 +298,11 @@ def _model_options(arrays: NumpyFile) -> dict[str, Any]:
         raise ValueError(f"{arrays.path}: expected {OPTIONS!r} in it, the options of the model")
     text = bytes(arrays[OPTIONS].numpy()).decode().rstrip("\0")
     marian = _parse_yaml(text, arrays.path)
-    for name, held in HELD.items():
-        if name in marian and marian[name] not in held:
-            expected = " or ".join(map(repr, held))
+    for name, supported in SUPPORTED.items():
+        if name in marian and marian[name] not in supported:
+            expected = " or ".join(map(repr, supported))
             raise ValueError(f"{arrays.path}: {name}={marian[name]!r}: expected {expected}")
-    for name in sorted(marian.keys() - READ - HELD.keys() - REQUIRED):
+    for name in sorted(marian.keys() - READ - SUPPORTED.keys() - REQUIRED):
         if not IGNORED.fullmatch(name):
             raise ValueError(f"{arrays.path}: {name}={marian[name]!r}: expected no such option")
     if missing := sorted(REQUIRED - marian.keys()):

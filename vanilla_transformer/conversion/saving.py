@@ -44,7 +44,7 @@ def save(conversion: Conversion, output_dir: str | Path, max_shard_size: int | s
     """
     output = expect_unused(output_dir)
     conversion.expect_fit()
-    _expect_own_names(conversion.files)
+    _expect_distinct_names(conversion.files)
     model = empty_model(conversion.config).to(next(iter(conversion.weights.values())).dtype)
     model.generation_config = generation_config(conversion)
     conversion.tokenizer.save_pretrained(output)
@@ -54,7 +54,7 @@ def save(conversion: Conversion, output_dir: str | Path, max_shard_size: int | s
     return output
 
 
-def _expect_own_names(files: list[Path]) -> None:
+def _expect_distinct_names(files: list[Path]) -> None:
     """Check that no file would replace another one in the folder that keeps them."""
     first: dict[str, Path] = {}
     for file in files:
@@ -117,7 +117,7 @@ def restore(model_folder: Path, halves: bool) -> dict[str, Tensor]:
     if (model_folder / ORIGINAL / LEFTOVERS_NAME).is_file():
         leftovers = load_file(model_folder / ORIGINAL / LEFTOVERS_NAME)
     weights |= {f"original:{name}": each for name, each in leftovers.items()}
-    _report_losses(model_folder, record, weights)
+    _report_changes(model_folder, record, weights)
 
     def part(name: str) -> Tensor:
         name, _, rows = name.partition("[:")
@@ -140,7 +140,7 @@ def _expect_same_architecture(model_folder: Path, record: dict[str, Any]) -> Non
             )
 
 
-def _report_losses(model_folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> None:
+def _report_changes(model_folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """Log what training may have changed and the checkpoint has no place for."""
     parts = [part.partition("[:") for each in record["sources"].values() for part in each]
     placed = {name for name, _, _ in parts}
