@@ -15,8 +15,9 @@ from torch import Tensor
 from ..data.vocabularies import Specials
 from ..data.vocabulary_files import read_json
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from . import core
 from .check import Toolkit, subwords
-from .core import SIDES, STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors, norm_positions
+from .core import SIDES, STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors
 from .positions import find_sinusoids, learned_positions
 from .text import tokenizer_for
 from .unpickling import load_torch
@@ -30,12 +31,21 @@ SPECIAL_IDS = {"<pad>": 0, "<unk>": 1, "<s>": 2, "</s>": 3}
 # The first bytes of MXNet arrays, in which Sockeye 1 and 2 save their parameters.
 MXNET_MAGIC = (0x112).to_bytes(8, "little")
 
-# Their names in a layer, and ours. Those of attention and its layer norms depend on the stack.
-ATTENTION = {
-    "encoder": {"self_attention": "self_attn"},
-    "decoder": {"autoregr_layer": "self_attn", "enc_attention": "encoder_attn"},
+# Turn our names into theirs: regular expressions and their replacements, applied in order. WHEN is
+# "pre" or "post".
+NAMES = {
+    r"^model\.": "",
+    r"^(\w+)\.layer_norm": r"\1.final_process.layer_norm",
+    r"(\w+)_layer_norm": r"WHEN_\1.layer_norm",
+    r"^(encoder.+)self_attn": r"\1self_attention",
+    r"^(decoder.+)self_attn": r"\1autoregr_layer",
+    r"encoder_attn": "enc_attention",
+    r"ffn\.fc": "ff.ff",
+    r"WHEN_ffn": "WHEN_ff",
+    r"q_proj": "ff_q",
+    r"([kv])_proj\.weight": r"ff_kv.weight[\1]",
+    r"out_proj": "ff_out",
 }
-FEED_FORWARD = {"ff.ff1": "ffn.fc1", "ff.ff2": "ffn.fc2"}
 ACTIVATIONS = {"relu": "relu", "swish1": "silu", "gelu": "gelu"}
 # The steps before and after a sub-layer, without dropout: n normalizes, r adds the input.
 NORM_POSITIONS = {("", "rn"): "post", ("n", "r"): "pre"}
@@ -78,13 +88,21 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     folder, params = (path, path / PARAMS) if path.is_dir() else (path.parent, path)
     described = read_config(folder / CONFIG)
     expect_plain(described, folder / CONFIG)
-    tensors = read_params(params)
+    tensors = _separate(read_params(params), described)
     weights, fields = _embeddings(tensors, described)
-    for stack in STACKS:
-        weights |= _layers(tensors, described[f"config_{stack}"], stack)
     positions, position_fields = _positions(tensors, described)
+    arguments = _load_yaml(folder / ARGUMENTS) if (folder / ARGUMENTS).is_file() else {}
+    config = VanillaTransformerConfig(
+        **_sizes(described), **fields, **position_fields,
+        **_rates(described, arguments),
+        pad_token_id=0, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2,
+    )  # fmt: skip
+    norms = {
+        rf"^({stack}.+)WHEN": rf"\1{_norm_position(described[f'config_{stack}'])}"
+        for stack in STACKS
+    }
+    weights |= core.take_layers(tensors, config, NAMES | norms) | positions
     tensors.expect_all_taken(IGNORED)
-    weights |= positions
     if not positions:
         interleave_halves(weights)
     files = options.source_vocabulary, options.target_vocabulary
@@ -96,12 +114,6 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
         vocabularies.append(read_vocabulary(file, described[f"vocab_{side}_size"]))
     sizes = [described[f"vocab_{side}_size"] for side in SIDES]
     tokenizer, rows = tokenizer_for(vocabularies, [Specials()] * 2, options, sizes)
-    arguments = _load_yaml(folder / ARGUMENTS) if (folder / ARGUMENTS).is_file() else {}
-    config = VanillaTransformerConfig(
-        **_sizes(described), **fields, **position_fields,
-        **_rates(described, arguments),
-        pad_token_id=0, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2,
-    )  # fmt: skip
     version = folder / VERSION
     conversion = Conversion(
         config=config,
@@ -201,7 +213,7 @@ def _sizes(config: dict[str, Any]) -> dict[str, Any]:
     encoder, decoder = config["config_encoder"], config["config_decoder"]
     return {
         "d_model": encoder["model_size"],
-        **norm_positions(_norm_position(encoder), _norm_position(decoder)),
+        **core.norm_positions(_norm_position(encoder), _norm_position(decoder)),
         "activation_function": ACTIVATIONS[encoder["act_type"]],
         "encoder_layers": encoder["num_layers"],
         "decoder_layers": decoder["num_layers"],
@@ -263,6 +275,24 @@ def read_params(path: Path) -> Tensors:
     return Tensors(state, path)
 
 
+def _separate(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """The tensors, with queries, keys and values apart. Keys and values alternate, head by head."""
+    d, state = config["config_encoder"]["model_size"], dict(tensors.tensors)
+    for name in tensors:
+        module, _, kind = name.rpartition(".ff_")
+        if kind == "in.weight":
+            state[f"{module}.ff_q.weight"], kv = tensors.take(name, 3 * d, d).split([d, 2 * d])
+        elif kind == "kv.weight":
+            kv = tensors.take(name, 2 * d, d)
+        else:
+            continue
+        del state[name]
+        heads = config[f"config_{name.partition('.')[0]}"]["attention_heads"]
+        for part, rows in zip("kv", kv.reshape(heads, 2, d // heads, d).unbind(1), strict=True):
+            state[f"{module}.ff_kv.weight[{part}]"] = rows.reshape(d, d)
+    return Tensors(state, tensors.place)
+
+
 def _embeddings(
     tensors: Tensors, config: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -275,48 +305,6 @@ def _embeddings(
     )
     weights[PROJECTION_BIAS] = tensors.take("output_layer.bias", target)
     return weights, {**fields, "lm_head_bias": True}
-
-
-def _layers(tensors: Tensors, config: dict[str, Any], stack: str) -> dict[str, Tensor]:
-    """The layers of a stack, and the layer norm after them, under our names."""
-    d, d_ff, when = config["model_size"], config["feed_forward_num_hidden"], _norm_position(config)
-    norms = {**ATTENTION[stack], "ff": "ffn"}
-    weights: dict[str, Tensor] = {}
-    for layer in range(config["num_layers"]):
-        theirs, ours = f"{stack}.layers.{layer}.", f"model.{stack}.layers.{layer}."
-        for name, our_name in ATTENTION[stack].items():
-            weights |= _attention(
-                tensors, theirs + name, ours + our_name, d, config["attention_heads"]
-            )
-        for name, our_name in FEED_FORWARD.items():
-            shape = (d_ff, d) if our_name == "ffn.fc1" else (d, d_ff)
-            weights[f"{ours}{our_name}.weight"] = tensors.take(f"{theirs}{name}.weight", *shape)
-            weights[f"{ours}{our_name}.bias"] = tensors.take(f"{theirs}{name}.bias", shape[0])
-        for name, our_name in norms.items():
-            for part in ("weight", "bias"):
-                norm = tensors.take(f"{theirs}{when}_{name}.layer_norm.{part}", d)
-                weights[f"{ours}{our_name}_layer_norm.{part}"] = norm
-    if when == "pre":
-        for part in ("weight", "bias"):
-            norm = tensors.take(f"{stack}.final_process.layer_norm.{part}", d)
-            weights[f"model.{stack}.layer_norm.{part}"] = norm
-    return weights
-
-
-def _attention(tensors: Tensors, theirs: str, ours: str, d: int, heads: int) -> dict[str, Tensor]:
-    """Queries, keys, values and output. Keys and values alternate, head by head."""
-    if f"{theirs}.ff_in.weight" in tensors:
-        q, kv = tensors.take(f"{theirs}.ff_in.weight", 3 * d, d).split([d, 2 * d])
-    else:
-        q = tensors.take(f"{theirs}.ff_q.weight", d, d)
-        kv = tensors.take(f"{theirs}.ff_kv.weight", 2 * d, d)
-    k, v = kv.reshape(heads, 2, d // heads, d).unbind(1)
-    return {
-        f"{ours}.q_proj.weight": q,
-        f"{ours}.k_proj.weight": k.reshape(d, d),
-        f"{ours}.v_proj.weight": v.reshape(d, d),
-        f"{ours}.out_proj.weight": tensors.take(f"{theirs}.ff_out.weight", d, d),
-    }
 
 
 def _positions(
