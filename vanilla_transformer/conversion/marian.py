@@ -166,7 +166,7 @@ class MarianFiles:
     @classmethod
     def find(cls, path: Path, options: ConversionOptions) -> "MarianFiles":
         """The files of the model at `path`, as `decoder.yml` names them."""
-        named = _only(path, "*decoder.yml", "*.npz") if path.is_dir() else path
+        named = _find_in(path) if path.is_dir() else path
         if named.suffix == ".npz":
             model = named
             beside = [named.with_name(f"{named.name}.decoder.yml"), named.with_name("decoder.yml")]
@@ -195,11 +195,12 @@ class MarianFiles:
         return cls(model, files, both)
 
 
-def _only(folder: Path, *patterns: str) -> Path:
-    """The file in a folder that matches the first of these patterns that has a match. `decoder.yml`
-    is preferred to those of single models, and an optimizer's state is not a model."""
+def _find_in(folder: Path) -> Path:
+    """The file with the options of decoding in a folder, or else its model. `decoder.yml` is
+    preferred to those of single models, and an optimizer's state is not a model."""
     if (folder / "decoder.yml").is_file():
         return folder / "decoder.yml"
+    patterns = "*decoder.yml", "*.npz"
     for pattern in patterns:
         files = [file for file in sorted(folder.glob(pattern)) if "optimizer" not in file.name]
         if len(files) > 1:

@@ -54,7 +54,8 @@ NAME = "torch_nn"
 FOR_STATE_DICTS = ("heads", "norm_first", "activation", "layer_norm_eps")
 READS: tuple[str, ...] = (*FOR_STATE_DICTS, "names", *TOKEN_FILES)
 VOCABULARIES = "vocab.src.txt", "vocab.tgt.txt"
-EMBEDDINGS = "source_embedding", "target_embedding"
+MATRICES = "source_embedding", "target_embedding", "projection", "projection_bias"
+POSITIONS = "source_positions", "target_positions"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 # Keys under which training scripts save the state dict, and prefixes that wrappers add to names.
 STATE_DICTS = ("model_state_dict", "state_dict", "model", "model_state", "net")
@@ -296,9 +297,8 @@ def read_table(layout: Layout, options: ConversionOptions, encoder: str) -> Tabl
         ValueError: The file is not YAML, or has an unknown key or a wrong type.
     """
     outer = encoder.removesuffix("encoder.").removesuffix("transformer.")
-    tensors = [each.name for each in fields(Table) if "." in str(each.default)]
-    outer_names = [name for name in tensors if isinstance(getattr(layout.table, name), str)]
-    table = replace(layout.table, **{n: outer + getattr(layout.table, n) for n in outer_names})
+    names = {name: outer + getattr(layout.table, name) for name in (*MATRICES, *POSITIONS)}
+    table = replace(layout.table, **names)
     given: dict[str, Any] = {}
     if options.names is not None:
         given = _read_names(Path(options.names))
@@ -441,10 +441,9 @@ def _embeddings(tensors: Tensors, table: Table) -> tuple[dict[str, Tensor], dict
     size, d_model = projection.shape
     source = tensors.take(table.source_embedding, None, d_model)
     weights, sizes = tie(source, tensors.take(table.target_embedding, size, d_model), projection)
-    bias = table.projection_bias
-    has_bias = bias is not None and bias in tensors
+    has_bias = table.projection_bias in tensors
     if has_bias:
-        weights[PROJECTION_BIAS] = tensors.take(str(bias), size)
+        weights[PROJECTION_BIAS] = tensors.take(str(table.projection_bias), size)
     sizes |= {"d_model": d_model, "lm_head_bias": has_bias}
     return weights, sizes
 
@@ -516,15 +515,14 @@ class TorchModel(Toolkit):
         module, table = nn.Module(), self.table
         for stack in STACKS:
             module.add_module(stack, self._stack(tensors, prefixes[stack], stack))
-        names = {each.name: getattr(table, each.name) for each in fields(Table)}
-        for name in (*EMBEDDINGS, "projection", "projection_bias"):
-            tensor = tensors.take(names[name]) if names[name] in tensors else None
-            module.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
+        for name in MATRICES:
+            theirs = getattr(table, name)
+            parameter = nn.Parameter(tensors.take(theirs)) if theirs in tensors else None
+            module.register_parameter(name, parameter)
         d_model = module.projection.shape[1]
-        tables = names["source_positions"], names["target_positions"]
-        for stack, name in zip(STACKS, tables, strict=True):
-            if name in tensors:
-                positions = tensors.take(name).reshape(-1, d_model).clone()
+        for stack, name in zip(STACKS, POSITIONS, strict=True):
+            if (theirs := getattr(table, name)) in tensors:
+                positions = tensors.take(theirs).reshape(-1, d_model).clone()
             else:
                 positions = sinusoids(5000, d_model, "paper", "interleaved").float()
             module.register_buffer(f"{stack}_positions", positions)
