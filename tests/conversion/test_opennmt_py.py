@@ -224,6 +224,12 @@ def test_an_option_without_a_value_is_reported(checkpoint, converted_again):
         converted_again()
 
 
+def test_a_name_without_a_tensor_is_reported(checkpoint, converted_again):
+    checkpoint["model"]["encoder.layer_norm.bias"] = None
+    with pytest.raises(ValueError, match=r"a checkpoint of opennmt_py, but RuntimeError\("):
+        converted_again()
+
+
 def test_a_checkpoint_without_a_projection_is_reported(checkpoint, converted_again):
     checkpoint["generator"] = None
     with pytest.raises(ValueError, match="expected a checkpoint of opennmt_py, but AttributeError"):

@@ -232,9 +232,9 @@ def test_the_converted_layer_norm_equals_that_of_the_annotated_transformer():
     hidden = torch.randn(5, D, dtype=torch.float64)
     a_2, b_2 = torch.randn(2, D, dtype=torch.float64)
     theirs = a_2 * (hidden - hidden.mean(-1, keepdim=True)) / hidden.std(-1, keepdim=True) + b_2
-    tensors = torch_nn.Tensors({"encoder.norm.a_2": a_2}, "file.pt")
-    gain = torch_nn._adapt_stacks(tensors, ("encoder.", "decoder."), True)["encoder.norm.a_2"]
-    ours = F.layer_norm(hidden, (D,), gain, b_2, eps=0.0)
+    weights = {"model.encoder.layer_norm.weight": a_2}
+    torch_nn._rescale_gains(weights, D)
+    ours = F.layer_norm(hidden, (D,), *weights.values(), b_2, eps=0.0)
     torch.testing.assert_close(ours, theirs)
 
 
@@ -296,6 +296,26 @@ def test_a_wrong_shape_is_reported(tmp_path):
         ValueError, match=r"tgt_tok_emb.embedding.weight'.*\(26, 12\), .*\(26, 24\)"
     ):
         convert_state(tmp_path, state)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4,), (3 * D, 1)])
+def test_a_wrong_shape_of_a_fused_projection_is_reported(tmp_path, shape):
+    name = "transformer.decoder.layers.1.multihead_attn.in_proj_weight"
+    state = Tutorial().state_dict() | {name: torch.zeros(shape)}
+    with pytest.raises(ValueError, match=rf"'{name}\[q\]' has shape .*, expected \(24, 24\)"):
+        convert_state(tmp_path, state)
+
+
+def test_a_wrong_shape_of_a_gain_is_reported(tmp_path):
+    model = random_model(
+        vocab_size=SOURCE, decoder_vocab_size=TARGET, tie_word_embeddings=False, d_model=D,
+        norm_position="pre", attention_bias=True, lm_head_bias=True,
+    )  # fmt: skip
+    name = "encoder.layers.0.sublayer.0.norm.a_2"
+    state = annotated_state(model) | {name: torch.zeros(0)}
+    file = save(tmp_path / "annotated", state, ANNOTATED)
+    with pytest.raises(ValueError, match=rf"'{name}' has shape \(0\), expected \(24\)"):
+        convert(file, tmp_path / "ours", options=ConversionOptions(heads=HEADS))
 
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])

@@ -57,7 +57,7 @@ def read(path: str | Path, options: ConversionOptions | None = None) -> Conversi
     options.expect_only(module.READS, module.NAME)
     try:
         conversion = module.read(Path(path), options)
-    except (AttributeError, LookupError, TypeError) as error:  # a missing or odd option
+    except (AttributeError, LookupError, RuntimeError, TypeError) as error:  # an odd option
         message = f"{path}: expected a checkpoint of {module.NAME}, but {error!r}"
         raise ValueError(message) from error
     if options.moses is not None:

@@ -201,6 +201,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     config = VanillaTransformerConfig(**settings, **position_settings)
     weights |= take_layers(tensors, config, names) | positions
     tensors.expect_all_taken(table.ignored)
+    if layout is ANNOTATED:
+        _rescale_gains(weights, d_model)
     if order == "halves":
         interleave_halves(weights)
     vocabularies = _vocabularies(file.parent, options, table)
@@ -392,20 +394,24 @@ def _token_ids(vocabularies: list[dict[str, int]], table: Table) -> dict[str, in
 
 def _adapt_stacks(tensors: Tensors, prefixes: tuple[str, ...], bias: bool) -> Tensors:
     """The tensors, with those of the stacks as our layers have them: queries, keys and values
-    apart, and zeros for biases that ours has but theirs, without `bias`, lacks. The layer norm of
-    The Annotated Transformer divides by the unbiased standard deviation, which is larger by
-    sqrt(d / (d - 1)), so its gain becomes smaller."""
+    apart, and zeros for biases that ours has but theirs, without `bias`, lacks."""
     state = dict(tensors.tensors)
     lacks_bias = rf"({'|'.join(prefixes)})(layers\.\d+\.(linear|norm)\d|norm)\.weight"
     for name, tensor in tensors.tensors.items():
         if name.startswith(prefixes) and name.endswith((".in_proj_weight", ".in_proj_bias")):
-            parts = zip("qkv", state.pop(name).chunk(3), strict=False)
+            parts = zip("qkv", torch.atleast_1d(state.pop(name)).chunk(3), strict=False)
             state |= {f"{name}[{part}]": piece for part, piece in parts}
-        elif name.startswith(prefixes) and name.endswith(".a_2"):
-            state[name] = tensor * math.sqrt((len(tensor) - 1) / len(tensor))
         elif not bias and re.fullmatch(lacks_bias, name):
             state.setdefault(f"{name.removesuffix('weight')}bias", tensor.new_zeros(len(tensor)))
     return Tensors(state, tensors.place)
+
+
+def _rescale_gains(weights: dict[str, Tensor], d_model: int) -> None:
+    """Include a factor in the gains of layer norms: those of The Annotated Transformer divide by
+    the unbiased standard deviation, which is larger by sqrt(d / (d - 1))."""
+    for name, tensor in weights.items():
+        if name.endswith("layer_norm.weight"):
+            weights[name] = tensor * math.sqrt((d_model - 1) / d_model)
 
 
 def _layer_settings(
