@@ -343,6 +343,13 @@ def test_a_vocabulary_that_does_not_match_is_refused(tmp_path, found):
         convert(file, tmp_path / "ours", options=ConversionOptions(heads=HEADS))
 
 
+def test_an_embedding_of_a_single_token_does_not_match(tmp_path):
+    state = Tutorial().state_dict()
+    name = "src_tok_emb.embedding.weight"
+    with pytest.raises(ValueError, match="source_vocabulary: 30 tokens: expected 1"):
+        convert_state(tmp_path, state | {name: state[name][:1]})
+
+
 def test_one_vocabulary_can_be_used_for_both_sides(tmp_path):
     state = Tutorial().state_dict()
     state["src_tok_emb.embedding.weight"] = state["src_tok_emb.embedding.weight"][:TARGET]

@@ -56,6 +56,10 @@ READS: tuple[str, ...] = (*FOR_STATE_DICTS, "names", *TOKEN_FILES)
 VOCABULARIES = "vocab.src.txt", "vocab.tgt.txt"
 MATRICES = "source_embedding", "target_embedding", "projection", "projection_bias"
 POSITIONS = "source_positions", "target_positions"
+# In the configuration until the vocabularies are read.
+NO_TOKENS: dict[str, Any] = dict.fromkeys(
+    ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+)
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 # Keys under which training scripts save the state dict, and prefixes that wrappers add to names.
 STATE_DICTS = ("model_state_dict", "state_dict", "model", "model_state", "net")
@@ -198,7 +202,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     settings |= {"attention_bias": bias} | _layer_settings(tensors, table, names, d_model)
     positions, position_settings = _positions(tensors, table, d_model)
     order = position_settings.pop("layout", None)
-    config = VanillaTransformerConfig(**settings, **position_settings)
+    config = VanillaTransformerConfig(**settings, **position_settings, **NO_TOKENS)
     weights |= take_layers(tensors, config, names) | positions
     tensors.expect_all_taken(table.ignored)
     if layout is ANNOTATED:
