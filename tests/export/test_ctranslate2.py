@@ -144,6 +144,14 @@ def expect_equal_scores(model, engine, atol):
     torch.testing.assert_close(engine.token_scores(**inputs), expected, rtol=0, atol=atol)
 
 
+def test_a_missing_eos_among_several_is_not_the_engines(saved, tmp_path):
+    """-1 is customary for none."""
+    model, folder = saved()
+    model.generation_config.eos_token_id = [-1, 2]
+    model.save_pretrained(folder)
+    assert load(export(folder, tmp_path / "exported", "ctranslate2")).config.eos_token == "</s>"
+
+
 def test_the_eos_of_a_given_target_is_scored_if_there_are_several(saved, tmp_path):
     model, folder = saved()
     model.generation_config.eos_token_id = [5, 2]

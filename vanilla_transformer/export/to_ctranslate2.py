@@ -121,7 +121,7 @@ def _special_id(model: VanillaTransformerForConditionalGeneration, *fields: str)
     configs: tuple[Any, ...] = model.generation_config, model.config
     token = first_given(*(getattr(config, field) for field in fields for config in configs))
     if isinstance(token, list):  # the engine gets the others as an option
-        token = token[0] if token else None
+        token = next((id_ for id_ in token if id_ >= 0), None)
     if token is None:
         raise ValueError(f"{fields[0]}=None: expected a token, for CTranslate2")
     return token
