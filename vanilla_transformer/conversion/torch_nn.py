@@ -54,6 +54,7 @@ NAME = "torch_nn"
 FOR_STATE_DICTS = ("heads", "norm_first", "activation", "layer_norm_eps")
 READS: tuple[str, ...] = (*FOR_STATE_DICTS, "names", *TOKEN_FILES)
 VOCABULARIES = "vocab.src.txt", "vocab.tgt.txt"
+# Fields of `Table` that name tensors.
 MATRICES = "source_embedding", "target_embedding", "projection", "projection_bias"
 POSITIONS = "source_positions", "target_positions"
 # In the configuration until the vocabularies are read.
