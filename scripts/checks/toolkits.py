@@ -29,9 +29,10 @@ from scripts.checks.toolkit_imports import MODULES, import_toolkit
 from scripts.checks.toolkit_training import HEADS, SOURCE, TARGET, TRAININGS, prepare, train
 from scripts.reports import expect_known, markdown, read_options, save
 from vanilla_transformer import conversion
-from vanilla_transformer.conversion.check import Converted, Toolkit, largest_difference, of_targets
+from vanilla_transformer.conversion.check import Converted, largest_difference, of_targets
 from vanilla_transformer.conversion.positions import FREQUENCIES, LAYOUTS, sinusoids
 from vanilla_transformer.conversion.tensor2tensor import Tensor2TensorToolkit
+from vanilla_transformer.conversion.toolkit import Toolkit
 from vanilla_transformer.model.output_length import LENGTH_PENALTIES
 
 BATCH, BEAMS, LONGEST = 32, 5, 50

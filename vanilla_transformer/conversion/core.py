@@ -6,7 +6,7 @@ A format is a module with
     READS: tuple[str, ...]  # the names of the options that it uses
     recognizes(path: Path) -> bool
     read(path: Path, options: ConversionOptions) -> Conversion
-    load_toolkit(path: Path, options: ConversionOptions) -> Toolkit  # see check.py
+    load_toolkit(path: Path, options: ConversionOptions) -> Toolkit  # see toolkit.py
 
 and, if models go back to it,
 

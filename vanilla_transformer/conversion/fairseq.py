@@ -20,11 +20,11 @@ from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.generation_options import first_given
 from . import core
-from .check import Toolkit, subwords
 from .core import STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors
 from .positions import sinusoids
 from .saving import copy_original_files, read_record, restore
 from .text import side_tokenizer
+from .toolkit import Toolkit, subwords
 from .unpickling import Inert, contents, load_torch
 from .weights import PROJECTION, interleave_halves, matrix_of, split_fused, tie
 

@@ -12,9 +12,9 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from ..data import vocabularies, vocabulary_files
 from . import core, fairseq
-from .check import TransformersModel
 from .core import Conversion, ConversionOptions
 from .saving import copy_original_files, restore, write_safetensors
+from .toolkit import TransformersModel
 
 NAME = "fsmt"
 READS: tuple[str, ...] = ("source_vocabulary", "target_vocabulary", "source_codes")

@@ -27,10 +27,10 @@ from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.generation_options import SHARES
 from ..model.tokenization_vanilla_transformer import SOURCE_FILE, TARGET_FILE
 from . import core
-from .check import TransformersModel
 from .core import Conversion, ConversionOptions, Tensors
 from .positions import find_sinusoids
 from .saving import copy_original_files, restore, write_safetensors
+from .toolkit import TransformersModel
 from .weights import (
     PROJECTION,
     PROJECTION_BIAS,

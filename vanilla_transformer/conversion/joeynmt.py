@@ -33,7 +33,6 @@ from ..data.vocabularies import (
 from ..data.vocabulary_files import PRIVATE, read_bpe_codes, read_lines, read_sentencepiece
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.generation_options import first_given
-from .check import Toolkit
 from .core import (
     STACKS,
     TOKEN_FILES,
@@ -44,6 +43,7 @@ from .core import (
     norm_positions,
     take_layers,
 )
+from .toolkit import Toolkit
 from .unpickling import contents, load_torch
 from .weights import SHARED, SOURCE, tie
 

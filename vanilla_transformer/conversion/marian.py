@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerFast
 from ..data import vocabularies, vocabulary_files
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
-from .check import Toolkit, subwords
 from .core import STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors
+from .toolkit import Toolkit, subwords
 from .weights import PROJECTION_BIAS, SHARED, add_rows, interleave_halves, tie
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ..data.vocabularies import Specials
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from .check import Toolkit, subwords
 from .core import STACKS, Conversion, ConversionOptions, Tensors, read_weights, renamed, take_layers
 from .positions import find_sinusoids
 from .text import tokenizer_for
+from .toolkit import Toolkit, subwords
 from .unpickling import Inert, contents, load_torch
 from .weights import PROJECTION_BIAS, interleave_halves, tie
 

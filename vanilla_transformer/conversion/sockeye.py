@@ -16,10 +16,10 @@ from ..data.vocabularies import Specials
 from ..data.vocabulary_files import read_json
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
-from .check import Toolkit, subwords
 from .core import SIDES, STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors
 from .positions import find_sinusoids, learned_positions
 from .text import tokenizer_for
+from .toolkit import Toolkit, subwords
 from .unpickling import load_torch
 from .weights import PROJECTION_BIAS, interleave_halves, tie
 

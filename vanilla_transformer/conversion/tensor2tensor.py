@@ -25,10 +25,10 @@ from transformers import PreTrainedTokenizerBase
 from ..data.vocabularies import Specials, pair, subwords, words
 from ..data.vocabulary_files import read_subwords
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from .check import Toolkit
 from .core import STACKS, Conversion, ConversionOptions, Tensors
 from .positions import learned_positions
 from .tensorflow_checkpoint import TensorFlowCheckpoint, is_index
+from .toolkit import Toolkit
 from .weights import SHARED, SOURCE, TARGET, add_rows, interleave_halves, matrix_of, tie
 
 logger = logging.getLogger(__name__)

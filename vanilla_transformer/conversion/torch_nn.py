@@ -30,7 +30,6 @@ from transformers.activations import ACT2FN
 from ..data.vocabularies import Specials
 from ..data.vocabulary_files import read_json, read_lines
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
-from .check import Toolkit, subwords
 from .core import (
     SIDES,
     STACKS,
@@ -46,6 +45,7 @@ from .core import (
 )
 from .positions import find_sinusoids, learned_positions, sinusoids
 from .text import tokenizer_for
+from .toolkit import Toolkit, subwords
 from .weights import PROJECTION_BIAS, interleave_halves, matrix_of, tie
 
 logger = logging.getLogger(__name__)
