@@ -52,6 +52,19 @@ _LAYER = r"(?:.*/)?body/(encoder|decoder)/layer_(\d+)(?:_\d+)?/"
 _PROJECTION = r"(qkv|kv|q|k|v|output|o)(?:_transform)?(?:_single)?(?:/(kernel|bias))?"
 _SUBLAYER = r"(self_attention|encdec_attention|ffn)"
 _NORM = r"layer_norm/layer_norm_(scale|bias)"
+SUBLAYERS = {
+    "encoder": ("self_attention", "ffn"),
+    "decoder": ("self_attention", "encdec_attention", "ffn"),
+}
+
+
+def _name_of_norm(match: re.Match[str]) -> str:
+    """The name of a layer norm of 2017, which has the number of its sub-layer, except for the
+    first."""
+    stack, layer, number, part = match.groups()
+    return f"{stack}.{layer}.{SUBLAYERS[stack][int(number or 0)]}.postprocess.{part}"
+
+
 NAMES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (
         rf"{_LAYER}(?:encoder_|decoder_)?(self_attention|encdec_attention)/(?:multihead_attention/)?"
@@ -63,10 +76,7 @@ NAMES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
         r"\1.\2.ffn.\3.\4",
     ),
     (rf"{_LAYER}{_SUBLAYER}/layer_(postprocess|prepostprocess)/{_NORM}", r"\1.\2.\3.\4.\5"),
-    (
-        rf"{_LAYER}layer_norm(_[12])?/layer_norm_(scale|bias)",
-        lambda m: f"{m[1]}.{m[2]}.{_sublayers(m[1])[int((m[3] or '_0')[1])]}.postprocess.{m[4]}",
-    ),
+    (rf"{_LAYER}layer_norm(?:_([12]))?/layer_norm_(scale|bias)", _name_of_norm),
     (rf"(?:.*/)?body/(encoder|decoder)/layer_prepostprocess/{_NORM}", r"\1.layer_norm.\2"),
     (r"(?:.*/)?target_space_embedding/kernel", "target_space"),
     (r"(?:.*/)?target_space_embedding/kernel/(\w+)", r"slot.target_space.\1"),
@@ -246,10 +256,6 @@ def read_tensors(prefix: Path) -> Tensors:
 # ---------------------------------------------------------------- Tensors
 
 
-def _sublayers(stack: str) -> list[str]:
-    return [name for name in NORMS if name != "encdec_attention" or stack == "decoder"]
-
-
 class _Reader:
     """Reads the layers under our names.
 
@@ -319,7 +325,7 @@ class _Reader:
         when = "prepostprocess" if self.pre else "postprocess"
         for layer in range(self.layers[stack]):
             theirs, ours = f"{stack}.{layer}.", f"model.{stack}.layers.{layer}."
-            for name in _sublayers(stack):
+            for name in SUBLAYERS[stack]:
                 weights |= self.norm(f"{theirs}{name}.{when}", f"{ours}{NORMS[name]}_layer_norm")
                 if name == "ffn":
                     weights |= self.feed_forward(f"{theirs}ffn", f"{ours}ffn")
