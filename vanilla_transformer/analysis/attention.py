@@ -154,9 +154,12 @@ def _readable(
     readable = []
     for token_id in token_ids:
         token, text = to_token(token_id), tokenizer.decode([token_id], **side).strip()
-        whole = not is_blank(text) and "\N{REPLACEMENT CHARACTER}" not in text
-        blank = repr(token)[1:-1].replace(" ", "\N{OPEN BOX}")
-        readable.append(text if whole else blank if is_blank(token) else token)
+        if not is_blank(text) and "\N{REPLACEMENT CHARACTER}" not in text:
+            readable.append(text)
+        elif is_blank(token):
+            readable.append(repr(token)[1:-1].replace(" ", "\N{OPEN BOX}"))
+        else:
+            readable.append(token)
     return readable
 
 

@@ -159,4 +159,6 @@ def add_rows(weights: dict[str, Tensor], side: str, number: int, copy_of: int | 
 
 def matrix_of(weights: Mapping[str, Tensor], side: str) -> str:
     """Our name for the embedding of "source" or "target"."""
-    return SHARED if SHARED in weights else SOURCE if side == "source" else TARGET
+    if SHARED in weights:
+        return SHARED
+    return SOURCE if side == "source" else TARGET
