@@ -293,6 +293,9 @@ def test_an_invalid_form_or_url_is_refused():
         answer = client().post("/translate", **{place: {"q": [LINE, LINE], **PAIR}})
         assert answer.status_code == 400
         assert answer.json() == {"error": "q: expected one, not 2"}
+    answer = client().post("/translate?source=en&target=de&q=M%E4dchen")
+    assert answer.status_code == 400
+    assert "can't decode byte 0xe4" in answer.text
     file = {"q": ("name", io.BytesIO(b"text"))}
     answer = client().post("/translate", files=file, data=PAIR)
     assert (answer.status_code, list(answer.json())) == (400, ["error"])

@@ -95,7 +95,7 @@ async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Bo
         if content_type.startswith(MULTIPART):
             return kind.model_validate(_fields(await _read_multipart(request, bytes(content))))
         if not content and request.query_params:  # as from deep-translator
-            return kind.model_validate(_fields(request.query_params.multi_items()))
+            return kind.model_validate(_fields(_read_url_encoded(request.scope["query_string"])))
         return kind.model_validate_json(bytes(content))
     except ValidationError as error:
         found = []
