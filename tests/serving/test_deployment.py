@@ -38,6 +38,9 @@ def test_the_compose_file_starts_a_server():
     assert (option, keys) == ("--api_keys", f"/run/secrets/{service['secrets'][0]}")
     timeout = ServingArguments.timeout
     assert float(service["stop_grace_period"].removesuffix("s")) > timeout
+    # Linux drops signals that the first process of a container does not handle. The server handles
+    # them when it is ready.
+    assert service["init"] is True
 
 
 def test_the_systemd_unit_starts_a_server():
