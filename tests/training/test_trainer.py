@@ -837,6 +837,18 @@ def test_curves_are_drawn_as_often_as_the_interval_allows(
 
 
 @pytest.mark.curves
+def test_training_continues_if_curves_cannot_be_written(tokenizer, tmp_path, monkeypatch, caplog):
+    """As on a disk that is full for a moment."""
+
+    def fail(figure, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vanilla_transformer.plotting.save", fail)
+    small_trainer(tmp_path, tokenizer, max_steps=2).train()
+    assert "The curves are not drawn ([Errno 28] No space left on device)" in caplog.text
+
+
+@pytest.mark.curves
 def test_a_training_without_a_logged_loss_has_no_curves(tokenizer, tmp_path):
     """Otherwise its model card would show an empty picture."""
     small_trainer(tmp_path, tokenizer, logging_steps=500).train()

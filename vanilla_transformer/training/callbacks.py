@@ -128,11 +128,15 @@ class CurvesCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Plot, on the main process only, if there is a loss or a score."""
+        """Plot, on the main process only, if there is a loss or a score. If the file can't be
+        written, training continues."""
         if not state.is_world_process_zero:
             return
         from ..plotting import has_curves, plot_curves, save  # matplotlib is slow to import
 
         if has_curves(state.log_history):
             folder = Path(args.output_dir).resolve()
-            save(plot_curves({folder.name: state.log_history}), folder / "curves.png")
+            try:
+                save(plot_curves({folder.name: state.log_history}), folder / "curves.png")
+            except OSError as error:
+                logger.warning("The curves are not drawn (%s)", error)
