@@ -225,6 +225,32 @@ def test_the_newest_checkpoint_is_kept_if_the_clock_is_set_back(tokenizer, tmp_p
     assert list(checkpoints_by_step(tmp_path)) == [8]
 
 
+@pytest.mark.parametrize("kind", ["link", "open on NFS"])
+def test_training_continues_if_an_old_checkpoint_cannot_be_deleted(
+    tokenizer, run, tmp_path, monkeypatch, caplog, kind
+):
+    """As one that was moved to another disk."""
+    elsewhere, delete = run / "elsewhere", shutil.rmtree
+    elsewhere.mkdir()
+    for step in (2, 4, 6):
+        if kind == "link":
+            (run / f"checkpoint-{step}").rename(elsewhere / str(step))
+            (run / f"checkpoint-{step}").symlink_to(elsewhere / str(step))
+
+    def delete_on_nfs(path, ignore_errors=False):
+        if kind != "link" and Path(path).exists() and not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        delete(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", delete_on_nfs)
+    trainer = small_trainer(run, tokenizer, max_steps=10, save_total_limit=1)
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-8"))
+    assert list(checkpoints_by_step(run)) == [10]
+    assert caplog.text.count("is not deleted completely") == (3 if kind == "link" else 4)
+    assert "was deleted during the save" not in caplog.text
+    assert all(find_defect(path) is None for path in elsewhere.iterdir())
+
+
 def test_the_best_is_a_checkpoint_even_if_another_evaluation_was_better(tokenizer, tmp_path):
     trainer = small_trainer(tmp_path, tokenizer, save_steps=4, **BEST)
     trainer.train()

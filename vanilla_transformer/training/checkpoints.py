@@ -183,7 +183,12 @@ class AtomicCheckpointTrainer(Trainer):
         # A checkpoint that a signal caused must not replace one that an average needs.
         total = len(older) + (not is_off_schedule(newest))
         for path in removable[: max(0, total - limit)]:
-            _delete(path)
+            try:
+                _delete(path)
+            except OSError as error:  # such as a link, or a file that is open on NFS
+                if not newest.exists():
+                    raise
+                logger.warning("%s is not deleted completely: %s", path, error)
 
     def is_uploading(self) -> bool:
         """Whether a thread may still read the output folder and a checkpoint, which the next save
