@@ -138,6 +138,9 @@ def test_weights_that_differ_from_their_checksum_are_not_averaged(run, tmp_path)
     message = "checkpoint-10/model.safetensors is corrupt: .*: expected a complete checkpoint"
     with pytest.raises(ValueError, match=message):
         average_checkpoints([folder, run / "checkpoint-5"], tmp_path / "damaged")
+    (folder / "model.safetensors").write_bytes(weights[:99])
+    with pytest.raises(ValueError, match=r"10/model\.safetensors: expected complete file"):
+        average_checkpoints([folder, run / "checkpoint-5"], tmp_path / "damaged")
     assert not (tmp_path / "damaged").exists()
 
 

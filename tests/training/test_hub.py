@@ -198,6 +198,8 @@ SHARDED = json.dumps({"weight_map": {"a": "model-1-of-1.safetensors"}})
             "holds no target tokenizer: expected target_tokenizer.json",
         ),
         (write("model.safetensors.index.json", SHARDED), "model-1-of-1.safetensors is missing"),
+        (write("model.safetensors", "cut"), "model.safetensors: expected complete files, but"),
+        (write("generation_config.json", ""), "generation_config.json: expected complete files"),
         (write(CHECKSUMS_NAME, '{"config.json": [1, 2]}'), "expected a complete checkpoint"),
         (write("README.md", "---\n- a list\n---\n"), "README.md: expected YAML"),
         (write("README.md", "---\na: [\n---\n"), "README.md: expected YAML"),

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..inference.derived_cards import card_metadata, write_card
+from ..inference.loading import naming_damaged
 from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, find_defect, is_off_schedule
 
 # Files of a trainer's checkpoint that do not belong to an averaged model.
@@ -82,7 +83,7 @@ def average_checkpoints(folders: Sequence[str | Path], output_dir: str | Path) -
         FileExistsError: The output folder holds a model, whose card would be wrong.
         FileNotFoundError: A folder holds no safetensors weights.
         ValueError: There is no folder, one is repeated, the models differ in architecture or are
-            quantized, weights differ from their checksum, or the last one's card can't be read.
+            quantized, weights are damaged, or the last one's card can't be read.
     """
     if Path(output_dir, "config.json").exists():
         raise FileExistsError(
@@ -146,7 +147,7 @@ def _weight_map(folder: Path) -> dict[str, Path]:
     """The file of each tensor; empty if there are no safetensors weights."""
     whole, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if whole.is_file():
-        with safe_open(whole, framework="pt") as file:
+        with naming_damaged(whole), safe_open(whole, framework="pt") as file:
             return dict.fromkeys(file.keys(), whole)
     if index.is_file():
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -160,7 +161,7 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         raise FileNotFoundError(f"{folder}: expected a model's weights, {SAFE_WEIGHTS_NAME}")
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(set(weights.values())):
-        with safe_open(path, framework="pt") as file:
+        with naming_damaged(path), safe_open(path, framework="pt") as file:
             names = file.keys()
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
     return shapes

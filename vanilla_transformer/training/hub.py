@@ -15,8 +15,10 @@ from huggingface_hub import (
     ModelCard,
     ModelCardData,
 )
+from safetensors import safe_open
 
 from ..inference.derived_cards import SHOW_PAGE, TRANSLATE, card_metadata
+from ..inference.loading import expect_model_folder, naming_damaged
 from ..model.tokenization_vanilla_transformer import (
     SOURCE_FILE,
     TARGET_FILE,
@@ -120,11 +122,15 @@ def expect_finished_model(folder: Path) -> None:
         if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
             hint = "; its checkpoints are models" if checkpoints_by_step(folder) else ""
             raise ValueError(f"{folder} holds no {part}: expected {' or '.join(patterns)}{hint}")
+    expect_model_folder(folder)
     _expect_both_vocabularies(folder)
     for index in folder.glob("*.safetensors.index.json"):
         for shard in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()):
             if not (folder / shard).is_file():
                 raise ValueError(f"{folder / shard} is missing: {index.name} names it")
+    for weights in folder.glob("*.safetensors"):
+        with naming_damaged(weights), safe_open(weights, framework="pt"):
+            pass  # its header tells its size
     if (folder / CHECKSUMS_NAME).is_file() and (defect := find_defect(folder)):
         raise ValueError(f"{defect}: expected a complete checkpoint")
 
