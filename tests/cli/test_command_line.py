@@ -11,10 +11,13 @@ from socket import socket
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from conftest import REPOSITORY, run_command, run_module
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.utils.versions import require_version
 
@@ -179,6 +182,10 @@ def missing_package():
     require_version("no-such-package>=1")
 
 
+def full_disk():
+    save_file({"weight": torch.ones(1)}, "/proc/none/model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("fails", "expected"),
     [
@@ -188,11 +195,12 @@ def missing_package():
         (missing_model, False),
         (impossible_name, False),
         (missing_package, False),
+        (full_disk, False),
     ],
 )
 def test_only_errors_about_the_input_are_shown_without_traceback(monkeypatch, fails, expected):
     monkeypatch.setattr(main, "PACKAGE", Path(__file__).parent)  # as if it contained this file
-    with pytest.raises((ValueError, OSError, ImportError)) as caught:
+    with pytest.raises((ValueError, OSError, ImportError, SafetensorError)) as caught:
         fails()
     assert main.needs_traceback(caught.value) is expected
 

@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
     StrictDataclassError,
     StrictDataclassFieldValidationError,
 )
+from safetensors import SafetensorError
 
 COMMANDS = {
     "train": "Train a model from scratch, or fine-tune one.",
@@ -40,9 +41,9 @@ COMMANDS = {
 # The extras that commands need; the others need "train".
 EXTRAS = {"serve": "serve", "demo": "demo"}
 
-# Errors about a file, a name on the Hub, or a connection to it. The bases are from the Hub's HTTP
-# client, which depends on its version.
-OUTSIDE = (OSError, HFValidationError, *HfHubHTTPError.__bases__)
+# Errors about a file, also of weights, a name on the Hub, or a connection to it. The bases are from
+# the Hub's HTTP client, which depends on its version.
+OUTSIDE = (OSError, SafetensorError, HFValidationError, *HfHubHTTPError.__bases__)
 
 PACKAGE = Path(__file__).parents[1]
 
