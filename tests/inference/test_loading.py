@@ -1,6 +1,9 @@
 """All scripts load models in the same way, and check the options first."""
 
+import errno
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +73,20 @@ def test_a_file_that_is_cut_short_is_reported(checkpoint, tmp_path, file, named,
     with pytest.raises(ValueError, match=f"^{folder}{named}: expected complete files, but ") as e:
         LoadingArguments(device="cpu").load(folder)
     assert not needs_traceback(e.value)
+
+
+def test_weights_that_may_not_be_read_are_not_reported_as_missing(checkpoint, monkeypatch):
+    """safetensors saves weights that only their owner may read."""
+    opened = Path.open
+
+    def open_as_another_user(path, *args, **kwargs):
+        if path.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_as_another_user)
+    with pytest.raises(PermissionError, match=r"Permission denied: .*model\.safetensors"):
+        LoadingArguments(device="cpu").load(checkpoint)
 
 
 def lose_weight(path, ending):
