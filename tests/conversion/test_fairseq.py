@@ -5,6 +5,7 @@ import math
 import shutil
 import typing
 from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -81,6 +82,32 @@ def test_it_is_converted_back_bit_for_bit(converted, tmp_path, variant):
         assert (output / name).read_bytes() == (original / name).read_bytes()
     again = convert(output, tmp_path / "again")
     assert torch.equal(log_probs(again), log_probs(converted(f"fairseq/{variant}")))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_conversion_that_fails_leaves_nothing_and_can_be_repeated(
+    converted, tmp_path, monkeypatch, is_there
+):
+    """As on a full disk, and in either direction."""
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    model, output = converted("fairseq/post"), tmp_path / "output"
+    for start in (
+        partial(convert, CHECKPOINTS / "fairseq/post", output),
+        partial(convert_back, model, output),
+    ):
+        if is_there:
+            output.mkdir()
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "copyfile", fail)
+            with pytest.raises(OSError, match="No space left"):
+                start()
+        assert [*tmp_path.rglob("*")] == [output] * is_there
+        start()
+        assert (output / "dict.de.txt").is_file() or (output / "original/dict.de.txt").is_file()
+        shutil.rmtree(output)
 
 
 def test_a_strangers_record_can_not_write_outside_the_output(converted, tmp_path):

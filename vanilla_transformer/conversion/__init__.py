@@ -3,7 +3,7 @@
 from pathlib import Path
 from types import ModuleType
 
-from ..data.paths import expect_unused
+from ..data.paths import expect_unused, staged
 from ..data.vocabularies import with_moses
 from . import (
     fairseq,
@@ -76,7 +76,8 @@ def convert(
     options: ConversionOptions | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Path:
-    """Convert another toolkit's checkpoint to a model folder for `from_pretrained`.
+    """Convert another toolkit's checkpoint to a model folder for `from_pretrained`. A failure
+    leaves nothing behind.
 
     Args:
         path: The checkpoint, a file or a folder.
@@ -99,7 +100,8 @@ def convert(
 
 def convert_back(model_folder: str | Path, output_dir: str | Path, to: str | None = None) -> Path:
     """Convert a model that `convert` made to a checkpoint of the toolkit that it came from. Without
-    training in between, the tensors are the original ones, bit for bit.
+    training in between, the tensors are the original ones, bit for bit. A failure leaves nothing
+    behind.
 
     Args:
         model_folder: The converted model.
@@ -125,5 +127,6 @@ def convert_back(model_folder: str | Path, output_dir: str | Path, to: str | Non
         )
     if to not in (None, origin):
         raise ValueError(f"to={to!r}: {model_folder} comes from {origin}, expected {origin!r}")
-    module.write(Path(model_folder), output)
+    with staged(output) as written:
+        module.write(Path(model_folder), written)
     return output

@@ -431,7 +431,6 @@ def write(model_folder: Path, output: Path) -> None:
     config = VanillaTransformerConfig.from_pretrained(model_folder)
     state = restore(model_folder, halves=config.position_encoding == "sinusoidal")
     record = read_record(model_folder)
-    output.mkdir(parents=True, exist_ok=True)
     names = ("criterion_name", "optimizer_name", "lr_scheduler_state")
     checkpoint = {
         "args": Namespace(**record["args"]),

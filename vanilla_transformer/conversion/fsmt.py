@@ -75,7 +75,6 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
 def write(model_folder: Path, output: Path) -> None:
     """Write a folder for `FSMTForConditionalGeneration` from a model that `read` has made."""
     tensors = restore(model_folder, halves=True)
-    output.mkdir(parents=True, exist_ok=True)
     write_safetensors(tensors, output / "model.safetensors")
     copy_original_files(model_folder, output)
 

@@ -244,7 +244,6 @@ def write(model_folder: Path, output: Path) -> None:
     tensors = restore(model_folder, halves=True)
     if BIAS in tensors:
         tensors[BIAS] = tensors[BIAS][None]
-    output.mkdir(parents=True, exist_ok=True)
     write_safetensors(tensors, output / "model.safetensors")
     copy_original_files(model_folder, output)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..data.paths import expect_unused
+from ..data.paths import expect_unused, staged
 from ..inference.derived_cards import language_codes
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.loss import SUPPRESSED
@@ -36,7 +36,8 @@ BEAM_OPTIONS = ("length_penalty", "length_penalty_type", "early_stopping")
 
 
 def save(conversion: Conversion, output_dir: str | Path, max_shard_size: int | str = "5GB") -> Path:
-    """Write weights, configuration, code, generation config, tokenizer and model card.
+    """Write weights, configuration, code, generation config, tokenizer and model card. A failure
+    leaves nothing behind.
 
     Raises:
         FileExistsError: The folder is in use.
@@ -47,10 +48,11 @@ def save(conversion: Conversion, output_dir: str | Path, max_shard_size: int | s
     _expect_distinct_names(conversion.files)
     model = empty_model(conversion.config).to(next(iter(conversion.weights.values())).dtype)
     model.generation_config = generation_config(conversion)
-    conversion.tokenizer.save_pretrained(output)
-    model.save_pretrained(output, state_dict=conversion.weights, max_shard_size=max_shard_size)
-    _keep_original(conversion, output / ORIGINAL)
-    model_card(conversion, output).save(output / "README.md")
+    with staged(output) as written:
+        conversion.tokenizer.save_pretrained(written)
+        model.save_pretrained(written, state_dict=conversion.weights, max_shard_size=max_shard_size)
+        _keep_original(conversion, written / ORIGINAL)
+        model_card(conversion, output).save(written / "README.md")
     return output
 
 

@@ -1,6 +1,9 @@
 """Paths on this machine and in any file system that fsspec supports."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 
@@ -46,3 +49,26 @@ def expect_unused(output_dir: str | Path, name: str = "output_dir") -> Path:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{name}={str(output_dir)!r}: expected a new or empty folder")
     return output
+
+
+@contextmanager
+def staged(output_dir: str | Path) -> Iterator[Path]:
+    """An empty folder for files that go to the output folder together, once all are written. A
+    failure leaves nothing behind.
+
+    Raises:
+        FileExistsError: As `expect_unused`.
+    """
+    place = expect_unused(output_dir).resolve()
+    # A folder that exists may be where a volume is mounted, which nothing can replace.
+    nearest = place if place.exists() else place.parent
+    nearest.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=nearest, prefix=f".{place.name}-") as staging:
+        written = Path(staging, place.name)  # a card's title is the name of its folder
+        written.mkdir()
+        yield written
+        if nearest == place:
+            for path in list(written.iterdir()):
+                path.replace(place / path.name)
+        else:
+            written.replace(place)

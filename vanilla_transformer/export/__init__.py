@@ -10,11 +10,10 @@ A module is imported only when its target is used, because most need a package t
 
 import importlib
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-from ..data.paths import expect_unused
+from ..data.paths import expect_unused, staged
 from ..inference.derived_cards import SHOW_PAGE, TRANSLATE, card_metadata, write_card
 from .source import expect_model
 
@@ -64,20 +63,9 @@ def export(
         raise ValueError(f"quantization={quantization!r} with {to}: expected {expected}")
     expect_model(folder)
     metadata = card_metadata(folder)
-    place = output.resolve()
-    # A folder that exists may be where a volume is mounted, which nothing can replace.
-    nearest = place if place.exists() else place.parent
-    nearest.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=nearest, prefix=f".{place.name}-") as staging:
-        written = Path(staging) / place.name
-        written.mkdir()
+    with staged(output) as written:
         target.write(folder, written, quantization)
         _write_card(written, metadata, to)
-        if nearest == place:
-            for path in list(written.iterdir()):
-                path.replace(place / path.name)
-        else:
-            written.replace(place)
     return output
 
 
