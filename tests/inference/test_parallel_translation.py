@@ -306,7 +306,7 @@ def test_a_kill_during_cleanup_leaves_no_chunk_to_a_different_job(source, monkey
     output, parts = source.with_name("out.txt"), source.with_name("out.txt.parts")
     for survived in range(20):
         with monkeypatch.context() as patch:
-            for name in ("unlink", "rmdir"):
+            for name in ("unlink", "rmdir", "rename"):
                 patch.setattr(os, name, dies_after(survived, getattr(os, name)))
             try:
                 run(Worker(), source)
@@ -351,6 +351,17 @@ def test_other_files_in_the_folder_of_chunks_are_kept(source):
     (parts / "notes").write_text("mine")
     assert run(Worker(), source).read_text() == EXPECTED
     assert [path.name for path in parts.iterdir()] == ["notes"]
+
+
+def test_files_that_look_like_chunks_of_another_job_are_not_deleted(source):
+    """As `split -d big.txt out.txt.parts/` makes them."""
+    parts = source.with_name("out.txt.parts")
+    parts.mkdir()
+    (parts / "01").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"out\.txt\.parts has files with numbers as"):
+        run(Worker(), source)
+    assert (parts / "01").read_text() == "mine"
+    assert not source.with_name("out.txt").exists()
 
 
 def test_a_job_without_finished_chunks_is_discarded(source):

@@ -34,6 +34,8 @@ Chunk = tuple[int, list[str]]  # the index of the first line, and lines
 
 LINES_PER_CHUNK = 2048
 JOB_FILE = "job.json"
+DONE_FILE = "done.json"  # the same while the parts are removed
+PARTS = "[0-9]*"
 TARGET_COLUMN = "translation"
 
 # Fields of a configuration about its origin, which do not affect the model.
@@ -168,6 +170,7 @@ def transform_chunks(
     Raises:
         ValueError: An unfinished call had a different source or different settings, the source is
             not UTF-8, or several processes would read the same pipe; also as in `expect_files`.
+        FileExistsError: The folder for the chunks holds someone else's files with such names.
     """
     expect_files(source, output, source_column, target_column)
     if num_processes > 1 and is_no_file(source):
@@ -178,7 +181,13 @@ def transform_chunks(
     parts = as_path(f"{output}.parts")
     job = {**settings, **_origin(as_path(source)), "lines_per_chunk": lines_per_chunk}
     if process_index == 0 and not (parts / JOB_FILE).exists():
-        _clear(parts)  # parts of a job whose removal was interrupted
+        if (parts / DONE_FILE).exists():
+            _clear(parts)  # parts of a job whose removal was interrupted
+        if any(parts.glob(PARTS)):
+            raise FileExistsError(
+                f"{parts} has files with numbers as names, which this job would replace: expected "
+                "no such folder, or that of an unfinished job"
+            )
         parts.mkdir(exist_ok=True)
         _write(parts / JOB_FILE, [json.dumps(job)])
     wait_for_everyone()
@@ -273,8 +282,11 @@ def _origin(source: Path) -> dict[str, Any]:
 
 
 def _clear(parts: Path) -> None:
-    """Remove a job and its parts, the job first: parts without a job are never reused."""
-    for path in (parts / JOB_FILE, *parts.glob("[0-9]*")):
+    """Remove a job and its parts. The job is renamed first: parts without a job are never
+    reused."""
+    with suppress(FileNotFoundError):
+        (parts / JOB_FILE).rename(parts / DONE_FILE)
+    for path in (*parts.glob(PARTS), parts / DONE_FILE):
         path.unlink(missing_ok=True)
     with suppress(OSError):  # the folder has other files, or does not exist
         parts.rmdir()
