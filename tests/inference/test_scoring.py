@@ -7,6 +7,7 @@ import torch
 from conftest import run_command, seq2seq
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.data.vocabularies import Specials, words
 from vanilla_transformer.inference import scoring
 from vanilla_transformer.inference.alignment import add_alignments
@@ -119,6 +120,22 @@ def test_the_script_writes_a_line_for_each_pair(translator, checkpoint, tmp_path
     process = script("--source", "source", "--target", "shorter", "--output", "scores")
     assert "source has 4 lines and shorter 1: expected the same number" in process.stderr
     assert not (tmp_path / "scores").exists()
+
+
+def test_a_script_that_fails_does_not_replace_earlier_scores(tokenizer, tmp_path, monkeypatch):
+    options = {"position_encoding": "learned", "max_position_embeddings": 12}
+    model = seq2seq(vocab_size=len(tokenizer), **options)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(scoring, "PAIRS_PER_WINDOW", 1)
+    for lines, written in (("See\nTal\n", 2), ("See\n" + "tief " * 9 + "\n", 0)):
+        (tmp_path / "lines").write_text(lines)
+        names = ("--model", "model", "--source", "lines", "--target", "lines")
+        for output in ("scores", "scores.gz"):
+            process = run_command("score", *names, "--output", output, cwd=tmp_path, check=False)
+            assert (process.returncode == 0) == bool(written), process.stderr
+            assert len([*read_file(tmp_path / output)]) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "lines", "scores", "scores.gz"}
 
 
 def test_a_pair_without_tokens_is_reported_with_its_number_in_the_text(monkeypatch, translator):

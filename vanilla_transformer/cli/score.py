@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from transformers.hf_argparser import HfArg
 
+from ..data.paths import is_no_file
 from ..data.text_files import expect_inputs, expect_output, expect_parallel, open_output, read_file
 from ..inference.loading import LoadingArguments
+from ..inference.parallel_translation import new_file
 from ..inference.scoring import score_pairs
 from .parser import CommandParser
 
@@ -52,6 +54,10 @@ def main() -> None:
         max_tokens=arguments.max_tokens,
         show_progress=sys.stderr.isatty(),
     )
-    with open_output(arguments.output) as output:
-        for score in scores:
-            print(f"{score.log_probability:.6f}\t{score.tokens}", file=output)
+    lines = (f"{score.log_probability:.6f}\t{score.tokens}\n" for score in scores)
+    if arguments.output is None or is_no_file(arguments.output):
+        with open_output(arguments.output) as stream:
+            stream.writelines(lines)
+    else:
+        with new_file(arguments.output) as file:
+            file.writelines(line.encode() for line in lines)

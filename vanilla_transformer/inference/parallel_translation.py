@@ -316,14 +316,23 @@ def _write(path: Path, lines: Iterable[str]) -> None:
 
 
 def _merge(parts: list[Path], source: str | Path, output: str | Path, target_column: str) -> None:
-    with _atomic_file(as_path(output)) as file:
+    with new_file(output) as file:
         if is_parquet(output):
             add_column(source, target_column, chain.from_iterable(map(read_file, parts)), file)
             return
-        with gzip.GzipFile("", "wb", fileobj=file) if is_gzip(output) else nullcontext(file) as to:
-            for part in parts:
-                with part.open("rb") as content:
-                    shutil.copyfileobj(content, to)
+        for part in parts:
+            with part.open("rb") as content:
+                shutil.copyfileobj(content, file)
+
+
+@contextmanager
+def new_file(path: str | Path) -> Iterator[Any]:
+    """A file that replaces another one once it is complete, compressed if its name ends in .gz."""
+    with (
+        _atomic_file(as_path(path)) as file,
+        gzip.GzipFile("", "wb", fileobj=file) if is_gzip(path) else nullcontext(file) as to,
+    ):
+        yield to
 
 
 @contextmanager
