@@ -316,7 +316,7 @@ def test_the_target_is_the_models_own_translation_by_default(translator):
     model, tokenizer = translator
     generated = model.generate(**tokenizer(SOURCE, return_tensors="pt"))
     maps = attention_maps(model.train(), tokenizer, SOURCE)  # without dropout
-    outputs = model(
+    outputs = model.eval()(
         **tokenizer(SOURCE, return_tensors="pt"),
         decoder_input_ids=generated[:, :-1],
         output_attentions=True,
