@@ -1,6 +1,7 @@
 """All scripts load models in the same way, and check the options first."""
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -105,6 +106,21 @@ def test_a_model_that_lacks_weights_is_refused(model, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=lacking):
         LoadingArguments(device="cpu").load(tmp_path)
     with pytest.raises(ValueError, match=lacking):
+        make_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, None)
+
+
+def test_a_model_with_more_weights_than_its_configuration_says_is_refused(
+    model, tokenizer, tmp_path
+):
+    """transformers only warns, and leaves them out."""
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "decoder_layers": 1}))
+    others = r"weights of the model in its config\.json, but \d+ do not belong to it, such as"
+    with pytest.raises(ValueError, match=others):
+        LoadingArguments(device="cpu").load(tmp_path)
+    with pytest.raises(ValueError, match=others):
         make_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, None)
 
 

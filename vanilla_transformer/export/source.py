@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..inference.decoding import set_output_limit
-from ..inference.loading import expect_model_folder, naming_damaged
+from ..inference.loading import expect_model_folder, expect_same_weights, naming_damaged
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import (
     VanillaTransformerAttention,
@@ -55,15 +55,13 @@ def read_model(
     """The model in single precision, in evaluation mode, and its tokenizer.
 
     Raises:
-        ValueError: The weights are incomplete.
+        ValueError: The weights are not those of the configuration.
     """
     with naming_damaged(folder):
         model, report = VanillaTransformerForConditionalGeneration.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True
         )
-    if report["missing_keys"]:
-        names = ", ".join(sorted(report["missing_keys"]))
-        raise ValueError(f"{folder}: expected complete weights, there is no {names}")
+    expect_same_weights(model, report, folder)
     set_output_limit(model)
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 

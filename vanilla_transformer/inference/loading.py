@@ -1,7 +1,7 @@
 """The options of commands that load a model for inference."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -138,7 +138,7 @@ class LoadingArguments:
                 trust_remote_code=self.trust_remote_code,
                 output_loading_info=True,
             )
-        expect_complete(model, report["missing_keys"], name)
+        expect_same_weights(model, report, name)
         set_output_limit(model)
         return model.to(self.device), tokenizer
 
@@ -235,11 +235,26 @@ def read_config(name: str | Path) -> Any:
     return AutoConfig.from_pretrained(name)
 
 
-def expect_complete(model: PreTrainedModel, missing: Collection[str], name: str | Path) -> None:
-    """Raise a ValueError if weights are missing, which transformers would fill with random ones.
-    Stock models may lack weights that they compute, such as Pegasus's sinusoids."""
+def expect_same_weights(
+    model: PreTrainedModel, report: Mapping[str, Collection[str]], name: str | Path
+) -> None:
+    """Raise a ValueError if weights are missing, which transformers would fill with random ones, or
+    if there are others, which it would leave out. Stock models may lack weights that they compute,
+    such as Pegasus's sinusoids, or have more.
+
+    Args:
+        model: The loaded model.
+        report: What `from_pretrained` returns with `output_loading_info`.
+        name: The model's name or folder, for the message.
+    """
     is_adapted = hasattr(model, "peft_config")
     is_ours = model.config.model_type == VanillaTransformerConfig.model_type
+    missing, others = report["missing_keys"], report["unexpected_keys"]
+    if others and is_ours and not is_adapted:
+        raise ValueError(
+            f"{name}: expected the weights of the model in its config.json, but {len(others)} do "
+            f"not belong to it, such as {min(others)}"
+        )
     if not missing or not (is_adapted or is_ours):
         return
     merge = "; PEFT's merge_and_unload makes a model of it" if is_adapted else ""

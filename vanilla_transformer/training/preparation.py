@@ -27,7 +27,7 @@ from ..data.tokenizer_options import log_coverage, warn_of_split_tokens
 from ..data.vocabularies import rows
 from ..inference.decoding import position_limits
 from ..inference.loading import (
-    expect_complete,
+    expect_same_weights,
     expect_to_read_targets,
     expect_tokenizer,
     read_config,
@@ -236,7 +236,7 @@ def make_model(
         model, report = AutoModelForSeq2SeqLM.from_pretrained(
             name, config=config, dtype=torch.float32, output_loading_info=True, **attention
         )
-        expect_complete(model, report["missing_keys"], name)
+        expect_same_weights(model, report, name)
         _freeze_what_is_not_saved(model)
         return model
     overrides = {**_special_tokens(tokenizer), **arguments.overrides()}
