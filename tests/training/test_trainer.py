@@ -1077,6 +1077,21 @@ def test_label_smoothing_of_transformers_trainer_equals_ours(tokenizer, splits, 
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("generates", [False, True])
+def test_an_evaluation_of_a_stock_model_leaves_out_label_smoothing(
+    tokenizer, splits, tmp_path, generates
+):
+    options = {"predict_with_generate": generates, "generation_max_length": 4}
+    losses = []
+    for factor in (0.0, 0.2):
+        arguments = training_arguments(tmp_path, label_smoothing_factor=factor, **options)
+        model = stock_model(tokenizer, *STOCK[0])
+        trainer = make_trainer(model, tokenizer, arguments, splits)
+        losses.append(trainer.evaluate(splits["train"])["eval_loss"])
+        assert (trainer.label_smoother is not None) == (factor > 0)
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize(
     "options", [{"r_drop_alpha": 1.0}, *slow({}, {"label_smoothing_factor": 0.1})]
 )

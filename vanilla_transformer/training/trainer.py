@@ -213,10 +213,13 @@ class TranslationTrainer(
         **kwargs: Any,
     ) -> tuple:
         """Same as `Seq2SeqTrainer.prediction_step`, but with one translation per source, which is
-        blank for a blank source, as in `translate`, and without changes to the model's generation
-        config. transformers (5.17 to 5.24) writes all defaults into it, which would be saved with
-        the model, such as a maximum of 20 tokens."""
+        blank for a blank source, as in `translate`, with a loss without label smoothing for stock
+        models too, and without changes to the model's generation config. transformers (5.17 to
+        5.24) writes all defaults into it, which would be saved with the model, such as a maximum of
+        20 tokens."""
         generation_config = self.model.generation_config
+        smoother: Any = self.label_smoother  # type: ignore[has-type]
+        self.label_smoother = None
         self.model.generation_config = config = copy.deepcopy(generation_config)
         config.num_return_sequences, config.return_dict_in_generate = 1, False
         try:
@@ -225,6 +228,7 @@ class TranslationTrainer(
             )
         finally:
             self.model.generation_config = generation_config
+            self.label_smoother = smoother
         if self.args.predict_with_generate and outputs is not None:
             pad, nothing = self.processing_class.pad_token_id, self.processing_class("")
             mask = inputs.get("attention_mask")  # `pad_token` may also be the `eos_token`
