@@ -263,6 +263,19 @@ def test_the_bootstrap_finds_no_smaller_p_value_in_a_few_lines_than_a_sign_test(
     assert found["bleu_p"] == found["wer_p"] == 2 / 2**lines
 
 
+def test_p_values_of_the_bootstrap_are_below_half_of_those_of_randomization():
+    """Of the two numbers in docs/evaluation.md, only that of randomization is the probability."""
+    metrics = make_metrics(["exact_match"])
+    systems = {"one": without(*range(3)), "other": without(*range(3, 12))}
+    chance = 2 * sum(comb(12, number) for number in range(4)) / 2**12  # a sign test
+    bootstrap, randomization = (
+        compare_systems(systems, RIGHT, metrics=metrics, test=test)["other"]["exact_match_p"]
+        for test in ("bootstrap", "ar")
+    )
+    assert randomization == pytest.approx(chance, abs=0.02)
+    assert bootstrap < chance / 2
+
+
 def test_systems_are_compared_by_names_of_metrics_too():
     systems = {"a": RIGHT, "b": without(1, 2, 3)}
     expected = compare_systems(systems, RIGHT, metrics=make_metrics(["bleu"]))

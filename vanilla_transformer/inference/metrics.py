@@ -336,8 +336,9 @@ def compare_systems(
     Returns:
         For each system, what `score_translations` returns, with more numbers for each metric. For
         BLEU these are `bleu_p`, except for the first system, the probability of a difference at
-        least as large if both systems are equally good; and from the bootstrap, `bleu_mean` and
-        `bleu_ci`, the mean of the samples and half the width of their 95% confidence interval.
+        least as large if both systems are equally good, or with the bootstrap less than half; and
+        from the bootstrap, `bleu_mean` and `bleu_ci`, the mean of the samples and half the width of
+        their 95% confidence interval.
 
     Raises:
         ValueError, TypeError: As `score_translations`; there is no system, or no such test.
