@@ -396,6 +396,23 @@ def trainer_for(folder, tokenizer, dataset, dropout=0.1, **options):
     return make_trainer(model, tokenizer, arguments, {"train": dataset})
 
 
+def test_the_log_says_that_batches_are_larger_than_by_mean_lengths(
+    tokenizer, encoded, tmp_path, caplog
+):
+    """And that they have more padding."""
+    caplog.set_level("INFO", "vanilla_transformer")
+    logged = []
+    for dataset in (encoded, encoded.tokenized):
+        trainer = trainer_for(tmp_path, tokenizer, dataset, max_tokens=40)
+        batches = list(trainer.get_train_dataloader())
+        logged.append(caplog.messages[-1])
+        largest = max(side.numel() for batch in batches for side in batch.values())
+        assert (largest > 40) == (dataset is encoded)
+    note = " (more of both, as BPE-dropout varies lengths)"
+    assert note in logged[0]
+    assert note not in logged[1]
+
+
 @pytest.mark.parametrize("batches", ["max_tokens", "per_device_train_batch_size"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("streaming", [False, True])

@@ -273,11 +273,12 @@ class TokenBudgetTrainer(Trainer):
         sampler = TokenBudgetSampler(source, target, max_tokens, **options)
         sampler.batch_size = 1  # accelerate multiplies it
         logger.info(
-            "%s: %d batches of at most %d tokens, %.1f%% padding; %d longer pairs %s",
+            "%s: %d batches of at most %d tokens, %.1f%% padding%s; %d longer pairs %s",
             description,
             len(sampler),
             max_tokens,
             100 * sampler.padding(),
+            " (more of both, as BPE-dropout varies lengths)" if hasattr(dataset, "growth") else "",
             sampler.num_oversized,
             "dropped" if sampler.num_dropped else "in batches of their own",
         )
