@@ -260,11 +260,11 @@ def main() -> None:
         "plain loop, sentences/s": {"batches of 32": batched_speed, "line by line": alone_speed},
         "lines where the two loops differ": sum(len(both) > 1 for both in allowed),
         "loads": [],
-        "memory, MB": [],
+        "memory, MiB": [],
     }
     with server(arguments) as (url, process):
         target = Target(url, languages, lines, allowed)
-        memory = results["memory, MB"]
+        memory = results["memory, MiB"]
         for connections, requests in (
             (1, min(200, max(20, arguments.requests // 20))),
             *[(arguments.connections, arguments.requests // 4)] * 4,
@@ -279,12 +279,12 @@ def main() -> None:
 def to_markdown(results: dict[str, Any]) -> str:
     names = ("connections", "requests", "sentences/s", "p50, ms", "p99, ms")
     rows, outcomes = [], Counter[str]()
-    for load, memory in zip(results["loads"], results["memory, MB"], strict=True):
+    for load, memory in zip(results["loads"], results["memory, MiB"], strict=True):
         counts = load["outcomes"]
         wrong = sum(count for name, count in counts.items() if name.endswith(WRONG))
         rows.append([*(load[name] for name in names), wrong, memory])
         outcomes.update(counts)
-    table = markdown([*names, "wrong answers", "memory, MB"], rows)
+    table = markdown([*names, "wrong answers", "memory, MiB"], rows)
     loops, totals = (
         "; ".join(f"{name}: {number}" for name, number in numbers.items())
         for numbers in (results["plain loop, sentences/s"], dict(sorted(outcomes.items())))

@@ -424,7 +424,7 @@ def test_wrong_answers_to_broken_requests_are_counted(monkeypatch):
     wrong = found["outcomes"]["broken_json, wrong"]
     assert 0 < wrong == 20 - found["outcomes"]["right"] < 20
     speeds = {"batches of 32": 2.0, "line by line": 1.0}
-    results = {"plain loop, sentences/s": speeds, "loads": [found], "memory, MB": [390]}
+    results = {"plain loop, sentences/s": speeds, "loads": [found], "memory, MiB": [390]}
     report = load.to_markdown(results)
     assert f" | {wrong} | 390 |" in report
     assert report.startswith("Plain loop, sentences/s: batches of 32: 2.0; line by line: 1.0\n")
