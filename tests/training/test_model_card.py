@@ -79,6 +79,17 @@ def test_the_recipe_has_every_option_that_was_set(model, tmp_path):
     assert not {"report_to", "debug", "label_names", "accelerator_config"} & recipe.keys()
 
 
+def test_the_recipe_has_the_dropout_that_the_text_decides(model, tmp_path):
+    model.config.dropout = 0.3
+    flags = ["--dataset_name", "phrases", "--config_overrides"]
+    _, _, recipe = card_of(model, tmp_path, *flags, "encoder_layers=1")
+    assert recipe["config_overrides"] == {"encoder_layers": 1, "dropout": 0.3}
+    _, _, recipe = card_of(model, tmp_path, *flags, "dropout=0.2")
+    assert recipe["config_overrides"] == "dropout=0.2"
+    _, _, recipe = card_of(model, tmp_path, *flags[:2], "--model_name_or_path", "me/other")
+    assert "config_overrides" not in recipe
+
+
 def test_scores_belong_to_the_text_of_their_split(model, text, tmp_path):
     files = {f"{split}_{side}": str(text) for split in ("train", "test") for side in SIDES}
     for side in SIDES:

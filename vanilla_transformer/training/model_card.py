@@ -234,7 +234,7 @@ def write_model_card(
     output_dir = Path(training_arguments.output_dir).resolve()  # "." has no name
     name = Path(repository or output_dir).name
     languages = list(filter(None, [data_arguments.source_lang, data_arguments.target_lang]))
-    arguments = (model_arguments, data_arguments, training_arguments)
+    recipe = _recipe(model, model_arguments, data_arguments, training_arguments)
     has_code = isinstance(model.config, VanillaTransformerConfig)
     usage = USAGE if has_code else USAGE_OF_STOCK_MODEL
     card = ModelCard.from_template(
@@ -264,7 +264,7 @@ def write_model_card(
         torch=torch.__version__,
         transformers=transformers.__version__,
         command=_command(training_arguments.hub_token),
-        recipe=yaml.safe_dump(_changed(arguments), sort_keys=True, allow_unicode=True).strip(),
+        recipe=yaml.safe_dump(recipe, sort_keys=True, allow_unicode=True).strip(),
         **log,
     )
     path = output_dir / "README.md"
@@ -341,6 +341,14 @@ INCIDENTAL = {
     "dataloader_pin_memory", "disable_tqdm", "do_eval", "resume_from_checkpoint", "use_cache",
     "use_cpu",
 }  # fmt: skip
+
+
+def _recipe(model: PreTrainedModel, options: ModelArguments, *others: Any) -> dict[str, Any]:
+    """The options that differ from their defaults, and the dropout if it follows from the text."""
+    recipe = _changed((options, *others))
+    if options.model_name_or_path is None and not options.states_dropout():
+        recipe["config_overrides"] = {**options.overrides(), "dropout": model.config.dropout}
+    return recipe
 
 
 def _changed(arguments: tuple[Any, ...]) -> dict[str, Any]:
