@@ -500,6 +500,22 @@ def test_a_language_that_a_tokenizer_lacks_is_reported(make, languages, tmp_path
         prepared(tmp_path, make(tmp_path / "model"), source_lang=source, target_lang=target)
 
 
+@pytest.mark.parametrize("make", [mbart, mbart50, nllb])
+def test_a_piece_of_words_is_not_a_language(make, tmp_path, monkeypatch):
+    """Vocabularies have pieces such as "en" and "fr", which name columns of tables, but are not the
+    codes of languages."""
+    monkeypatch.setitem(globals(), "LETTERS", [*LETTERS, "en", "fr"])
+    with pytest.raises(ValueError, match="source_lang='en': expected a language code of"):
+        prepared(tmp_path, make(tmp_path / "model"), source_lang="en", target_lang="fr")
+
+
+def test_a_language_that_was_added_to_a_tokenizer_is_known(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(nllb(tmp_path / "model"))
+    tokenizer.add_tokens(["tyv_Cyrl"], special_tokens=True)
+    set_languages(tokenizer, "tyv_Cyrl", "fra_Latn")
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a lake")["input_ids"])[0] == "tyv_Cyrl"
+
+
 @pytest.mark.parametrize(
     ("make", "flags"),
     [
