@@ -194,13 +194,15 @@ def test_html_tags_do_not_affect_language_detection():
     assert answer["detectedLanguage"] == plain["detectedLanguage"]
 
 
-def test_a_language_with_a_region_is_detected():
+@pytest.mark.parametrize("codes", [("de", "pt-BR"), ("deu-Latn", "por-Latn")])
+def test_a_language_with_a_region_or_script_is_detected(codes):
     pytest.importorskip("py3langid")
-    pairs = dict.fromkeys([("de", "en"), ("pt-BR", "en")], UpperCase())
+    german, portuguese = codes
+    pairs = dict.fromkeys([(german, "en"), (portuguese, "en")], UpperCase())
     server = TestClient(make_app(pairs, ServingArguments()))
     text = "Você não sabe quanto eu gosto de morar no Brasil."
     best, other = server.post("/detect", data={"q": text}).json()
-    assert (best["language"], other["language"]) == ("pt-BR", "de")
+    assert (best["language"], other["language"]) == (portuguese, german)
     assert best["confidence"] > 90
 
 

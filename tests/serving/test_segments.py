@@ -70,8 +70,19 @@ def test_a_comma_with_a_closing_quotation_mark_does_not_end_a_sentence(language,
     assert found == list(map(str.strip, expected))
 
 
+@pytest.mark.parametrize("language", ["de", "de-AT", "deu-Latn"])
+def test_a_region_or_script_does_not_change_how_a_language_is_split(language):
+    segments = split_text("Er kam am 3. März. Ja.", language, 5)
+    assert sentences(segments) == ["Er kam am 3. März.", "Ja."]
+
+
 @pytest.mark.parametrize(
-    ("target", "joined"), [("en", "It rains. Why? / a?b"), ("zh-Hant", "It rains.Why? / a?b")]
+    ("target", "joined"),
+    [
+        ("en", "It rains. Why? / a?b"),
+        ("zh-Hant", "It rains.Why? / a?b"),
+        ("jpn-Jpan", "It rains.Why? / a?b"),
+    ],
 )
 def test_adjacent_sentences_get_a_space_if_the_target_language_has_one(target, joined):
     segments = split_text("下雨了。为什么？ / a?b", "zh", 5)

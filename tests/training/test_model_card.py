@@ -151,6 +151,7 @@ def test_the_languages_of_phrases_are_known(model, tmp_path):
     [
         (("en", "de"), ["en", "de"], None),
         (("eng_Latn", "deu_Latn"), ["eng", "deu"], ["eng-Latn", "deu-Latn"]),
+        (("en_XX", "de_DE"), ["en", "de"], ["en", "de-DE"]),
         (("en", "pt-BR"), ["en", "pt"], ["en", "pt-BR"]),
         (("pt-BR", "pt-PT"), ["pt"], ["pt-BR", "pt-PT"]),
         (("words", "sounds"), None, ["words", "sounds"]),

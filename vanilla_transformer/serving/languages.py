@@ -95,6 +95,16 @@ def language_name(code: str) -> str:
         return code
 
 
+def main_language(code: str) -> str:
+    """The language of a code without script and region, in two letters if ISO 639 has these: "de"
+    for "de-AT" and for "deu-Latn", a code of NLLB."""
+    from babel.core import get_global  # optional for a demo
+
+    language = code.partition("-")[0]
+    short: str = get_global("language_aliases").get(language, "")
+    return short if len(language) == 3 and len(short) == 2 else language
+
+
 def detect(text: str, languages: Iterable[str]) -> list[tuple[str, float]]:
     """The probability of each language, ignoring its script or region, the most probable first. The
     probabilities add up to less than 1 if the text may be in other languages.
@@ -103,7 +113,7 @@ def detect(text: str, languages: Iterable[str]) -> list[tuple[str, float]]:
         ModuleNotFoundError: py3langid is not installed.
     """
     known = dict(_identifier().rank(text))
-    found = [(code, known.get(code.partition("-")[0], 0.0)) for code in languages]
+    found = [(code, known.get(main_language(code), 0.0)) for code in languages]
     return sorted(found, key=lambda pair: -pair[1])
 
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import pysbd
 from pysbd.languages import LANGUAGE_CODES
 
+from .languages import main_language
+
 # Sentences are searched for in this many characters at a time, because pysbd's time grows with the
 # square of the length. No sentence is longer.
 WINDOW = 1000
@@ -96,7 +98,7 @@ def join(segments: Iterable[Segment], translations: Iterable[str], is_html: bool
 def with_spaces(segments: Iterable[Segment], language: str) -> list[Segment]:
     """The segments, with a space between adjacent sentences, as after "。", if the target language
     has one there. After ASCII nothing changes, as "?" in a URL does not end a sentence."""
-    if language.partition("-")[0] in UNSPACED:
+    if main_language(language) in UNSPACED:
         return list(segments)
     spaced: list[Segment] = []
     for segment in segments:
@@ -120,7 +122,7 @@ def _sentences(line: str, language: str, split_over: int) -> Iterator[str]:
     if len(line) <= split_over:
         yield line
         return
-    language = language.partition("-")[0]  # pysbd's codes have no region
+    language = main_language(language)  # pysbd's codes have no region
     segmenter = pysbd.Segmenter(language if language in LANGUAGE_CODES else "en", clean=False)
     core = line.lstrip()  # pysbd drops white space at the beginning
     yield line.removesuffix(core)
