@@ -61,6 +61,15 @@ def test_known_words_are_encoded_losslessly(texts, tmp_path):
     assert not {0, 2} & set(tokenizer("a </s> <pad> b")["input_ids"][:-1])
 
 
+def test_the_word_unk_in_a_text_does_not_change_the_ids_of_tokens():
+    """The trainer of `tokenizers` would leave a gap, and give its last word the id of <BT>."""
+    texts = ["a </s> b <unk> c", "a b <unk> d"]
+    tokenizer = train_tokenizer(texts, tokenizer_type="word", user_tokens=["<BT>"])
+    assert tokenizer.convert_tokens_to_ids(["<unk>", "<BT>"]) == [3, len(tokenizer) - 1]
+    for text in ("a b c d", "<BT> a b"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
 def test_the_types_differ_in_their_pieces():
     text = "Der Hund"
     cut = {kind: pieces(trained(tokenizer_type=kind), text)[:-1] for kind in TOKENIZER_TYPES}

@@ -242,7 +242,10 @@ def _learn_words(
     learner = backend_of(models.WordLevel(unk_token=UNK))
     trainer = trainers.WordLevelTrainer(**options, special_tokens=first_tokens)
     learner.train_from_iterator(texts, trainer)
-    return learner.model
+    learned: dict[str, int] = json.loads(learner.to_str())["model"]["vocab"]
+    # In a text with the word "<unk>", the trainer gives this token a later id.
+    words = dict.fromkeys([*first_tokens, *sorted(learned, key=learned.__getitem__)])
+    return models.WordLevel({word: number for number, word in enumerate(words)}, UNK)
 
 
 _LEARNERS = {
