@@ -70,6 +70,16 @@ def test_order_is_kept_and_blank_lines_stay_blank(model, tokenizer, alone, batch
     assert list(results) == alone
 
 
+def test_long_sources_are_cut_before_their_end_token(model, tokenizer, monkeypatch):
+    read, generate = [], model.generate
+    monkeypatch.setattr(model, "generate", lambda **given: read.append(given) or generate(**given))
+    list(translate(LINES[2:4], model, tokenizer, max_source_length=5, max_new_tokens=6))
+    longest, shortest = read[0]["input_ids"].tolist()
+    whole = tokenizer(LINES[2])["input_ids"]
+    assert longest == [*whole[:4], tokenizer.eos_token_id]
+    assert shortest[: len(tokenizer("see")["input_ids"])] == tokenizer("see")["input_ids"]
+
+
 @pytest.mark.parametrize("blank", ["\u200b", "\ufeff \xad", "\x00\u200f"])
 def test_a_line_of_invisible_characters_stays_blank(model, tokenizer, blank):
     # The tokenizer has bytes for it, and the model a translation.

@@ -362,6 +362,27 @@ def test_a_table_of_positions_limits_texts_and_translations(tmp_path):
         expect_texts_to_fit(model, {"train": Dataset.from_list(rows)})
 
 
+def test_a_validation_source_beyond_the_table_of_positions_is_cut_for_the_final_scores(
+    tmp_path, train_here
+):
+    """As in training: it ended with an error after its last step."""
+    tokenizer = train_tokenizer(SOURCES + TARGETS, 300, show_progress=False)
+    config = VanillaTransformerConfig(
+        vocab_size=len(tokenizer), position_encoding="learned", max_position_embeddings=9, **WIDTH
+    )
+    model = VanillaTransformerForConditionalGeneration(config)
+    folder = save(tmp_path / "model", model, tokenizer)
+    (tmp_path / "source").write_text("the lake\n" + 9 * "the lake is deep " + "\n")
+    (tmp_path / "target").write_text("un lac\nun lac\n")
+    files = [f"--{split}_{side}={tmp_path / side}" for split in ("train", "validation")
+             for side in ("source", "target")]  # fmt: skip
+    train_here(
+        "--model_name_or_path", folder, *files, "--max_source_length", 9, "--use_cpu",
+        "--max_steps", 1, "--report_to", "none", "--output_dir", tmp_path / "out",
+    )  # fmt: skip
+    assert "exact_match" in (tmp_path / "out/README.md").read_text()
+
+
 def test_sources_can_be_longer_than_targets_where_the_model_reads_longer_texts_than_it_writes():
     sizes = {"max_encoder_position_embeddings": 16, "max_decoder_position_embeddings": 8}
     config = LEDConfig(vocab_size=9, attention_window=4, **sizes, **WIDTH)

@@ -16,6 +16,7 @@ folder gets the model, its tokenizer, a model card and learning curves. See docs
 
 import json
 import logging
+import math
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from ..data.data_options import DataArguments
+from ..inference.decoding import position_limits
 from ..inference.metrics import METRICS, score_translations
 from ..inference.translation import translate
 from ..training.arguments import ModelArguments, TranslationTrainingArguments
@@ -105,8 +107,10 @@ def train(model_args: ModelArguments, data_args: DataArguments, training_args: A
 
 
 def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict[str, Any]:
-    """Translate a split on all processes together, and score it on the first."""
+    """Translate a split on all processes together, and score it on the first. Sources are only cut
+    where the model's table of positions ends."""
     is_first = training_args.process_index == 0
+    longest, _ = position_limits(model)
     translations = translate(
         (pair["source"] for pair in pairs),
         model,
@@ -114,6 +118,7 @@ def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict
         batch_size=training_args.per_device_eval_batch_size,
         show_progress=is_first and not training_args.disable_tqdm,
         together=True,
+        max_source_length=None if longest == math.inf else int(longest),
     )
     predictions = list(translations)
     if not is_first:

@@ -66,6 +66,7 @@ def translate(
     prefixes: Iterable[str] | None = None,
     show_progress: bool = False,
     together: bool = False,
+    max_source_length: int | None = None,
     **generate_kwargs: Any,
 ) -> Iterator[str]:
     """Yield the translation of each line, in the order of the lines; empty for a blank line.
@@ -81,6 +82,7 @@ def translate(
         show_progress: Whether to show a progress bar.
         together: Whether all processes translate the same lines together. Each one decodes its
             share of the batches, and yields all translations.
+        max_source_length: Truncate longer lines to this many tokens, special tokens included.
         generate_kwargs: Arguments of `model.generate`, such as `num_beams`.
 
     Raises:
@@ -90,6 +92,7 @@ def translate(
         TypeError: `lines` or `prefixes` is a single string.
     """
     batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
+    batches = batches._replace(max_source_length=max_source_length)
     for hypotheses in batches.hypotheses(None, show_progress, together):
         yield hypotheses[0].text
 
@@ -197,6 +200,7 @@ class Batches(NamedTuple):
     max_tokens: int | None
     prefixes: Iterable[str] | None
     generate_kwargs: dict[str, Any]
+    max_source_length: int | None = None
 
     def hypotheses(
         self, n_best: int | None, show_progress: bool = False, together: bool = False
@@ -238,7 +242,9 @@ class Batches(NamedTuple):
         """Batches of rows by line index, without blank lines, the longest sources first. The
         prefixes of a batch have the same length."""
         lines, texts = zip(*window, strict=True)
-        sources = self.tokenizer(list(lines))["input_ids"]
+        limit = self.max_source_length
+        cut = {"truncation": limit is not None, "max_length": limit}
+        sources = self.tokenizer(list(lines), **cut)["input_ids"]
         expect_positions("line", sources, position_limits(self.model)[0], first + 1)
         prefixes: list[list[int]] = [[]] * len(window)
         if any(texts):
