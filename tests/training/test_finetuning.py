@@ -537,6 +537,18 @@ def test_a_language_that_was_added_to_a_tokenizer_is_known(tmp_path):
     assert tokenizer.convert_ids_to_tokens(tokenizer("a lake")["input_ids"])[0] == "tyv_Cyrl"
 
 
+@pytest.mark.parametrize("make", [ours, nllb, t5])
+def test_a_token_without_an_embedding_is_reported_before_training(make, tmp_path):
+    """As after `add_tokens` alone. torch's error does not say which, and is fatal on a GPU."""
+    folder = make(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["profond", "deep"])
+    tokenizer.save_pretrained(folder)
+    languages = {"source_lang": "eng_Latn", "target_lang": "fra_Latn"} if make is nllb else {}
+    with pytest.raises(ValueError, match=r"train data has the token ' ?deep' with the id .*resize"):
+        prepared(tmp_path, folder, **languages)
+
+
 @pytest.mark.parametrize(
     ("make", "flags"),
     [

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from transformers import (
     AutoConfig,
@@ -22,7 +23,7 @@ from transformers import (
 from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
 from ..data.data_options import DataArguments
 from ..data.parallel_text import load_parallel_dataset, tokenize_dataset
-from ..data.token_batches import count_tokens
+from ..data.token_batches import arrow_tables, count_tokens
 from ..data.tokenizer_options import log_coverage, warn_of_split_tokens
 from ..data.vocabularies import rows
 from ..inference.decoding import position_limits
@@ -107,6 +108,7 @@ def prepare(
     warn_of_changed_references(pairs, tokenizer)
     size = TextSize.of(splits["train"])
     model = make_model(model_args, tokenizer, checkpoint, size)
+    expect_embeddings(model, tokenizer, splits)
     expect_texts_to_fit(model, splits)
     start_in_target_language(model, tokenizer)
     if model_args.model_name_or_path is not None:
@@ -379,6 +381,30 @@ def warn_of_changed_references(
                 "%r: no translation can equal these, which lowers the scores after training",
                 len(changed), len(texts), name, *changed[0],
             )  # fmt: skip
+
+
+def expect_embeddings(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, splits: Mapping[str, Any]
+) -> None:
+    """Raise a ValueError if a text has a token that is not among this model's embeddings, as after
+    `add_tokens`: torch's error does not say which. Streams are not checked."""
+    targets = getattr(tokenizer, "target_tokenizer", tokenizer)
+    outputs = model.get_output_embeddings() or model.get_input_embeddings()
+    for column, matrix, names in (
+        ("input_ids", model.get_input_embeddings(), tokenizer.convert_ids_to_tokens),
+        ("labels", outputs, getattr(targets, "id_to_token", tokenizer.convert_ids_to_tokens)),
+    ):
+        for name, split in splits.items():
+            if not hasattr(split, "__len__"):
+                continue
+            tables = arrow_tables(split, [column])
+            largest = max(pc.max(pc.list_flatten(table[column])).as_py() or 0 for table in tables)
+            if largest >= len(matrix.weight):
+                raise ValueError(
+                    f"the {name} data has the token {names(largest)!r} with the id {largest}: "
+                    f"expected less than {len(matrix.weight)}, the number of the model's "
+                    "embeddings; model.resize_token_embeddings(len(tokenizer)) adds some"
+                )
 
 
 def expect_texts_to_fit(model: PreTrainedModel, splits: Mapping[str, Any]) -> None:
