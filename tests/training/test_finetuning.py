@@ -48,7 +48,7 @@ from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import Hypothesis, encode_prefixes
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
-from vanilla_transformer.training.languages import set_languages
+from vanilla_transformer.training.languages import set_languages, start_in_target_language
 from vanilla_transformer.training.preparation import expect_texts_to_fit, make_model, prepare
 from vanilla_transformer.training.speeds import measurement_key
 from vanilla_transformer.training.trainer import make_trainer
@@ -466,6 +466,34 @@ def test_a_stock_model_scores_its_targets(make, languages, tmp_path):
     (score,) = score_pairs([(SOURCES[0], TARGETS[0])], model, tokenizer)
     assert score.tokens == tokens
     assert score.log_probability == pytest.approx(-tokens * model(**inputs).loss.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "languages"),
+    [
+        (mbart, ("en_XX", "fr_XX")),
+        (mbart50, ("en_XX", "fr_XX")),
+        (nllb, ("eng_Latn", "fra_Latn")),
+        (m2m100, ("en", "fr")),
+    ],
+)
+def test_a_model_of_many_languages_is_used_with_those_that_were_saved(
+    make, languages, tmp_path, caplog
+):
+    """Otherwise targets would be read as text in the source's language, or with a KeyError."""
+    folder = make(tmp_path / "model")
+    model, tokenizer = LoadingArguments(device="cpu").load(folder)
+    assert f"{folder} has no target language: it may translate into any" in caplog.text
+    pairs = [(SOURCES[0], TARGETS[0])]
+    with pytest.raises(ValueError, match="the tokenizer has no target language, expected one"):
+        list(score_pairs(pairs, model, tokenizer))
+    set_languages(tokenizer, *languages)
+    start_in_target_language(model, tokenizer)
+    expected = list(score_pairs(pairs, model, tokenizer))
+    caplog.clear()
+    found = LoadingArguments(device="cpu").load(save(tmp_path / "saved", model, tokenizer))
+    assert list(score_pairs(pairs, *found)) == expected
+    assert "target language" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The options of commands that load a model for inference."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +28,14 @@ from .decoding import set_output_limit
 from .engines import ENGINES, find_engine, named_engine
 from .ensemble import VanillaTransformerEnsemble, expect_same_vocabulary
 
+logger = logging.getLogger(__name__)
+
 TORCH = "torch"
 ENGINE_NAMES = (TORCH, *(engine.NAME for engine in ENGINES))
 # Patterns of files in any format.
 TOKENIZERS = ("*token*", "*.spm", "*.model", "vocab*")
 WEIGHTS = ("*.safetensors*", "*.bin*")
+SAVED = "docs/data.md#languages shows how to save the languages with a model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -140,6 +144,7 @@ class LoadingArguments:
             )
         expect_same_weights(model, report, name)
         set_output_limit(model)
+        warn_of_unknown_language(model, tokenizer)
         return model.to(self.device), tokenizer
 
     def _load_tokenizer(self, name: str | Path) -> PreTrainedTokenizerBase:
@@ -151,9 +156,10 @@ class LoadingArguments:
             tokenizer = AutoTokenizer.from_pretrained(
                 name, trust_remote_code=self.trust_remote_code
             )
-        if isinstance(tokenizer, FSMTTokenizer):
+        if not reads_targets(tokenizer):
             # transformers calls this before it reads a target, which translation does not do.
-            tokenizer._switch_to_target_mode = partial(expect_to_read_targets, tokenizer)
+            switch = getattr(tokenizer, "_switch_to_target_mode", None)
+            tokenizer._switch_to_target_mode = partial(_switch_to_target, tokenizer, switch)
         return tokenizer
 
     def _load_ensemble(
@@ -264,20 +270,49 @@ def expect_same_weights(
     )
 
 
+def lacks_target_language(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer of many languages, such as NLLB's, was not told that of the targets. It
+    would then read targets as text in the source's language, or fail."""
+    return getattr(tokenizer, "tgt_lang", "") is None
+
+
 def reads_targets(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer reads both sides. transformers reads targets of FSMT with the vocabulary
     of the sources, even if the targets have another."""
     if not isinstance(tokenizer, FSMTTokenizer):
-        return True
+        return not lacks_target_language(tokenizer)
     return tokenizer.encoder == {token: number for number, token in tokenizer.decoder.items()}
 
 
 def expect_to_read_targets(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a ValueError for FSMT's tokenizers with two vocabularies."""
+    """Raise a ValueError for FSMT's tokenizers with two vocabularies, and for those of many
+    languages without the target's."""
+    name = tokenizer.name_or_path
+    if lacks_target_language(tokenizer):
+        raise ValueError(f"{name}: the tokenizer has no target language, expected one; {SAVED}")
     if not reads_targets(tokenizer):
-        name = tokenizer.name_or_path
         raise ValueError(
             f"{name}: FSMT's tokenizer reads targets with the vocabulary of the sources, expected "
             f"one that reads both sides; vanilla-transformer convert {name} --output_dir FOLDER "
             "makes a model that has one"
         )
+
+
+def _switch_to_target(
+    tokenizer: PreTrainedTokenizerBase, switch: Callable[[], None] | None
+) -> None:
+    """Replaces a tokenizer's `_switch_to_target_mode`, if any."""
+    expect_to_read_targets(tokenizer)
+    if switch is not None:
+        switch()
+
+
+def warn_of_unknown_language(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn if neither a tokenizer of many languages nor the model's generation config says which
+    one to translate into."""
+    config = model.generation_config
+    languages = getattr(tokenizer, "lang_code_to_id", {}).values()
+    is_known = config.forced_bos_token_id is not None or config.decoder_start_token_id in languages
+    if lacks_target_language(tokenizer) and not is_known:
+        name = tokenizer.name_or_path
+        logger.warning("%s has no target language: it may translate into any; %s", name, SAVED)

@@ -31,6 +31,7 @@ from ..inference.loading import (
     expect_same_weights,
     expect_to_read_targets,
     expect_tokenizer,
+    lacks_target_language,
     read_config,
 )
 from ..inference.metrics import OTHER_METRICS, has_4_tokens, make_metrics
@@ -194,7 +195,8 @@ def make_tokenizer(
         for kind in ("pad_token", "eos_token"):
             if getattr(tokenizer, kind) is None:
                 raise ValueError(f"{name}: the tokenizer has no {kind}, expected one")
-        expect_to_read_targets(tokenizer)
+        if not lacks_target_language(tokenizer):  # `set_languages` follows
+            expect_to_read_targets(tokenizer)
         if arguments.model_name_or_path is None and getattr(tokenizer, "separate_vocabs", False):
             raise ValueError(
                 f"tokenizer_name={name!r} with separate_vocabs=True: expected one vocabulary; "
