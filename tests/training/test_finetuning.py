@@ -418,6 +418,18 @@ def test_t5_reads_the_prefix_and_starts_with_padding(tmp_path):
     assert batch["decoder_input_ids"] == ["<pad>", *batch["labels"][:-1]]
 
 
+def test_a_corpus_of_t5_can_have_a_prefix_of_several_words(tmp_path, caplog):
+    ready = prepared(tmp_path, t5(tmp_path / "t5"), corpus_tags=["a place:"])
+    assert ready.pairs["train"][1]["source"] == "a place: a lake"
+    assert "user token" not in caplog.text
+    with pytest.raises(ValueError, match="user_tokens has 'a place:': expected a token without"):
+        prepare(
+            ModelArguments(),
+            DataArguments(dataset_name="phrases", corpus_tags=["a place:"]),
+            TranslationTrainingArguments(str(tmp_path / "out")),
+        )
+
+
 def test_marian_reads_each_side_with_its_model_and_starts_with_padding(tmp_path):
     ready = prepared(tmp_path, marian(tmp_path / "marian"))
     batch = batch_of(ready)

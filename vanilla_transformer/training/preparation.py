@@ -91,13 +91,15 @@ def prepare(
     if (name := model_args.tokenizer_name or model_args.model_name_or_path) is not None:
         expect_tokenizer(name)
     model_args.warn_of_what_has_no_effect()
+    tags = [tag for tag in data_args.tags() if tag not in model_args.user_tokens]
+    if name is not None:  # a tag may be a text, such as T5's prefix
+        tags = [tag for tag in tags if not any(map(str.isspace, tag))]
+    wanted = replace(model_args, user_tokens=[*model_args.user_tokens, *tags])
     set_label_smoothing(model_args, training_args)
     set_seed(training_args.seed)
     pairs = load_parallel_dataset(data_args, training_args.seed)
     training_args.expect_data(pairs, data_args.streaming)
     expect_bleu_above_0(pairs.get("validation"), training_args)
-    tags = [tag for tag in data_args.tags() if tag not in model_args.user_tokens]
-    wanted = replace(model_args, user_tokens=[*model_args.user_tokens, *tags])
     tokenizer = make_tokenizer(wanted, pairs["train"], checkpoint)
     set_languages(tokenizer, data_args.source_lang, data_args.target_lang)
     expect_end_of_targets(tokenizer)
