@@ -258,8 +258,9 @@ def test_outputs_can_be_as_long_as_the_targets_of_the_text():
     assert model.generation_config.extra_output_tokens == 220
 
 
-def test_a_stock_model_keeps_its_own_length_limit():
-    marian = MarianMTModel(
+@pytest.fixture
+def marian():
+    return MarianMTModel(
         MarianConfig(
             vocab_size=9,
             pad_token_id=0,
@@ -275,11 +276,33 @@ def test_a_stock_model_keeps_its_own_length_limit():
             forced_eos_token_id=None,
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("own", "longest_target", "expected"),
+    [
+        ({}, 300, {"max_length": 331}),
+        ({"max_length": 50}, 100, {"max_length": 111}),
+        ({"max_new_tokens": 50}, 100, {"max_new_tokens": 110}),
+        ({}, 1000, {"max_length": 1025}),  # where the table of positions ends
+    ],
+)
+def test_a_stock_models_outputs_can_be_as_long_as_the_targets_of_the_text(
+    marian, own, longest_target, expected
+):
+    marian.generation_config.update(max_length=None)
+    marian.generation_config.update(**own)
+    extend_output_limit(marian, MULTI30K, longest_target)
+    limits = {name: getattr(marian.generation_config, name) for name in expected}
+    assert limits == expected
+
+
+def test_a_stock_model_keeps_its_own_length_limit_if_it_is_higher(marian):
     extend_output_limit(marian, MULTI30K._replace(longest_excess=200))
     assert not hasattr(marian.generation_config, "extra_output_tokens")
     assert marian.generation_config.max_length == 257
     marian.generation_config.max_length = 512
-    extend_output_limit(marian, MULTI30K)
+    extend_output_limit(marian, MULTI30K, longest_target=400)
     assert marian.generation_config.max_length == 512
 
 

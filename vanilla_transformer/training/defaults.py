@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.token_batches import count_distinct_labels, count_tokens
-from ..inference.decoding import set_output_limit
+from ..inference.decoding import position_limits, set_output_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
@@ -128,14 +128,22 @@ def advise_on_precision(arguments: Any) -> None:
         logger.info("This CPU has bfloat16 instructions: --bf16 may train faster")
 
 
-def extend_output_limit(model: PreTrainedModel, size: TextSize | None) -> None:
-    """Let translations be as long as the targets of the text. The paper's limit, input length + 50
-    (section 6.1), would cut the targets of some tasks. A checkpoint keeps a higher limit. Models of
-    other classes keep their own, or get one from `set_output_limit`.
+def extend_output_limit(
+    model: PreTrainedModel, size: TextSize | None, longest_target: int = 0
+) -> None:
+    """Let translations be as long as the targets of the text, and a tenth longer. The paper's
+    limit, input length + 50 (section 6.1), would cut the targets of some tasks, and so would that
+    of a stock model, its own or the one from `set_output_limit`: ByT5's tokens are bytes. A
+    checkpoint keeps a higher limit.
+
+    Args:
+        longest_target: The tokens of the longest target, for stock models.
     """
     set_output_limit(model)
-    limit = getattr(model, "extra_output_tokens", math.inf)
-    limit = getattr(model.generation_config, "extra_output_tokens", limit)
+    if not hasattr(model, "extra_output_tokens"):
+        _extend_limit_of_stock_model(model, longest_target + longest_target // 10)
+        return
+    limit = getattr(model.generation_config, "extra_output_tokens", model.extra_output_tokens)
     if size is not None and size.longest_excess > limit:
         extra = size.longest_excess + size.longest_excess // 10
         model.generation_config.extra_output_tokens = extra
@@ -143,6 +151,14 @@ def extend_output_limit(model: PreTrainedModel, size: TextSize | None) -> None:
             "extra_output_tokens=%d: a target is %d tokens longer than its source",
             extra, size.longest_excess,
         )  # fmt: skip
+
+
+def _extend_limit_of_stock_model(model: PreTrainedModel, tokens: int) -> None:
+    config, longest = model.generation_config, min(tokens, position_limits(model)[1])
+    for name, wanted in (("max_length", 1 + longest), ("max_new_tokens", longest)):
+        if (limit := getattr(config, name)) is not None and wanted > limit:
+            setattr(config, name, int(wanted))
+            logger.info("%s=%d in place of %d, as a target is longer", name, wanted, limit)
 
 
 def tokens_per_update(size: TextSize | None) -> int:

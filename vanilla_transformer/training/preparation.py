@@ -118,7 +118,8 @@ def prepare(
         training_args.left_open &= {"max_tokens"}  # transformers' defaults are for fine-tuning
     choose_open_options(training_args, getattr(model.config, "d_model", None), size)
     advise_on_precision(training_args)
-    extend_output_limit(model, size)
+    longest_target = 0 if size is None else count_tokens(splits["train"])[1].max()
+    extend_output_limit(model, size, int(longest_target))
     if data_args.bpe_dropout:
         encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
         given = data_args.max_source_length or math.inf, data_args.max_target_length or math.inf
