@@ -6,11 +6,14 @@ import pytest
 import torch
 from conftest import ragged, random_ids, seq2seq, small_config
 from tokenizers.normalizers import Lowercase, Sequence
-from transformers import AutoTokenizer, MarianConfig, MarianMTModel
+from transformers import AutoTokenizer, MarianConfig, MarianMTModel, NllbTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.tokenization import train_tokenizer
-from vanilla_transformer.inference.ensemble import VanillaTransformerEnsemble
+from vanilla_transformer.inference.ensemble import (
+    VanillaTransformerEnsemble,
+    expect_same_vocabulary,
+)
 from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import translate, translate_n_best
@@ -223,6 +226,15 @@ def test_folders_with_different_tokens_are_refused(checkpoint, tokenizer, tmp_pa
     other.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has a different vocabulary than"):
         LoadingArguments(device="cpu").load([checkpoint, tmp_path])
+
+
+@pytest.mark.parametrize("other", [("eng_Latn", "deu_Latn"), ("spa_Latn", "fra_Latn")])
+def test_folders_with_different_languages_are_refused(other):
+    """All would translate into the first one's."""
+    pairs = ("eng_Latn", "fra_Latn"), other
+    tokenizers = [NllbTokenizer(src_lang=source, tgt_lang=target) for source, target in pairs]
+    with pytest.raises(ValueError, match=r"b prepares text in another way than a \(.*_lang\)"):
+        expect_same_vocabulary(tokenizers, ["a", "b"])
 
 
 def test_folders_that_preprocess_text_differently_are_refused(checkpoint, tmp_path):

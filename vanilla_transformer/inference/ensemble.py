@@ -261,8 +261,9 @@ def expect_same_vocabulary(
 
 
 def text_preparation(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The parts of a fast tokenizer that determine how it splits a text."""
-    parts = {"moses": tokenizer.init_kwargs.get("moses")}
+    """The parts of a tokenizer that determine how it splits and marks a text."""
+    languages = {name: getattr(tokenizer, name, None) for name in ("src_lang", "tgt_lang")}
+    parts = {"moses": tokenizer.init_kwargs.get("moses"), **languages}
     sides = {"": "backend_tokenizer", "target ": "target_tokenizer"}
     for side, name in sides.items():
         if (backend := getattr(tokenizer, name, None)) is not None:
