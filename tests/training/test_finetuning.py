@@ -430,6 +430,19 @@ def test_a_corpus_of_t5_can_have_a_prefix_of_several_words(tmp_path, caplog):
         )
 
 
+def test_a_corpus_can_have_several_tags_that_are_user_tokens(tmp_path):
+    tags = ["<2fr>", "<BT>"]
+    (tmp_path / "table.tsv").write_text("src\ttgt\na lake\tun lac\nlakes\tlacs\n")
+    ready = prepare(
+        ModelArguments(preset="tiny", user_tokens=tags, vocab_size=300),
+        DataArguments(train_file=str(tmp_path / "table.tsv"), corpus_tags=["<2fr> <BT>"]),
+        TranslationTrainingArguments(str(tmp_path / "out"), max_steps=1, use_cpu=True),
+    )
+    ids = ready.splits["train"][0]["input_ids"]
+    read = [token.strip() for token in ready.tokenizer.convert_ids_to_tokens(ids)]
+    assert [token for token in read if token in tags] == tags
+
+
 def test_marian_reads_each_side_with_its_model_and_starts_with_padding(tmp_path):
     ready = prepared(tmp_path, marian(tmp_path / "marian"))
     batch = batch_of(ready)

@@ -91,7 +91,7 @@ def prepare(
     if (name := model_args.tokenizer_name or model_args.model_name_or_path) is not None:
         expect_tokenizer(name)
     model_args.warn_of_what_has_no_effect()
-    tags = [tag for tag in data_args.tags() if tag not in model_args.user_tokens]
+    tags = [tag for tag in data_args.tags() if not {*tag.split()} <= {*model_args.user_tokens}]
     if name is not None:  # a tag may be a text, such as T5's prefix
         tags = [tag for tag in tags if not any(map(str.isspace, tag))]
     wanted = replace(model_args, user_tokens=[*model_args.user_tokens, *tags])
