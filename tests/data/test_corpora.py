@@ -155,6 +155,18 @@ def test_validation_data_keeps_all_pairs(tmp_path):
     assert len(sources(arguments, "validation")) == len(PAIRS)
 
 
+@pytest.mark.parametrize(("tags", "warns"), [(["<a>", "<b>"], True), (["", "<b>"], False)])
+def test_validation_data_without_tags_gives_a_warning_if_all_training_data_has_them(
+    tmp_path, caplog, tags, warns
+):
+    corpora = [numbered(tmp_path, "a", 2), numbered(tmp_path, "b", 2)]
+    source, target = numbered(tmp_path, "c", 2)
+    files = {"validation_source": source, "validation_target": target}
+    arguments = load(corpora, corpus_tags=tags, **files)
+    assert sources(arguments, "validation") == ["c 0", "c 1"]
+    assert ("corpus_tags: the validation data gets none" in caplog.text) == warns
+
+
 def test_validation_data_keeps_each_pair_once(tmp_path):
     corpora = [numbered(tmp_path, "a", 9), numbered(tmp_path, "b", 1)]
     source, target = map(list, zip(*corpora, strict=True))

@@ -128,7 +128,10 @@ class CorpusArguments:
             corpora = list(self._without_bad_pairs(corpora))
         tags = self.corpus_tags or [""] * len(corpora)
         if len(tags) != len(corpora):
-            logger.info("corpus_tags: the %s data gets none, as it has other corpora", split)
+            is_odd = all(tags)  # otherwise the model also learns from sources without a tag
+            level = logging.WARNING if is_odd else logging.INFO
+            text = "corpus_tags: the %s data gets none, as it has other corpora than the training"
+            logger.log(level, text, split)
             tags = [""] * len(corpora)
         openings = [(f"{tag} " if tag else "") + (self.source_prefix or "") for tag in tags]
         marked = [_mark(*each) for each in zip(corpora, openings, strict=True)]
