@@ -342,6 +342,24 @@ def test_a_sentencepiece_model_keeps_its_special_tokens(tmp_path):
     assert tokenizer("Hund \u0416")["input_ids"] == [*original.encode("Hund \u0416"), 2]
 
 
+@pytest.mark.parametrize("pad", [-1, 3])
+def test_each_side_can_have_its_own_sentencepiece_model_with_the_same_padding(pad, tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    files = []
+    for size in (60, 70):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS), model_prefix=str(tmp_path / str(size)), pad_id=pad,
+            vocab_size=size, model_type="bpe", hard_vocab_limit=False, minloglevel=2,
+        )  # fmt: skip
+        files.append(str(tmp_path / f"{size}.model"))
+    arguments = TokenizerArguments(sentencepiece_model=files)
+    if pad == -1:  # SentencePiece's default: padding follows the pieces
+        with pytest.raises(ValueError, match=r"<pad> has the id 60 with .* and 70 .*--pad_id=3"):
+            arguments.train(pairs())
+    else:
+        assert arguments.train(pairs()).pad_token_id == pad
+
+
 def test_control_symbols_of_sentencepiece_are_whole_as_user_tokens(tmp_path, caplog):
     """SentencePiece splits a control symbol that occurs in a text."""
     sentencepiece = pytest.importorskip("sentencepiece")

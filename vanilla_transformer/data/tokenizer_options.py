@@ -136,7 +136,8 @@ class TokenizerArguments:
             pairs: The training data, with the columns `source` and `target`.
 
         Raises:
-            ValueError: As in `train_tokenizer`.
+            ValueError: As in `train_tokenizer`; or the files of both sides differ in the id of
+                their padding token.
         """
         named = self.sentencepiece_model or self.bpe_codes
         files: list[str | None] = [None] if named is None else [*named]
@@ -148,10 +149,18 @@ class TokenizerArguments:
             self.target_vocab_size or self.vocab_size,
             self.target_unicode_normalization or self.unicode_normalization,
         )
-        return pair(
+        sides = (
             self._side(iter_texts(pairs, ["source"]), files[0], *source),
             self._side(iter_texts(pairs, ["target"]), files[-1], *target),
         )
+        ids = [side.pad_token_id for side in sides]
+        if ids[0] != ids[1]:
+            raise ValueError(
+                f"{PAD} has the id {ids[0]} with {files[0]} and {ids[1]} with {files[-1]}: "
+                "expected the same; SentencePiece's --pad_id=3 sets it, and otherwise it follows "
+                "the pieces, so that models of the same size also work"
+            )
+        return pair(*sides)
 
     def _side(
         self, texts: Iterable[str], file: str | None, tokenizer_type: str, size: int, form: str
