@@ -579,8 +579,11 @@ def test_a_piece_of_words_is_not_a_language(make, tmp_path, monkeypatch):
     """Vocabularies have pieces such as "en" and "fr", which name columns of tables, but are not the
     codes of languages."""
     monkeypatch.setitem(globals(), "LETTERS", [*LETTERS, "en", "fr"])
+    folder = make(tmp_path / "model")
     with pytest.raises(ValueError, match="source_lang='en': expected a language code of"):
-        prepared(tmp_path, make(tmp_path / "model"), source_lang="en", target_lang="fr")
+        prepared(tmp_path, folder, source_lang="en", target_lang="fr")
+    with pytest.raises(ValueError, match="src_lang='en', tgt_lang='fr': expected language codes"):
+        pipeline("translation_en_to_fr", model=str(folder))("a lake")
 
 
 def test_a_language_that_was_added_to_a_tokenizer_is_known(tmp_path):

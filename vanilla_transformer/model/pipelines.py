@@ -25,6 +25,14 @@ def is_blank(text: str) -> bool:
     return all(char.isspace() or unicodedata.category(char) in _INVISIBLE for char in text)
 
 
+def mark_ids(tokenizer: Any) -> set[int]:
+    """The ids of a tokenizer that can mark a language or an end. "en" is only a piece of words in
+    the vocabulary of NLLB, whose language is eng_Latn."""
+    languages = getattr(tokenizer, "lang_code_to_id", {}).values()
+    known = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *languages}
+    return known - {tokenizer.unk_token_id}
+
+
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
     """Computes without dropout in this context. A loop that trains the model continues with it:
@@ -316,9 +324,10 @@ class TranslationPipeline(Text2TextGenerationPipeline):
             encoded = build(
                 text, return_tensors="pt", src_lang=src_lang, tgt_lang=tgt_lang, **tokenizer_kwargs
             )
-            marks = (encoded.get("forced_bos_token_id"), *self.tokenizer("")["input_ids"])
-            if (unknown := self.tokenizer.unk_token_id) is None or unknown not in marks:
-                if marks[0] == self.model.generation_config.decoder_start_token_id:
+            first = encoded.get("forced_bos_token_id")
+            marks = {first, *self.tokenizer("")["input_ids"]} - {None}
+            if marks <= mark_ids(self.tokenizer):
+                if first == self.model.generation_config.decoder_start_token_id:
                     encoded.pop("forced_bos_token_id", None)  # or it is passed twice, as for mBART
                 return encoded
         raise ValueError(

@@ -5,6 +5,8 @@ from contextlib import suppress
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..model.pipelines import mark_ids
+
 
 def set_languages(
     tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None
@@ -25,15 +27,12 @@ def set_languages(
         ("source_lang", "src_lang", source, "text"),
         ("target_lang", "tgt_lang", target, "text_target"),
     ):
-        marks = {tokenizer.unk_token_id}
+        marks: set[int | None] = {None}
         with suppress(KeyError):  # some tokenizers raise it, others return the unknown token
             if code is not None:
                 setattr(tokenizer, attribute, code)
                 marks = set(tokenizer(**{side: ""}).input_ids)
-        # "en" is a piece of words in the vocabulary of NLLB, whose language is eng_Latn.
-        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        special.update(getattr(tokenizer, "lang_code_to_id", {}).values())
-        if tokenizer.unk_token_id in marks or not marks <= special:
+        if not marks <= mark_ids(tokenizer):
             raise ValueError(
                 f"{option}={code!r}: expected a language code of {type(tokenizer).__name__}"
             )
