@@ -91,10 +91,7 @@ def prepare(
     if (name := model_args.tokenizer_name or model_args.model_name_or_path) is not None:
         expect_tokenizer(name)
     model_args.warn_of_what_has_no_effect()
-    tags = [tag for tag in data_args.tags() if not {*tag.split()} <= {*model_args.user_tokens}]
-    if name is not None:  # a tag may be a text, such as T5's prefix
-        tags = [tag for tag in tags if not any(map(str.isspace, tag))]
-    wanted = replace(model_args, user_tokens=[*model_args.user_tokens, *tags])
+    wanted = with_tags(model_args, data_args)
     set_label_smoothing(model_args, training_args)
     set_seed(training_args.seed)
     pairs = load_parallel_dataset(data_args, training_args.seed)
@@ -122,15 +119,31 @@ def prepare(
     extend_output_limit(model, size, int(longest_target))
     if data_args.bpe_dropout:
         encoder = BPEDropout(tokenizer, data_args.bpe_dropout, training_args.seed)
-        given = data_args.max_source_length or math.inf, data_args.max_target_length or math.inf
-        longest = map(min, given, position_limits(model))  # dropout makes texts longer
-        limits = [None if limit == math.inf else int(limit) for limit in longest]
+        limits = longest_texts(model, data_args)
         splits["train"] = with_bpe_dropout(pairs["train"], splits["train"], encoder, *limits)
     target_tokens = None
     if size is not None:
         target_tokens = target_tokens_of_epoch(splits["train"], size, training_args)
     logger.info("%s parameters, %d tokens", f"{model.num_parameters():,}", len(tokenizer))
     return Preparation(tokenizer, model, pairs, splits, size, target_tokens)
+
+
+def with_tags(model_args: ModelArguments, data_args: DataArguments) -> ModelArguments:
+    """The options of the model, whose `user_tokens` include the tags of corpora. A tag may consist
+    of several user tokens, and for an existing tokenizer it may be a text, such as T5's prefix."""
+    user_tokens = model_args.user_tokens
+    tags = [tag for tag in data_args.tags() if not {*tag.split()} <= {*user_tokens}]
+    if model_args.tokenizer_name or model_args.model_name_or_path:
+        tags = [tag for tag in tags if not any(map(str.isspace, tag))]
+    return replace(model_args, user_tokens=[*user_tokens, *tags])
+
+
+def longest_texts(model: PreTrainedModel, data_args: DataArguments) -> list[int | None]:
+    """The largest numbers of tokens in a source and in a target that BPE-dropout, which makes texts
+    longer, must not exceed; None without a limit."""
+    given = data_args.max_source_length or math.inf, data_args.max_target_length or math.inf
+    longest = map(min, given, position_limits(model))
+    return [None if limit == math.inf else int(limit) for limit in longest]
 
 
 def target_tokens_of_epoch(
