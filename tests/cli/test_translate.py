@@ -16,7 +16,7 @@ from functools import partial
 import pyarrow
 import pytest
 import torch
-from conftest import REPOSITORY, lines_of, run_command
+from conftest import REPOSITORY, lines_of, run_command, seq2seq
 from pyarrow import parquet
 from torch._dynamo.testing import CompileCounter
 from transformers import GenerationConfig
@@ -39,6 +39,7 @@ from vanilla_transformer.data.text_files import expect_parallel
 from vanilla_transformer.data.vocabularies import Specials
 from vanilla_transformer.data.vocabularies import words as words_tokenizer
 from vanilla_transformer.inference.loading import LoadingArguments
+from vanilla_transformer.inference.parallel_translation import LINES_PER_CHUNK
 from vanilla_transformer.inference.ray_workers import RayWorkerArguments, RayWorkers
 
 LINES = "a house\n\nthe lake is deep\n"
@@ -70,6 +71,18 @@ def test_max_length_replaces_a_saved_max_new_tokens(checkpoint, tmp_path):
     flags = ("--model", folder, "--device", "cpu", *flags[2:])
     limited = run_command("translate", *flags, cwd=tmp_path, stdin=LINES)
     assert limited.stdout == expected
+
+
+@pytest.mark.parametrize("command", ["translate", "back-translate"])
+def test_a_line_beyond_the_positions_has_its_number_in_the_file(command, tokenizer, tmp_path):
+    """Also after the first chunk of lines."""
+    options = {"position_encoding": "learned", "max_position_embeddings": 12}
+    seq2seq(vocab_size=len(tokenizer), **options).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "lines").write_text(LINES_PER_CHUNK * "\n" + 9 * "the lake is deep " + "\n")
+    flags = ("--model", "model", "--source", "lines", "--output", "out", "--device", "cpu")
+    process = run_command(command, *flags, cwd=tmp_path, check=False)
+    assert f"error: line {LINES_PER_CHUNK + 1} has " in process.stderr
 
 
 def test_null_turns_an_option_of_the_model_off(checkpoint, tmp_path):

@@ -123,7 +123,7 @@ def main() -> None:
 
     def work(lines: list[str], first: int = 0) -> Iterator[str]:
         torch.manual_seed(arguments.seed + first)  # the same in any process
-        found = translate_n_best(lines, model, tokenizer, None, **options)
+        found = translate_n_best(lines, model, tokenizer, None, first=first, **options)
         for number, (hypothesis,) in enumerate(found, first):
             counts[0] += 1
             counts[1] += not hypothesis.is_complete

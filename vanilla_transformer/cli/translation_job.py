@@ -269,6 +269,7 @@ class TranslationJob:
             prefixes=prefixes,
             batch_size=arguments.batch_size,
             max_tokens=arguments.max_tokens,
+            first=first,
             **self.options,
         )
         if arguments.mbr is not None:

@@ -108,10 +108,12 @@ def translate_n_best(
     prefixes: Iterable[str] | None = None,
     show_progress: bool = False,
     together: bool = False,
+    first: int = 0,
     **generate_kwargs: Any,
 ) -> Iterator[list[Hypothesis]]:
     """Same as `translate`, but yields the `n_best` best hypotheses of each line, best first. A
-    blank line has a single, empty one. A line may have fewer if the search finds no more.
+    blank line has a single, empty one. A line may have fewer if the search finds no more. Errors
+    count lines from `first`, which is 0 for the first line of a file.
 
     Sampling (`do_sample` with one beam) yields independent samples, which have no score. With
     `n_best=None`, each line has one hypothesis, without a score.
@@ -123,7 +125,7 @@ def translate_n_best(
     if n_best is not None:
         expect_hypotheses(n_best, model, generate_kwargs)
     batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
-    yield from batches.hypotheses(n_best, show_progress, together)
+    yield from batches._replace(first=first).hypotheses(n_best, show_progress, together)
 
 
 def pair_up(lines: Iterable[str], **others: Iterable[T]) -> Iterator[tuple[str, T]]:
@@ -191,7 +193,7 @@ class Row(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """Lines to translate, with the arguments of `translate`."""
+    """Lines to translate, with the arguments of `translate` and `translate_n_best`."""
 
     lines: Iterable[str]
     model: PreTrainedModel
@@ -201,6 +203,7 @@ class Batches(NamedTuple):
     prefixes: Iterable[str] | None
     generate_kwargs: dict[str, Any]
     max_source_length: int | None = None
+    first: int = 0
 
     def hypotheses(
         self, n_best: int | None, show_progress: bool = False, together: bool = False
@@ -219,7 +222,7 @@ class Batches(NamedTuple):
 
             state = PartialState()
             rank, processes = state.process_index, state.num_processes
-        first = 0
+        first = self.first
         remaining: Iterator[tuple[str, str]] = zip(self.lines, repeat(""), strict=False)
         if self.prefixes is not None:
             remaining = pair_up(self.lines, prefixes=self.prefixes)
