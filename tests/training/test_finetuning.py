@@ -49,7 +49,12 @@ from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import Hypothesis, encode_prefixes
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.languages import set_languages, start_in_target_language
-from vanilla_transformer.training.preparation import expect_texts_to_fit, make_model, prepare
+from vanilla_transformer.training.preparation import (
+    expect_embeddings,
+    expect_texts_to_fit,
+    make_model,
+    prepare,
+)
 from vanilla_transformer.training.speeds import measurement_key
 from vanilla_transformer.training.trainer import make_trainer
 
@@ -422,7 +427,7 @@ def test_a_corpus_of_t5_can_have_a_prefix_of_several_words(tmp_path, caplog):
     ready = prepared(tmp_path, t5(tmp_path / "t5"), corpus_tags=["a place:"])
     assert ready.pairs["train"][1]["source"] == "a place: a lake"
     assert "user token" not in caplog.text
-    with pytest.raises(ValueError, match="user_tokens has 'a place:': expected a token without"):
+    with pytest.raises(ValueError, match="corpus_tags has 'a place:': expected one token, or"):
         prepare(
             ModelArguments(),
             DataArguments(dataset_name="phrases", corpus_tags=["a place:"]),
@@ -603,6 +608,15 @@ def test_a_token_without_an_embedding_is_reported_before_training(make, tmp_path
     languages = {"source_lang": "eng_Latn", "target_lang": "fra_Latn"} if make is nllb else {}
     with pytest.raises(ValueError, match=r"train data has the token ' ?deep' with the id .*resize"):
         prepared(tmp_path, folder, **languages)
+
+
+@pytest.mark.parametrize("make", [ours, t5])
+def test_tokens_of_a_model_whose_weights_other_processes_hold_have_embeddings(make, tmp_path):
+    """Under ZeRO 3, `from_pretrained` leaves weights without rows."""
+    ready = prepared(tmp_path, make(tmp_path / "model"))
+    for weight in ready.model.parameters():
+        weight.data = torch.empty(0)
+    expect_embeddings(ready.model, ready.tokenizer, ready.splits)
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,13 @@ def with_tags(model_args: ModelArguments, data_args: DataArguments) -> ModelArgu
     of several user tokens, and for an existing tokenizer it may be a text, such as T5's prefix."""
     user_tokens = model_args.user_tokens
     tags = [tag for tag in data_args.tags() if not {*tag.split()} <= {*user_tokens}]
+    texts = [tag for tag in tags if any(map(str.isspace, tag))]
     if model_args.tokenizer_name or model_args.model_name_or_path:
-        tags = [tag for tag in tags if not any(map(str.isspace, tag))]
+        tags = [tag for tag in tags if tag not in texts]
+    elif texts:
+        raise ValueError(
+            f"corpus_tags has {texts[0]!r}: expected one token, or several that user_tokens names"
+        )
     return replace(model_args, user_tokens=[*user_tokens, *tags])
 
 
@@ -412,16 +417,18 @@ def expect_embeddings(
         ("input_ids", model.get_input_embeddings(), tokenizer.convert_ids_to_tokens),
         ("labels", outputs, getattr(targets, "id_to_token", tokenizer.convert_ids_to_tokens)),
     ):
+        # ZeRO 3 leaves no rows in the weight.
+        size = getattr(matrix, "num_embeddings", None) or matrix.out_features
         for name, split in splits.items():
             if not hasattr(split, "__len__"):
                 continue
             tables = arrow_tables(split, [column])
             largest = max(pc.max(pc.list_flatten(table[column])).as_py() or 0 for table in tables)
-            if largest >= len(matrix.weight):
+            if largest >= size:
                 raise ValueError(
                     f"the {name} data has the token {names(largest)!r} with the id {largest}: "
-                    f"expected less than {len(matrix.weight)}, the number of the model's "
-                    "embeddings; model.resize_token_embeddings(len(tokenizer)) adds some"
+                    f"expected less than {size}, the number of the model's embeddings; "
+                    "model.resize_token_embeddings(len(tokenizer)) adds some"
                 )
 
 
