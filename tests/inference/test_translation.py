@@ -358,8 +358,9 @@ def test_a_blank_prefix_has_no_tokens(model, tokenizer):
     assert encode_prefixes(["", " \t"], model, tokenizer, {}) == [[], []]
 
 
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile], ids=["plain", "compiled"])
 def test_a_prefix_may_be_longer_than_the_limit_that_a_trainer_leaves_in_the_model(
-    tokenizer, tmp_path
+    tokenizer, tmp_path, wrap
 ):
     """`Seq2SeqTrainer` writes a limit of 20 tokens into the generation config."""
     model, prefix = seq2seq(vocab_size=len(tokenizer)), "der See " * 15
@@ -368,7 +369,7 @@ def test_a_prefix_may_be_longer_than_the_limit_that_a_trainer_leaves_in_the_mode
     )
     Seq2SeqTrainer(model, arguments, PairCollator(tokenizer, model=model)).predict(PAIRS)
     assert model.generation_config.max_length == 20
-    (found,) = translate(["the lake"], model, tokenizer, prefixes=[prefix])
+    (found,) = translate(["the lake"], wrap(model), tokenizer, prefixes=[prefix])
     assert found.startswith(prefix.strip())
 
 

@@ -17,7 +17,6 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
-from ..model.generation import VanillaTransformerGenerationMixin
 from ..model.generation_options import (
     OWN_OPTIONS,
     GenerationOptions,
@@ -226,7 +225,7 @@ def set_output_limit(model: PreTrainedModel) -> None:
     positions. transformers' default is 20. A saved limit beyond its table of positions is lowered,
     with a warning. The limit of our models grows with the source, even if a `Seq2SeqTrainer` has
     saved that default."""
-    if isinstance(model, VanillaTransformerGenerationMixin):
+    if hasattr(model, "forget_defaults_of_trainer"):  # one of ours
         model.forget_defaults_of_trainer()
     config = model.generation_config
     limited = config.max_length is not None or config.max_new_tokens is not None
@@ -261,7 +260,7 @@ def decoder_start(
 
 def options_of(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> GenerationOptions:
     """The options of `generate`, with the generation config as their defaults."""
-    if isinstance(model, VanillaTransformerGenerationMixin):
+    if hasattr(model, "forget_defaults_of_trainer"):  # one of ours
         model.forget_defaults_of_trainer()
     kwargs = dict(generate_kwargs)
     return GenerationOptions(model.generation_config, kwargs.pop("generation_config", None), kwargs)
