@@ -35,7 +35,7 @@ ENGINE_NAMES = (TORCH, *(engine.NAME for engine in ENGINES))
 # Patterns of files in any format.
 TOKENIZERS = ("*token*", "*.spm", "*.model", "vocab*")
 WEIGHTS = ("*.safetensors*", "*.bin*")
-SAVED = "docs/data.md#languages shows how to save the languages with a model"
+LANGUAGES_HINT = "docs/data.md#languages shows how to save the languages with a model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -289,7 +289,9 @@ def expect_to_read_targets(tokenizer: PreTrainedTokenizerBase) -> None:
     languages without the target's."""
     name = tokenizer.name_or_path
     if lacks_target_language(tokenizer):
-        raise ValueError(f"{name}: the tokenizer has no target language, expected one; {SAVED}")
+        raise ValueError(
+            f"{name}: the tokenizer has no target language, expected one; {LANGUAGES_HINT}"
+        )
     if not reads_targets(tokenizer):
         raise ValueError(
             f"{name}: FSMT's tokenizer reads targets with the vocabulary of the sources, expected "
@@ -315,4 +317,6 @@ def warn_of_unknown_language(model: PreTrainedModel, tokenizer: PreTrainedTokeni
     is_known = config.forced_bos_token_id is not None or config.decoder_start_token_id in languages
     if lacks_target_language(tokenizer) and not is_known:
         name = tokenizer.name_or_path
-        logger.warning("%s has no target language: it may translate into any; %s", name, SAVED)
+        logger.warning(
+            "%s has no target language: it may translate into any; %s", name, LANGUAGES_HINT
+        )

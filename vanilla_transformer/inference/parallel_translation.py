@@ -34,8 +34,8 @@ Chunk = tuple[int, list[str]]  # the index of the first line, and lines
 
 LINES_PER_CHUNK = 2048
 JOB_FILE = "job.json"
-DONE_FILE = "done.json"  # the same while the parts are removed
-PARTS = "[0-9]*"
+DONE_FILE = "done.json"  # the name of this file while the parts are removed
+PARTS = "[0-9]*"  # chunks, finished or not
 TARGET_COLUMN = "translation"
 
 # Fields of a configuration about its origin, which do not affect the model.
@@ -181,15 +181,7 @@ def transform_chunks(
     parts = as_path(f"{output}.parts")
     job = {**settings, **_origin(as_path(source)), "lines_per_chunk": lines_per_chunk}
     if process_index == 0 and not (parts / JOB_FILE).exists():
-        if (parts / DONE_FILE).exists():
-            _clear(parts)  # parts of a job whose removal was interrupted
-        if any(parts.glob(PARTS)):
-            raise FileExistsError(
-                f"{parts} has files with numbers as names, which this job would replace: expected "
-                "no such folder, or that of an unfinished job"
-            )
-        parts.mkdir(exist_ok=True)
-        _write(parts / JOB_FILE, [json.dumps(job)])
+        _begin(parts, job)
     wait_for_everyone()
     _check_same_job(parts, job)
     finished = {path.name for path in parts.iterdir()}
@@ -279,6 +271,20 @@ def _origin(source: Path) -> dict[str, Any]:
     with source.open("rb") as file:
         content = file_digest(file, partial(blake2b, digest_size=8)).hexdigest()
     return {"source": path, "source_content": content}
+
+
+def _begin(parts: Path, job: dict[str, Any]) -> None:
+    """Make the folder for the chunks of a job. Raise a FileExistsError if it holds someone else's
+    files with such names."""
+    if (parts / DONE_FILE).exists():
+        _clear(parts)  # parts of a job whose removal was interrupted
+    if any(parts.glob(PARTS)):
+        raise FileExistsError(
+            f"{parts} has files with numbers as names, which this job would replace: expected "
+            "no such folder, or that of an unfinished job"
+        )
+    parts.mkdir(exist_ok=True)
+    _write(parts / JOB_FILE, [json.dumps(job)])
 
 
 def _clear(parts: Path) -> None:
