@@ -128,10 +128,13 @@ class CorpusArguments:
             corpora = list(self._without_bad_pairs(corpora))
         tags = self.corpus_tags or [""] * len(corpora)
         if len(tags) != len(corpora):
-            is_odd = all(tags)  # otherwise the model also learns from sources without a tag
-            level = logging.WARNING if is_odd else logging.INFO
-            text = "corpus_tags: the %s data gets none, as it has other corpora than the training"
-            logger.log(level, text, split)
+            # If all training data has tags, the model never learns from sources without one.
+            logger.log(
+                logging.WARNING if all(tags) else logging.INFO,
+                "corpus_tags: the %s data gets none, as it has another number of corpora than the "
+                "training data",
+                split,
+            )
             tags = [""] * len(corpora)
         openings = [(f"{tag} " if tag else "") + (self.source_prefix or "") for tag in tags]
         marked = [_mark(*each) for each in zip(corpora, openings, strict=True)]
