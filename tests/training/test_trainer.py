@@ -930,6 +930,17 @@ def test_a_limit_of_20_tokens_that_a_user_chose_is_kept_after_an_evaluation(
     assert model.generate(torch.tensor([[5, 6, 7]])).shape[1] == 20
 
 
+def test_a_choice_after_an_evaluation_is_kept(tokenizer, splits, tmp_path):
+    """`Seq2SeqTrainer` only sets what was not set before: later values are the user's."""
+    model = small_model(tokenizer, eos_token_id=None)
+    config = model.generation_config
+    config.num_beams, config.max_length = 4, 30
+    predict_with_transformers_trainer(model, tokenizer, splits, tmp_path)
+    config.num_beams, config.max_length = 1, 20
+    assert model.generate(torch.tensor([[5, 6, 7]])).shape[1] == 20
+    assert (config.num_beams, config.max_length) == (1, 20)
+
+
 @pytest.mark.parametrize(("chosen", "used"), [(None, 4), (1, None), (2, None)])
 def test_an_evaluation_does_not_change_the_beams_of_pipelines(
     tokenizer, splits, tmp_path, monkeypatch, chosen, used

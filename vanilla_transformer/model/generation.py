@@ -1,7 +1,6 @@
 """The paper's decoding, added to transformers' `GenerationMixin`, and faster paths through it."""
 
 import copy
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -44,6 +43,9 @@ NO_PLAIN_CACHE = (
     "prefill_chunk_size", "penalty_alpha", "dola_layers", "is_assistant",
 )  # fmt: skip
 
+# Fields of the generation config that `Seq2SeqTrainer` sets to defaults that our models don't have.
+SET_BY_TRAINER = ("max_length", "num_beams")
+
 
 class VanillaTransformerGenerationMixin(GenerationMixin):
     """`generate()` with the paper's default output length, and the paper's length penalty if the
@@ -56,8 +58,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
     # Section 6.1: "we set the maximum output length during inference to input length + 50"
     extra_output_tokens = 50
-    # What `Seq2SeqTrainer` replaces in the generation config
-    _before_trainer: Mapping[str, int | None] = {"max_length": None, "num_beams": None}
+    # Those that were not set before
+    _set_by_trainer = frozenset(SET_BY_TRAINER)
 
     def generate(
         self,
@@ -111,20 +113,20 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
     def forget_defaults_of_trainer(self) -> None:
         """Undo the limit of 20 tokens and the single beam, in place of a pipeline's 4.
         `Seq2SeqTrainer` (5.17 to 5.24) writes them into the model's generation config after its
-        first batch, with all other defaults of transformers."""
+        first batch, with all other defaults of transformers, where nothing was set before."""
         config, defaults = self.generation_config, GenerationConfig._get_default_generation_params()
         if any(
             getattr(config, name, None) is None
             for name, value in defaults.items()
             if value is not None
         ):
-            own = {name: getattr(config, name) for name in self._before_trainer}
-            if self._before_trainer != own:  # threads share the model
-                self._before_trainer = own
+            unset = frozenset(name for name in SET_BY_TRAINER if getattr(config, name) is None)
+            if self._set_by_trainer != unset:  # threads share the model
+                self._set_by_trainer = unset
             return
-        for name, before in self._before_trainer.items():
+        for name in self._set_by_trainer:
             if getattr(config, name) == defaults[name]:
-                setattr(config, name, before)
+                setattr(config, name, None)
 
     def _use_fast_cache(self, prompt_length: int, options: GenerationOptions) -> None:
         """Pass a cache that copies less, if transformers would make a plain dynamic one and no hook
