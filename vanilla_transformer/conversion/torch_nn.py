@@ -401,7 +401,8 @@ def _adapt_stacks(tensors: Tensors, prefixes: tuple[str, ...], bias: bool) -> Te
     """The tensors, with those of the stacks as our layers have them: queries, keys and values
     apart, and zeros for biases that ours has but theirs, without `bias`, lacks."""
     state = dict(tensors.tensors)
-    lacks_bias = rf"({'|'.join(prefixes)})(layers\.\d+\.(linear|norm)\d|norm)\.weight"
+    stack = "|".join(map(re.escape, prefixes))
+    lacks_bias = rf"({stack})(layers\.\d+\.(linear|norm)\d|norm)\.weight"
     for name, tensor in tensors.tensors.items():
         if name.startswith(prefixes) and name.endswith((".in_proj_weight", ".in_proj_bias")):
             parts = zip("qkv", torch.atleast_1d(state.pop(name)).chunk(3), strict=False)
