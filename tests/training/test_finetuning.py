@@ -476,16 +476,16 @@ def test_the_recipe_fine_tunes_a_marian(tmp_path, train_here):
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # which would plan each batch shape
 
 
+OF_MANY_LANGUAGES = [
+    (mbart, ("en_XX", "fr_XX")),
+    (mbart50, ("en_XX", "fr_XX")),
+    (nllb, ("eng_Latn", "fra_Latn")),
+    (m2m100, ("en", "fr")),
+]
+
+
 @pytest.mark.parametrize(
-    ("make", "languages"),
-    [
-        (mbart, ("en_XX", "fr_XX")),
-        (mbart50, ("en_XX", "fr_XX")),
-        (nllb, ("eng_Latn", "fra_Latn")),
-        (m2m100, ("en", "fr")),
-        (t5, (None, None)),
-        (marian, (None, None)),
-    ],
+    ("make", "languages"), [*OF_MANY_LANGUAGES, (t5, (None, None)), (marian, (None, None))]
 )
 def test_a_stock_model_scores_its_targets(make, languages, tmp_path):
     model = AutoModelForSeq2SeqLM.from_pretrained(make(tmp_path / "model")).eval()
@@ -498,15 +498,7 @@ def test_a_stock_model_scores_its_targets(make, languages, tmp_path):
     assert score.log_probability == pytest.approx(-tokens * model(**inputs).loss.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("make", "languages"),
-    [
-        (mbart, ("en_XX", "fr_XX")),
-        (mbart50, ("en_XX", "fr_XX")),
-        (nllb, ("eng_Latn", "fra_Latn")),
-        (m2m100, ("en", "fr")),
-    ],
-)
+@pytest.mark.parametrize(("make", "languages"), OF_MANY_LANGUAGES)
 def test_a_model_of_many_languages_is_used_with_those_that_were_saved(
     make, languages, tmp_path, caplog
 ):
