@@ -118,7 +118,7 @@ def test_measurements_are_on_the_cpu_whatever_the_default_device(
     model, tokenizer, report, monkeypatch
 ):
     batches = list(read_batches(PAIRS, model, tokenizer))
-    monkeypatch.setattr(heads, "read_batches", lambda *args: batches)
+    monkeypatch.setattr(heads, "read_batches", lambda *args: (batch for batch in batches))
     with torch.device("meta"):
         found = analyze_heads(PAIRS, model, tokenizer)
     torch.testing.assert_close(found, report)

@@ -1,6 +1,6 @@
 """The attention modules of a model, their attention over a text, and a page that shows it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -49,9 +49,9 @@ def read_batches(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int = 2048,
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Generator[dict[str, torch.Tensor], None, None]:
     """Yield batches of similar length with `input_ids`, `labels` and other inputs of the model.
-    Meanwhile, the model is in evaluation mode.
+    Until it ends or is closed, the model is in evaluation mode.
 
     Args:
         pairs: Sources and targets.

@@ -1,7 +1,7 @@
 """How important each attention head is, and models without the least important ones."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import NamedTuple
@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import label_smoothed_cross_entropy
-from ..model.pipelines import evaluation_mode
 from ..plotting import Kind
 from .attention import attention_modules, expect_both_stacks, query_masks, read_batches
 
@@ -55,8 +54,8 @@ def analyze_heads(
     importance = {kind: torch.zeros(shape, device="cpu") for kind, shape in shapes.items()}
     confidence = {kind: torch.zeros(shape, device="cpu") for kind, shape in shapes.items()}
     loss, asked = 0.0, dict.fromkeys(shapes, 0)
-    with evaluation_mode(model):
-        for inputs in read_batches(pairs, model, tokenizer, max_tokens):
+    with closing(read_batches(pairs, model, tokenizer, max_tokens)) as batches:
+        for inputs in batches:
             batch = len(inputs["labels"])
             masks = {  # each pair has its own
                 kind: torch.ones(layers, batch, 1, heads, device=model.device, requires_grad=True)

@@ -1,13 +1,13 @@
 """The encodings of positions, their similarities, and how far attention looks."""
 
 from collections.abc import Iterable
+from contextlib import closing
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..model.pipelines import evaluation_mode
 from ..plotting import Kind
 from .attention import query_masks, read_batches
 
@@ -61,8 +61,9 @@ def attention_reach(
     """
     reach: dict[str, dict[Kind, torch.Tensor]] = {name: {} for name in REACH}
     queries = dict.fromkeys(SELF_ATTENTION, 0)
-    with evaluation_mode(model), torch.inference_mode():
-        for inputs in read_batches(pairs, model, tokenizer, max_tokens):
+    batches = read_batches(pairs, model, tokenizer, max_tokens)
+    with closing(batches), torch.inference_mode():
+        for inputs in batches:
             outputs = model(**inputs, use_cache=False, output_attentions=True)
             masks = query_masks(inputs)
             for kind in SELF_ATTENTION:

@@ -16,7 +16,6 @@ folder gets the model, its tokenizer, a model card and learning curves. See docs
 
 import json
 import logging
-import math
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from ..data.data_options import DataArguments
-from ..inference.decoding import position_limits
+from ..inference.decoding import as_option, position_limits
 from ..inference.metrics import METRICS, score_translations
 from ..inference.translation import translate
 from ..training.arguments import ModelArguments, TranslationTrainingArguments
@@ -118,7 +117,7 @@ def evaluate(model: Any, tokenizer: Any, pairs: Any, training_args: Any) -> dict
         batch_size=training_args.per_device_eval_batch_size,
         show_progress=is_first and not training_args.disable_tqdm,
         together=True,
-        max_source_length=None if longest == math.inf else int(longest),
+        max_source_length=as_option(longest),
     )
     predictions = list(translations)
     if not is_first:

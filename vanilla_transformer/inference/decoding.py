@@ -185,6 +185,11 @@ def position_limits(model: PreTrainedModel) -> tuple[float, float]:
     return _smallest_table(model.get_encoder()), _smallest_table(model.get_decoder())
 
 
+def as_option(limit: float) -> int | None:
+    """One of `position_limits` as an option: None for infinity."""
+    return None if limit == math.inf else int(limit)
+
+
 def expect_positions(name: str, rows: Iterable[Sequence[int]], limit: float, first: int) -> None:
     """Raise a ValueError if a row of token ids is longer than a model's table of positions: torch's
     error does not say which, and on a GPU no later call works.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -200,6 +200,13 @@ def naming_damaged(name: str | Path) -> Iterator[None]:
         yield
     except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{name}: expected complete files, but {error}") from error
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[Any]:
+    """A file of weights, in safetensors' format. An error about a damaged one names it."""
+    with naming_damaged(path), safe_open(path, framework="pt") as file:
+        yield file
 
 
 def expect_tokenizer(name: str | Path) -> None:

@@ -43,7 +43,7 @@ def rerank_by_utility(
         ModuleNotFoundError: The utility needs a package that is not installed.
     """
     measure = get_utility(utility) if isinstance(utility, str) else utility
-    for line, hypotheses in pair_up(lines, hypotheses=found):
+    for line, hypotheses in pair_up(lines, found, "hypotheses"):
         if is_blank(line):  # so its translation is blank
             yield hypotheses
             continue

@@ -108,7 +108,7 @@ def map_hypotheses(
 ) -> Iterator[list[Hypothesis]]:
     """Yield the hypotheses of each line as `change` returns them. `change` gets sources with a
     hypothesis for each, one window at a time, without blank lines."""
-    rows = pair_up(lines, hypotheses=found)
+    rows = pair_up(lines, found, "hypotheses")
     while window := list(islice(rows, LINES_PER_WINDOW)):
         kept = [(line, h) for line, hypotheses in window for h in hypotheses if h.token_ids]
         changed = iter(change([line for line, _ in kept], [h for _, h in kept]) if kept else ())

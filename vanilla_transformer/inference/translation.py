@@ -91,8 +91,10 @@ def translate(
             config has options that transformers lacks.
         TypeError: `lines` or `prefixes` is a single string.
     """
-    batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
-    batches = batches._replace(max_source_length=max_source_length)
+    batches = Batches(
+        lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs,
+        max_source_length=max_source_length,
+    )  # fmt: skip
     for hypotheses in batches.hypotheses(None, show_progress, together):
         yield hypotheses[0].text
 
@@ -124,17 +126,21 @@ def translate_n_best(
     """
     if n_best is not None:
         expect_hypotheses(n_best, model, generate_kwargs)
-    batches = Batches(lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs)
-    yield from batches._replace(first=first).hypotheses(n_best, show_progress, together)
+    batches = Batches(
+        lines, model, tokenizer, batch_size, max_tokens, prefixes, generate_kwargs, first=first
+    )
+    yield from batches.hypotheses(n_best, show_progress, together)
 
 
-def pair_up(lines: Iterable[str], **others: Iterable[T]) -> Iterator[tuple[str, T]]:
+def pair_up(lines: Iterable[str], values: Iterable[T], name: str) -> Iterator[tuple[str, T]]:
     """Yield each line with what belongs to it, such as its prefix.
+
+    Args:
+        name: What the values are, for the message, such as "prefixes".
 
     Raises:
         ValueError: Their numbers differ, for example as an iterator has been read before.
     """
-    ((name, values),) = others.items()
     end: Any = object()
     for number, (line, value) in enumerate(zip_longest(lines, values, fillvalue=end)):
         if line is end or value is end:
@@ -225,7 +231,7 @@ class Batches(NamedTuple):
         first = self.first
         remaining: Iterator[tuple[str, str]] = zip(self.lines, repeat(""), strict=False)
         if self.prefixes is not None:
-            remaining = pair_up(self.lines, prefixes=self.prefixes)
+            remaining = pair_up(self.lines, self.prefixes, "prefixes")
         with tqdm(desc="Translating", unit="line", disable=not show_progress) as progress:
             while window := list(islice(remaining, self.batch_size * BATCHES_PER_WINDOW)):
                 results: dict[int, list[Hypothesis]] = {}

@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..inference.derived_cards import card_metadata, write_card
-from ..inference.loading import naming_damaged
-from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, find_defect, is_off_schedule
+from ..inference.loading import open_weights
+from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, expect_intact, is_off_schedule
 
 # Files of a trainer's checkpoint that do not belong to an averaged model.
 TRAINER_FILES = {
@@ -105,7 +105,8 @@ def write_average(folders: Sequence[str | Path], output_dir: str | Path) -> Path
     """Same as `average_checkpoints`, without a card."""
     paths = [Path(folder) for folder in folders]
     _check_same_architecture(paths)
-    _expect_intact(paths)
+    for path in paths:
+        expect_intact(path, "*.safetensors")  # its optimizer's state may be damaged or deleted
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(_mean(paths), str(output))
@@ -147,7 +148,7 @@ def _weight_map(folder: Path) -> dict[str, Path]:
     """The file of each tensor; empty if there are no safetensors weights."""
     whole, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if whole.is_file():
-        with naming_damaged(whole), safe_open(whole, framework="pt") as file:
+        with open_weights(whole) as file:
             return dict.fromkeys(file.keys(), whole)
     if index.is_file():
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -161,7 +162,7 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         raise FileNotFoundError(f"{folder}: expected a model's weights, {SAFE_WEIGHTS_NAME}")
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(set(weights.values())):
-        with naming_damaged(path), safe_open(path, framework="pt") as file:
+        with open_weights(path) as file:
             names = file.keys()
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
     return shapes
@@ -185,14 +186,6 @@ def _expect_each_once(folders: Sequence[Path]) -> None:
     named = zip(folders, places, strict=True)
     if repeated := dict.fromkeys(str(name) for name, place in named if places.count(place) > 1):
         raise ValueError(f"{', '.join(repeated)}: expected each folder once")
-
-
-def _expect_intact(paths: Sequence[Path]) -> None:
-    """Raise a ValueError if the weights of a checkpoint were damaged after they were saved. The
-    optimizer's state may be damaged or deleted."""
-    for path in paths:
-        if (path / CHECKSUMS_NAME).is_file() and (defect := find_defect(path, "*.safetensors")):
-            raise ValueError(f"{defect}: expected a complete checkpoint")
 
 
 def _check_same_architecture(paths: Sequence[Path]) -> None:

@@ -8,6 +8,7 @@ times_evaluated           how often the model was evaluated at the current step
 from_worst_to_best        steps of checkpoints, sorted by the score of an evaluation
 last_complete_checkpoint  the newest checkpoint that training can resume from
 find_defect               what is wrong with a checkpoint
+expect_intact             an error if files of a checkpoint are damaged
 """
 
 import json
@@ -367,6 +368,13 @@ def from_worst_to_best(args: Any, state: TrainerState, steps: Iterable[int]) -> 
     scores = _scores(args, state)
     sign = 1 if args.greater_is_better else -1
     return sorted(scores.keys() & set(steps), key=lambda step: (sign * scores[step], step))
+
+
+def expect_intact(folder: Path, files: str = "*") -> None:
+    """Raise a ValueError if a folder is a checkpoint, with checksums, and one of these files was
+    damaged or deleted after it was saved."""
+    if (folder / CHECKSUMS_NAME).is_file() and (defect := find_defect(folder, files)):
+        raise ValueError(f"{defect}: expected a complete checkpoint")
 
 
 def find_defect(checkpoint: str | Path, files: str = "*") -> str | None:

@@ -15,16 +15,15 @@ from huggingface_hub import (
     ModelCard,
     ModelCardData,
 )
-from safetensors import safe_open
 
 from ..inference.derived_cards import SHOW_PAGE, TRANSLATE, card_metadata
-from ..inference.loading import expect_model_folder, naming_damaged
+from ..inference.loading import expect_model_folder, open_weights
 from ..model.tokenization_vanilla_transformer import (
     SOURCE_FILE,
     TARGET_FILE,
     VanillaTransformerTokenizer,
 )
-from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, find_defect
+from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, expect_intact
 from .model_card import USAGE
 
 # The parts of a finished model, and the files that each may be in, in any exported format.
@@ -129,10 +128,9 @@ def expect_finished_model(folder: Path) -> None:
             if not (folder / shard).is_file():
                 raise ValueError(f"{folder / shard} is missing: {index.name} names it")
     for weights in folder.glob("*.safetensors"):
-        with naming_damaged(weights), safe_open(weights, framework="pt"):
+        with open_weights(weights):
             pass  # its header tells its size
-    if (folder / CHECKSUMS_NAME).is_file() and (defect := find_defect(folder)):
-        raise ValueError(f"{defect}: expected a complete checkpoint")
+    expect_intact(folder)
 
 
 def _expect_both_vocabularies(folder: Path) -> None:

@@ -26,7 +26,7 @@ from ..data.parallel_text import load_parallel_dataset, tokenize_dataset
 from ..data.token_batches import arrow_tables, count_tokens
 from ..data.tokenizer_options import log_coverage, warn_of_split_tokens
 from ..data.vocabularies import rows
-from ..inference.decoding import position_limits
+from ..inference.decoding import as_option, position_limits
 from ..inference.loading import (
     expect_same_weights,
     expect_to_read_targets,
@@ -147,8 +147,7 @@ def longest_texts(model: PreTrainedModel, data_args: DataArguments) -> list[int 
     """The largest numbers of tokens in a source and in a target that BPE-dropout, which makes texts
     longer, must not exceed; None without a limit."""
     given = data_args.max_source_length or math.inf, data_args.max_target_length or math.inf
-    longest = map(min, given, position_limits(model))
-    return [None if limit == math.inf else int(limit) for limit in longest]
+    return list(map(as_option, map(min, given, position_limits(model))))
 
 
 def target_tokens_of_epoch(
