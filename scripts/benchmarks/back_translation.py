@@ -8,7 +8,7 @@ FOLDER contains train, val and test_2016_flickr in English (.en) and German (.de
 to English; one on the pairs alone; and one on the pairs and the remaining German text with the
 reverse model's translations, which have a tag. Finished runs are kept in results.json, so that an
 interrupted command can be repeated. The table, back_translation.md, has the scores on the test set,
-and the p-value of the difference by sacreBLEU's paired bootstrap.
+and the p-value of the difference by approximate randomization.
 """
 
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def p_values(folder: Path, arguments: BackTranslationArguments) -> dict[str, flo
     systems = {row: list(read_file(folder / row / "test.output")) for row in (PAIRS, SYNTHETIC)}
     metrics = make_metrics(METRICS, tokenize=arguments.tokenize)
     references = list(read_file(Path(arguments.data, f"{TEST}.de")))
-    scores = compare_systems(systems, references, metrics=metrics, test="bootstrap")
+    scores = compare_systems(systems, references, metrics=metrics, test="ar")
     return {name: scores[SYNTHETIC][f"{name}_p"] for name in METRICS}
 
 
@@ -115,7 +115,7 @@ def to_markdown(runs: dict[str, dict[str, float]], p: dict[str, float]) -> str:
     for row in ROWS:
         cells = [row.replace("_", " ")]
         for name in METRICS:
-            note = f" (p = {p[name]:.3f})" if row == SYNTHETIC else ""
+            note = f" (p = {p[name]:.2g})" if row == SYNTHETIC else ""
             cells.append(f"{runs[row][name]:.1f}{note}")
         table.append(cells)
     return markdown(["model", "BLEU", "chrF"], table)

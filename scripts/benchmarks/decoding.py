@@ -1,4 +1,4 @@
-r"""Compare ways to decode on a test set, in one table, with paired bootstrap tests.
+r"""Compare ways to decode on a test set, in one table, with tests of significance.
 
     python -m scripts.benchmarks.decoding --model outputs/a outputs/b --source test.en \
         --target test.de --reverse_model outputs/reverse --output_dir outputs/decoding
@@ -6,7 +6,7 @@ r"""Compare ways to decode on a test set, in one table, with paired bootstrap te
 Every row is the command `vanilla-transformer translate` with the options of `commands` below;
 `--options` adds to all of them. All rows use the first model, except the ensemble, which uses all.
 The table, decoding.md, has the scores, the p-values of their differences from beam search by
-sacreBLEU's paired bootstrap, and the CPU time as a multiple of beam search's. The translations of a
+approximate randomization, and the CPU time as a multiple of beam search's. The translations of a
 row are in NAME.txt. Finished rows are kept in results.json, so that an interrupted command can be
 repeated, also with more rows.
 """
@@ -76,6 +76,7 @@ def main() -> None:
         systems,
         list(read_file(arguments.target)),
         metrics=make_metrics(METRICS, tokenize=arguments.tokenize),
+        test="ar",
     )
     print(results.write("decoding", to_markdown(scores, minutes)))
 
@@ -135,7 +136,7 @@ def to_markdown(scores: Mapping[str, Mapping[str, Any]], minutes: Mapping[str, f
         cells = [row.replace("_", " ")]
         for name in METRICS:
             p = of_row.get(f"{name}_p")
-            cells += [f"{of_row[name]:.2f}", None if p is None else f"{p:.3f}"]
+            cells += [f"{of_row[name]:.2f}", None if p is None else f"{p:.2g}"]
         table.append([*cells, f"{minutes[row] / first:.1f}"])
     return markdown(["decoding", "BLEU", "p", "chrF", "p", "time"], table)
 

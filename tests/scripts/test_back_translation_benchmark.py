@@ -36,10 +36,10 @@ def test_the_table_contains_p_values():
         row: {"bleu": score, "chrf": 2 * score}
         for row, score in (("reverse", 20.0), ("pairs", 21.0), ("back_translation", 25.0))
     }
-    assert to_markdown(runs, {"bleu": 0.001, "chrf": 0.0149}).splitlines()[2:] == [
+    assert to_markdown(runs, {"bleu": 1 / 10001, "chrf": 0.0149}).splitlines()[2:] == [
         "| reverse | 20.0 | 40.0 |",
         "| pairs | 21.0 | 42.0 |",
-        "| back translation | 25.0 (p = 0.001) | 50.0 (p = 0.015) |",
+        "| back translation | 25.0 (p = 0.0001) | 50.0 (p = 0.015) |",
     ]
 
 

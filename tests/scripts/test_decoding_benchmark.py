@@ -59,11 +59,11 @@ def test_each_row_has_its_options(files):
 def test_the_table_compares_with_the_first_row():
     scores = {
         "beam_5": {"bleu": 40.0, "chrf": 60.0},
-        "greedy": {"bleu": 39.0, "bleu_p": 0.0019, "chrf": 59.0, "chrf_p": 0.25},
+        "greedy": {"bleu": 39.0, "bleu_p": 1 / 10001, "chrf": 59.0, "chrf_p": 0.251},
     }
     assert to_markdown(scores, {"beam_5": 2.0, "greedy": 1.0}).splitlines()[2:] == [
         "| beam 5 | 40.00 |  | 60.00 |  | 1.0 |",
-        "| greedy | 39.00 | 0.002 | 59.00 | 0.250 | 0.5 |",
+        "| greedy | 39.00 | 0.0001 | 59.00 | 0.25 | 0.5 |",
     ]
 
 
