@@ -3,6 +3,8 @@ signal."""
 
 import os
 import signal
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -376,6 +378,57 @@ def test_the_same_signal_twice_stops_at_once(tokenizer, tmp_path):
         trainer.train()
     assert signal.getsignal(signal.SIGINT) == before
     assert list(checkpoints_by_step(tmp_path)) == [2, 4]
+
+
+ON_A_TERMINAL = """
+import fcntl, os, signal, sys, termios, time
+sys.path.insert(0, sys.argv[1])
+from conftest import small_trainer
+from transformers import AutoTokenizer, TrainerCallback
+
+class Closing(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            print("close me", flush=True)
+            while trainer.interruption.received is None:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGHUP)  # as the shell may do
+
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+trainer = small_trainer("out", tokenizer, Closing(), save_strategy="no", disable_tqdm=False)
+trainer.train()
+trainer.exit_if_interrupted()
+"""
+
+
+def test_a_closed_terminal_leaves_a_checkpoint(tokenizer, tmp_path):
+    pty = pytest.importorskip("pty", reason="Windows has no pseudo-terminals")
+    tokenizer.save_pretrained(tmp_path)
+    ours, its = pty.openpty()
+    command = [sys.executable, "-c", ON_A_TERMINAL, REPOSITORY / "tests", tmp_path]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdin=its, stdout=its, stderr=its, start_new_session=True
+    ) as training:
+        os.close(its)
+        shown = b""
+        while b"close me" not in shown:
+            shown += os.read(ours, 1000)
+        os.close(ours)
+        assert training.wait(60) == 128 + signal.SIGHUP
+    assert list(checkpoints_by_step(tmp_path / "out")) == [3]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_with_nohup_training_goes_on_when_the_terminal_is_closed(tokenizer, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        trainer = small_trainer(tmp_path, tokenizer, Signal(signal.SIGHUP, 5))
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert trainer.state.global_step == 8
 
 
 PROGRAM = """

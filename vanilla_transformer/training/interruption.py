@@ -1,7 +1,9 @@
-"""SIGTERM and Ctrl-C finish the current step, save a checkpoint and stop training."""
+"""SIGTERM, Ctrl-C and a closed terminal end training after the current step, with a checkpoint."""
 
 import logging
+import os
 import signal
+import stat
 import threading
 from contextlib import suppress
 from types import FrameType
@@ -16,16 +18,19 @@ from .distributed import any_process, end_training
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Windows has no SIGHUP.
+SIGNALS = tuple(
+    signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)
+)
 
 
 class InterruptibleTrainer(AtomicCheckpointTrainer):
     """A mixin for any trainer: `class MyTrainer(InterruptibleTrainer, Seq2SeqTrainer)`.
 
     After a signal, training saves a checkpoint at the end of the current step and stops; an
-    evaluation stops at once. The same signal again ends the program immediately. The signal may
-    reach one process or several: all of them stop after the same step. When training resumes, it
-    first repeats the evaluation that was interrupted. A finished run makes no more steps. A
+    evaluation stops at once. A second SIGTERM or Ctrl-C ends the program immediately. The signal
+    may reach one process or several: all of them stop after the same step. When training resumes,
+    it first repeats the evaluation that was interrupted. A finished run makes no more steps. A
     checkpoint that was saved only because of a signal is left out of averages, and is deleted
     first.
 
@@ -185,7 +190,11 @@ class _InterruptionCallback(TrainerCallback):
         self.first_step = state.global_step
         state.stateful_callbacks.pop(OFF_SCHEDULE, None)
         if not self._handlers and threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            self._handlers = {
+                number: signal.signal(number, self._receive)
+                for number in SIGNALS
+                if not _ignored_on_purpose(number)
+            }
         if _missed_evaluation(args, state):
             self.trainer.run_missed_evaluation()
 
@@ -239,13 +248,28 @@ class _InterruptionCallback(TrainerCallback):
         self._handlers = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received == number:
+        again, self.received = self.received == number, signal.Signals(number)
+        if self.received.name == "SIGHUP":
+            _leave_closed_terminal()  # the shell and the system may both send the signal
+        elif again:
             self.restore_handlers()
-            raise KeyboardInterrupt(signal.Signals(number).name)
-        self.received = signal.Signals(number)
+            raise KeyboardInterrupt(self.received.name)
         logger.warning(
             "%s: training saves a checkpoint after this step and stops", self.received.name
         )
+
+
+def _ignored_on_purpose(number: signal.Signals) -> bool:
+    """Whether `nohup` has started the program, which goes on when the terminal is closed."""
+    return number.name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN
+
+
+def _leave_closed_terminal() -> None:
+    """Discard what would be written to it. Each write would fail, also that of the progress bar."""
+    for stream in (1, 2):
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
+            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                os.dup2(nowhere.fileno(), stream)
 
 
 def _summarize(logs: dict[str, float], state: TrainerState, done: int) -> None:
