@@ -1,6 +1,8 @@
 """An engine gives the same as `generate()` of the exported model, or reports what it lacks."""
 
 import math
+import os
+import shutil
 import sys
 
 import pytest
@@ -10,6 +12,7 @@ from conversion.models import random_model
 from transformers import AutoTokenizer, GenerationConfig, pipeline
 
 from vanilla_transformer import TranslationPipeline
+from vanilla_transformer.cli.main import needs_traceback
 from vanilla_transformer.export import export
 from vanilla_transformer.inference.decoding import position_limits
 from vanilla_transformer.inference.engines import find_engine, load
@@ -400,6 +403,15 @@ def test_a_folder_is_loaded_by_its_engine(folders, tmp_path):
 def test_folders_of_a_different_engine_are_refused(folders, number, options, message):
     with pytest.raises(ValueError, match=message):
         LoadingArguments(device="cpu", **options).load(folders[number])
+
+
+@pytest.mark.parametrize("file", ["model.bin", "shared_vocabulary.json", "tokenizer.json"])
+def test_a_file_that_is_cut_short_is_reported_in_one_line(folders, tmp_path, file):
+    folder = shutil.copytree(folders[1], tmp_path / "model")
+    os.truncate(folder / file, 1000)
+    with pytest.raises(ValueError, match=f"^{folder}: (expected complete files|.*can't open)") as e:
+        LoadingArguments(device="cpu").load(folder)
+    assert not needs_traceback(e.value)
 
 
 def test_a_dtype_that_the_device_lacks_is_refused_by_name(folders, monkeypatch):

@@ -76,6 +76,16 @@ def test_a_file_that_is_cut_short_is_reported(checkpoint, tmp_path, file, named,
     assert not needs_traceback(e.value)
 
 
+def test_a_missing_file_of_a_tokenizer_is_reported_in_one_line(checkpoint, tmp_path):
+    """transformers raises different errors, in five lines and without the folder's name."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=f"^{folder}: can't load the tokenizer: .+") as error:
+        LoadingArguments(device="cpu").load(folder)
+    assert "\n" not in str(error.value)
+    assert not needs_traceback(error.value)
+
+
 def test_weights_that_may_not_be_read_are_not_reported_as_missing(checkpoint, monkeypatch):
     """safetensors saves weights that only their owner may read."""
     opened = Path.open
@@ -121,6 +131,20 @@ def test_a_model_with_more_weights_than_its_configuration_says_is_refused(
     with pytest.raises(ValueError, match=others):
         LoadingArguments(device="cpu").load(tmp_path)
     with pytest.raises(ValueError, match=others):
+        make_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, None)
+
+
+def test_weights_of_other_sizes_are_refused(model, tokenizer, tmp_path):
+    """transformers raises an error that refers to a table in the log."""
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "decoder_ffn_dim": 7}))
+    sizes = r"weights of the sizes in its config\.json, but model\.decoder.*ffn.* instead of \[7\]"
+    with pytest.raises(ValueError, match=f"^{tmp_path}: expected {sizes}$") as error:
+        LoadingArguments(device="cpu").load(tmp_path)
+    assert not needs_traceback(error.value)
+    with pytest.raises(ValueError, match=sizes):
         make_model(ModelArguments(model_name_or_path=str(tmp_path)), tokenizer, None)
 
 

@@ -1,5 +1,8 @@
 """ONNX Runtime behind `generate()`: every option gives the same as with the model."""
 
+import os
+import shutil
+
 import pytest
 import torch
 from conftest import ragged, random_ids
@@ -95,6 +98,14 @@ def test_a_folder_is_recognized_and_its_fingerprint_includes_the_weights(
     engine.decoder_model = torch.zeros(1, dtype=torch.uint8)
     after = fingerprint(engine, tokenizer)["weights"]
     assert before != after
+
+
+@pytest.mark.parametrize("file", ["encoder_model.onnx", "decoder_model.onnx"])
+def test_a_graph_that_is_cut_short_is_reported(onnx_folder, tmp_path, file):
+    folder = shutil.copytree(onnx_folder[2], tmp_path / "model")
+    os.truncate(folder / file, 1000)
+    with pytest.raises(ValueError, match=f"^{folder / file}: can't open the graph: "):
+        onnxruntime_engine.load(folder)
 
 
 def test_a_fingerprint_includes_the_version_of_onnx_runtime(engine, tokenizer, monkeypatch):

@@ -11,10 +11,10 @@ The output folder is a model, with the configuration and the tokenizer of the la
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
 from ..inference.ensemble import expect_same_vocabulary
+from ..inference.loading import load_tokenizer
 from ..training.averaging import average_checkpoints, select_checkpoints
 from .parser import CommandParser
 
@@ -66,4 +66,4 @@ def expect_same_tokens(folders: list[Path]) -> None:
     tokenizer is not checked."""
     known = [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]
     if known:
-        expect_same_vocabulary([AutoTokenizer.from_pretrained(folder) for folder in known], known)
+        expect_same_vocabulary([load_tokenizer(folder) for folder in known], known)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..inference.decoding import set_output_limit
-from ..inference.loading import expect_model_folder, expect_same_weights, naming_damaged
+from ..inference.loading import expect_model_folder, load_intact, load_tokenizer
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.modeling_vanilla_transformer import (
     VanillaTransformerAttention,
@@ -57,13 +57,9 @@ def read_model(
     Raises:
         ValueError: The weights are not those of the configuration.
     """
-    with naming_damaged(folder):
-        model, report = VanillaTransformerForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
-    expect_same_weights(model, report, folder)
+    model = load_intact(VanillaTransformerForConditionalGeneration, folder, dtype=torch.float32)
     set_output_limit(model)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    return model.eval(), load_tokenizer(folder)
 
 
 def portable_fields(config: VanillaTransformerConfig) -> dict[str, Any]:

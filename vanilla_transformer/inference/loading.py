@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -113,7 +113,9 @@ class LoadingArguments:
                 "expected none"
             )
         tokenizer = self._load_tokenizer(name)
-        return engine.load(Path(name), device=self._numbered_device(), dtype=self.dtype), tokenizer
+        with naming_damaged(name):
+            model = engine.load(Path(name), device=self._numbered_device(), dtype=self.dtype)
+        return model, tokenizer
 
     def _numbered_device(self) -> str:
         """The device with its number. For torch, "cuda" is the GPU that accelerate has chosen for
@@ -134,15 +136,13 @@ class LoadingArguments:
         torch.backends.cuda.enable_cudnn_sdp(False)  # our own models never use it
         expect_torch_model(name, self.engine)
         tokenizer = self._load_tokenizer(name)
-        with naming_damaged(name):
-            model, report = AutoModelForSeq2SeqLM.from_pretrained(
-                name,
-                dtype=self.dtype,
-                attn_implementation=self.attn_implementation,
-                trust_remote_code=self.trust_remote_code,
-                output_loading_info=True,
-            )
-        expect_same_weights(model, report, name)
+        model = load_intact(
+            AutoModelForSeq2SeqLM,
+            name,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+        )
         set_output_limit(model)
         warn_of_unknown_language(model, tokenizer)
         return model.to(self.device), tokenizer
@@ -152,10 +152,7 @@ class LoadingArguments:
         tokenizer."""
         expect_model_folder(name)
         expect_tokenizer(name)
-        with naming_damaged(name):
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, trust_remote_code=self.trust_remote_code
-            )
+        tokenizer = load_tokenizer(name, trust_remote_code=self.trust_remote_code)
         if not reads_targets(tokenizer):
             # transformers calls this before it reads a target, which translation does not do.
             switch = getattr(tokenizer, "_switch_to_target_mode", None)
@@ -248,18 +245,30 @@ def read_config(name: str | Path) -> Any:
     return AutoConfig.from_pretrained(name)
 
 
-def expect_same_weights(
-    model: PreTrainedModel, report: Mapping[str, Collection[str]], name: str | Path
-) -> None:
-    """Raise a ValueError if weights are missing, which transformers would fill with random ones, or
-    if there are others, which it would leave out. Stock models may lack weights that they compute,
-    such as Pegasus's sinusoids, or have more.
+def load_intact(model_class: Any, name: str | Path, **options: Any) -> Any:
+    """Same as `model_class.from_pretrained`, but with the weights of the file, all of them and no
+    others.
 
     Args:
-        model: The loaded model.
-        report: What `from_pretrained` returns with `output_loading_info`.
-        name: The model's name or folder, for the message.
+        model_class: A class of models, or an Auto class.
+        name: The model's folder or name.
+        options: Of `from_pretrained`.
+
+    Raises:
+        ValueError: A file is damaged; weights have other sizes than those of the configuration; or
+            some are missing, which transformers would fill with random ones, or belong to no layer,
+            which it would leave out. Stock models may lack weights that they compute, such as
+            Pegasus's sinusoids, or have more.
     """
+    with naming_damaged(name):
+        model, report = model_class.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    for weight, in_file, in_model in sorted(report["mismatched_keys"]):
+        raise ValueError(
+            f"{name}: expected weights of the sizes in its config.json, but {weight} is "
+            f"{list(in_file)} instead of {list(in_model)}"
+        )
     is_adapted = hasattr(model, "peft_config")
     is_ours = model.config.model_type == VanillaTransformerConfig.model_type
     missing, others = report["missing_keys"], report["unexpected_keys"]
@@ -268,13 +277,29 @@ def expect_same_weights(
             f"{name}: expected the weights of the model in its config.json, but {len(others)} do "
             f"not belong to it, such as {min(others)}"
         )
-    if not missing or not (is_adapted or is_ours):
-        return
-    merge = "; PEFT's merge_and_unload makes a model of it" if is_adapted else ""
-    raise ValueError(
-        f"{name}: expected complete weights, {len(missing)} are missing, such as {min(missing)}"
-        f"{merge}"
-    )
+    if missing and (is_adapted or is_ours):
+        merge = "; PEFT's merge_and_unload makes a model of it" if is_adapted else ""
+        raise ValueError(
+            f"{name}: expected complete weights, {len(missing)} are missing, such as "
+            f"{min(missing)}{merge}"
+        )
+    return model
+
+
+def load_tokenizer(name: str | Path, **options: Any) -> PreTrainedTokenizerBase:
+    """Same as `AutoTokenizer.from_pretrained`, but an error names the folder, in one line.
+
+    Raises:
+        ValueError: A file is damaged or missing.
+    """
+    with naming_damaged(name):
+        try:
+            return AutoTokenizer.from_pretrained(name, **options)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise
+        except (TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{name}: can't load the tokenizer: {reason}") from error
 
 
 def lacks_target_language(tokenizer: PreTrainedTokenizerBase) -> bool:

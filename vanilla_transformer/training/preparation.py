@@ -13,7 +13,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,10 +27,11 @@ from ..data.tokenizer_options import log_coverage, warn_of_split_tokens
 from ..data.vocabularies import rows
 from ..inference.decoding import as_option, position_limits
 from ..inference.loading import (
-    expect_same_weights,
     expect_to_read_targets,
     expect_tokenizer,
     lacks_target_language,
+    load_intact,
+    load_tokenizer,
     read_config,
 )
 from ..inference.metrics import OTHER_METRICS, has_4_tokens, make_metrics
@@ -211,7 +211,7 @@ def make_tokenizer(
     """
     name = checkpoint or arguments.tokenizer_name or arguments.model_name_or_path
     if name is not None:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = load_tokenizer(name)
         for kind in ("pad_token", "eos_token"):
             if getattr(tokenizer, kind) is None:
                 raise ValueError(f"{name}: the tokenizer has no {kind}, expected one")
@@ -257,10 +257,9 @@ def make_model(
         if saved is not None:  # training has set its special tokens by tokenizer and language
             _expect_same_model(config, saved, checkpoint, with_tokens=False)
         # Training float16 weights destroys a model. --bf16 and --fp16 mix precisions.
-        model, report = AutoModelForSeq2SeqLM.from_pretrained(
-            name, config=config, dtype=torch.float32, output_loading_info=True, **attention
+        model = load_intact(
+            AutoModelForSeq2SeqLM, name, config=config, dtype=torch.float32, **attention
         )
-        expect_same_weights(model, report, name)
         _freeze_what_is_not_saved(model)
         return model
     overrides = {**_special_tokens(tokenizer), **arguments.overrides()}
@@ -370,7 +369,7 @@ def warn_of_another_vocabulary(
     if arguments.model_name_or_path is None or arguments.tokenizer_name is None:
         return
     try:
-        own = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+        own = load_tokenizer(arguments.model_name_or_path)
     except (OSError, ValueError):  # the model has no tokenizer
         return
     if own.get_vocab() != tokenizer.get_vocab():

@@ -58,7 +58,7 @@ def load(
 
     Raises:
         ImportError: ctranslate2 is not installed.
-        ValueError: The engine lacks the dtype or the device.
+        ValueError: The engine lacks the dtype or the device, or a file is damaged.
     """
     return CTranslate2Engine(Path(folder), torch.device(device), dtype or "auto")
 
@@ -119,13 +119,16 @@ class CTranslate2Engine:
             ) from error
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device={str(device)!r} with {NAME}: expected cpu or cuda")
-        return ctranslate2.Translator(
-            str(self.folder),
-            device=device.type,
-            device_index=device.index or 0,
-            compute_type=self._compute_type(device),
-            intra_threads=torch.get_num_threads(),
-        )
+        try:
+            return ctranslate2.Translator(
+                str(self.folder),
+                device=device.type,
+                device_index=device.index or 0,
+                compute_type=self._compute_type(device),
+                intra_threads=torch.get_num_threads(),
+            )
+        except RuntimeError as error:  # such as for a file that is cut short
+            raise ValueError(f"{self.folder}: {NAME} can't open the model: {error}") from error
 
     def _compute_type(self, device: torch.device) -> str:
         """The type to compute in. If a device lacks 16-bit integers, like most CPUs except Intel's,

@@ -41,7 +41,8 @@ def load(
 
     Raises:
         ImportError: ONNX Runtime is not installed.
-        ValueError: ONNX Runtime can't run on the device, or the graphs have a different type.
+        ValueError: ONNX Runtime can't run on the device, the graphs have a different type, or a
+            file is damaged.
     """
     model = OnnxRuntimeModel(Path(folder), torch.device(device))
     own = str(model.dtype).removeprefix("torch.")
@@ -75,7 +76,10 @@ class Graph:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         place = {"device_id": device.index or 0} if device.type == "cuda" else {}
-        self.session = onnxruntime.InferenceSession(path, options, [(provider, place)])
+        try:
+            self.session = onnxruntime.InferenceSession(path, options, [(provider, place)])
+        except Exception as error:  # such as for a file that is cut short: they share no class
+            raise ValueError(f"{path}: can't open the graph: {error}") from error
         self.place = device.type, device.index or 0
         self.to_ort = onnxruntime.OrtValue.from_dlpack
         self.types = {put.name: put.type for put in self.session.get_inputs()}
