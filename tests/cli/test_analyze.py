@@ -52,6 +52,18 @@ def run(folder, monkeypatch, capsys):
 TEXT = ["--source", "source", "--target", "target"]
 
 
+def test_a_pruned_model_that_can_not_be_written_leaves_nothing(run, folder, monkeypatch):
+    def fail(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(
+        type(AutoTokenizer.from_pretrained(folder / "model")), "save_pretrained", fail
+    )
+    with pytest.raises(OSError, match="no space left"):
+        run("heads", *TEXT, "--prune", "0.5", "--prune_output", "lost/pruned")
+    assert not list(folder.glob("lost/*"))
+
+
 def test_heads_are_listed_drawn_and_pruned(run, folder):
     prune = ["--prune", "0.5", "--prune_output", "new/pruned"]
     header, *lines = run("heads", *TEXT, "--output", "heads.png", *prune)
@@ -65,7 +77,7 @@ def test_heads_are_listed_drawn_and_pruned(run, folder):
     assert (folder / "heads.png").stat().st_size > 0
     assert AutoConfig.from_pretrained("new/pruned").decoder_attention_heads == 2
     assert AutoTokenizer.from_pretrained("new/pruned")("lake")["input_ids"]
-    with pytest.raises(FileExistsError, match="prune_output='new/pruned' already holds a model"):
+    with pytest.raises(FileExistsError, match="prune_output='new/pruned': expected a new or"):
         run("heads", *TEXT, *prune)
 
 

@@ -193,6 +193,12 @@ def test_a_space_requires_what_its_model_needs(demo, monkeypatch, tmp_path, engi
     assert required.startswith(f"vanilla-transformer[{extras}]==")
 
 
+def test_a_space_that_can_not_be_written_leaves_nothing(demo, checkpoint, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no_such_file"):
+        write_space(tmp_path / "space", str(checkpoint), demo, examples=tmp_path / "no_such_file")
+    assert not os.listdir(tmp_path)
+
+
 def test_a_space_of_a_model_on_the_hub_loads_it_from_there(demo, tmp_path):
     write_space(tmp_path, "me/mine", demo)
     assert sorted(os.listdir(tmp_path)) == ["README.md", "app.py", "requirements.txt"]

@@ -41,6 +41,7 @@ from ..analysis.attention import (
 from ..analysis.embeddings import analyze_embeddings, nearest_tokens, vocabulary_of
 from ..analysis.heads import ByHead, analyze_heads, expect_prunable, most_important, prune_heads
 from ..analysis.positions import attention_reach, position_encodings, position_similarities
+from ..data.paths import expect_unused, staged
 from ..data.text_files import expect_parallel, read_file
 from ..inference.alignment import penultimate_layer
 from ..inference.loading import LoadingArguments, read_config
@@ -132,11 +133,7 @@ def check(arguments: Namespace) -> None:
         raise ValueError("expected both --prune and --prune_output, or neither")
     if given.get("prune") is not None:
         expect_prunable(config, arguments.prune)
-        if Path(arguments.prune_output, "config.json").exists():
-            raise FileExistsError(
-                f"prune_output={arguments.prune_output!r} already holds a model: expected another "
-                "folder"
-            )
+        expect_unused(arguments.prune_output, "prune_output")
 
 
 def check_page(arguments: Namespace) -> None:
@@ -195,8 +192,9 @@ def show_heads(arguments: Namespace) -> None:
     if arguments.prune is None:
         return
     pruned = prune_heads(model, most_important(model.config, report.importance, arguments.prune))
-    pruned.save_pretrained(arguments.prune_output)
-    tokenizer.save_pretrained(arguments.prune_output)
+    with staged(arguments.prune_output) as folder:
+        pruned.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     pruned.set_attn_implementation("eager")
     loss = analyze_heads(pairs, pruned, tokenizer, arguments.max_tokens).loss
     config = pruned.config

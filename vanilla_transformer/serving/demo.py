@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
 from ..analysis.attention import attention_maps
-from ..data.paths import expect_unused
+from ..data.paths import expect_unused, staged
 from ..inference.alignment import layers_and_heads
 from ..inference.decoding import position_limits, runs_in_torch
 from ..inference.loading import LoadingArguments, reads_targets
@@ -283,37 +283,37 @@ def write_space(
     Raises:
         FileExistsError: The folder is in use.
     """
-    folder = expect_unused(folder, "space")
-    folder.mkdir(parents=True, exist_ok=True)
-    is_local = Path(model).is_dir()
-    if is_local:
-        _copy_model(Path(model), folder / "model", demo)
-    if examples is not None:
-        shutil.copy(examples, folder / "examples.txt")
-    app = APP.format(
-        model="model" if is_local else model,
-        examples=examples and "examples.txt",
-        loading=", ".join(_changed(loading or LoadingArguments())),
-        name=demo.name,
-    )
-    (folder / "app.py").write_text(app, encoding="utf-8")
-    requirement = f"vanilla-transformer[{','.join(_extras(demo))}]=={__version__}\n"
-    (folder / "requirements.txt").write_text(requirement, encoding="utf-8")
-    header = {
-        "title": demo.name,
-        "emoji": "🌍",
-        "colorFrom": "indigo",
-        "colorTo": "blue",
-        "sdk": "gradio",
-        "sdk_version": gr.__version__,
-        "python_version": "3.11",
-        "app_file": "app.py",
-        "short_description": "Translate, and see what the model looks at",
-        **({} if is_local else {"models": [model]}),
-    }
-    card = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
-    (folder / "README.md").write_text(f"---\n{card}---\n\n# {demo.name}\n", encoding="utf-8")
-    return folder
+    expect_unused(folder, "space")
+    with staged(folder) as written:
+        is_local = Path(model).is_dir()
+        if is_local:
+            _copy_model(Path(model), written / "model", demo)
+        if examples is not None:
+            shutil.copy(examples, written / "examples.txt")
+        app = APP.format(
+            model="model" if is_local else model,
+            examples=examples and "examples.txt",
+            loading=", ".join(_changed(loading or LoadingArguments())),
+            name=demo.name,
+        )
+        (written / "app.py").write_text(app, encoding="utf-8")
+        requirement = f"vanilla-transformer[{','.join(_extras(demo))}]=={__version__}\n"
+        (written / "requirements.txt").write_text(requirement, encoding="utf-8")
+        header = {
+            "title": demo.name,
+            "emoji": "🌍",
+            "colorFrom": "indigo",
+            "colorTo": "blue",
+            "sdk": "gradio",
+            "sdk_version": gr.__version__,
+            "python_version": "3.11",
+            "app_file": "app.py",
+            "short_description": "Translate, and see what the model looks at",
+            **({} if is_local else {"models": [model]}),
+        }
+        card = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
+        (written / "README.md").write_text(f"---\n{card}---\n\n# {demo.name}\n", encoding="utf-8")
+    return Path(folder)
 
 
 def _extras(demo: Demo) -> list[str]:
