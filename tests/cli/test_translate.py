@@ -16,7 +16,7 @@ from functools import partial
 import pyarrow
 import pytest
 import torch
-from conftest import REPOSITORY, lines_of, run_command, seq2seq
+from conftest import REPOSITORY, lines_of, run_command, save_fsmt, seq2seq
 from pyarrow import parquet
 from torch._dynamo.testing import CompileCounter
 from transformers import GenerationConfig
@@ -410,6 +410,13 @@ def test_invalid_options_are_reported_before_work_starts(checkpoint, tmp_path, f
     assert process.returncode != 0
     assert message in process.stderr.splitlines()[-1]
     assert (tmp_path / "kept").read_text() == "of an earlier job\n"
+
+
+def test_a_reverse_model_that_reads_no_targets_is_refused_before_work_starts(checkpoint, tmp_path):
+    save_fsmt(tmp_path, targets="cba")
+    arguments = TranslateArguments(model=[str(checkpoint)], reverse_model=str(tmp_path))
+    with pytest.raises(ValueError, match=f"^{tmp_path}: FSMT's tokenizer reads targets"):
+        TranslationJob(arguments, LoadingArguments(device="cpu"), {})
 
 
 # ---------------------------------------------------------------- Compiled models

@@ -22,7 +22,7 @@ from ..inference.decoding import (
     runs_in_torch,
     samples,
 )
-from ..inference.loading import LoadingArguments
+from ..inference.loading import LoadingArguments, expect_to_read_targets
 from ..inference.parallel_translation import TARGET_COLUMN, digest, expect_files, fingerprint
 from ..inference.reranking import (
     UTILITIES,
@@ -180,6 +180,7 @@ class TranslationJob:
         self.reverse: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         if arguments.reverse_model is not None:
             self.reverse = loading.load(arguments.reverse_model)
+            expect_to_read_targets(self.reverse[1])
         self.prefixes: list[str] | None = None
         if arguments.target_prefix_file is not None:
             self.prefixes = list(read_file(arguments.target_prefix_file))
