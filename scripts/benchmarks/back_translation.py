@@ -7,8 +7,7 @@ FOLDER contains train, val and test_2016_flickr in English (.en) and German (.de
 `vanilla-transformer train --config back_translation` trains three models: the reverse one, German
 to English; one on the pairs alone; and one on the pairs and the remaining German text with the
 reverse model's translations, which have a tag. Finished runs are kept in results.json, so that an
-interrupted command can be repeated. The table, back_translation.md, has the scores on the test set,
-and the p-value of the difference by approximate randomization.
+interrupted command can be repeated. The table, back_translation.md, has the scores on the test set.
 """
 
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from pathlib import Path
 
 from transformers.hf_argparser import HfArg
 
-from scripts.benchmarks.multi30k import METRICS, TEST, expect_data, score
+from scripts.benchmarks.multi30k import METRICS, expect_data, score
 from scripts.commands import cpu_seconds, run, train
 from scripts.reports import Results, markdown, read_options, write_lines
 from vanilla_transformer.data.text_files import read_file
-from vanilla_transformer.inference.metrics import compare_systems, make_metrics
 
 REVERSE, PAIRS, SYNTHETIC = ROWS = ("reverse", "pairs", "back_translation")
 
@@ -53,7 +51,7 @@ def main() -> None:
     for row in ROWS:
         results.run(row, arguments.seed, partial(train_row, row, folder, arguments))
     runs = {row: results.of(row, [arguments.seed])[0] for row in ROWS}
-    print(results.write("back_translation", to_markdown(runs, p_values(folder, arguments))))
+    print(results.write("back_translation", to_markdown(runs)))
 
 
 def split_text(folder: Path, arguments: BackTranslationArguments) -> None:
@@ -100,24 +98,11 @@ def back_translate(folder: Path, arguments: BackTranslationArguments) -> tuple[P
     return synthetic, rest
 
 
-def p_values(folder: Path, arguments: BackTranslationArguments) -> dict[str, float]:
-    """The p-value of the effect of the synthetic text, for each metric."""
-    systems = {row: list(read_file(folder / row / "test.output")) for row in (PAIRS, SYNTHETIC)}
-    metrics = make_metrics(METRICS, tokenize=arguments.tokenize)
-    references = list(read_file(Path(arguments.data, f"{TEST}.de")))
-    scores = compare_systems(systems, references, metrics=metrics, test="ar")
-    return {name: scores[SYNTHETIC][f"{name}_p"] for name in METRICS}
-
-
-def to_markdown(runs: dict[str, dict[str, float]], p: dict[str, float]) -> str:
+def to_markdown(runs: dict[str, dict[str, float]]) -> str:
     """A row for each model."""
-    table = []
-    for row in ROWS:
-        cells = [row.replace("_", " ")]
-        for name in METRICS:
-            note = f" (p = {p[name]:.2g})" if row == SYNTHETIC else ""
-            cells.append(f"{runs[row][name]:.1f}{note}")
-        table.append(cells)
+    table = [
+        [row.replace("_", " "), *(f"{runs[row][name]:.1f}" for name in METRICS)] for row in ROWS
+    ]
     return markdown(["model", "BLEU", "chrF"], table)
 
 

@@ -31,15 +31,15 @@ def test_the_rest_is_back_translated_and_added_to_the_pairs(
     assert "<BT>" in tokenizer.get_vocab()
 
 
-def test_the_table_contains_p_values():
+def test_the_table_has_a_row_for_each_model():
     runs = {
         row: {"bleu": score, "chrf": 2 * score}
         for row, score in (("reverse", 20.0), ("pairs", 21.0), ("back_translation", 25.0))
     }
-    assert to_markdown(runs, {"bleu": 1 / 10001, "chrf": 0.0149}).splitlines()[2:] == [
+    assert to_markdown(runs).splitlines()[2:] == [
         "| reverse | 20.0 | 40.0 |",
         "| pairs | 21.0 | 42.0 |",
-        "| back translation | 25.0 (p = 0.0001) | 50.0 (p = 0.015) |",
+        "| back translation | 25.0 | 50.0 |",
     ]
 
 
