@@ -131,12 +131,14 @@ def test_commands_and_their_options_exist(name):
             assert find_spec(f"vanilla_transformer.cli.{target}"), target
             shared = {
                 "train": of_train,
+                "plan": of_train,
                 "convert": ("/conversion/core.py",),
                 "serve": ("/serving/", "/loading.py", "/ray_workers.py"),
                 "translate": ("/cli/translation_job.py", "/loading.py", "/ray_workers.py"),
             }.get(target, ("/inference/loading.py",))
             texts = [text for path, text in package.items() if any(map(path.count, (own, *shared)))]
-            more = {"train": inherited, "translate": set(generation_option_names())}
+            more = dict.fromkeys(("train", "plan"), inherited)
+            more["translate"] = set(generation_option_names())
             known = {"help", "help_all"} | more.get(target, set())
         for option in options:
             defined = re.compile(rf'^    {option}: |"--{option}"', re.MULTILINE)
