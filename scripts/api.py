@@ -55,9 +55,11 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "data.parallel_text": ["load_parallel_dataset", "iter_texts", "tokenize_dataset"],
         "data.tokenization": ["train_tokenizer"],
         "data.collation": ["PairCollator"],
+        "data.token_batches": ["TokenBudgetSampler"],
     },
     "Training": {
         "training.token_batches": ["TokenBudgetArguments", "TokenBudgetTrainer"],
+        "training.languages": ["set_languages", "start_in_target_language"],
         "training.averaging": ["average_checkpoints"],
         "training.distributed": ["end_training"],
     },
@@ -90,8 +92,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
 def reference() -> str:
     """The complete document."""
     package = griffe.load(PACKAGE, search_paths=[REPOSITORY])
-    links = " · ".join(f"[{title}](#{title.lower().replace(' ', '-')})" for title in SECTIONS)
-    lines = [INTRODUCTION, links, ""]
+    lines = [INTRODUCTION, *contents(), ""]
     for title, modules in SECTIONS.items():
         lines += [f"## {title}", ""]
         for module, names in modules.items():
@@ -99,6 +100,20 @@ def reference() -> str:
             for name in names:
                 lines += [*entry(package, path, name), ""]
     return "\n".join(lines)
+
+
+def contents() -> Iterator[str]:
+    """Links to the names of each section."""
+    for title, modules in SECTIONS.items():
+        listed = [name for names in modules.values() for name in names if "." not in name]
+        links = [link(f"`{name}`") for name in listed]
+        yield from wrapped(f"- **{link(title)}**: {', '.join(links)}")
+
+
+def link(heading: str) -> str:
+    """A link to a heading of the page."""
+    anchor = re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-"))
+    return f"[{heading}](#{anchor})"
 
 
 def entry(package: Any, module: str, name: str) -> Iterator[str]:

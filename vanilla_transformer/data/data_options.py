@@ -87,8 +87,8 @@ class DataArguments(CorpusArguments):
     bpe_dropout: float = HfArg(
         default=0.0,
         help="BPE-dropout: the probability of skipping a merge, so that training texts are split "
-        "differently in each epoch; 0.1 in its paper. max_tokens counts the tokens with dropout: "
-        "in a stream exactly, else by their mean number.",
+        "differently in each epoch; 0.1 in its paper. max_tokens then counts the mean "
+        "number of tokens of each text; in a stream, the actual number.",
     )
     max_train_samples: int | None = HfArg(
         default=None, help="Use only the first pairs of the training data."
