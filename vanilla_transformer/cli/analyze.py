@@ -85,29 +85,34 @@ def make_parser() -> ArgumentParser:
 
     heads = add("heads", show_heads, "How important each head is.")
     add_text(heads, required=True)
-    heads.add_argument("--prune", type=float, help="Remove this share of each layer's heads.")
-    heads.add_argument("--prune_output", help="Folder for the pruned model.")
+    share = "Remove this share of each layer's heads, such as 0.3."
+    heads.add_argument("--prune", type=float, help=share)
+    heads.add_argument("--prune_output", help="Folder for the smaller model.")
 
     attention = add("attention", write_page, "A page that shows attention.", picture=False)
     attention.set_defaults(check=check_page)
-    attention.add_argument("--text", required=True, help="A sentence.")
-    attention.add_argument("--translation", help="Default: the model's own translation.")
-    attention.add_argument("--view", choices=VIEWS, default="head", help="Default: head.")
+    attention.add_argument("--text", required=True, help="The sentence to show.")
+    attention.add_argument("--translation", help="Its translation. Default: the model's own.")
+    view = "One layer at a time (head), or all at once (model). Default: head."
+    attention.add_argument("--view", choices=VIEWS, default="head", help=view)
     attention.add_argument("--output", required=True, help="File for the page, .html.")
 
     alignments = add("alignments", show_alignments, "How well attention aligns words.", False)
     alignments.set_defaults(output=None)
     add_text(alignments, required=True)
-    alignments.add_argument("--links", required=True, help="File of links: 0-0 sure, 1p2 possible.")
+    links = "File with the links of each pair, such as 0-0 (sure) and 1p2 (possible)."
+    alignments.add_argument("--links", required=True, help=links)
 
     positions = add("positions", show_positions, "How similar positions are.")
     add_text(positions, required=False)
     embeddings = add("embeddings", show_embeddings, "Norms and neighbours of embeddings.")
-    embeddings.add_argument("--tokens", nargs="+", default=[], help="Show their neighbours.")
+    tokens = "Tokens whose nearest neighbours to list."
+    embeddings.add_argument("--tokens", nargs="+", default=[], help=tokens)
     for part in (positions, embeddings):
-        stacks = ("encoder", "decoder")
-        part.add_argument("--stack", choices=stacks, default="encoder", help="Default: encoder.")
-        part.add_argument("--length", type=int, default=100, help="Positions. Default: 100.")
+        stacks, stack = ("encoder", "decoder"), "The stack to measure. Default: encoder."
+        part.add_argument("--stack", choices=stacks, default="encoder", help=stack)
+        length = "Number of positions. Default: 100."
+        part.add_argument("--length", type=int, default=100, help=length)
     return parser
 
 

@@ -23,8 +23,8 @@ from .parser import CommandParser
 class AveragingArguments:
     output_dir: str = HfArg(help="Folder for the averaged model.")
     checkpoints_of: str | None = HfArg(default=None, help="The output_dir of a training run.")
-    last: int | None = HfArg(default=None, help="Average the last N checkpoints.")
-    steps: list[int] | None = HfArg(default=None, help="Average its checkpoints at these steps.")
+    last: int | None = HfArg(default=None, help="Average this many of the last checkpoints.")
+    steps: list[int] | None = HfArg(default=None, help="Average the checkpoints of these steps.")
     models: list[str] | None = HfArg(default=None, help="Average the models in these folders.")
 
     def __post_init__(self) -> None:

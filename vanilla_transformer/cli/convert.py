@@ -23,7 +23,9 @@ from .parser import CommandParser
 class ConvertArguments:
     output_dir: str = HfArg(help="A new or empty folder.")
     to: str | None = HfArg(
-        default=None, help="Convert a converted model back to this format, which it came from."
+        default=None,
+        help="Convert a converted model back to the format that it came from: fairseq, fsmt or "
+        "hf_marian.",
     )
     check: str | None = HfArg(
         default=None,

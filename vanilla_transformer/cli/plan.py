@@ -5,7 +5,7 @@ r"""Estimate the time and memory of a training on this machine, and print the op
     vanilla-transformer plan --config wmt14_en_de_base --speeds gpu/speeds.json \
         --hardware "NVIDIA H200"
 
-Has the options of `train`, and its own. The command trains for a few updates, discards them, and
+Takes the options of `train`, and its own. The command trains for a few updates, discards them, and
 extrapolates. Evaluation and checkpoints are not included. With --speeds, it keeps the measurement
 in a file, and measures each model, batch, device, number of processes and kind of text (tokens of a
 target, and of its source) only once. --hardware plans for another device, from the nearest

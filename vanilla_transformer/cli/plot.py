@@ -1,4 +1,4 @@
-r"""Plot training and what a model does, as PNG and SVG.
+r"""Draw learning curves, the learning rate, positions or attention, as PNG and SVG.
 
     vanilla-transformer plot curves outputs/a outputs/b --output pictures/curves
     vanilla-transformer plot schedule --settings 512/4000 512/8000 256/4000 \
@@ -72,29 +72,41 @@ def make_parser() -> ArgumentParser:
         nargs="+",
         type=setting,
         default=[setting(text) for text in usual.split()],
-        help=f"d_model/warmup steps of each line. Default: {usual}.",
+        help=f"d_model/warmup_steps of each line. Default: {usual}.",
     )
-    schedule.add_argument("--steps", type=int, default=20_000, help="Steps. Default: 20000.")
+    steps = "Number of steps. Default: 20000."
+    schedule.add_argument("--steps", type=int, default=20_000, help=steps)
 
     positions = add("positions", draw_positions, "Positional encodings.")
     whose = positions.add_mutually_exclusive_group()
-    whose.add_argument("--d_model", type=int, default=128, help="Of sinusoids. Default: 128.")
+    width = "Width of the sinusoids. Default: 128."
+    whose.add_argument("--d_model", type=int, default=128, help=width)
     whose.add_argument("--model", help="Draw the positions of this model, which may be learned.")
     positions.add_argument(
-        "--stack", choices=("encoder", "decoder"), default="encoder", help="Of --model."
+        "--stack",
+        choices=("encoder", "decoder"),
+        default="encoder",
+        help="Stack of --model. Default: encoder.",
     )
-    positions.add_argument("--length", type=int, default=100, help="Positions. Default: 100.")
-    positions.add_argument("--dimensions", nargs="+", type=int, help="Those to draw as curves.")
+    length = "Number of positions. Default: 100."
+    positions.add_argument("--length", type=int, default=100, help=length)
+    curves_of = "Dimensions to draw as curves, counted from 0. Default: those of four frequencies."
+    positions.add_argument("--dimensions", nargs="+", type=int, help=curves_of)
 
     attention = add("attention", draw_attention, "Attention weights of each head.")
     attention.add_argument("--model", required=True, help="Folder or Hub name.")
-    attention.add_argument("--source", required=True, help="The sentence.")
+    attention.add_argument("--source", required=True, help="A source sentence.")
     attention.add_argument("--target", help="Its translation. Default: the model's own.")
     attention.add_argument(
-        "--kind", choices=KINDS, default="cross", help="Default: cross, from decoder to encoder."
+        "--kind",
+        choices=KINDS,
+        default="cross",
+        help="Attention in a stack, or from decoder to encoder (cross). Default: cross.",
     )
-    attention.add_argument("--layer", type=layer, help="Layer from 1, or all. Default: the last.")
-    attention.add_argument("--heads", nargs="+", type=int, help="Heads from 1. Default: all.")
+    which = "A layer, counted from 1, or all. Default: the last."
+    attention.add_argument("--layer", type=layer, help=which)
+    which = "Heads, counted from 1. Default: all."
+    attention.add_argument("--heads", nargs="+", type=int, help=which)
     return parser
 
 

@@ -61,7 +61,10 @@ class TranslateArguments:
         default=None,
         help="Maximum number of source tokens in a batch, with padding. Replaces batch_size.",
     )
-    compile: bool = HfArg(default=False, help="Compile the model, and use a static cache.")
+    compile: bool = HfArg(
+        default=False,
+        help="Compile the model, and use a static cache, which is faster for single sentences.",
+    )
     seed: int = HfArg(default=SEED, help="Seed of --do_sample.")
     target_prefix_file: str | None = HfArg(
         default=None, help="File with the beginning of each translation; blank lines for none."
@@ -78,7 +81,8 @@ class TranslateArguments:
     )
     token_scores: bool = HfArg(default=False, help="Write the log-probability of each token.")
     alignments: str | None = HfArg(
-        default=None, help=f"Write aligned {' or '.join(UNITS)} as pairs SOURCE-TARGET, from 0."
+        default=None,
+        help=f"Write aligned {' or '.join(UNITS)} as pairs SOURCE-TARGET, counted from 0.",
     )
     alignment_layer: int | None = HfArg(
         default=None,
@@ -89,7 +93,9 @@ class TranslateArguments:
         default=False, help="Replace unknown words with the aligned source words."
     )
     mbr: str | None = HfArg(
-        default=None, help=f"Minimum Bayes risk with one of {', '.join(UTILITIES)}."
+        default=None,
+        help="Minimum Bayes risk: choose the hypothesis that is most similar to the others, by one "
+        f"of {', '.join(UTILITIES)}.",
     )
     reverse_model: str | None = HfArg(
         default=None, help="Rerank with a model from the target to the source."
