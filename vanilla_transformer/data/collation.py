@@ -13,13 +13,13 @@ LENGTH = "length"  # the column with the number of tokens on a pair's longer sid
 
 
 class PairCollator(DataCollatorForSeq2Seq):
-    """`DataCollatorForSeq2Seq`, except that two settings of a tokenizer don't change the result:
-    labels are always padded on the right, as the decoder needs them; and there is an
-    `attention_mask`, even if its `model_input_names` lack one. Models such as M2M100 and NLLB,
-    which have no method to make `decoder_input_ids` from labels, get them too. Columns that are
-    only needed to choose batches are left out.
+    """`DataCollatorForSeq2Seq` that always pads labels on the right, whatever the tokenizer's
+    `padding_side`, and always returns an `attention_mask`, even if the tokenizer's
+    `model_input_names` lack one.
 
-    If a data loader's workers are new processes, they get it without the model's weights."""
+    It also makes `decoder_input_ids` for models such as M2M100 and NLLB, which have no method to
+    make them from labels. Columns that are only needed to choose batches are left out. The worker
+    processes of a data loader get the collator without the model's weights."""
 
     def __getstate__(self) -> dict[str, Any]:
         """The state, with a model that can only make `decoder_input_ids`. Otherwise the complete
