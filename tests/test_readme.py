@@ -93,6 +93,15 @@ def test_links_have_an_existing_target(name):
         assert not anchor or anchor in headings(DOCUMENTS[target]), link
 
 
+def test_help_texts_and_messages_name_documents_that_exist():
+    text = "".join(sources("vanilla_transformer").values())
+    named = set(re.findall(r"\b(docs/[\w/]+\.md)(?:#([\w-]+))?", text))
+    assert len(named) > 10
+    for path, anchor in named:
+        assert path in DOCUMENTS, path
+        assert not anchor or anchor in headings(DOCUMENTS[path]), anchor
+
+
 @every_document
 def test_tables_have_a_header(name):
     for before, line in pairwise(DOCUMENTS[name].splitlines()):

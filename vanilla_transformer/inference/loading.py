@@ -35,7 +35,7 @@ ENGINE_NAMES = (TORCH, *(engine.NAME for engine in ENGINES))
 # Patterns of files in any format.
 TOKENIZERS = ("*token*", "*.spm", "*.model", "vocab*")
 WEIGHTS = ("*.safetensors*", "*.bin*")
-LANGUAGES_HINT = "docs/data.md#languages shows how to save the languages with a model"
+LANGUAGES_HINT = "docs/data.md#save-the-languages shows how to save the languages with a model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
