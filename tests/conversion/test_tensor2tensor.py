@@ -171,7 +171,8 @@ def layer_variables(model, ours, stack, at, to, names):
             for part, weight in weights.items():
                 part = part.replace("out", "output_transform")
                 variables[f"{to}{theirs}/multihead_attention/{part}/kernel"] = weight
-        elif names == "3d":
+        elif names == "3d":  # tensor2tensor does not scale these queries
+            weights["q"] = weights["q"] * model.config.head_dim**-0.5
             for part, weight in weights.items():
                 d = len(weight)
                 shape = (heads, -1, d) if part == "out" else (d, heads, weight.shape[1] // heads)
@@ -383,6 +384,7 @@ def test_heads_that_contradict_the_hparams_are_reported(tmp_path, small):
         ("layer_postprocess_sequence", "dnan"),
         ("prepend_mode", "prepend_inputs_full_attention"),
         ("unidirectional_encoder", True),
+        ("weight_dtype", "bfloat16"),
     ],
 )
 def test_unsupported_hparams_are_refused_by_name(tmp_path, small, name, value):

@@ -104,6 +104,7 @@ KNOWN: dict[str, tuple[Any, ...]] = {
     "causal_decoder_self_attention": (True,),
     "hard_attention_k": (0,),
     "num_area_layers": (0,),
+    "weight_dtype": ("float32",),  # with "bfloat16", files hold (128 w)^8 in place of w
 }
 # The steps before and after a sub-layer, without dropout: n normalizes, a adds the input.
 SEQUENCES = {("", "an"), ("n", "a")}
@@ -365,6 +366,13 @@ class _Reader:
             self.tensors.take(name, *expected)  # raises and names it
         return kernel.reshape(expected).T
 
+    def has_3d_queries(self, theirs: str) -> bool:
+        """Whether queries are of `attention_variables_3d`, with which tensor2tensor does not divide
+        scores by sqrt(d_k)."""
+        shape = (self.d_model, self.heads, self.key_width // self.heads)
+        name = f"{theirs}.q.kernel"
+        return name in self.tensors and tuple(self.tensors[name].shape) == shape
+
     def attention(self, theirs: str, ours: str) -> dict[str, Tensor]:
         """Queries, keys, values and output, each in its own matrix or, in 2017, in one."""
         widths = {"q": self.key_width, "k": self.key_width, "v": self.value_width}
@@ -383,6 +391,9 @@ class _Reader:
         for part in widths:
             if f"{ours}.{part}_proj.weight" not in weights:
                 self.tensors.take(f"{theirs}.{part}.kernel")  # raises and names it
+        if self.has_3d_queries(theirs):
+            queries = weights[f"{ours}.q_proj.weight"]
+            weights[f"{ours}.q_proj.weight"] = queries * (self.key_width / self.heads) ** 0.5
         output = self.kernel(f"{theirs}.output", self.value_width, self.d_model)
         weights[f"{ours}.out_proj.weight"] = output
         if self.bias:
