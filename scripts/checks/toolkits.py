@@ -29,7 +29,12 @@ from scripts.checks.toolkit_imports import MODULES, import_toolkit
 from scripts.checks.toolkit_training import HEADS, SOURCE, TARGET, TRAININGS, prepare, train
 from scripts.reports import expect_known, markdown, read_options, save
 from vanilla_transformer import conversion
-from vanilla_transformer.conversion.check import Converted, largest_difference, of_targets
+from vanilla_transformer.conversion.check import (
+    Converted,
+    equal_ids,
+    largest_difference,
+    of_targets,
+)
 from vanilla_transformer.conversion.positions import FREQUENCIES, LAYOUTS, sinusoids
 from vanilla_transformer.conversion.tensor2tensor import Tensor2TensorToolkit
 from vanilla_transformer.conversion.toolkit import Toolkit
@@ -171,18 +176,6 @@ def compare_translations(
         "lines": lines, "equal": lines - len(different), "worse": worse, "targets": targets,
         "speed": statistics.median(ratios),
     }  # fmt: skip
-
-
-def equal_ids(toolkit: Toolkit, ours: Converted, lines: list[str]) -> tuple[int, list[str]]:
-    """The number of lines with equal ids, and the other lines. Ids that only we have are
-    unknown."""
-    found = toolkit.known(ours.tokenizer(lines)["input_ids"])
-    other = [
-        line
-        for line, ids in zip(lines, found, strict=True)
-        if ids != toolkit.known([toolkit.encode(line)])[0]
-    ]
-    return len(lines) - len(other), other
 
 
 def losses(

@@ -6,7 +6,7 @@ from conftest import run_command
 from conversion.reference import checkpoint_folder
 from transformers import AutoModelForSeq2SeqLM
 
-from vanilla_transformer.conversion import find_format
+from vanilla_transformer.conversion import ConversionOptions, find_format
 from vanilla_transformer.conversion.check import check, of_targets
 
 
@@ -82,12 +82,19 @@ def test_a_model_can_only_be_converted_back_to_its_own_toolkit(checkpoint, tmp_p
 
 class Echo:
     """A toolkit that returns what the converted model does. It can have an error, which also adds a
-    word to the first translation, and it can report only the target's own tokens."""
+    word to the first translation and to each source, and it can report only the target's own
+    tokens."""
 
     def __init__(self, folder, error, of_targets_alone):
         from vanilla_transformer.conversion.check import Converted
 
         self.model, self.error, self.of_targets_alone = Converted(folder), error, of_targets_alone
+
+    def known(self, sources):
+        return sources
+
+    def encode(self, line):
+        return [*self.model.encode(line), *([10] if self.error else [])]
 
     def translate(self, sources):
         first, *others = self.model.translate(sources)
@@ -115,6 +122,11 @@ def test_a_check_reports_the_largest_difference(
     assert f"largest difference of log-probabilities  {shown}" in table
     equal = "2 (66.7%)" if error else "3 (100.0%)"
     assert f"equal greedy translations                {equal}" in table
+    equal = "0 (0.0%)" if error else "3 (100.0%)"
+    assert f"equal token ids                          {equal}" in table
+    moses = ConversionOptions(moses=["de", "en"])
+    table = check(checkpoint, tmp_path / "one", tmp_path / "lines.de", module, moses)
+    assert "equal token ids" not in table
 
 
 def test_a_check_without_the_toolkit_reports_it(checkpoint, tmp_path):

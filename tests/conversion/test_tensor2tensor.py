@@ -565,6 +565,19 @@ def test_a_check_shows_the_error_of_tensor2tensor(tmp_path, small, monkeypatch):
         tensor2tensor.load_toolkit(save(tmp_path / "t2t", small), ConversionOptions())
 
 
+def test_a_check_gives_tensor2tensor_the_trained_target_space(tmp_path, small, monkeypatch):
+    folder = save(tmp_path / "t2t", small, variables_of(small, space=5)[0])
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\necho "$2" > {tmp_path}/got\necho \'"ready"\'\ncat\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("TENSOR2TENSOR_PYTHON", str(program))
+    for options, space in ((ConversionOptions(), 5), (ConversionOptions(target_space_id=7), 7)):
+        tensor2tensor.load_toolkit(folder, options)
+        got = json.loads((tmp_path / "got").read_text())
+        assert got["target_space_id"] == space
+        assert got["unknown"] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [

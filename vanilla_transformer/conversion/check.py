@@ -58,6 +58,18 @@ def largest_difference(
     return float(np.max(differences))  # unlike `max`, it keeps NaN
 
 
+def equal_ids(toolkit: Toolkit, ours: Converted, lines: list[str]) -> tuple[int, list[str]]:
+    """The number of lines with equal ids, and the other lines. Ids that only we have are
+    unknown."""
+    found = toolkit.known(ours.tokenizer(lines)["input_ids"])
+    other = [
+        line
+        for line, ids in zip(lines, found, strict=True)
+        if ids != toolkit.known([toolkit.encode(line)])[0]
+    ]
+    return len(lines) - len(other), other
+
+
 class Comparison(NamedTuple):
     """The largest difference of any token's log-probability, the number of equal translations, and
     the seconds that both took to translate."""
@@ -68,10 +80,9 @@ class Comparison(NamedTuple):
     our_seconds: float
 
 
-def compare(toolkit: Toolkit, folder: str | Path, lines: list[str]) -> Comparison:
-    """Teacher-forced log-probabilities of the toolkit's own translations, and greedy
-    translations."""
-    ours = Converted(folder)
+def compare(toolkit: Toolkit, ours: Converted, lines: list[str]) -> Comparison:
+    """Teacher-forced log-probabilities of the toolkit's own translations, and greedy translations,
+    both of the ids that our tokenizer makes."""
     encoded = ours.tokenizer(lines)["input_ids"]
     if isinstance(toolkit, TransformersModel):
         expect_positions("line", encoded, position_limits(toolkit.module)[0], first=1)
@@ -126,16 +137,24 @@ def check(
     lines = list(read_file(file))
     if not lines:
         raise ValueError(f"{file}: expected lines of the source language, the file is empty")
+    options = options or ConversionOptions()
     try:
-        toolkit = format.load_toolkit(Path(path), options or ConversionOptions())
+        toolkit = format.load_toolkit(Path(path), options)
     except ImportError as error:
         return f"--check: {format.NAME} can't be imported ({error}); nothing was compared"
-    comparison = compare(toolkit, folder, lines)
-    rows = {
-        "lines": f"{len(lines)}",
+    ours = Converted(folder)
+    comparison = compare(toolkit, ours, lines)
+    rows = {"lines": f"{len(lines)}"}
+    if options.moses is None:  # which the toolkit does not run
+        rows["equal token ids"] = _share(equal_ids(toolkit, ours, lines)[0], lines)
+    rows |= {
         "largest difference of log-probabilities": f"{comparison.difference:.1e}",
-        "equal greedy translations": f"{comparison.equal} ({comparison.equal / len(lines):.1%})",
+        "equal greedy translations": _share(comparison.equal, lines),
         f"seconds, {format.NAME}": f"{comparison.seconds:.1f}",
         "seconds, converted": f"{comparison.our_seconds:.1f}",
     }
     return as_table(rows)
+
+
+def _share(number: int, lines: list[str]) -> str:
+    return f"{number} ({number / len(lines):.1%})"

@@ -464,9 +464,7 @@ def _fold_target_space(
     if "target_space" not in tensors:
         return
     spaces = tensors.take("target_space", None, None)
-    space = options.target_space_id
-    if space is None:
-        space = _trained_space(tensors)
+    space = _target_space(tensors, options)
     if not 0 <= space < len(spaces):
         raise ValueError(f"target_space_id={space}: expected 0 to {len(spaces) - 1}")
     vector = spaces[space]
@@ -476,6 +474,13 @@ def _fold_target_space(
     if shared is not None:
         weights |= {SOURCE: shared, TARGET: shared}
     weights[SOURCE] = weights[SOURCE] + vector
+
+
+def _target_space(tensors: Tensors, options: ConversionOptions) -> int:
+    """The given target space, or else the trained one; 0 if the model has none."""
+    if options.target_space_id is not None:
+        return options.target_space_id
+    return _trained_space(tensors) if "target_space" in tensors else 0
 
 
 def _trained_space(tensors: Tensors) -> int:
@@ -628,11 +633,14 @@ class Tensor2TensorToolkit(Toolkit):
                 f"{index.parent}: tensor2tensor runs no model without hparams.json"
             )
         files = _vocabulary_files(index.parent, options)
-        self.source_size = len(read_subwords(files[0]))
+        vocabularies = _vocabularies(index.parent, options)
+        self.source_size = len(vocabularies[0].ids)
+        prefix = index.with_suffix("")
         model = {
-            "prefix": str(index.with_suffix("").absolute()),
+            "prefix": str(prefix.absolute()),
             "vocabularies": [str(Path(file).absolute()) for file in files],
-            "target_space_id": options.target_space_id or 0,
+            "unknown": [UNKNOWN if each.of_whole_tokens else None for each in vocabularies],
+            "target_space_id": _target_space(read_tensors(prefix), options),
             "threads": torch.get_num_threads(),
         }
         self.folder = tempfile.TemporaryDirectory()

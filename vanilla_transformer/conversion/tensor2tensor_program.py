@@ -37,15 +37,26 @@ class Model:
     Args:
         prefix: The checkpoint, without `.index`.
         vocabularies: Files with the subwords of the source and of the target.
+        unknown: For each of them, the unknown token if it has whole tokens in place of subwords.
         target_space_id: Of the problem.
         threads: The number that TensorFlow may use within an operation, and across operations.
     """
 
-    def __init__(self, prefix: str, vocabularies: list[str], target_space_id: int, threads: int):
-        from tensor2tensor.data_generators.text_encoder import SubwordTextEncoder
+    def __init__(
+        self,
+        prefix: str,
+        vocabularies: list[str],
+        unknown: list[str | None],
+        target_space_id: int,
+        threads: int,
+    ):
+        from tensor2tensor.data_generators.text_encoder import SubwordTextEncoder, TokenTextEncoder
 
         self.prefix, self.target_space_id, self.threads = prefix, target_space_id, threads
-        self.encoders = [SubwordTextEncoder(file) for file in vocabularies]
+        self.encoders = [
+            TokenTextEncoder(file, replace_oov=token) if token else SubwordTextEncoder(file)
+            for file, token in zip(vocabularies, unknown)  # noqa: B905, for an old Python
+        ]
         self.graphs: dict[str, tuple[Any, Any, Any]] = {}
 
     def encode(self, line: str) -> list[int]:
