@@ -464,6 +464,17 @@ def test_byte_pair_codes_next_to_the_checkpoint_are_used(edited, tmp_path):
     expect_same_tensors(convert_back(output, tmp_path / "back"), folder)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"bpe": "gpt2"}, "(gpt2)"), ({"bpe": "bytes", "tokenizer": "moses"}, "(moses, bytes)"),
+     ({"bpe": "sentencepiece"}, "")],
+)  # fmt: skip
+def test_splitting_that_the_tokenizer_lacks_is_noted(edited, options, named):
+    notes = read(edited(**options)).origin["notes"]
+    expected = f"texts are tokenized {named} before they reach this model's tokenizer"
+    assert notes == (expected if named else "")
+
+
 def test_generation_follows_the_saved_options(edited):
     folder = edited()
     checkpoint = load(folder)

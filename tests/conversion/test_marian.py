@@ -512,6 +512,7 @@ REFUSED_OPTIONS = {
     "lemma-dim-emb=8": {"lemma-dim-emb": 8},
     "right-left=True": {"right-left": True},
     "transformer-attention-mask='alibi'": {"transformer-attention-mask": "alibi"},
+    "input-types=['class', 'sequence']": {"input-types": ["class", "sequence"]},
     "dim-vocabs=[9, 12, 12]": {"dim-vocabs": [9, 12, 12]},
     "brand-new-option=1": {"brand-new-option": 1},
     "transformer-preprocess='n' and transformer-postprocess='dan'": {"transformer-preprocess": "n"},

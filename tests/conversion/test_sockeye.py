@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -339,6 +341,25 @@ def test_a_folder_or_its_parameter_file_is_recognized(tmp_path, small):
     shutil.copy(folder / "params.best", folder / "params.00003")
     assert all(map(sockeye.recognizes, (folder, folder / "params.00003")))
     assert not any(map(sockeye.recognizes, (tmp_path, folder / "config")))
+
+
+@pytest.mark.parametrize(
+    ("file", "checkpoint"), [("", None), ("params.best", None), ("params.00012", 12)]
+)
+def test_a_check_opens_the_checkpoint_that_was_converted(tmp_path, monkeypatch, file, checkpoint):
+    opened = []
+
+    def load_model(folder, checkpoint):
+        opened.append((folder, checkpoint))
+        return torch.nn.Linear(1, 1), [{}], [{}]
+
+    stubs = {"sockeye": {}, "sockeye.loss": {"CrossEntropyLoss": torch.nn.Identity}}
+    for name, content in {**stubs, "sockeye.model": {"load_model": load_model}}.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+    if file:
+        (tmp_path / file).touch()
+    sockeye.load_toolkit(tmp_path / file, ConversionOptions())
+    assert opened == [(str(tmp_path), checkpoint)]
 
 
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="the checkpoints are not there")

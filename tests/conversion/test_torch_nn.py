@@ -123,6 +123,16 @@ def test_a_check_computes_the_activation_function(tmp_path):
     assert largest_difference(toolkit, Converted(folder), *ids) < 1e-5
 
 
+@pytest.mark.parametrize("has_table", [True, False])
+def test_the_card_says_if_the_positions_were_not_in_the_file(tmp_path, has_table):
+    state = Tutorial().state_dict()
+    if not has_table:
+        del state["positional_encoding.pos_embedding"]
+    card = (convert_state(tmp_path, state) / "README.md").read_text()
+    assert "assumed: heads 4, " in card
+    assert ("scale_embedding True, the paper's sinusoids." in card) == (not has_table)
+
+
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_a_stack_without_a_table_has_the_papers_sinusoids(tmp_path, side):
     state = Tutorial().state_dict() | {"positions": torch.arange(9 * D).view(9, D).sin()}

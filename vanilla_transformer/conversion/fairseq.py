@@ -76,6 +76,8 @@ OTHER_TASKS = (
     "denoising", "multilingual_denoising", "masked_lm", "multilingual_masked_lm", "translation_lev",
 )  # fmt: skip
 MBART = "translation_from_pretrained_bart"
+# Ways to split into subwords that our tokenizer has, from their files.
+BPES = ("subword_nmt", "fastbpe", "sentencepiece")
 # In names of architectures that translate while they read: no tensor tells that a word of the
 # source sees no later ones.
 SIMULTANEOUS = ("unidirectional", "monotonic")
@@ -585,10 +587,11 @@ def _limit(saved: dict[str, Any], positions: int) -> dict[str, Any]:
 
 def _notes(args: dict[str, Any]) -> str:
     """The preprocessing that the tokenizer does not do."""
-    tokenizer = args.get("tokenizer")
-    if not tokenizer:
+    steps = (args.get("tokenizer"), args.get("bpe"))
+    outside = [name for name in steps if isinstance(name, str) and name and name not in BPES]
+    if not outside:
         return ""
-    return f"texts are tokenized ({tokenizer}) before they reach this model's tokenizer"
+    return f"texts are tokenized ({', '.join(outside)}) before they reach this model's tokenizer"
 
 
 # ---------------------------------------------------------------- the toolkit itself

@@ -308,6 +308,9 @@ def _model_options(arrays: NumpyFile) -> dict[str, Any]:
             raise ValueError(f"{arrays.path}: {name}={marian[name]!r}: expected no such option")
     if missing := sorted(REQUIRED - marian.keys()):
         raise ValueError(f"{arrays.path}: expected the option {missing[0]} in {OPTIONS!r}")
+    types = marian.get("input-types") or []
+    if "class" in types:  # without </s>
+        raise ValueError(f"{arrays.path}: input-types={types}: expected 'sequence' for both")
     for name, number in (
         ("dim-vocabs", 2),
         ("transformer-tied-layers", marian["dec-depth"]),

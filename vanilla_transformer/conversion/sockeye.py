@@ -5,6 +5,7 @@ Source: Hieber et al. (2022), "Sockeye 3: Fast Neural Machine Translation with P
 https://arxiv.org/abs/2207.05851, and https://github.com/awslabs/sockeye, versions 3.0 and 3.1.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -355,19 +356,23 @@ def load_toolkit(path: Path, options: ConversionOptions) -> Toolkit:
     Raises:
         ImportError: Sockeye can't be imported.
     """
-    return SockeyeToolkit(path if path.is_dir() else path.parent, options)
+    return SockeyeToolkit(path, options)
 
 
 class SockeyeToolkit(Toolkit):
-    """A model folder in Sockeye 3, which opens its `params.best`."""
+    """A model folder in Sockeye 3, which opens its `params.best`, or `params.NNNNN` in one."""
 
     pad, start, unk, eos = 0, SPECIAL_IDS["<s>"], SPECIAL_IDS["<unk>"], SPECIAL_IDS["</s>"]
 
-    def __init__(self, folder: Path, options: ConversionOptions):
+    def __init__(self, path: Path, options: ConversionOptions):
         from sockeye.loss import CrossEntropyLoss
         from sockeye.model import load_model
 
-        self.module, self.sources, self.targets = load_model(str(folder))
+        number = re.fullmatch(r"params\.(\d+)", path.name)
+        self.module, self.sources, self.targets = load_model(
+            str(path if path.is_dir() else path.parent),
+            checkpoint=int(number[1]) if number else None,
+        )
         self.module.eval()
         self.source_size = len(self.sources[0])
         self.criterion = CrossEntropyLoss()

@@ -216,17 +216,18 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     for side, vocabulary, size in zip(SIDES, vocabularies, rows, strict=True):
         _expect_size(side, vocabulary, size)
     tokenizer, wanted = tokenizer_for(vocabularies, _specials(table), options, rows)
-    origin = {"toolkit": layout.toolkit, "notes": _notes(table)}
+    origin = {"toolkit": layout.toolkit, "notes": _notes(table, bool(position_settings))}
     # A user's loop is greedy; without a number, pipelines would search with 4 beams.
     conversion = Conversion(config, weights, tokenizer, {"num_beams": 1}, origin)
     conversion.fill_with_clones("source", wanted, vocabularies[0][table.unk])
     return conversion
 
 
-def _notes(table: Table) -> str:
+def _notes(table: Table, has_positions: bool) -> str:
     said = ("heads", "norm_first", "activation", "layer_norm_eps", "scale_embedding")
-    values = ", ".join(f"{name} {getattr(table, name)}" for name in said)
-    return f"The state dict does not say, and the conversion assumed: {values}."
+    values = [f"{name} {getattr(table, name)}" for name in said]
+    values += [] if has_positions else ["the paper's sinusoids"]
+    return f"The state dict does not say, and the conversion assumed: {', '.join(values)}."
 
 
 # ---------------------------------------------------------------- Files
