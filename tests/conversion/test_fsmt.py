@@ -161,6 +161,12 @@ def test_plain_text_is_encoded_and_decoded_as_by_its_own_tokenizer(saved, tmp_pa
     ]
 
 
+def test_moses_can_not_be_given_as_the_model_has_its_own_with_normalization(saved):
+    folder, _ = saved()
+    with pytest.raises(ValueError, match=r"moses=\['en', 'de'\]: .* its own: .*'normalize': True"):
+        read(folder, ConversionOptions(moses=["en", "de"]))
+
+
 def test_a_check_treats_tokens_that_only_the_converted_model_has_as_unknown(saved, tmp_path):
     folder, theirs = saved()
     ours = Converted(convert(folder, tmp_path / "converted"))

@@ -61,6 +61,10 @@ def read(path: str | Path, options: ConversionOptions | None = None) -> Conversi
         message = f"{path}: expected a checkpoint of {module.NAME}, but {error!r}"
         raise ValueError(message) from error
     if options.moses is not None:
+        if own := conversion.tokenizer.init_kwargs.get("moses"):
+            raise ValueError(
+                f"moses={options.moses}: expected no such option, as {path} has its own: {own}"
+            )
         conversion.tokenizer = with_moses(conversion.tokenizer, *options.moses)
         conversion.languages = options.moses
     conversion.record["format"] = module.NAME
