@@ -187,6 +187,22 @@ def test_it_generates_the_same_as_fsmt(saved, tmp_path):
     assert ours.generation_config.num_beams == 5
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_every_option_of_its_search_is_kept(saved, file):
+    """Before transformers 4.27, they were in the configuration."""
+    folder, _ = saved()
+    config = folder / "generation_config.json"
+    options = {"min_length": 4, "repetition_penalty": 1.5, "num_beams": 9, "temperature": 0.5}
+    if file == "config.json":
+        config.unlink()
+    written = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(written | options))
+    generation = read(folder).generation
+    kept = ("min_length", "repetition_penalty", "num_beams", "max_length")
+    assert [generation[name] for name in kept] == [4, 1.5, 9, 200]
+    assert "temperature" not in generation  # without effect on beams
+
+
 def test_an_unknown_tensor_is_reported(saved):
     folder, _ = saved()
     tensors = load_file(folder / "model.safetensors")

@@ -7,12 +7,13 @@ The names are fairseq's with "model." in front. Files: `config.json`, the weight
 from pathlib import Path
 from typing import Any
 
-from transformers import FSMTConfig, FSMTForConditionalGeneration, FSMTTokenizer, GenerationConfig
+from transformers import FSMTConfig, FSMTForConditionalGeneration, FSMTTokenizer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from ..data import vocabularies, vocabulary_files
 from . import core, fairseq
 from .core import Conversion, ConversionOptions
+from .hf_marian import read_generation
 from .saving import copy_original_files, restore, write_safetensors
 from .toolkit import TransformersModel
 
@@ -26,10 +27,8 @@ OPTIONS = (
     "encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads",
     "dropout", "attention_dropout", "activation_dropout",
 )  # fmt: skip
-GENERATION = (
-    "num_beams", "length_penalty", "early_stopping", "max_length", "forced_eos_token_id",
-    "no_repeat_ngram_size", "num_return_sequences", "bad_words_ids", "suppress_tokens",
-)  # fmt: skip
+# Options of the search that FSMTConfig has defaults for.
+DEFAULTS = ("num_beams", "length_penalty", "early_stopping", "max_length", "forced_eos_token_id")
 
 
 def recognizes(path: Path) -> bool:
@@ -119,11 +118,10 @@ def _side(path: Path, side: str, options: ConversionOptions, rows: int) -> fairs
 
 
 def _generation(path: Path, theirs: FSMTConfig) -> dict[str, Any]:
-    saved: Any = theirs
-    if (path / "generation_config.json").is_file():
-        saved = GenerationConfig.from_pretrained(path)
-    values = {name: getattr(saved, name, None) for name in GENERATION}
-    return {name: value for name, value in values.items() if value is not None}
+    """The generation config; without one, the configuration's, with its class's own defaults."""
+    has_own = (path / "generation_config.json").is_file()
+    defaults = {} if has_own else {name: getattr(theirs, name) for name in DEFAULTS}
+    return defaults | read_generation(path)
 
 
 def load_toolkit(path: Path, options: ConversionOptions) -> TransformersModel:

@@ -122,7 +122,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     interleave_halves(weights)
     for side, each in sides.items():
         conversion.fill_with_clones(side, vocabularies.rows(each), unk[side])
-    conversion.generation = _generation(path)
+    conversion.generation = read_generation(path)
     version = str(theirs.transformers_version)
     conversion.origin = {"toolkit": "transformers (MarianMTModel)", "version": version}
     details = get_tokenizer_config(path)
@@ -174,7 +174,7 @@ def _positions(tensors: Tensors, d_model: int) -> dict[str, Any]:
     return {"sinusoid_frequencies": kinds.pop()[0]} if kinds else {}
 
 
-def _generation(folder: Path) -> dict[str, Any]:
+def read_generation(folder: Path) -> dict[str, Any]:
     """The generation config. Before transformers 4.27, its fields were in the configuration.
     Sampling options are left out if the model does not sample: transformers would not save them."""
     file = folder / "generation_config.json"
