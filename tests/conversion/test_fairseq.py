@@ -490,6 +490,18 @@ def test_generation_follows_the_saved_options(edited):
     assert generation["sequence_bias"] == [[[3], -2.0]]
 
 
+def test_options_of_the_search_without_an_equivalent_are_reported(edited, caplog):
+    folder = edited()
+    assert read(folder)
+    assert not caplog.text
+    checkpoint = load(folder)
+    checkpoint["cfg"]["generation"] |= {"temperature": 0.5, "diverse_beam_groups": 4}
+    torch.save(checkpoint, folder / "checkpoint_best.pt")
+    assert read(folder)
+    for option in ("generation.temperature=0.5", "generation.diverse_beam_groups=4"):
+        assert f"{option} has no equivalent here" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("factor", "more", "limit"),
     [

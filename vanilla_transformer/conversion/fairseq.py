@@ -81,6 +81,11 @@ BPES = ("subword_nmt", "fastbpe", "sentencepiece")
 # In names of architectures that translate while they read: no tensor tells that a word of the
 # source sees no later ones.
 SIMULTANEOUS = ("unidirectional", "monotonic")
+# Options of the search, and their values without effect.
+NO_EQUIVALENT = {
+    "match_source_len": False, "sampling": False, "temperature": 1.0, "diverse_beam_groups": -1,
+    "diversity_rate": -1.0, "lm_path": None,
+}  # fmt: skip
 # Classes of saved options and states, none of whose code is executed.
 INERT = (
     "fairseq.*", "omegaconf.*", "typing.*", "_operator.getitem", "collections.defaultdict",
@@ -553,8 +558,14 @@ def _generation(
     checkpoint: dict[str, Any], args: dict[str, Any], config: VanillaTransformerConfig
 ) -> dict[str, Any]:
     """The search of `fairseq-generate` with its own defaults, or with the saved options."""
-    cfg = plain(checkpoint.get("cfg"))
-    saved = {**args, **((cfg or {}).get("generation") or {})}
+    search = (plain(checkpoint.get("cfg")) or {}).get("generation") or {}
+    for name, default in NO_EQUIVALENT.items():
+        if (value := first_given(search.get(name), default)) != default:
+            logger.warning(
+                "generation.%s=%r has no equivalent here: translations may differ from fairseq's",
+                name, value,
+            )  # fmt: skip
+    saved = {**args, **search}
     fields = {
         "num_beams": saved.get("beam") or 5,
         "length_penalty": 0.0 if saved.get("unnormalized") else float(saved.get("lenpen", 1)),
