@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    MarianConfig,
+    MarianMTModel,
+    pipeline,
+)
 
 from conversion.reference import (
     CHECKPOINTS,
@@ -338,6 +344,38 @@ def test_models_of_every_architecture_are_converted(tmp_path, shape):
     expected = marian_log_probs(random_arrays(options), options)
     torch.testing.assert_close(found[:, : expected.shape[1]], expected, atol=1e-9, rtol=0)
     assert (found[:, expected.shape[1] :] < -1000).all()  # padding and start are not words
+
+
+@pytest.mark.parametrize("activation", ["swish", "gelu"])
+def test_like_transformers_computes_what_its_own_converter_makes_of_the_files(tmp_path, activation):
+    """With a padding token of embedding 0 and bias 0, and an exact gelu also for old versions."""
+    options = {**OPTIONS, **SHARED, "tied-embeddings-all": True, "version": "v1.9.0 1"}
+    options |= {"transformer-ffn-activation": activation, "transformer-decoder-dim-ffn": D_FF}
+    arrays = random_arrays(options)
+    folder = save_marian(tmp_path / "model", arrays, options, names="aa")
+    pad = len(arrays["Wemb"])
+    theirs = MarianMTModel(
+        MarianConfig(
+            vocab_size=pad + 1, d_model=D, encoder_layers=1, decoder_layers=2, encoder_ffn_dim=D_FF,
+            decoder_ffn_dim=D_FF, encoder_attention_heads=HEADS, decoder_attention_heads=HEADS,
+            activation_function=activation, scale_embedding=True, pad_token_id=pad, eos_token_id=0,
+            decoder_start_token_id=pad,
+        )
+    ).eval()  # fmt: skip
+    read = marian.read(folder, ConversionOptions(like="transformers"))
+    with torch.no_grad():
+        for name, parameter in theirs.model.named_parameters():
+            ours = core.renamed(name, {r"\.fc": ".ffn.fc", r"\.final_layer": ".ffn_layer"})
+            if their := marian._their_name(f"model.{ours}", options, read.config):
+                parameter.copy_(torch.from_numpy(arrays[their]).T.reshape(parameter.shape))
+        rows = torch.from_numpy(arrays["Wemb"])
+        theirs.model.shared.weight.copy_(torch.cat([rows, torch.zeros(1, D)]))
+        theirs.final_logits_bias[0, :pad] = torch.from_numpy(arrays["decoder_ff_logit_out_b"])
+        ids = {"input_ids": torch.tensor([SOURCE]), "labels": torch.tensor([TARGET])}
+        expected = theirs.double()(**ids).logits.log_softmax(-1)[0]
+    found = converted_log_probs(folder, like="transformers")
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+    assert read.generation["suppress_tokens"] == [1, pad]
 
 
 def test_learned_positions_are_converted(tmp_path):

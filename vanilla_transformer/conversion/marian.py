@@ -2,7 +2,7 @@
 
 A model runs as it was trained. Marian's sinusoids have d_model - 2 in the exponent, its layer norms
 an epsilon of 1e-6, and its decoder starts from a vector of zeros. transformers' own converter does
-not keep the first two; `like="transformers"` gives the same as it.
+not keep the first two, and its padding is a word of logit 0; `like="transformers"` gives the same.
 """
 
 import logging
@@ -117,7 +117,8 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     Args:
         path: `model.npz`, its `decoder.yml`, or a folder with one model.
         options: `source_vocabulary` and `target_vocabulary` replace those named in `decoder.yml`;
-            `like="transformers"` uses the sinusoids and the epsilon of `MarianMTModel`.
+            `like="transformers"` uses the sinusoids, the epsilon and the logit of padding of
+            `MarianMTModel`.
 
     Raises:
         FileNotFoundError, ValueError: A file is missing or damaged, or our model does not support
@@ -142,8 +143,19 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     for name, side in zip(core.SIDES, (source, target), strict=True):
         conversion.fill_with_clones(name, vocabularies.rows(side.tokenizer), side.unk_id)
     conversion.generation = _generation(files, target)
+    if options.like is not None:
+        _show_padding(conversion)
     conversion.origin = {"toolkit": "Marian", "version": str(marian.get("version", ""))}
     return conversion
+
+
+def _show_padding(conversion: Conversion) -> None:
+    """Give padding the logit 0, as transformers does: it takes probability from other tokens, and
+    only a search hides it."""
+    pad = conversion.config.pad_token_id
+    conversion.weights[PROJECTION_BIAS][pad] = 0.0
+    hidden = conversion.generation.get("suppress_tokens", [])
+    conversion.generation["suppress_tokens"] = [*hidden, pad]
 
 
 # ---------------------------------------------------------------- Files
@@ -339,7 +351,7 @@ def _config_fields(
         "decoder_ffn_dim": marian.get("transformer-decoder-dim-ffn") or d_ff,
         "attention_bias": True,
         "lm_head_bias": True,
-        "activation_function": _activation(marian),
+        "activation_function": _activation(marian, as_transformers),
         "norm_position": _norm_position(marian),
         "final_layer_norm": final,
         "embedding_layer_norm": _has_norm(marian, "transformer-postprocess-emb"),
@@ -373,12 +385,12 @@ def _version(marian: dict[str, Any]) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else ()
 
 
-def _activation(marian: dict[str, Any]) -> str:
+def _activation(marian: dict[str, Any], as_transformers: bool) -> str:
     name = marian.get("transformer-ffn-activation", "swish")
     if name not in ACTIVATIONS:
         expected = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"transformer-ffn-activation={name!r}: expected one of {expected}")
-    if name == "gelu" and _version(marian) < EXACT_GELU:
+    if name == "gelu" and _version(marian) < EXACT_GELU and not as_transformers:
         return "quick_gelu"
     return ACTIVATIONS[name]
 
