@@ -358,7 +358,7 @@ def test_a_table_of_positions_limits_texts_and_translations(tmp_path):
     model = BartForConditionalGeneration(config)
     model.generation_config.max_length = None
     set_output_limit(model)
-    assert model.generate(torch.tensor([[5, 6]]), suppress_tokens=[2]).shape[1] == 9
+    assert model.generate(torch.tensor([[5, 6]]), suppress_tokens=[2]).shape[1] == 1 + 9
     rows = [{"input_ids": [4] * 9, "labels": [4]}]
     expect_texts_to_fit(model, {"train": Dataset.from_list(rows)})
     rows.append({"input_ids": [4] * 10, "labels": [4]})
@@ -397,6 +397,17 @@ def test_sources_can_be_longer_than_targets_where_the_model_reads_longer_texts_t
     rows.append({"input_ids": [4], "labels": [4] * 9})
     with pytest.raises(ValueError, match="a target of 9 tokens: expected at most 8"):
         expect_texts_to_fit(model, {"train": Dataset.from_list(rows)})
+
+
+def test_a_model_without_a_limit_may_write_longer_texts_than_it_reads(caplog):
+    sizes = {"max_encoder_position_embeddings": 8, "max_decoder_position_embeddings": 16}
+    model = LEDForConditionalGeneration(
+        LEDConfig(vocab_size=9, attention_window=4, **sizes, **WIDTH)
+    )
+    model.generation_config.max_length = None
+    set_output_limit(model)
+    assert model.generation_config.max_length == 1 + 16
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(("name", "most"), [("max_length", 10), ("max_new_tokens", 9)])
@@ -515,6 +526,21 @@ def test_a_model_of_many_languages_is_used_with_those_that_were_saved(
     caplog.clear()
     found = LoadingArguments(device="cpu").load(save(tmp_path / "saved", model, tokenizer))
     assert list(score_pairs(pairs, *found)) == expected
+    assert "target language" not in caplog.text
+
+
+@pytest.mark.parametrize(("make", "languages"), OF_MANY_LANGUAGES)
+def test_a_target_language_in_the_generation_config_gives_no_warning(
+    make, languages, tmp_path, caplog
+):
+    """As in mBART's models on the Hub, whose tokenizers have none."""
+    folder = make(tmp_path / "model")
+    model, tokenizer = LoadingArguments(device="cpu").load(folder)
+    set_languages(tokenizer, *languages)
+    start_in_target_language(model, tokenizer)
+    model.save_pretrained(folder)
+    caplog.clear()
+    LoadingArguments(device="cpu").load(folder)
     assert "target language" not in caplog.text
 
 

@@ -235,8 +235,8 @@ def set_output_limit(model: PreTrainedModel) -> None:
     config = model.generation_config
     limited = config.max_length is not None or config.max_new_tokens is not None
     if not limited and not hasattr(model, "extra_output_tokens"):
-        longest = 1 + DEFAULT_NEW_TOKENS  # with the start token
-        config.max_length = int(min(longest, *position_limits(model)))
+        longest = min(DEFAULT_NEW_TOKENS, position_limits(model)[1])
+        config.max_length = int(1 + longest)  # with the start token
     for name, most in _most_tokens(model).items():
         if (value := getattr(config, name)) is not None and value > most:
             logger.warning(
