@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 from conftest import ragged, random_ids, seq2seq, small_config
-from tokenizers.normalizers import Lowercase, Sequence
+from tokenizers import Tokenizer
+from tokenizers.normalizers import NFC, Lowercase, Sequence
 from transformers import AutoTokenizer, MarianConfig, MarianMTModel, NllbTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -18,6 +19,7 @@ from vanilla_transformer.inference.loading import LoadingArguments
 from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import translate, translate_n_best
 from vanilla_transformer.model.cache import CACHE_NAME
+from vanilla_transformer.model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
 SOURCE = dict(zip(("input_ids", "attention_mask"), ragged(5, 9, 3), strict=True))
 SEARCHES = (
@@ -171,6 +173,8 @@ def test_members_can_have_two_vocabularies(members):
 def test_members_must_share_their_vocabulary(members):
     with pytest.raises(ValueError, match="vocab_size=51 in member 1 of the ensemble: expected 50"):
         VanillaTransformerEnsemble([members[0], make(0, vocab_size=51)])
+    with pytest.raises(ValueError, match="eos_token_id=3 in member 1 of the ensemble: expected 2"):
+        VanillaTransformerEnsemble([members[0], make(0, eos_token_id=3)])
     with pytest.raises(ValueError, match="expected at least one model"):
         VanillaTransformerEnsemble([])
 
@@ -193,6 +197,8 @@ def test_members_must_be_models_of_this_package(members):
 def test_options_that_need_a_single_model_are_refused_by_name(members, option, value):
     with pytest.raises(ValueError, match=f"{option}={value!r}: expected None for an ensemble"):
         VanillaTransformerEnsemble(members).generate(**SOURCE, **{option: value})
+    with pytest.raises(ValueError, match="inputs_embeds is given to an ensemble: expected a singl"):
+        VanillaTransformerEnsemble(members).generate(inputs_embeds=torch.zeros(1, 3, 24))
 
 
 def test_an_ensemble_cannot_be_saved(members, tmp_path):
@@ -246,6 +252,20 @@ def test_folders_that_preprocess_text_differently_are_refused(checkpoint, tmp_pa
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"prepares text in another way than .* \(normalizer\)"):
         LoadingArguments(device="cpu").load([checkpoint, tmp_path])
+
+
+def test_folders_that_preprocess_targets_differently_are_refused(tokenizer):
+    def with_targets(normalizer):
+        target = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        target.normalizer = Sequence([normalizer, target.normalizer])
+        return VanillaTransformerTokenizer(
+            tokenizer_object=tokenizer.backend_tokenizer, target_tokenizer_object=target
+        )
+
+    one, other = with_targets(NFC()), with_targets(Lowercase())
+    expect_same_vocabulary([one, with_targets(NFC())], ["a", "b"])
+    with pytest.raises(ValueError, match=r"b prepares .* than a \(target normalizer\)"):
+        expect_same_vocabulary([one, other], ["a", "b"])
 
 
 @pytest.mark.parametrize("name", ["labels", "output_attentions", "output_hidden_states"])

@@ -19,7 +19,11 @@ from transformers import (
 
 from vanilla_transformer.cli.main import needs_traceback
 from vanilla_transformer.inference.engines import onnxruntime_engine
-from vanilla_transformer.inference.loading import LoadingArguments, read_config
+from vanilla_transformer.inference.loading import (
+    LoadingArguments,
+    expect_torch_model,
+    read_config,
+)
 from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import translate
 from vanilla_transformer.training.arguments import ModelArguments
@@ -65,12 +69,12 @@ def test_a_folder_without_a_model_is_reported(load, model, tokenizer, tmp_path):
         ("generation_config.json", "/generation_config.json"),
     ],
 )
-@pytest.mark.parametrize("left", [0, 9])
-def test_a_file_that_is_cut_short_is_reported(checkpoint, tmp_path, file, named, left):
-    """As by a full disk. transformers would translate without a generation config, as if the model
-    had none: with other beams and limits of length."""
+@pytest.mark.parametrize("left", [b"", b'{"version', b"\xff"])
+def test_a_damaged_file_is_reported(checkpoint, tmp_path, file, named, left):
+    """Cut short, as by a full disk, or not UTF-8. transformers would translate without a generation
+    config, as if the model had none: with other beams and limits of length."""
     folder = shutil.copytree(checkpoint, tmp_path / "model")
-    (folder / file).write_bytes((folder / file).read_bytes()[:left])
+    (folder / file).write_bytes(left)
     with pytest.raises(ValueError, match=f"^{folder}{named}: expected complete files, but ") as e:
         LoadingArguments(device="cpu").load(folder)
     assert not needs_traceback(e.value)
@@ -84,6 +88,20 @@ def test_a_missing_file_of_a_tokenizer_is_reported_in_one_line(checkpoint, tmp_p
         LoadingArguments(device="cpu").load(folder)
     assert "\n" not in str(error.value)
     assert not needs_traceback(error.value)
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_a_model_that_also_has_graphs_for_a_browser_is_loaded(checkpoint, tmp_path, weights):
+    """As many have on the Hub."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "onnx").mkdir()
+    if weights == "pytorch_model.bin":
+        torch.save(load_file(folder / "model.safetensors"), folder / weights)
+        (folder / "model.safetensors").unlink()
+    expect_torch_model(folder)
+    (folder / weights).unlink()
+    with pytest.raises(ValueError, match=r"with engine='transformers\.js': expected a model that"):
+        expect_torch_model(folder)
 
 
 def test_weights_that_may_not_be_read_are_not_reported_as_missing(checkpoint, monkeypatch):

@@ -23,6 +23,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, CTRLTokenizer
 from vanilla_transformer.data.paths import as_path
 from vanilla_transformer.data.text_files import read_file
 from vanilla_transformer.inference import parallel_translation
+from vanilla_transformer.inference.ensemble import VanillaTransformerEnsemble
 from vanilla_transformer.inference.parallel_translation import (
     LINES_PER_CHUNK,
     fingerprint,
@@ -236,6 +237,7 @@ def test_a_column_of_a_parquet_file_becomes_a_text_file(table):
         ("in.txt", "out.txt", {"source_column": "text"}, "source_column='text': expected"),
         ("in.parquet", "out.txt", {"target_column": "de"}, "target_column='de': expected"),
         ("in.txt", "out.parquet", {}, "output='out.parquet': expected a text file"),
+        ("in.txt", "out.csv", {}, "out.csv: expected text, a sentence a line, or parquet"),
         ("not.parquet", "out.txt", {}, "not.parquet: expected a parquet file"),
     ],
 )  # fmt: skip
@@ -374,6 +376,13 @@ def test_a_job_without_finished_chunks_is_discarded(source):
     assert run(Worker(), source).read_text() == EXPECTED
 
 
+def test_a_job_of_several_processes_is_not_discarded_if_one_fails(source):
+    """Others may be at work on their first chunks."""
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(Worker(fails_at=0), source, num_processes=2)
+    assert source.with_name("out.txt.parts").exists()
+
+
 def test_a_running_job_is_not_replaced_by_a_different_one(source):
     def starts_another(lines, first):
         with pytest.raises(ValueError, match="model='n': expected 'm', as in the unfinished"):
@@ -414,6 +423,18 @@ def test_several_processes_cannot_read_what_can_be_read_once(tmp_path):
         transform_file(Worker(), os.devnull, tmp_path / "out", {}, num_processes=2)
     transform_file(Worker(), os.devnull, tmp_path / "out", {})
     assert (tmp_path / "out").read_text() == ""
+
+
+def test_a_job_is_not_resumed_with_other_lines_from_its_pipe(tmp_path):
+    os.mkfifo(tmp_path / "in")
+    writer = threading.Thread(target=(tmp_path / "in").write_text, args=["\n".join(LINES)])
+    writer.start()
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(Worker(fails_at=9), tmp_path / "in")
+    writer.join()
+    os.utime(tmp_path / "in", ns=(0, 0))  # as a writer would change it
+    with pytest.raises(ValueError, match=r"^modified=0: expected \d+, as in the unfinished"):
+        run(Worker(), tmp_path / "in")
 
 
 def test_a_process_on_a_different_file_system_is_refused(source):
@@ -488,12 +509,34 @@ def test_a_fingerprint_shows_what_changed(folder, changed, change):
     assert {name for name in before if before[name] != after[name]} == {changed}
 
 
+def test_a_fingerprint_includes_what_computes(model, tokenizer, monkeypatch):
+    """Scores differ in their last digits, and with them a few translations."""
+    before = fingerprint(model, tokenizer)
+    model.set_attn_implementation("eager")
+    monkeypatch.setattr(type(model), "device", torch.device("xpu"))
+    after = fingerprint(model, tokenizer)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"attn_implementation", "device"}
+
+
 def test_a_fingerprint_depends_on_the_version_of_this_package(folder, monkeypatch):
     before = fingerprint_of(folder)
     monkeypatch.setattr(parallel_translation, "__version__", "99.9")
     after = fingerprint_of(folder)
     assert {name for name in before if before[name] != after[name]} == {"versions"}
     assert after["versions"].startswith("vanilla_transformer 99.9, torch ")
+
+
+def test_a_fingerprint_includes_the_configuration_of_each_member_of_an_ensemble(folder, tokenizer):
+    def of_members():
+        models = [AutoModelForSeq2SeqLM.from_pretrained(folder) for _ in range(2)]
+        return fingerprint(VanillaTransformerEnsemble(models), tokenizer), models
+
+    before, (first, second) = of_members()
+    assert of_members()[0] == before
+    second.config.activation_function = "gelu"
+    after = fingerprint(VanillaTransformerEnsemble([first, second]), tokenizer)
+    assert {name for name in before if before[name] != after[name]} == {"config"}
 
 
 def test_a_fingerprint_includes_an_adapters_configuration(model, folder):

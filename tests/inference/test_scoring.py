@@ -57,10 +57,11 @@ def test_the_padding_side_of_a_tokenizer_changes_no_score(translator, side, name
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_scores_start_after_the_decoder_start_token_of_generation(translator):
+@pytest.mark.parametrize("name", ["decoder_start_token_id", "bos_token_id"])
+def test_scores_start_after_the_token_that_starts_generation(translator, name):
     """The generation config's, as in `translate --n_best`, reranking and exported folders."""
     model, tokenizer = translator
-    model.generation_config.decoder_start_token_id = 5
+    model.generation_config.update(**{"decoder_start_token_id": None, name: 5})
     _, (source, target), *_ = PAIRS
     (score,) = score_pairs([(source, target)], model, tokenizer)
     model.config.decoder_start_token_id = 5  # of labels
@@ -171,6 +172,11 @@ def test_scores_are_as_precise_as_float32_allows_for_a_large_vocabulary():
     torch.testing.assert_close(
         found, expected.masked_fill(labels == -100, 0), rtol=5e-7, atol=0, check_dtype=True
     )
+
+
+def test_scores_of_a_model_in_half_precision_are_not_rounded_to_it():
+    logits, labels = torch.randn(2, 5, 8).bfloat16(), torch.randint(8, (2, 5))
+    assert torch.equal(scores_of(logits, labels), scores_of(logits.float(), labels))
 
 
 class OnMps(torch.Tensor):

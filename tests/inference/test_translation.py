@@ -17,6 +17,8 @@ from transformers import (
     FSMTConfig,
     FSMTForConditionalGeneration,
     GPT2Config,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
     RobertaConfig,
@@ -257,6 +259,8 @@ def test_a_given_generation_config_has_the_beams_of_the_hypotheses(model, tokeni
     finally:
         transformers_logging.disable_propagation()
     assert found == list(translate_n_best(LINES, model, tokenizer, 2, **search))
+    several = {"num_return_sequences": 3, "generation_config": given}
+    assert found == list(translate_n_best(LINES, model, tokenizer, 2, **several))
     assert "Passing `generation_config`" not in caplog.text
     given.num_beams = 1
     with pytest.raises(ValueError, match="n_best=2 with num_beams=1: expected"):
@@ -425,10 +429,16 @@ def test_a_line_that_is_longer_than_the_table_of_positions_is_shown(tokenizer, k
         list(translate(lines, model, tokenizer, batch_size=1, max_new_tokens=2))
 
 
-def test_a_table_that_grows_is_not_a_limit():
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (FSMTForConditionalGeneration, FSMTConfig(src_vocab_size=9, tgt_vocab_size=9)),
+        (M2M100ForConditionalGeneration, M2M100Config(vocab_size=9)),
+    ],
+)
+def test_a_table_that_grows_is_not_a_limit(kind, config):
     with torch.device("meta"):
-        model = FSMTForConditionalGeneration(FSMTConfig(src_vocab_size=9, tgt_vocab_size=9))
-    assert position_limits(model) == (math.inf, math.inf)
+        assert position_limits(kind(config)) == (math.inf, math.inf)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ class VanillaTransformerEnsemble(
         self.members = nn.ModuleList(members)
         self.encoder = EnsembleEncoder(members)
         self.generation_config = copy.deepcopy(members[0].generation_config)
-        self.training = members[0].training  # members keep their modes
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         """The encoders of all members as one module."""
@@ -211,7 +210,6 @@ def shared_config(members: Sequence[VanillaTransformerForConditionalGeneration])
     if learned:
         config.position_encoding = "learned"
         config.max_position_embeddings = min(c.max_position_embeddings for c in learned)
-    config.members = [member.config.to_dict() for member in members]
     return config
 
 
@@ -268,7 +266,6 @@ def text_preparation(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     for side, name in sides.items():
         if (backend := getattr(tokenizer, name, None)) is not None:
             saved = json.loads(backend.to_str())
-            saved["model"].pop("dropout", None)  # for training
             for part in ("normalizer", "pre_tokenizer", "model", "post_processor"):
                 parts[side + part] = saved[part]
     return parts

@@ -90,9 +90,10 @@ def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
 
 
 def _configurations(model: Any) -> Iterator[bytes]:
-    """The configurations of a model or an ensemble, and of PEFT's adapters, as JSON."""
-    yield model.config.to_json_string().encode()
+    """The configurations of a model or of an ensemble's members, and of PEFT's adapters, as
+    JSON."""
     for member in getattr(model, "members", [model]):
+        yield member.config.to_json_string().encode()
         for name, adapter in getattr(member, "peft_config", {}).items():
             yield json.dumps({name: adapter.to_dict()}, default=_as_json).encode()
 

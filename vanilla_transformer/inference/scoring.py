@@ -111,7 +111,7 @@ def map_hypotheses(
     rows = pair_up(lines, found, "hypotheses")
     while window := list(islice(rows, LINES_PER_WINDOW)):
         kept = [(line, h) for line, hypotheses in window for h in hypotheses if h.token_ids]
-        changed = iter(change([line for line, _ in kept], [h for _, h in kept]) if kept else ())
+        changed = iter(change([line for line, _ in kept], [h for _, h in kept]))
         for _, hypotheses in window:
             yield [next(changed) if h.token_ids else h for h in hypotheses]
 

@@ -335,6 +335,6 @@ class Batches(NamedTuple):
             length = length if end is None else end
             while end is None and length > prompt_length and row[length - 1] == pad:
                 length -= 1
-            is_complete = end is not None or not ends
-            found.append(Hypothesis(text, token_ids=tuple(row[1:length]), is_complete=is_complete))
+            ids = tuple(row[1:length])
+            found.append(Hypothesis(text, token_ids=ids, is_complete=end is not None))
         return found
