@@ -133,6 +133,17 @@ def test_an_output_is_at_most_50_tokens_longer_than_its_source(members, endless)
     assert (found[:, 1:] != 0).sum(1).tolist() == [55, 59, 53]
 
 
+def test_hooks_of_a_member_get_the_rows_of_all_beams_and_can_keep_them(members):
+    seen, projection = [], members[0].get_decoder().layers[0].encoder_attn.k_proj
+    hook = projection.register_forward_hook(lambda module, args, output: seen.append(output))
+    try:
+        VanillaTransformerEnsemble(members).generate(**SOURCE, num_beams=4, max_new_tokens=3)
+    finally:
+        hook.remove()
+    assert [len(states) for states in seen] == [12]
+    assert not any(states.is_inference() for states in seen)
+
+
 def test_the_member_with_the_fewest_learned_positions_limits_the_output(members):
     sinusoids = make(0, max_position_embeddings=8)  # without EOS
     more = make(1, position_encoding="learned", max_position_embeddings=50)

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from ..model.cache import CACHE_NAME, generation_cache, new_cache, takes_either_name
 from ..model.generation import NO_PLAIN_CACHE, VanillaTransformerGenerationMixin
 from ..model.generation_options import GenerationOptions
+from ..model.hooks import is_watched
 from ..model.loss import at_least_float32
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from ..model.pretrained import VanillaTransformerPreTrainedModel
@@ -146,7 +147,8 @@ class VanillaTransformerEnsemble(
         if CACHE_NAME in options.kwargs or options["use_cache"] is False:
             return
         configs = [member.config for member in self.members]
-        if all(config._attn_implementation == "sdpa" for config in configs):
+        are_fast = all(config._attn_implementation == "sdpa" for config in configs)
+        if are_fast and not is_watched(self):  # hooks get the rows of all beams, as in a member
             size = options.cache_size(prompt_length)
             caches = [generation_cache(config, *size) for config in configs]
         else:
