@@ -32,7 +32,9 @@ def main() -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="Folder of the model.")
     parser.add_argument(
-        "repository", metavar="REPOSITORY", help="NAME/MODEL on the Hub, or MODEL for your own."
+        "repository",
+        metavar="REPOSITORY",
+        help="NAME/MODEL on the Hub, or MODEL in your own account.",
     )
     arguments, rest = parser.parse_args_into_dataclasses()
     if get_token() is None:
