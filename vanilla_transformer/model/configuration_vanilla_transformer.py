@@ -111,8 +111,8 @@ class VanillaTransformerConfig(PreTrainedConfig):
         encoder_layers, decoder_layers: N.
         encoder_attention_heads, decoder_attention_heads: h.
         encoder_ffn_dim, decoder_ffn_dim: d_ff.
-        head_dim: d_k, the width of a query or key in one head; `None` becomes d_model / h, which
-            follows later changes of both, and stays `None` if encoder and decoder differ in h.
+        head_dim: d_k, the width of a query or key in one head. `None` becomes d_model / h, also
+            after later changes of d_model or h, or stays `None` if encoder and decoder differ in h.
         value_head_dim: d_v, the width of a value in one head; `None` is d_k.
         attention_bias: Biases in the four projections of attention. The paper's are plain matrices.
         dropout: P_drop, on each sub-layer's output and on embedding plus position (section 5.4).
