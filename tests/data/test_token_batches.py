@@ -636,6 +636,24 @@ def test_balanced_batches_follow_the_seed(make_trainer, data):
     assert batches(seed=1) == batches(seed=2, data_seed=1) != batches(seed=2)
 
 
+def test_each_of_several_evaluation_sets_has_batches_of_tokens(make_trainer, data):
+    trainer = make_trainer(data, eval_max_tokens=40)
+    trainer.eval_dataset = {"short": data.select(range(9)), "all": data}
+    for name, rows in trainer.eval_dataset.items():
+        batches = list(trainer.get_eval_dataloader(name))
+        assert max(batch["labels"].numel() for batch in batches) <= 40
+        assert sum(len(batch["labels"]) for batch in batches) == len(rows)
+
+
+def test_metrics_of_batches_get_them_as_they_come(make_trainer, data):
+    trainer = make_trainer(data, eval_max_tokens=150, batch_eval_metrics=True)
+    rows = []
+    trainer.compute_metrics = lambda found, compute_result: rows.append(len(found.label_ids)) or {}
+    trainer.evaluate()
+    assert len(rows) == len(trainer.get_eval_dataloader())
+    assert sum(rows) == len(data)
+
+
 def test_without_a_budget_batches_are_transformers_own(make_trainer, data):
     trainer = make_trainer(data, max_tokens=None, per_device_train_batch_size=7)
     assert trainer.get_train_dataloader().batch_sampler.batch_size == 7

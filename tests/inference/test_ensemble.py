@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, MarianConfig, MarianMTModel, NllbTokeniz
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.data.vocabularies import with_moses
 from vanilla_transformer.inference.ensemble import (
     VanillaTransformerEnsemble,
     expect_same_vocabulary,
@@ -277,6 +278,13 @@ def test_folders_that_preprocess_targets_differently_are_refused(tokenizer):
     expect_same_vocabulary([one, with_targets(NFC())], ["a", "b"])
     with pytest.raises(ValueError, match=r"b prepares .* than a \(target normalizer\)"):
         expect_same_vocabulary([one, other], ["a", "b"])
+
+
+def test_folders_with_moses_for_different_languages_are_refused(tokenizer):
+    pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
+    tokenizers = [with_moses(tokenizer, "en", target) for target in ("de", "fr")]
+    with pytest.raises(ValueError, match=r"b prepares text in another way than a \(moses\)"):
+        expect_same_vocabulary(tokenizers, ["a", "b"])
 
 
 @pytest.mark.parametrize("name", ["labels", "output_attentions", "output_hidden_states"])

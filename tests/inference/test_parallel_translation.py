@@ -165,6 +165,13 @@ def test_a_job_started_twice_writes_complete_files(source, monkeypatch):
     assert output.read_text() == source.read_text().upper()
 
 
+def test_a_job_that_another_one_merges_at_the_same_time_is_reported(source, monkeypatch):
+    parts = source.with_name("out.txt.parts")
+    monkeypatch.setattr(shutil, "copyfileobj", lambda part, to: shutil.rmtree(parts))
+    with pytest.raises(FileNotFoundError, match=r"out\.txt\.parts is gone: expected no other"):
+        run(Worker(), source)
+
+
 def test_files_on_any_file_system_are_read_and_written(tmp_path):
     """They are given by URL; finished chunks are kept there too."""
     pytest.importorskip("upath", reason="needs vanilla-transformer[ray]")

@@ -163,6 +163,7 @@ def test_sharded_weights_are_averaged_the_same(run, tmp_path):
     one, other = (AutoModelForSeq2SeqLM.from_pretrained(path) for path in (whole, parts))
     for weight, expected in zip(other.parameters(), one.parameters(), strict=True):
         assert torch.equal(weight, expected)
+    assert not (parts / "model.safetensors.index.json").exists()  # it names other files
 
 
 def test_checkpoints_are_never_completely_in_memory(run, tmp_path, monkeypatch):

@@ -88,6 +88,15 @@ def test_a_checkpoint_is_flushed_if_folders_cannot_be_opened(run, monkeypatch):
     assert find_defect(run / "checkpoint-8") is None
 
 
+def test_the_name_of_a_checkpoint_is_flushed_before_older_ones_are_deleted(run, monkeypatch):
+    staged, flushed = run / STAGING_DIR / "checkpoint-8", []
+    staged.parent.mkdir()
+    (run / "checkpoint-8").rename(staged)
+    monkeypatch.setattr(checkpoints, "_flush", lambda path: flushed.append((path, staged.exists())))
+    checkpoints._publish(staged, run / "checkpoint-8")
+    assert flushed[-1] == (run, False)
+
+
 @pytest.mark.parametrize("mode", [0o444, 0o644])
 def test_a_read_only_file_is_flushed_and_an_unreadable_file_is_reported(
     tmp_path, monkeypatch, mode
@@ -177,6 +186,8 @@ def test_a_complete_checkpoint_in_the_staging_folder_gets_its_name(run):
     assert last_complete_checkpoint(run) == run / "checkpoint-8"
     (run / "checkpoint-8").rename(run / STAGING_DIR / "checkpoint-8")
     (run / STAGING_DIR / "checkpoint-8/optimizer.pt").unlink()
+    assert last_complete_checkpoint(run) == run / "checkpoint-6"
+    shutil.copytree(run / "checkpoint-6", run / STAGING_DIR / "checkpoint-6")
     assert last_complete_checkpoint(run) == run / "checkpoint-6"
 
 
@@ -328,6 +339,17 @@ def test_after_outdated_scores_the_first_new_one_is_the_best(tokenizer, tmp_path
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert_loaded(trainer, tmp_path / f"checkpoint-{best}")
         assert from_worst_to_best(trainer.args, trainer.state, [2, 4, 6, 8]) == scored
+
+
+def test_a_checkpoint_whose_scores_are_all_outdated_is_evaluated_again(tokenizer, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 2}
+    first = small_trainer(tmp_path, tokenizer, max_steps=4, **options)
+    first.train()
+    trainer = small_trainer(tmp_path, tokenizer, **options)
+    names = {name for log in first.state.log_history for name in log}
+    trainer.outdated_scores = {name for name in names if name.startswith("eval_")}
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert [log["step"] for log in trainer.state.log_history if "eval_loss" in log] == [4, 6, 8]
 
 
 @pytest.mark.parametrize(("outdated", "halved"), [(set(), 3), ({"eval_loss"}, 2)])

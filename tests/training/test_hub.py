@@ -14,6 +14,7 @@ import yaml
 from conftest import REPOSITORY, run_command, small_trainer
 from huggingface_hub.errors import HfHubHTTPError
 from local_hub import TOKEN, serving
+from transformers import Trainer
 
 from vanilla_transformer.data.parallel_text import DataArguments
 from vanilla_transformer.inference.metrics import score_translations
@@ -362,6 +363,15 @@ print(json.dumps([type(translate.model).__module__, type(translate).__module__, 
 
 
 @pytest.mark.slow
+def test_a_push_of_every_checkpoint_waits_for_the_one_before(tokenizer, tmp_path, monkeypatch):
+    """Which may still read the files that this one replaces."""
+    trainer, calls = small_trainer(tmp_path, tokenizer, hub_always_push=True), []
+    monkeypatch.setattr(trainer, "_finish_current_push", lambda: calls.append("wait"))
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda *_: calls.append("push"))
+    trainer._push_from_checkpoint("checkpoint-2")
+    assert calls == ["wait", "push"]
+
+
 def test_a_pinned_commit_never_runs_later_code(hub, finished, tmp_path):
     def run(*command, check=True):
         environment = {**os.environ, **hub.environment, "HF_HOME": str(tmp_path / "home")}

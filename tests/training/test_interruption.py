@@ -275,8 +275,7 @@ def test_a_run_resumed_at_its_end_makes_no_more_steps(tokenizer, tmp_path, optio
         return trainer.state, list(checkpoints_by_step(tmp_path)), trained, weights_of(trainer)
 
     state, checkpoints, *weights = train()
-    newest = f"checkpoint-{checkpoints[-1]}"
-    again, checkpoints_again, *weights_again = train(str(tmp_path / newest))
+    again, checkpoints_again, *weights_again = train(resumed=True)  # from the newest
     assert again.global_step == state.global_step == checkpoints[-1]
     assert again.epoch == state.epoch
     assert checkpoints_again == checkpoints

@@ -560,6 +560,8 @@ def test_the_checkpoints_to_average_are_kept_under_a_limit(tokenizer, tmp_path, 
     )
     trainer.train()
     assert list(checkpoints_by_step(tmp_path)) == [1, 2, 3, 8]
+    load_averaged_checkpoints(trainer)
+    assert trainer.averaged_steps == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -1336,6 +1338,9 @@ def test_a_fine_tuned_model_keeps_its_number_of_beams_unless_one_is_given(
         arguments = training_arguments(tmp_path, generation_num_beams=given)
         make_trainer(model, tokenizer, arguments, splits)
         assert model.generation_config.num_beams == expected
+    model.generation_config.num_beams = None  # a pipeline would take 4
+    make_trainer(model, tokenizer, training_arguments(tmp_path), splits)
+    assert model.generation_config.num_beams == 1
 
 
 def test_an_error_says_how_one_beam_replaces_a_models_own_beam_search(tokenizer, splits, tmp_path):

@@ -145,10 +145,9 @@ class Demo:
         return page
 
     def _sliders(self) -> list[gr.Slider]:
-        config = getattr(self.model, "generation_config", None)
-        beams = getattr(config, "num_beams", None) or 1
-        saved = getattr(config, "length_penalty", None)
-        penalty = 1.0 if saved is None else saved
+        config = self.model.generation_config
+        beams = config.num_beams or 1
+        penalty = 1.0 if config.length_penalty is None else config.length_penalty
         return [
             gr.Slider(1, max(10, beams), beams if beams > 1 else 4, step=1, label="Beam size"),
             gr.Slider(min(0, penalty), max(2, penalty), penalty, step=0.1, label="Length penalty"),

@@ -29,8 +29,7 @@ class ResumableEarlyStoppingCallback(EarlyStoppingCallback):
     ) -> None:
         """Take the number from the state that the trainer has loaded."""
         super().on_train_begin(args, state, control, **kwargs)
-        if state.global_step:
-            self.early_stopping_patience_counter = evaluations_without_gain(state)
+        self.early_stopping_patience_counter = evaluations_without_gain(state)
 
     def on_evaluate(
         self,

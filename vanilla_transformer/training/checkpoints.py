@@ -259,7 +259,6 @@ def _forget_best(schedule: Any) -> None:
     """Let a schedule by metric count the next score as its best so far."""
     if hasattr(schedule, "num_bad_epochs"):
         schedule.best = math.inf if schedule.mode == "min" else -math.inf
-        schedule.num_bad_epochs = 0
 
 
 def _report_failure(upload: Future[Any]) -> None:

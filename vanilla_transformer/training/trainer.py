@@ -11,7 +11,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
 )
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import has_length
@@ -19,8 +18,9 @@ from transformers.trainer_utils import has_length
 from ..data.collation import PairCollator
 from ..data.token_batches import RepeatedStream
 from ..inference.decoding import expect_valid_options
-from ..inference.metrics import METRICS, make_compute_metrics
+from ..inference.metrics import make_compute_metrics
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from .arguments import TranslationTrainingArguments
 from .averaging import checkpoints_with_weights, write_average
 from .callbacks import (
     CurvesCallback,
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 def make_trainer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    arguments: Seq2SeqTrainingArguments,
+    arguments: TranslationTrainingArguments,
     splits: dict[str, Any],
 ) -> Seq2SeqTrainer:
     """Make a `Seq2SeqTrainer` for tokenized splits, with scores and learning curves.
@@ -70,12 +70,10 @@ def make_trainer(
         )
     metrics = None
     if arguments.predict_with_generate:
-        names = getattr(arguments, "metrics", METRICS)
-        tokenize = getattr(arguments, "bleu_tokenize", None)
-        metrics = make_compute_metrics(tokenizer, names, tokenize)
-    patience = getattr(arguments, "early_stopping_patience", None)
+        metrics = make_compute_metrics(tokenizer, arguments.metrics, arguments.bleu_tokenize)
+    patience = arguments.early_stopping_patience
     train_dataset = splits["train"]
-    if getattr(arguments, "max_tokens", None) is None and not has_length(train_dataset):
+    if arguments.max_tokens is None and not has_length(train_dataset):
         train_dataset = RepeatedStream(train_dataset)
     trainer = TranslationTrainer(
         model=model,
@@ -104,7 +102,7 @@ def make_trainer(
     return trainer
 
 
-def set_generation_options(model: PreTrainedModel, arguments: Seq2SeqTrainingArguments) -> None:
+def set_generation_options(model: PreTrainedModel, arguments: TranslationTrainingArguments) -> None:
     """Put the decoding options into the model's generation config: `generation_num_beams` and
     `generation_kwargs`, then what the file `generation_config` sets, then the model's own.
 
@@ -119,7 +117,8 @@ def set_generation_options(model: PreTrainedModel, arguments: Seq2SeqTrainingArg
         arguments.generation_config = None  # `Seq2SeqTrainer` would use it instead
     config = model.generation_config
     config.num_beams = arguments.generation_num_beams or config.num_beams or 1
-    for name, value in (arguments.generation_kwargs or {}).items():
+    wanted: Any = arguments.generation_kwargs or {}  # transformers has read the JSON
+    for name, value in wanted.items():
         setattr(config, name, value)
     expect_valid_options(model, {})
     try:
@@ -142,8 +141,7 @@ class TranslationTrainer(
         """Same as that of `InterruptibleTrainer`, but also with no epochs left if training had
         stopped early: it would continue up to the next evaluation."""
         epochs, *others = super().set_initial_training_values(*args, **kwargs)
-        patience = getattr(self.args, "early_stopping_patience", None)
-        state = self.resumed_state()
+        patience, state = self.args.early_stopping_patience, self.resumed_state()
         if state is not None and patience is not None:
             epochs = 0 if evaluations_without_gain(state) >= patience else epochs
         return epochs, *others
@@ -157,8 +155,8 @@ class TranslationTrainer(
     ) -> Any:
         """Same as `Trainer.compute_loss`, but with `r_drop_alpha`, after `r_drop_start` updates of
         training, the R-Drop loss of two passes."""
-        starts = self.state.global_step >= getattr(self.args, "r_drop_start", 0)
-        if getattr(self.args, "r_drop_alpha", 0.0) and starts and model.training:
+        starts = self.state.global_step >= self.args.r_drop_start
+        if self.args.r_drop_alpha and starts and model.training:
             return self._compute_r_drop_loss(model, inputs, return_outputs, num_items_in_batch)
         counts_items = isinstance(self.model, VanillaTransformerForConditionalGeneration)
         has_own_loss = self.label_smoother is not None or self.compute_loss_func is not None
@@ -230,11 +228,9 @@ class TranslationTrainer(
             self.model.generation_config = generation_config
             self.label_smoother = smoother
         if self.args.predict_with_generate and outputs is not None:
-            pad, nothing = self.processing_class.pad_token_id, self.processing_class("")
-            mask = inputs.get("attention_mask")  # `pad_token` may also be the `eos_token`
-            lengths = (inputs["input_ids"].ne(pad) if mask is None else mask).sum(1)
-            is_blank = lengths <= len(nothing["input_ids"])
-            outputs[is_blank.to(outputs.device)] = pad
+            nothing = self.processing_class("")["input_ids"]
+            is_blank = inputs["attention_mask"].sum(1) <= len(nothing)
+            outputs[is_blank.to(outputs.device)] = self.processing_class.pad_token_id
         return loss, outputs, labels
 
 
