@@ -60,10 +60,6 @@ class VanillaTransformerEnsemble(
         """The encoders of all members as one module."""
         return self.encoder
 
-    def prepare_decoder_input_ids_from_labels(self, labels: torch.LongTensor) -> torch.LongTensor:
-        """Outputs, shifted right, (batch, target_length)."""
-        return self.members[0].prepare_decoder_input_ids_from_labels(labels)
-
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Not supported.
 

@@ -66,12 +66,12 @@ def load(
 class Hypothesis(NamedTuple):
     """A generated sequence."""
 
-    ids: list[int]  # without the start token, with the end token
+    ids: list[int]  # at least one: without the start token, with the end token
     log_probability: float
 
     def score(self, penalty: float) -> float:
         """The score by which it is ranked."""
-        return self.log_probability / max(1, len(self.ids)) ** penalty
+        return self.log_probability / len(self.ids) ** penalty
 
 
 class CTranslate2Engine:

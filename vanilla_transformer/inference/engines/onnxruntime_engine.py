@@ -16,7 +16,6 @@ from ...model.attention import repeat_sources
 from ...model.cache import CACHE_NAME, is_generation_cache, new_cache, takes_either_name
 from ...model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ...model.generation import VanillaTransformerGenerationMixin
-from ...model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from ...model.pretrained import VanillaTransformerPreTrainedModel
 from ...model.validation import expect_in_range, validate_inputs
 
@@ -187,10 +186,6 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """The module that turns a source into states."""
         return self._encoder
-
-    prepare_decoder_input_ids_from_labels = (
-        VanillaTransformerForConditionalGeneration.prepare_decoder_input_ids_from_labels
-    )
 
     @takes_either_name
     @validate_inputs
