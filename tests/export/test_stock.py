@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import in_new_process, ragged
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer.conversion import convert, convert_back
 from vanilla_transformer.export import export
@@ -92,6 +92,16 @@ def test_a_tokenizer_with_two_vocabularies_needs_our_code(saved, two_sided, tmp_
     assert found == ["is refused", *ids, two_sided.decode(ids[1], skip_special_tokens=True)]
     here = AutoTokenizer.from_pretrained(output)("a house", text_target="ein Haus")
     assert [here["input_ids"], here["labels"]] == ids
+
+
+@pytest.mark.parametrize(("to", "norm"), [("marian", "post"), ("pegasus", "pre")])
+def test_prefixes_of_pipelines_are_kept(saved, tmp_path, to, norm):
+    model, folder = saved(norm_position=norm)
+    fields = {"prefix": "to German: ", "task_specific_params": {"translation": {"num_beams": 2}}}
+    model.config.update(fields)
+    model.config.save_pretrained(folder)
+    config = AutoConfig.from_pretrained(export(folder, tmp_path / "exported", to))
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 def test_settings_that_are_lost_are_reported(saved, tmp_path, caplog):

@@ -45,6 +45,16 @@ def test_the_configuration_is_readable_by_transformers_js():
     assert "max_position_embeddings" not in sinusoids  # the page would stop translations there
 
 
+@pytest.mark.parametrize(
+    ("fields", "prefix"),
+    [({}, None), ({"prefix": "a: "}, "a: "),
+     ({"prefix": "a: ", "task_specific_params": {"translation": {"prefix": "b: "}}}, "b: ")],
+)  # fmt: skip
+def test_the_prefix_of_the_pipeline_is_kept(fields, prefix):
+    config = transformers_js.config_of(VanillaTransformerConfig(**fields), "m30k", "q8")
+    assert config.get("prefix") == prefix
+
+
 def test_a_slow_tokenizer_is_refused(saved, tmp_path):
     _, folder = saved(ByT5Tokenizer(extra_ids=3))
     with pytest.raises(ValueError, match="ByT5Tokenizer: expected a fast tokenizer"):

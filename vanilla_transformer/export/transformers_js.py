@@ -84,11 +84,15 @@ def config_of(config: VanillaTransformerConfig, name: str, dtype: str) -> dict[s
     fields += ["pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"]
     if config.position_encoding == "learned":
         fields.append("max_position_embeddings")  # the page's limit, so not for sinusoids
+    # Of both prefixes, our pipeline takes the task's; its pipeline would take both.
+    of_task = (getattr(config, "task_specific_params", None) or {}).get("translation") or {}
+    prefix = of_task.get("prefix", getattr(config, "prefix", None))
     return {
         "model_type": "marian",
         "architectures": ["MarianMTModel"],
         "_name_or_path": name,
         **{field: getattr(config, field) for field in fields},
+        **({"prefix": prefix} if prefix else {}),
         "transformers.js_config": {"dtype": dtype},
     }
 
