@@ -17,6 +17,7 @@ from transformers import (
     MarianConfig,
     MarianMTModel,
     MarianTokenizer,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -106,7 +107,7 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     weights[PROJECTION_BIAS] = matrices[3]
     config = VanillaTransformerConfig(
         **{name: getattr(theirs, name) for name in SAME}, **FIXED, **tying,
-        **_positions(tensors, theirs.d_model), label_smoothing=0.0,
+        **_positions(tensors, theirs.d_model), **pipeline_fields(theirs), label_smoothing=0.0,
     )  # fmt: skip
     weights |= core.take_layers(tensors, config, NAMES)
     tensors.expect_all_taken()
@@ -129,6 +130,12 @@ def read(path: Path, options: ConversionOptions) -> Conversion:
     conversion.languages = [details.get("source_lang"), details.get("target_lang")]
     conversion.files = [file for name in FILES if (file := path / name).is_file()]
     return conversion
+
+
+def pipeline_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields that `pipeline("translation")` reads, of those that a configuration may lack."""
+    names = ("prefix", "task_specific_params")
+    return {name: value for name in names if (value := getattr(config, name, None))}
 
 
 def _was_exported(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from ..conversion.core import renamed
-from ..conversion.hf_marian import BIAS, NAMES, SAME
+from ..conversion.hf_marian import BIAS, NAMES, SAME, pipeline_fields
 from ..conversion.weights import PROJECTION_BIAS
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.generation_options import OWN_OPTIONS, first_given
@@ -30,7 +30,6 @@ from .source import number_of_positions, padded_heads
 logger = logging.getLogger(__name__)
 EPSILON = 1e-5  # of all layer normalizations in these classes
 MAX_LENGTH = 512  # in place of a limit that grows with the source
-OF_PIPELINES = ("prefix", "task_specific_params")  # read by `pipeline("translation")`
 PROBE = (4, 16)  # sources and tokens to measure a difference with
 
 
@@ -71,7 +70,7 @@ def expect_fields(
 def shared_fields(config: VanillaTransformerConfig) -> dict[str, Any]:
     """The fields of our configuration that have the same name and meaning there."""
     fields = {name: getattr(config, name) for name in SAME}
-    fields |= {name: kept for name in OF_PIPELINES if (kept := getattr(config, name, None))}
+    fields |= pipeline_fields(config)
     fields["max_position_embeddings"] = number_of_positions(config)
     # MarianConfig needs the start token that `generate()` finds.
     fields["decoder_start_token_id"] = first_given(
