@@ -5,6 +5,7 @@ import shutil
 import sys
 from argparse import Namespace
 from types import ModuleType
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from conversion.reference import (
     log_probability_difference,
 )
 from vanilla_transformer import conversion
-from vanilla_transformer.conversion import opennmt_py
+from vanilla_transformer.conversion import ConversionOptions, opennmt_py
 from vanilla_transformer.conversion.weights import separated
 
 NAME = "model_step_500.pt"
@@ -320,6 +321,39 @@ def test_codes_next_to_a_checkpoint_split_its_text(checkpoint, converted_again, 
     assert min(unknown) >= 24
     rows = model.model.encoder.embed_tokens.weight[unknown]
     assert (rows == model.model.encoder.embed_tokens.weight[0]).all()
+
+
+@pytest.mark.parametrize("given", ["source_codes", "target_codes"])
+def test_codes_of_the_other_side_are_still_found(tmp_path, given):
+    for name in ("src", "tgt", "own"):
+        (tmp_path / name).write_text("#version: 0.2\n")
+    opt = {"transforms": ["bpe"], "src_subword_model": "x/src", "tgt_subword_model": "x/tgt"}
+    options = ConversionOptions(**{given: str(tmp_path / "own")})
+    found = opennmt_py._with_codes(opt, options, tmp_path / "model.pt").given()
+    beside = {"source_codes": str(tmp_path / "src"), "target_codes": str(tmp_path / "tgt")}
+    assert found == beside | options.given()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_check_splits_with_the_codes_of_the_conversion(
+    checkpoint, converted_again, tmp_path, monkeypatch, given
+):
+    """Also if the checkpoint names files that are not there."""
+    checkpoint["opt"].transforms = ["bpe"]
+    checkpoint["opt"].src_subword_model = "elsewhere/codes"
+    converted_again()
+    modules = ("inputters", "inputters.inputter", "model_builder", "transforms", "utils.parse")
+    onmt = {name: MagicMock() for name in ("onmt", *(f"onmt.{each}" for each in modules))}
+    onmt["onmt.utils.parse"].ArgumentParser.ckpt_model_opts = lambda opt: opt
+    for name, module in onmt.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda *arguments: None)
+    (tmp_path / "own").write_text("#version: 0.2\n")
+    options = ConversionOptions(source_codes=str(tmp_path / "own") if given else None)
+    opennmt_py.load_toolkit(tmp_path / NAME, options)
+    transforms = onmt["onmt.transforms"]
+    transforms.get_transforms_cls.assert_called_once_with(["bpe"] if given else [])
+    assert transforms.make_transforms.call_args[0][0].src_subword_model == options.source_codes
 
 
 def test_before_version_3_5_words_are_split_at_all_white_space(checkpoint, converted_again):

@@ -339,11 +339,12 @@ def _codes(opt: Mapping[str, Any], path: Path) -> list[Path]:
 def _with_codes(
     opt: Mapping[str, Any], options: ConversionOptions, path: Path
 ) -> ConversionOptions:
-    """The options, with codes that were moved along with the checkpoint."""
-    codes = _codes(opt, path)
-    if options.source_codes or not codes or not all(file.is_file() for file in codes):
+    """The options, with codes that were moved along with the checkpoint for a side without any."""
+    given = options.source_codes, options.target_codes
+    codes = [own or str(file) for own, file in zip(given, _codes(opt, path), strict=False)]
+    if not codes or not all(Path(file).is_file() for file in codes):
         return options
-    return replace(options, source_codes=str(codes[0]), target_codes=str(codes[1]))
+    return replace(options, source_codes=codes[0], target_codes=codes[1])
 
 
 def _notes(opt: Mapping[str, Any], options: ConversionOptions) -> str:
@@ -392,9 +393,11 @@ class OpenNMTModel(Toolkit):
         self.eos = target[EOS]
         self.unk, self.source_size = source["<unk>"], len(source)
         self.criterion = nn.CrossEntropyLoss(ignore_index=self.pad)
+        options = _with_codes(vars(opt), options, path)
         names = [name for name in ("bpe", "sentencepiece") if name in _transforms(vars(opt))]
-        for side, file in zip(("src", "tgt"), _codes(vars(opt), path), strict=False):
-            setattr(opt, f"{side}_subword_model", str(file))
+        names = names if options.source_codes else []  # the converted model has no codes either
+        for side, name in (("src", "source"), ("tgt", "target")):
+            setattr(opt, f"{side}_subword_model", options.codes(name))
         self.transforms = make_transforms(opt, get_transforms_cls(names), self.vocabs)
         outside = None if names else options.source_codes
         self.split = subwords(outside) if outside else None
