@@ -157,6 +157,14 @@ def test_bfloat16_products_need_special_cpu_instructions(monkeypatch, capabiliti
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
+def test_bfloat16_products_need_onednn_too(monkeypatch):
+    """torch for ARM may lack it."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"bf16": True})
+    for has_onednn in (True, False):
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda has=has_onednn: has)
+        assert defaults.has_bfloat16_products() is has_onednn
+
+
 def test_bfloat16_support_agrees_with_the_cpu_flags_of_linux():
     listed = Path("/proc/cpuinfo").read_text().split()
     expected = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(listed)

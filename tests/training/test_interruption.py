@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -703,6 +704,21 @@ def test_an_evaluation_made_on_resuming_can_end_training(tokenizer, tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert again.state.global_step == 3
     assert [step for step, _ in evaluations(again)] == [1, 2, 3]
+
+
+def test_an_evaluation_before_eval_delay_is_not_missed(tokenizer, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 5}
+    small_trainer(tmp_path, tokenizer, max_steps=5, **options).train()
+    resumed = small_trainer(tmp_path, tokenizer, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert [step for step, _ in evaluations(resumed)] == [6, 8]
+
+
+def test_a_thread_can_train_though_it_receives_no_signals(tokenizer, tmp_path):
+    trainer = small_trainer(tmp_path, tokenizer, max_steps=1)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(trainer.train).result()
+    assert trainer.state.global_step == 1
 
 
 def test_the_last_checkpoint_is_kept_next_to_the_best(tokenizer, tmp_path):

@@ -72,8 +72,7 @@ class SourceUseCallback(TrainerCallback):
 @torch.no_grad()
 def _losses(model: Any, inputs: dict[str, Any]) -> tuple[float, float]:
     """The loss of a batch, and its loss with each source replaced by that of another target."""
-    sources = {"input_ids", "attention_mask", "position_ids"} & inputs.keys()
-    exchanged = {name: inputs[name].roll(1, 0) for name in sources}
+    exchanged = {name: inputs[name].roll(1, 0) for name in ("input_ids", "attention_mask")}
     was_training = model.training
     model.eval()
     try:
