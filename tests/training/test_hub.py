@@ -143,6 +143,9 @@ def test_the_card_of_an_export_says_how_to_download_it(hub, finished):
     assert f"# engine\n\n## {finished.name}\n" in card  # only the title
     command = "hf download my-team/engine --local-dir FOLDER\nvanilla-transformer translate --model"
     assert card.count(command) == 1
+    (finished / "README.md").write_text(card)  # as after a download
+    push_folder(finished, "me/copy")
+    assert hub.files("me/copy")["README.md"].decode() == card.replace("my-team/engine", "me/copy")
 
 
 def test_a_revision_is_a_branch_that_is_created_if_missing(hub, finished):

@@ -182,8 +182,9 @@ def _named(card: Any, repository: str, folder: Path) -> Any:
         card.data.model_name = name
     example = r'(pipeline\("translation", model=)"[^"]*"'
     card.text = re.sub(example, rf'\1"{repository}"', card.text)
+    download = f"{DOWNLOAD} {repository} --local-dir FOLDER"
+    card.text = re.sub(rf"{DOWNLOAD} \S+ --local-dir FOLDER", download, card.text)
     if DOWNLOAD not in card.text:
-        download = f"{DOWNLOAD} {repository} --local-dir FOLDER"
         for command in (TRANSLATE, SHOW_PAGE):
             card.text = card.text.replace(command, f"{download}\n{command}", 1)
     return card
