@@ -332,6 +332,15 @@ def test_a_model_in_half_precision_is_trained_resumed_and_saved_in_float32(tmp_p
     assert trainer.model.dtype == torch.float32
 
 
+def test_marians_positions_which_are_not_saved_may_be_more(tmp_path):
+    folder = marian(tmp_path / "model")
+    options = {"model_name_or_path": str(folder), "config_overrides": "max_position_embeddings=600"}
+    model = make_model(ModelArguments(**options), AutoTokenizer.from_pretrained(folder), None)
+    expected = MarianMTModel(model.config).model.encoder.embed_positions.weight
+    assert expected.shape[0] == 600
+    assert torch.equal(model.model.encoder.embed_positions.weight, expected)
+
+
 def test_marians_positions_which_are_not_saved_are_unchanged(tmp_path):
     folder = marian(tmp_path / "model")
     before = AutoModelForSeq2SeqLM.from_pretrained(folder).model.encoder.embed_positions.weight
