@@ -134,13 +134,25 @@ def test_an_output_is_at_most_50_tokens_longer_than_its_source(members, endless)
     assert (found[:, 1:] != 0).sum(1).tolist() == [55, 59, 53]
 
 
-def test_hooks_of_a_member_get_the_rows_of_all_beams_and_can_keep_them(members):
-    seen, projection = [], members[0].get_decoder().layers[0].encoder_attn.k_proj
-    hook = projection.register_forward_hook(lambda module, args, output: seen.append(output))
-    try:
-        VanillaTransformerEnsemble(members).generate(**SOURCE, num_beams=4, max_new_tokens=3)
-    finally:
-        hook.remove()
+def with_hook(projection, seen):
+    projection.register_forward_hook(lambda module, args, output: seen.append(output))
+
+
+def with_own_forward(projection, seen):
+    whole = projection.forward
+
+    def forward(states):
+        seen.append(whole(states))
+        return seen[-1]
+
+    projection.forward = forward
+
+
+@pytest.mark.parametrize("change", [with_hook, with_own_forward])
+def test_what_a_user_adds_to_a_member_gets_the_rows_of_all_beams_and_can_keep_them(change):
+    ensemble, seen = VanillaTransformerEnsemble([make(0), make(1)]), []
+    change(ensemble.members[0].get_decoder().layers[0].encoder_attn.k_proj, seen)
+    ensemble.generate(**SOURCE, num_beams=4, max_new_tokens=3)
     assert [len(states) for states in seen] == [12]
     assert not any(states.is_inference() for states in seen)
 

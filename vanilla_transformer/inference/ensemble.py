@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from ..model.cache import CACHE_NAME, generation_cache, new_cache, takes_either_name
 from ..model.generation import NO_PLAIN_CACHE, VanillaTransformerGenerationMixin
 from ..model.generation_options import GenerationOptions
-from ..model.hooks import is_watched
+from ..model.hooks import is_position_wise, is_watched
 from ..model.loss import at_least_float32
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from ..model.pretrained import VanillaTransformerPreTrainedModel
@@ -144,7 +144,8 @@ class VanillaTransformerEnsemble(
             return
         configs = [member.config for member in self.members]
         are_fast = all(config._attn_implementation == "sdpa" for config in configs)
-        if are_fast and not is_watched(self):  # hooks get the rows of all beams, as in a member
+        # hooks and modules of a user get the rows of all beams
+        if are_fast and not is_watched(self) and all(map(is_position_wise, self.members)):
             size = options.cache_size(prompt_length)
             caches = [generation_cache(config, *size) for config in configs]
         else:
