@@ -107,6 +107,19 @@ def test_importance_is_measured_where_gradients_are_switched_off(model, tokenize
     torch.testing.assert_close(found, report)
 
 
+def test_heads_of_a_model_with_adapters_are_those_of_the_merged_model(model, tokenizer):
+    peft = pytest.importorskip("peft")
+    lora = {"target_modules": ["q_proj", "v_proj", "out_proj"], "init_lora_weights": False}
+    config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", **lora)
+    adapted = peft.get_peft_model(deepcopy(model), config)
+    found = analyze_heads(PAIRS, adapted, tokenizer)
+    expected = analyze_heads(PAIRS, adapted.merge_and_unload(), tokenizer)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    for kind, values in expected.importance.items():
+        torch.testing.assert_close(found.importance[kind], values, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(found.confidence[kind], expected.confidence[kind])
+
+
 def test_heads_of_another_model_are_refused(tokenizer):
     config = BartConfig(vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=1)
     bart = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")

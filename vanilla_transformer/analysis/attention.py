@@ -28,8 +28,8 @@ def expect_both_stacks(config: PreTrainedConfig) -> None:
 
 
 def attention_modules(model: PreTrainedModel) -> dict[Kind, list[VanillaTransformerAttention]]:
-    """The attention of each layer by its use (section 3.2.3)."""
-    encoder, decoder = model.model.encoder.layers, model.model.decoder.layers
+    """The attention of each layer by its use (section 3.2.3), also in a model with adapters."""
+    encoder, decoder = model.get_encoder().layers, model.get_decoder().layers
     return {
         "encoder": [layer.self_attn for layer in encoder],
         "decoder": [layer.self_attn for layer in decoder],
