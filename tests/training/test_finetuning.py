@@ -598,7 +598,12 @@ def test_a_model_that_returns_no_attentions_aligns_nothing(monkeypatch, tmp_path
 
 @pytest.mark.parametrize(
     ("make", "languages"),
-    [(mbart, ("en_XX", "xx_XX")), (nllb, ("english", "fra_Latn")), (mbart, (None, None))],
+    [
+        (mbart, ("en_XX", "xx_XX")),
+        (nllb, ("english", "fra_Latn")),
+        (m2m100, ("en", "french")),
+        (mbart, (None, None)),
+    ],
 )
 def test_a_language_that_a_tokenizer_lacks_is_reported(make, languages, tmp_path):
     source, target = languages

@@ -558,6 +558,17 @@ def test_a_resumed_training_ignores_no_option(tokenizer, tmp_path, model_options
         expect_same_options(checkpoint, all_options(model_options, **options))
 
 
+def test_the_files_of_a_tokenizer_may_move(tmp_path):
+    for name in ("sentencepiece_model", "bpe_codes"):
+        found = []
+        for folder in ("here", "moved"):
+            (file := tmp_path / folder / name).parent.mkdir(exist_ok=True)
+            file.touch()
+            options = ModelArguments(**{name: [str(file)]})
+            found.append(fixed_options(options, TranslationTrainingArguments(str(tmp_path))))
+        assert found[0] == found[1]
+
+
 def test_a_schedule_by_metric_is_resumed_with_its_settings(tmp_path):
     """Its state holds them; `Trainer` would ignore different ones. The metric determines the
     mode."""

@@ -1455,6 +1455,14 @@ def test_averaging_checkpoints_that_are_not_kept_is_refused(tmp_path, options, m
             "lr_scheduler_type=linear with lr_scheduler_kwargs={'min_lr': 1e-05}: get_linear",
         ),
         ({"lr_scheduler_kwargs": "a=1"}, "lr_scheduler_kwargs='a=1': expected a JSON object"),
+        (  # one value for two groups of weights
+            {
+                "lr_scheduler_type": "reduce_lr_on_plateau",
+                "eval_strategy": "steps",
+                "lr_scheduler_kwargs": {"min_lr": [1e-6]},
+            },
+            "lr_scheduler_type=reduce_lr_on_plateau with lr_scheduler_kwargs={'min_lr': [1e-06]}: ",
+        ),
         (
             {"include_num_input_tokens_seen": "some"},
             "include_num_input_tokens_seen=some: expected all, non_padding or no",
@@ -1488,6 +1496,11 @@ def test_averaging_checkpoints_that_are_not_kept_is_refused(tmp_path, options, m
 def test_options_that_cannot_work_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         training_arguments(tmp_path, **options)
+
+
+def test_gradients_may_have_any_norm(tmp_path):
+    """The norm is then in the log, and nothing is clipped."""
+    assert training_arguments(tmp_path, max_grad_norm=float("inf")).max_grad_norm == float("inf")
 
 
 def test_a_missing_package_of_an_optimizer_is_reported(tmp_path, monkeypatch):
