@@ -233,11 +233,10 @@ def test_each_side_can_be_a_column_of_a_parquet_file(tmp_path, streaming):
 
 def test_a_damaged_gzip_file_is_reported(tmp_path):
     whole = gzip.compress(b"".join(b"line %d\n" % i for i in range(1000)))
-    cut, other = tmp_path / "cut.gz", tmp_path / "other.gz"
-    cut.write_bytes(whole[:-20])
-    other.write_bytes(b"plain text")
-    for path, message in ((cut, r"cut\.gz: damaged gzip"), (other, "damaged gzip")):
-        with pytest.raises(ValueError, match=message):
+    path = tmp_path / "text.gz"
+    for content in (whole[:-20], whole[:99] + bytes(99) + whole[99:], b"plain text"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"text\.gz: damaged gzip"):
             load(train_source=str(path), train_target=str(path))
 
 
@@ -430,6 +429,12 @@ def test_empty_lines_of_a_table_are_skipped(tmp_path, suffix):
     assert pairs_of(load(test_file=file)["test"]) == [("yes", "ja"), ("no", "nein")]
 
 
+def test_columns_of_a_table_need_no_name(tmp_path):
+    file = write(tmp_path / "test.csv", "en,de,,\nyes,ja,,\n")
+    found = load(test_file=file, source_lang="en", target_lang="de")["test"]
+    assert pairs_of(found) == [("yes", "ja")]
+
+
 def test_spaces_before_the_fields_of_csv_are_dropped(tmp_path):
     # A space before a quote would make the quotes part of the text.
     file = write(
@@ -518,6 +523,7 @@ def test_json_in_a_list_can_start_with_white_space(tmp_path, before):
             '{"a": ' + "7" * 5000 + "}",
             r"a.jsonl, line 1: not readable JSON \(Exceeds the l",
         ),
+        ("a.jsonl", '{"a": ' * 99_999, "a.jsonl, line 1: not readable JSON"),
         ("a.jsonl", '{"a": "b", "c": 7}\n', "column 'c' must hold text, not 7"),
         ("a.csv", "en,de\n", "a.csv: there is no sentence pair"),
         ("a.csv", "", "a.csv: there is no sentence pair"),
@@ -646,6 +652,11 @@ def test_a_parquet_file_that_datasets_cannot_read_is_reported(
             {"translation": {"en": "s", "de": "t"}},
             {},
             "no columns 'source' and 'target', only: 'translation.en', 'translation.de'",
+        ),
+        (
+            {"en": "s", "fr": "t", "de": "-"},
+            {"source_lang": "en_US", "target_lang": "en_GB"},
+            "no columns 'en_US' and 'en_GB', only: 'en', ",
         ),
     ],
 )

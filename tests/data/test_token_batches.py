@@ -315,6 +315,25 @@ def test_a_stream_is_repeated_in_a_different_order():
     assert batches[: len(epoch)] != batches[len(epoch) : 2 * len(epoch)]
 
 
+def test_each_part_of_a_stream_has_its_own_order():
+    pairs = examples()
+    batches = list(TokenBudgetStream([*pairs, *pairs], 200, buffer_size=len(pairs)))
+    half = len(batches) // 2
+    assert sorted(map(str, batches[:half])) != sorted(map(str, batches[half:]))
+
+
+def test_an_empty_stream_ends():
+    class Empty:
+        times_read = 0
+
+        def __iter__(self):
+            self.times_read += 1
+            assert self.times_read == 1
+            return iter(())
+
+    assert list(RepeatedStream(Empty())) == []
+
+
 def test_a_stream_gets_the_epoch_and_is_read_lazily():
     class Shuffled(list):
         read, epochs = 0, ()

@@ -63,7 +63,7 @@ def test_known_words_are_encoded_losslessly(texts, tmp_path):
 
 def test_the_word_unk_in_a_text_does_not_change_the_ids_of_tokens():
     """The trainer of `tokenizers` would leave a gap, and give its last word the id of <BT>."""
-    texts = ["a </s> b <unk> c", "a b <unk> d"]
+    texts = ["a </s> b <unk> c", "a b d"]
     tokenizer = train_tokenizer(texts, tokenizer_type="word", user_tokens=["<BT>"])
     assert tokenizer.convert_tokens_to_ids(["<unk>", "<BT>"]) == [3, len(tokenizer) - 1]
     for text in ("a b c d", "<BT> a b"):

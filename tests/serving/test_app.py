@@ -267,6 +267,7 @@ def test_translated_chinese_sentences_are_separated_by_a_space(stream):
         ({"q": "x" * 51}, "51 characters: expected at most 50"),
         ({"q": ["x"] * 6}, "6 texts: expected at most 5"),
         ({"q": ["x"], "stream": True}, "stream: expected q to be one text"),
+        ({"alternatives": 1, "stream": True}, "stream: expected q to be one text, and no alter"),
     ],
 )
 def test_an_invalid_value_is_refused_by_name(fields, message):

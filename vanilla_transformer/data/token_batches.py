@@ -373,19 +373,17 @@ def count_tokens(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def count_distinct_labels(dataset: Any) -> int:
-    """The number of different tokens in the targets (`labels`) of a data set, or in its sources
-    (`input_ids`) if it has no targets."""
+    """The number of different tokens in the targets (`labels`) of a data set."""
     distinct: set[int] = set()
     if _is_from_datasets(dataset, "Dataset"):
         import pyarrow.compute
 
-        name = "labels" if "labels" in dataset.column_names else "input_ids"
-        for table in arrow_tables(dataset, [name]):
-            tokens = pyarrow.compute.list_flatten(table[name])
+        for table in arrow_tables(dataset, ["labels"]):
+            tokens = pyarrow.compute.list_flatten(table["labels"])
             distinct.update(pyarrow.compute.unique(tokens).to_pylist())
     else:
         for example in dataset:
-            distinct.update(example.get("labels", example["input_ids"]))
+            distinct.update(example["labels"])
     return len(distinct)
 
 

@@ -613,13 +613,14 @@ def pair(
     Args:
         source: The source's tokenizer.
         target: The target's.
-        size: The `size` that the target was built with, if it has clones.
-        unk_id: The id of the target's unknown token, which replaces clones in a target.
+        size: The `size` that the target was built with, if it may have clones.
+        unk_id: With `size`, the id of the target's unknown token, which replaces clones in a
+            target.
 
     Raises:
         ValueError: The padding token has different ids on both sides.
     """
-    has_clones = size is not None and unk_id is not None and rows(target) > size
+    has_clones = size is not None and rows(target) > size
     same = source.backend_tokenizer.to_str() == target.backend_tokenizer.to_str()
     if same and source.special_tokens_map == target.special_tokens_map and not has_clones:
         return source
