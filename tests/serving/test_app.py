@@ -206,6 +206,15 @@ def test_a_language_with_a_region_or_script_is_detected(codes):
     assert best["confidence"] > 90
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("deu-Latn", "de"), ("pt-BR", "pt"), ("tgl", "tgl"), ("no", "no"), ("iw", "iw")],
+)
+def test_only_a_code_of_three_letters_is_replaced_by_one_of_two(code, expected):
+    """CLDR has other aliases: no is nb there, and tgl is fil."""
+    assert languages.main_language(code) == expected
+
+
 def test_a_blank_text_has_no_alternatives(checkpoint, tokenizer):
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     server = client(BatchingTranslator(model, tokenizer, ServingArguments(num_beams=2)))
