@@ -13,6 +13,7 @@ from vanilla_transformer.inference.engines import find_engine, onnxruntime_engin
 from vanilla_transformer.inference.parallel_translation import fingerprint
 from vanilla_transformer.inference.scoring import score_pairs
 from vanilla_transformer.inference.translation import translate, translate_n_best
+from vanilla_transformer.model.cache import CACHE_NAME
 
 LINES = ["a house by the lake", "", "the lake is deep", "der See ist tief and the house"]
 OPTIONS = {
@@ -55,12 +56,15 @@ def test_every_option_of_generate_works(model, engine, options):
     assert found[0].tolist() == found[1].tolist()
 
 
-def test_scores_equal_those_of_the_model(model, engine):
+def test_scores_and_the_cache_equal_those_of_the_model(model, engine):
     ids, mask = ragged(7, 3)
     options = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
     ours, theirs = (each.generate(ids, attention_mask=mask, **options) for each in (model, engine))
     torch.testing.assert_close(theirs.sequences_scores, ours.sequences_scores)
     assert len(ours.scores) == len(theirs.scores)
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        expected, found = (getattr(each[CACHE_NAME], part).layers[-1] for each in (ours, theirs))
+        assert found.keys.shape == expected.keys.shape
 
 
 def test_outputs_are_at_most_50_tokens_longer_than_their_source(model, engine):

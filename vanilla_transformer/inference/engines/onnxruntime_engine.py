@@ -240,7 +240,7 @@ class OnnxRuntimeModel(VanillaTransformerPreTrainedModel, VanillaTransformerGene
             if name.startswith("past_key_values."):
                 layer, kind = _layer(cache, name)
                 held = getattr(layer, f"{kind}s")
-                if held is None or held.ndim < 4:
+                if held is None:
                     held = torch.empty(rows, shape[1], 0, shape[3], dtype=self.dtype)
                 past[name] = held.to(self.device)
         return past
