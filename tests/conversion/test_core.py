@@ -101,6 +101,17 @@ def test_the_card_names_two_languages_or_none(model, tokenizer, tmp_path, langua
     assert {name: header[name] for name in header if name.startswith("language")} == named
 
 
+def test_files_of_one_name_are_kept_if_they_are_equal(model, tokenizer, tmp_path):
+    """Such as a dictionary for both sides, in a folder of each."""
+    files = [tmp_path / side / "dict.txt" for side in core.SIDES]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("a 1\n")
+    conversion = core.Conversion(model.config, split_state(model), tokenizer, files=files)
+    folder = save(conversion, tmp_path / "converted")
+    assert (folder / "original/dict.txt").read_text() == "a 1\n"
+
+
 def test_moses_languages_are_those_of_the_model():
     folder = checkpoint_folder("marian/post")
     assert read(folder).languages == ()

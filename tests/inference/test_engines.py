@@ -386,6 +386,9 @@ def test_the_pipeline_accepts_an_engine(model, folders):
 def test_a_folder_is_loaded_by_its_engine(folders, tmp_path):
     assert find_engine(folders[0]) is None
     assert find_engine(tmp_path) is None
+    (tmp_path / "model.bin").touch()  # as CTranslate2's own converters write it
+    (tmp_path / "config.json").write_text('{"add_source_eos": false}')
+    assert find_engine(tmp_path) is None
     for options in ({}, {"engine": "ctranslate2"}):
         assert load(folders[1]).version == LoadingArguments(**options).load(folders[1])[0].version
 
