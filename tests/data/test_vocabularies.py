@@ -8,6 +8,7 @@ import os
 import random
 import re
 import struct
+import time
 import unicodedata
 from collections import Counter
 from contextlib import nullcontext
@@ -440,6 +441,19 @@ def test_a_restricted_model_only_splits_into_listed_pieces():
     assert restricted("ab")["input_ids"] == [2, 3, 0]
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "stripped"])
+def test_many_spaces_are_read_at_once(kind):
+    """The time would grow with the square of their number: half a minute for this text."""
+    if kind == "sentencepiece":
+        tokenizer = vocabularies.sentencepiece(SentencePieceModel(TOY), NO_PAD)
+    else:
+        tokenizer = vocabularies.strip(vocabularies.words({**FAIRSEQ, "a": 4, "b": 5}, Specials()))
+    start = time.perf_counter()
+    ids = tokenizer(f"  a{' ' * 60_000}b  ")["input_ids"]
+    assert time.perf_counter() - start < 5
+    assert ids == tokenizer("a b")["input_ids"]
+
+
 def test_language_tokens_are_never_split():
     vocab = {"</s>": 0, "<unk>": 1, ">>fra<<": 2, "▁a": 3, "b": 4, "<pad>": 5}
     tokenizer = vocabularies.sentencepiece(
@@ -669,6 +683,16 @@ def test_subwords_of_a_corpus_are_those_of_tensor2tensor(count):
     expected = [[*subwords_oracle(line, vocab), 1] for line in lines]
     assert not differing(tokenizer, lines, expected)
     assert tokenizer.batch_decode(expected, skip_special_tokens=True) == lines
+
+
+def test_a_long_word_is_split_into_subwords_at_once():
+    """The time would grow with the cube of its length: minutes for this text."""
+    tokenizer = vocabularies.subwords(subwords_vocabulary(["ab"]), T2T)
+    text = "你" * 3000 + "ab" * 3000
+    start = time.perf_counter()
+    ids = tokenizer(text)["input_ids"]
+    assert time.perf_counter() - start < 20
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "\\20320;" * 3000 + "ab" * 3000
 
 
 def test_subwords_without_the_escape_characters_are_refused():

@@ -48,6 +48,8 @@ _WHITE_SPACE = "[\x09-\x0d\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f
 # subword-nmt writes other white space inside a word as this and the separator.
 _INSIDE_WORDS = _WHITE_SPACE[:-1].replace("\x20", "\x1f")
 NO_BREAK_SPACE = "\u00a0"
+# Characters of a word that `subwords` splits at once: the time grows with the cube of their number.
+_LONGEST_WORD = 500
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ def words(
 def strip(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """The same tokenizer, which first removes white space around a text, as `str.strip()` does."""
     backend = tokenizer.backend_tokenizer
-    ends = normalizers.Replace(Regex(rf"\A{_WHITE_SPACE}|{_WHITE_SPACE}\z"), "")
+    # A search that began inside white space would take the square of its length.
+    end = rf"(?<!{_WHITE_SPACE[:-1]}){_WHITE_SPACE}\z"
+    ends = normalizers.Replace(Regex(rf"\A{_WHITE_SPACE}|{end}"), "")
     own = [backend.normalizer] if backend.normalizer else []
     backend.normalizer = normalizers.Sequence([ends, *own])
     return tokenizer
@@ -287,8 +291,8 @@ def _sentencepiece_rules(
     elif model.charsmap:
         rules.append(normalizers.Precompiled(model.charsmap))
     if model.squeezes_spaces:
-        rules.append(normalizers.Replace(Regex("^ +| +$"), ""))
         rules.append(normalizers.Replace(Regex(" {2,}"), " "))
+        rules.append(normalizers.Replace(Regex("^ | $"), ""))
     elif model.dummy_prefix:  # Metaspace puts no space before a space
         rules.append(normalizers.Prepend(" "))
     return rules
@@ -425,7 +429,8 @@ def subwords(
     r"""Text split by tensor2tensor's `SubwordTextEncoder`.
 
     A character that no subtoken spells is written as its number: `\233;`. One above U+1FFFF becomes
-    U+FFFD before. Decoding does not change numbers.
+    U+FFFD before. Decoding does not change numbers. After 500 characters, a word is split in any
+    case; tensor2tensor may have a subtoken across that place.
 
     Args:
         vocab: From `read_subwords`.
@@ -446,7 +451,7 @@ def subwords(
             _filled(vocab, size),
             unk_token=specials.names[0],  # nothing is unknown
             continuing_subword_prefix="",
-            max_input_chars_per_word=100_000,
+            max_input_chars_per_word=_LONGEST_WORD + 1,
         )
     )
     backend.normalizer = normalizers.Sequence(
@@ -461,7 +466,8 @@ def subwords(
             normalizers.Replace(UNDERSCORE, "\\u"),
         ]
     )
-    backend.pre_tokenizer = splits.Split(Regex("[^_]*_"), behavior="isolated")
+    word = f"[^_]{{1,{_LONGEST_WORD}}}_?|_"
+    backend.pre_tokenizer = splits.Split(Regex(word), behavior="isolated")
     backend.decoder = decoders.Sequence(
         [
             decoders.Fuse(),
