@@ -297,6 +297,19 @@ def test_invalid_json_is_refused(content):
     assert answer.json().keys() == {"error"}
 
 
+def test_a_list_without_texts_has_a_short_error():
+    answer = client().post("/translate", json={"q": [1] * 100_000, **PAIR})
+    assert answer.status_code == 400
+    assert "q.list[str].0: Input should be a valid string" in answer.json()["error"]
+    assert len(answer.text) < 1000
+
+
+def test_a_form_with_too_many_fields_is_refused():
+    answer = client().post("/translate", data={f"x{number}": "" for number in range(1001)})
+    assert answer.status_code == 400
+    assert answer.json() == {"error": "not a form: Max number of fields exceeded"}
+
+
 def test_an_invalid_form_or_url_is_refused():
     headers = {"content-type": "multipart/form-data; boundary=x"}
     answer = client().post("/translate", content=b"--y\r\nbroken", headers=headers)

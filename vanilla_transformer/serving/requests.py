@@ -1,7 +1,7 @@
 """Requests and responses of LibreTranslate's interface, and how to read them safely."""
 
 from collections import Counter
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import parse_qsl
 
 from fastapi import HTTPException, Request
@@ -10,6 +10,7 @@ from python_multipart.exceptions import FormParserError
 from starlette.requests import ClientDisconnect
 
 URL_ENCODED, MULTIPART = FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
+MOST_FIELDS = 1000  # of a form, as in Starlette
 
 
 class DetectRequest(BaseModel):
@@ -18,7 +19,10 @@ class DetectRequest(BaseModel):
 
 
 class TranslateRequest(BaseModel):
-    q: str | list[str] = Field(description="A text, or in JSON a list of texts.")
+    # Without `fail_fast`, the answer to a long list of numbers has an error for each.
+    q: str | Annotated[list[str], Field(fail_fast=True)] = Field(
+        description="A text, or in JSON a list of texts."
+    )
     source: str = Field(description='Language of the text, such as "en", or "auto".')
     target: str = Field(description="Language of the translation.")
     format: Literal["text", "html"] = "text"
@@ -109,8 +113,9 @@ async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Bo
 def _read_url_encoded(content: bytes) -> list[tuple[str, Any]]:
     """Form data as in HTML: UTF-8 with or without percent signs. Starlette reads Latin-1."""
     try:
-        return parse_qsl(content.decode(), keep_blank_values=True, errors="strict")
-    except UnicodeDecodeError as error:
+        text = content.decode()
+        return parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=MOST_FIELDS)
+    except ValueError as error:
         raise HTTPException(400, f"not a form: {error}") from None
 
 

@@ -173,6 +173,11 @@ class _SegmentingParser(HTMLParser):
         super().close()
         self._keep(self.rawdata)  # left by a script without an end tag in older versions of Python
 
+    def check_for_whole_start_tag(self, i: int) -> int:
+        """The end of a tag, or -1. Older Python versions look for it for as long as the square of
+        the length."""
+        return super().check_for_whole_start_tag(i) if self.rawdata.find(">", i) > 0 else -1
+
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._keep(self.get_starttag_text() or "")
         while self.open[-1].tag in ENDED_BY.get(tag, ()):
