@@ -26,6 +26,7 @@ from vanilla_transformer.data.vocabularies import Specials, words
 from vanilla_transformer.model.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 from vanilla_transformer.plotting import (
     KINDS,
+    AttentionMaps,
     plot_heads,
     plot_norms,
     plot_similarities,
@@ -253,8 +254,20 @@ def test_the_page_has_the_weights_of_each_kind_of_attention(translator, view):
         assert f"<h2>{title}</h2>" in page
     for one in maps:
         assert str(one.weights[0, 0, 0, 0].item()) in page
-    assert '"left_text": ["See", "is", "t", "</s>"]' in page
-    assert '"right_text": ["the", "lake", "is", "</s>"]' in page
+    assert r'"left_text": ["See", "is", "t", "\u003c/s>"]' in page
+    assert r'"right_text": ["the", "lake", "is", "\u003c/s>"]' in page
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_cannot_add_a_script_to_the_page(kind):
+    pytest.importorskip("bertviz")
+    pytest.importorskip("IPython")
+    tokens = ["</script><script>alert(1)</script>", "<!--"]
+    maps = AttentionMaps(torch.full((1, 1, 2, 2), 0.5), tokens, tokens, kind)
+    page = attention_page([maps])
+    assert page.count("alert(1)") > 1
+    assert "<script>alert" not in page
+    assert "<!--" not in page
 
 
 def test_a_page_requires_bertviz_and_a_known_view(translator, monkeypatch):

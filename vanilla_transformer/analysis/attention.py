@@ -1,5 +1,6 @@
 """The attention modules of a model, their attention over a text, and a page that shows it."""
 
+import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +17,9 @@ from ..model.pipelines import evaluation_mode, is_blank
 from ..plotting import DESCRIPTIONS, KINDS, AttentionMaps, Kind
 
 VIEWS = ("head", "model")  # of bertviz
+# In place of "<" until tokens are JSON: "</script>" in a token would end the page's script. It is a
+# noncharacter, intended for internal use like this.
+_HIDDEN = "\ufdd0"
 
 
 def expect_both_stacks(config: PreTrainedConfig) -> None:
@@ -195,10 +199,11 @@ def attention_page(maps: Sequence[AttentionMaps], view: str = "head") -> str:
     for attention in maps:
         options: dict[str, Any] = {f"{attention.kind}_attention": list(attention.weights[:, None])}
         if attention.kind != "decoder":
-            options["encoder_tokens"] = attention.keys
+            options["encoder_tokens"] = [key.replace("<", _HIDDEN) for key in attention.keys]
         if attention.kind != "encoder":
-            options["decoder_tokens"] = attention.queries
+            options["decoder_tokens"] = [each.replace("<", _HIDDEN) for each in attention.queries]
         html = draw(**options, prettify_tokens=False, html_action="return").data
+        html = html.replace(json.dumps(_HIDDEN)[1:-1], r"\u003c")
         parts.append(f"<h2>{DESCRIPTIONS[attention.kind][0]}</h2>\n{html}")
     head = '<meta charset="utf-8">\n<title>Attention</title>'
     body = "\n".join(parts)
