@@ -125,6 +125,10 @@ OVERRIDES = [
         "training/checkpoints.py: a checkpoint is uploaded after its rename",
     ),
     Override(
+        Trainer, "_get_num_items_in_batch", "prediction_step", (),
+        "training/token_batches.py: the loss of an evaluation with tensor parallelism",
+    ),
+    Override(
         Trainer, "_get_train_sampler", "get_train_dataloader", ("train_dataset",),
         "training/token_batches.py: the order of batches by length follows from seed and epoch",
     ),
@@ -156,7 +160,7 @@ READ: dict[str, tuple[Any, str]] = {
     "_get_collator_with_removed_columns": (Trainer, "training/token_batches.py"),
     "lazy_initialization": (CacheLayerMixin, "model/cache.py"),
     "is_compileable": (CacheLayerMixin, "model/cache.py"),
-    "get_tp_size": (Trainer, "training/token_batches.py"),
+    "get_tp_size": (Trainer, "training/token_batches.py, training/trainer.py"),
     "_compute_p_value": (significance, "inference/metrics.py, which replaces it"),
 }
 

@@ -1,21 +1,26 @@
 """Two processes, sharing the weights of a model, compute what one process does."""
 
 import copy
+import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
-from conftest import random_ids, slow, small_config
+from conftest import REPOSITORY, random_ids, run_ranks, slow, small_config
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
 from transformers.distributed import DistributedConfig
 
-from vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer import (
+    VanillaTransformerConfig,
+    VanillaTransformerForConditionalGeneration,
+)
 from vanilla_transformer.model.hooks import is_watched
 
 VARIANTS = [
@@ -255,3 +260,64 @@ def test_one_device_loads_what_two_devices_saved(on_two_processes, saved, sharin
 @pytest.mark.parametrize("sharing", SHARINGS)
 def test_a_model_on_two_devices_generates_the_same_as_on_one(on_two_processes, saved, sharing):
     on_two_processes(check_generation, saved, sharing)
+
+
+# ---------------------------------------------------------------- with a trainer
+
+PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from accelerate.utils import DistributedType
+from conftest import PAIRS
+from datasets import Dataset
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
+from vanilla_transformer.training.arguments import TranslationTrainingArguments
+from vanilla_transformer.training.distributed import end_training
+from vanilla_transformer.training.trainer import make_trainer
+
+folder, tokenizer, processes = sys.argv[2], AutoTokenizer.from_pretrained(sys.argv[3]), sys.argv[4]
+arguments = TranslationTrainingArguments(
+    folder + processes, max_steps=3, learning_rate=0.1, optim="sgd", logging_steps=1,
+    per_device_train_batch_size=2, use_cpu=True, save_strategy="no", report_to="none",
+)
+sharing = None
+if processes == "2":
+    sharing = DistributedConfig(tp_size=2)
+    # accelerate shares no layers among CPUs
+    arguments.distributed_state.distributed_type = DistributedType.MULTI_GPU
+model = AutoModelForSeq2SeqLM.from_pretrained(folder, distributed_config=sharing)
+data = Dataset.from_list(PAIRS[:5])
+trainer = make_trainer(model, tokenizer, arguments, {"train": data, "validation": data})
+trainer.train()
+trainer.evaluate()
+if arguments.process_index == 0:
+    trainer.state.save_to_json(folder + processes + "/state.json")
+end_training(trainer)
+"""
+
+T5GEMMA = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "layer_types": ["full_attention"],
+    "dropout_rate": 0.0,
+}  # fmt: skip
+
+
+def test_a_trainer_logs_the_losses_and_gradients_of_one_process(checkpoint, tmp_path):
+    """Of a stock model too, whose loss is a mean. transformers (5.17 to 5.24) doubles the loss of
+    an evaluation."""
+    vocab_size = VanillaTransformerConfig.from_pretrained(checkpoint).vocab_size
+    side = {**T5GEMMA, "vocab_size": vocab_size}
+    config = T5GemmaConfig(encoder=side, decoder=side, pad_token_id=0, bos_token_id=1, **side)
+    T5GemmaForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    logs = []
+    for processes in (1, 2):
+        flags = (REPOSITORY / "tests", tmp_path / "model", checkpoint, processes)
+        failed, output = run_ranks(processes, tmp_path / "program.py", *flags, cwd=tmp_path)
+        assert not failed, output
+        state = json.loads((tmp_path / f"model{processes}/state.json").read_text())
+        names = ("loss", "grad_norm", "eval_loss", "train_loss")
+        logs.append([log[name] for log in state["log_history"] for name in names if name in log])
+    assert len(logs[0]) == 8
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)

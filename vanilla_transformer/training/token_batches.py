@@ -102,7 +102,11 @@ class TokenBudgetTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Same as `Trainer.log`, without what transformers (5.17 to 5.24) computes from numbers of
         rows that batches of tokens don't have: the samples per second of a stream, and the steps
-        per second of an evaluation."""
+        per second of an evaluation. The train_loss of a summary is the mean of all processes: since
+        the last log, transformers only adds those of its own."""
+        if "train_loss" in logs:
+            loss = torch.tensor(logs["train_loss"], device=self.args.device)
+            logs["train_loss"] = self.accelerator.reduce(loss, "mean").item()
         if getattr(self.args, "max_tokens", None) and not has_length(self.train_dataset):
             logs.pop("train_samples_per_second", None)
         if getattr(self.args, "eval_max_tokens", None):
@@ -214,6 +218,14 @@ class TokenBudgetTrainer(Trainer):
             number = (labels[:own][..., first:] != -100).sum().to(loss.device)
             self._loss_and_labels += torch.stack([loss.float() * number, number])
         return loss, *rest
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Same as in `Trainer` (5.17 to 5.24), but in an evaluation with several processes per
+        batch None, for the mean of the batch: transformers divides the number by theirs, which
+        multiplies the loss."""
+        if self._loss_and_labels is not None and self._processes_per_batch() > 1:
+            return None
+        return super()._get_num_items_in_batch(*args, **kwargs)
 
     def _own_rows(self, rows: int) -> int:
         """How many of this process's `rows` come from the data set. They come first; the others are

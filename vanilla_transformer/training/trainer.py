@@ -166,8 +166,8 @@ class TranslationTrainer(
         # (5.17 to 5.24) treats it as the batch's share of the update's mean.
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         share = (inputs["labels"] != -100).sum() / num_items_in_batch
-        if self.args.average_tokens_across_devices:  # DDP divides by the number of processes
-            share = share * self.accelerator.num_processes
+        if self.args.average_tokens_across_devices:  # DDP divides by the number of its batches
+            share = share * (self.accelerator.num_processes // self.get_tp_size())
         return (loss * share, outputs) if return_outputs else loss * share
 
     def _compute_r_drop_loss(
