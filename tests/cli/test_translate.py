@@ -284,6 +284,47 @@ def test_the_settings_of_a_job_include_the_code_of_its_custom_search(
     assert before != settings()
 
 
+@pytest.fixture
+def job_with_prefixes(checkpoint, tmp_path):
+    """Makes a job for lines with these prefixes, and with a reverse model."""
+    reverse = shutil.copytree(checkpoint, tmp_path / "reverse")
+
+    def make(*prefixes, **options):
+        for name in ("in", "prefixes"):
+            (tmp_path / name).write_text("".join(f"{prefix}\n" for prefix in prefixes))
+        arguments = TranslateArguments(
+            [str(checkpoint)], source=str(tmp_path / "in"), reverse_model=str(reverse),
+            target_prefix_file=str(tmp_path / "prefixes"),
+        )  # fmt: skip
+        return TranslationJob(arguments, LoadingArguments(device="cpu"), options)
+
+    return make
+
+
+def test_the_settings_of_a_job_include_its_prefixes_and_its_reverse_model(job_with_prefixes):
+    job = job_with_prefixes("ein", "")
+    before = job.settings()
+    assert job_with_prefixes("ein", "").settings() == before
+    after = job_with_prefixes("kein", "").settings()
+    assert {name for name in before if before[name] != after[name]} == {"target_prefix_file"}
+    with torch.no_grad():
+        next(job.reverse[0].parameters()).add_(1)
+    after = job.settings()
+    assert {name for name in before if before[name] != after[name]} == {"reverse_model"}
+
+
+def test_each_line_has_its_own_prefix_in_later_chunks_too(job_with_prefixes):
+    job = job_with_prefixes("See", "ein Haus", num_beams=2, max_new_tokens=3)
+    (found,) = job.translate(["a house"], first=1)
+    assert found.startswith("ein Haus")
+
+
+def test_a_prefix_that_leaves_no_room_is_reported_before_work_starts(job_with_prefixes):
+    job = job_with_prefixes("", "ein Haus am See", num_beams=2, max_length=3)
+    with pytest.raises(ValueError, match="target prefix 2 has"):
+        job.check()
+
+
 def test_a_custom_search_on_the_hub_is_only_looked_up_once(tmp_path, method, monkeypatch):
     asked = []
 
@@ -379,6 +420,8 @@ def test_samples_are_distinct_and_scored_by_log_probability(checkpoint, beams):
         (["--source", "in", "--target_prefix_file", "in", "--max_new_tokens", "null",
           "--max_length", 2],
          "target prefix 1 has"),
+        (["--mbr", "chrf", "--do_sample", "--candidates", 3, "--n_best", 4],
+         "candidates=3: expected at least 2, and as many as n_best"),
         (["--custom_generate", "begin"], "expected --trust_remote_code as well"),
         (["--custom_generate", "none/such", "--trust_remote_code"],
          "custom_generate='none/such': expected a folder, or a repository on the Hub, with cust"),
@@ -531,7 +574,7 @@ def test_there_is_a_prompt_on_a_terminal(checkpoint, tmp_path):
 
 
 def test_only_line_breaks_are_removed_from_a_translation():
-    assert one_line("a\u2028b\r\nc\nd\x85") == "a\u2028b c d\x85"
+    assert one_line("a\u2028b\r\nc\nd\x85\re") == "a\u2028b c d\x85 e"
 
 
 def test_files_that_are_read_twice_cannot_be_pipes(tmp_path):

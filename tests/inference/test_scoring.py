@@ -1,5 +1,6 @@
 """Scores of given pairs are the model's log-probabilities, in the order of the pairs."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -137,6 +138,17 @@ def test_a_script_that_fails_does_not_replace_earlier_scores(tokenizer, tmp_path
             assert (process.returncode == 0) == bool(written), process.stderr
             assert len([*read_file(tmp_path / output)]) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"model", "lines", "scores", "scores.gz"}
+
+
+def test_a_script_writes_scores_into_a_pipe(checkpoint, tmp_path):
+    """A file is replaced instead."""
+    (tmp_path / "lines").write_text("See\nTal\n")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    flags = ("--model", checkpoint, "--source", "lines", "--target", "lines", "--output", "pipe")
+    run_command("score", *flags, cwd=tmp_path)
+    assert os.read(reader, 9999).count(b"\n") == 2
+    os.close(reader)
 
 
 def test_a_pair_without_tokens_is_reported_with_its_number_in_the_text(monkeypatch, translator):
