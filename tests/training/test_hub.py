@@ -46,6 +46,7 @@ def finished(checkpoint, tmp_path):
         "checkpoint-4/model.safetensors",
         "pytorch_model_fsdp_0/__0_0.distcp",
         "original/conversion.json",
+        "logs/events.out.tfevents.1796078358.the-host.1.0",
     )
     for name in (*private, *below):
         path = folder / name

@@ -36,10 +36,11 @@ BELOW = ".onnx"  # files that an export may put into a subfolder
 WEIGHTS = (*REQUIRED_FILES["weights"], "*.safetensors.index.json")
 
 # Files for resuming, for converting back, or about this machine: fairseq's options, which a
-# conversion keeps in `original`, contain paths of its folders.
+# conversion keeps in `original`, contain paths of its folders, and the names of TensorBoard's files
+# the machine's own.
 PRIVATE_FILES = (
-    "_*", ".*", "checkpoint-*", "runs", "training_args.bin", "trainer_state.json", "optimizer*",
-    "original",
+    "_*", ".*", "checkpoint-*", "runs", "*.tfevents.*", "training_args.bin", "trainer_state.json",
+    "optimizer*", "original",
     "pytorch_model_fsdp*", "scheduler.pt", "scaler.pt", "rng_state*", "global_step*", "*.log",
     CHECKSUMS_NAME,
 )  # fmt: skip
