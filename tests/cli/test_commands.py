@@ -533,6 +533,34 @@ def test_a_plan_for_two_processes_is_printed_once(folder):
     assert output.count("| measured with | processes 1 |") == 1
 
 
+PLAN = """
+import os
+from vanilla_transformer.cli import plan
+
+if os.environ["RANK"] == "1":
+    plan.peak_gib = lambda: 512.0
+    complete, seen = plan.read_speeds, []
+    plan.read_speeds = lambda path: seen.append(path) or complete("half" if seen[1:] else path)
+plan.main()
+"""
+
+
+def test_a_plan_has_the_memory_of_the_largest_process_and_reads_speeds_in_the_first(folder):
+    """The second may see a file that the first is still writing."""
+    (folder / "plan.py").write_text(PLAN)
+    (folder / "half").write_text("[{")
+    options = [
+        "--preset", "tiny", "--config_overrides", SHAPE, "--dataset_name", "phrases",
+        "--phrases_train_size", 50, "--vocab_size", 320, "--use_cpu", "--max_tokens", 500,
+        "--max_steps", 4, "--r_drop_alpha", 5, "--r_drop_start", 2, "--measured_steps", 1,
+        "--speeds", "of_two.json",
+    ]  # fmt: skip
+    failed, output = run_ranks(2, folder / "plan.py", *options, cwd=folder)
+    assert not failed, output
+    assert output.count("| memory | 512.0 GiB per device |") == 1
+    assert [row["processes"] for row in json.loads((folder / "of_two.json").read_text())] == [2, 2]
+
+
 def test_a_plan_can_be_for_a_device_that_this_machine_lacks(folder):
     """It uses the speed from a file that was written on a different machine, and measures
     nothing."""

@@ -423,6 +423,26 @@ def test_processes_share_the_chunks(source, processes):
     assert sorted(number for worker in workers for number in worker.seen) == list(range(len(LINES)))
 
 
+WAITING = """
+from datetime import timedelta
+import torch
+from torch import distributed
+from vanilla_transformer.cli.processes import join_processes
+
+state = join_processes(use_cpu=True)
+limit = distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+assert limit == timedelta(days=1), limit
+state.destroy_process_group()
+"""
+
+
+def test_a_process_waits_for_others_whose_shares_take_hours_longer(tmp_path):
+    """torch would give up after 30 minutes, or after 10 on GPUs."""
+    (tmp_path / "program.py").write_text(WAITING)
+    failed, output = run_ranks(2, tmp_path / "program.py", cwd=tmp_path)
+    assert not failed, output
+
+
 def test_several_processes_cannot_read_what_can_be_read_once(tmp_path):
     """Each would get some of the lines of a pipe. Here it is a device, which does not block."""
     message = f"source='{os.devnull}': expected a file, not a pipe, as each of 2 processes reads it"

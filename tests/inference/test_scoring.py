@@ -151,6 +151,17 @@ def test_a_script_writes_scores_into_a_pipe(checkpoint, tmp_path):
     os.close(reader)
 
 
+def test_several_processes_would_each_print_all_scores(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "text").write_text("a house\n")
+    flags = ["--model", checkpoint, "--source", "text", "--target", "text"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    process = run_command("score", *flags, cwd=tmp_path, check=False)
+    assert process.stdout == ""
+    assert process.stderr.endswith(
+        "2 processes: expected one, without torchrun or accelerate launch\n"
+    )
+
+
 def test_a_pair_without_tokens_is_reported_with_its_number_in_the_text(monkeypatch, translator):
     monkeypatch.setattr(scoring, "PAIRS_PER_WINDOW", 2)
     names = ["<pad>", "<s>", "</s>", "<unk>", "a"]

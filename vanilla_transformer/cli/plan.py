@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -39,7 +40,7 @@ from transformers.utils import logging as transformers_logging
 from ..data.data_options import DataArguments
 from ..training.arguments import ModelArguments, TranslationTrainingArguments
 from ..training.callbacks import CurvesCallback
-from ..training.distributed import end_training
+from ..training.distributed import end_training, run_on_main_process
 from ..training.parsing import parse_arguments
 from ..training.preparation import Preparation, prepare
 from ..training.speeds import (
@@ -163,8 +164,9 @@ def device_key(
 
 def speed_of(trainer: Seq2SeqTrainer, plan_args: PlanArguments, tokens: float) -> dict[str, Any]:
     """The measurement in --speeds, or a new one, which is added there. `tokens` is the number of
-    target tokens in an update on one device."""
-    rows = read_speeds(plan_args.speeds)
+    target tokens in an update on one device. The main process decides for all: the others may see
+    another file, or read it while it is written."""
+    rows = run_on_main_process(lambda: read_speeds(plan_args.speeds))
     key = device_key(trainer.model, trainer.args, trainer.train_dataset, plan_args)
     if plan_args.hardware is not None:
         if nearest := nearest_speed(rows, key, trainer.model):
@@ -175,10 +177,11 @@ def speed_of(trainer: Seq2SeqTrainer, plan_args: PlanArguments, tokens: float) -
             f"with {', '.join([key['shape'], heads, *key['options']])} in {key['precision']}, "
             f"{key['layer_weights']:,} weights in the layers"
         )
-    if found := find_speed(rows, key):
+    if found := run_on_main_process(lambda: find_speed(rows, key)):
         return found
     seconds = measure(trainer, plan_args.measured_steps)
-    speed = {**key, "target_tokens_per_second": tokens / seconds, "gib": peak_gib()}
+    gib = max(gather_object([peak_gib()]))
+    speed = {**key, "target_tokens_per_second": tokens / seconds, "gib": gib}
     if plan_args.speeds is not None and trainer.args.process_index == 0:
         # another process may have added to the file meanwhile
         write_speeds(plan_args.speeds, [*read_speeds(plan_args.speeds), speed])

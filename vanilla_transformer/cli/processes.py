@@ -5,7 +5,12 @@ accelerate provides them. If it is not installed, there is one.
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol
+
+# How long a process waits for the others. Their shares of a large file may take hours longer, and
+# torch would give up after 30 minutes, or after 10 on GPUs.
+PATIENCE = timedelta(days=1)
 
 
 class Processes(Protocol):
@@ -44,8 +49,14 @@ def join_processes(use_cpu: bool) -> Processes:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise
         return OneProcess()
-    state: Processes = PartialState(cpu=use_cpu)
+    state: Processes = PartialState(cpu=use_cpu, timeout=PATIENCE)
     return state
+
+
+def expect_one_process() -> None:
+    """Raise a ValueError if a launcher has started several: each would do all of the work."""
+    if (number := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ValueError(f"{number} processes: expected one, without torchrun or accelerate launch")
 
 
 def sum_over_processes(counts: Sequence[int], processes: Processes) -> list[int]:

@@ -18,6 +18,7 @@ from ..inference.loading import LoadingArguments
 from ..inference.parallel_translation import new_file
 from ..inference.scoring import score_pairs
 from .parser import CommandParser
+from .processes import expect_one_process
 
 
 @dataclass
@@ -48,6 +49,7 @@ def main() -> None:
         usage="%(prog)s --model FOLDER --source FILE --target FILE [options]",
     )
     arguments, loading = parser.parse_args_into_dataclasses()
+    expect_one_process()
     scores = score_pairs(
         zip(read_file(arguments.source), read_file(arguments.target), strict=True),
         *loading.load(arguments.model),
