@@ -244,6 +244,8 @@ def test_a_training_step_in_half_precision_uses_no_fused_attention(monkeypatch):
     model = seq2seq().train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(input_ids=random_ids(2, 4), labels=random_ids(2, 3)).loss.backward()
+        encoded = model.get_encoder()(random_ids(2, 4), num_items_in_batch=torch.tensor(6))
+        encoded.last_hidden_state.sum().backward()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -2,6 +2,7 @@
 search finds the same."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 
 import pytest
 import torch
@@ -128,7 +129,11 @@ def test_code_that_changes_logits_gets_those_of_all_tokens(model, change, uses):
     assert not uses
 
 
-def test_a_subclass_that_changes_logits_gets_those_of_all_tokens(uses, monkeypatch):
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
+def test_a_subclass_that_changes_logits_gets_those_of_all_tokens(uses, monkeypatch, is_shared):
+    """Also one whose code is saved with it: loading this code registers the class."""
+    if is_shared:
+        monkeypatch.setattr(NegatedLogits, "_auto_class", "AutoModelForSeq2SeqLM")
     torch.manual_seed(0)
     contrary, ids = NegatedLogits(small_config()).eval(), random_ids(3, 6)
     found = search(contrary, ids, num_beams=3, eos_token_id=None)
@@ -139,6 +144,24 @@ def test_a_subclass_that_changes_logits_gets_those_of_all_tokens(uses, monkeypat
     whole = search(contrary, ids)
     monkeypatch.setattr(decoding_steps, "LARGE", 0)
     assert torch.equal(search(contrary, ids), whole)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_method_that_is_replaced_in_the_class_changes_what_is_found(
+    whole_model, monkeypatch, num_beams
+):
+    ids, kind = random_ids(3, 6), type(whole_model)
+    torch.manual_seed(0)  # the weights of whole_model
+    original, negated = kind.forward, NegatedLogits(whole_model.config).eval()
+    expected = search(negated, ids, num_beams=num_beams)
+
+    def forward(self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        output.logits = -output.logits
+        return output
+
+    monkeypatch.setattr(kind, "forward", forward)
+    assert search(whole_model, ids, num_beams=num_beams).tolist() == expected.tolist()
 
 
 def test_hooks_of_the_projection_get_all_logits_and_can_keep_them(model):
@@ -187,6 +210,7 @@ def steps(model, **options):
     stacks, seen = VanillaTransformerModel, []
     whole = stacks.forward
 
+    @wraps(whole)  # or it would count as a change by the user
     def forward(*args, **kwargs):
         seen.append(1)
         return whole(*args, **kwargs)
@@ -257,7 +281,7 @@ def with_hook_of_a_library(model):
 
 def with_another_forward_of_both(model):
     stacks = model.model
-    stacks.forward = lambda **inputs: type(stacks).forward(stacks, **inputs)
+    stacks.forward = lambda *args, **inputs: type(stacks).forward(stacks, *args, **inputs)
 
 
 @pytest.mark.parametrize("change", [with_hook_of_a_library, with_another_forward_of_both])

@@ -10,6 +10,7 @@ from transformers.generation import BaseStreamer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.model import packing
+from vanilla_transformer.model.cache import CACHE_NAME, update_kv_cache
 from vanilla_transformer.model.modeling_vanilla_transformer import VanillaTransformerLayer
 
 KINDS = (VanillaTransformerForConditionalGeneration, VanillaTransformerLayer, torch.nn.Linear)
@@ -178,11 +179,20 @@ def attend(layer, config):
     layer.self_attn = OwnAttention(config, config.encoder_attention_heads, 0)
 
 
+class OwnKeys(type(seq2seq().get_encoder().layers[0].self_attn)):
+    def _keys_and_values(self, states):
+        return super()._keys_and_values(states.cumsum(1))
+
+
+def attend_to_own_keys(layer, config):
+    layer.self_attn = OwnKeys(config, config.encoder_attention_heads, 0)
+
+
 def replace_method(layer, config):
     layer.ffn.forward = lambda states: states.cumsum(1)
 
 
-@pytest.mark.parametrize("change", [convolve, recur, attend, replace_method])
+@pytest.mark.parametrize("change", [convolve, recur, attend, attend_to_own_keys, replace_method])
 def test_custom_modules_get_batches_and_not_one_long_row(model, change):
     """Without gradients on a CPU, our own modules get all sentences as one row."""
     change(model.get_encoder().layers[0], model.config)
@@ -193,6 +203,57 @@ def test_custom_modules_get_batches_and_not_one_long_row(model, change):
         states = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
     expected = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(states[mask.bool()], expected[mask.bool()], **EXACT)
+
+
+def test_custom_embeddings_get_batches_too(model):
+    class OfLanguage(type(model.get_encoder())):
+        """Adds the embedding of a source's first token, its language, to all of them."""
+
+        def embed(self, input_ids, *args, **kwargs):
+            language = self.embed_tokens(input_ids[:, :1])
+            return super().embed(input_ids, *args, **kwargs) + language
+
+    encoder = model.model.encoder = OfLanguage(model.config).eval()
+    ids, mask = ragged(*LENGTHS)
+    with torch.no_grad():
+        states = encoder(ids, attention_mask=mask).last_hidden_state
+    expected = encoder(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(states[mask.bool()], expected[mask.bool()], **EXACT)
+
+
+def test_custom_attention_gets_the_keys_of_all_beams(model):
+    """The beams of a source share its keys in the fast cache."""
+    attention = type(model.get_decoder().layers[0].encoder_attn)
+
+    class Averaging(attention):
+        def forward(self, hidden_states, mask=None, source=None, **kwargs):
+            cache = kwargs.pop(CACHE_NAME, None)
+            keys_and_values = (cache, self.layer_idx, True, self._keys_and_values, source, kwargs)
+            _, value = update_kv_cache(*keys_and_values)
+            mean = value.mean(2, keepdim=True).transpose(1, 2).flatten(2)
+            return hidden_states + self.out_proj(mean), None
+
+    config = model.eval().config
+    model.get_decoder().layers[0].encoder_attn = Averaging(config, 4, 0, is_cross_attention=True)
+    ids, mask = ragged(*LENGTHS)
+    search = {"attention_mask": mask, "max_new_tokens": 4, "num_beams": 3}
+    found = model.generate(ids, **search)
+    assert found.tolist() == model.generate(ids, use_cache=False, **search).tolist()
+
+
+def test_a_custom_module_that_keeps_a_tensor_of_a_generation_can_be_trained(model):
+    class Scale(torch.nn.Module):
+        table = None
+
+        def forward(self, states):
+            if self.table is None:  # as rotary embeddings do
+                self.table = torch.linspace(1, 2, states.shape[-1])
+            return states * self.table
+
+    layer = model.get_encoder().layers[0]
+    layer.ffn = torch.nn.Sequential(layer.ffn, Scale())
+    model.eval().generate(random_ids(2, 5), max_new_tokens=3)
+    model.train()(input_ids=random_ids(2, 5), labels=random_ids(2, 4)).loss.backward()
 
 
 def test_a_linear_adapter_keeps_the_fast_paths(model):

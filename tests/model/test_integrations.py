@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import SMALL, needs, random_ids, seq2seq, slow, small_config
+from conftest import SMALL, needs, ragged, random_ids, seq2seq, slow, small_config
 from safetensors.torch import load_file
 from test_modeling import assert_close
 from torch import nn
@@ -25,6 +25,7 @@ from transformers import (
     EncoderDecoderCache,
 )
 from transformers import logging as transformers_logging
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import is_flash_attn_2_available
@@ -40,6 +41,7 @@ from vanilla_transformer.model.modeling_vanilla_transformer import (
     label_smoothed_cross_entropy,
     scaled_dot_product_attention,
 )
+from vanilla_transformer.model.pretrained import VanillaTransformerPreTrainedModel
 
 SEQ2SEQ = VanillaTransformerForConditionalGeneration
 CAUSAL = VanillaTransformerForCausalLM
@@ -148,6 +150,98 @@ def test_attention_can_be_chosen_on_loading_and_changed_later(cls, attention, tm
             assert {part.config._attn_implementation for part in parts} == {attention}
             actual = of_tokens(changed, changed(**inputs), inputs)
             torch.testing.assert_close(actual, expected, atol=tolerance, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_function_that_replaces_sdpa_gets_batches_of_rows(monkeypatch, num_beams):
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    model, inputs = (
+        seq2seq().eval(),
+        dict(zip(("input_ids", "attention_mask"), ragged(9, 2, 1), strict=True)),
+    )
+    options = {"max_new_tokens": 4, "num_beams": num_beams}
+    states = model.get_encoder()(**inputs).last_hidden_state  # with gradients, whole batches
+    expected = model.generate(**inputs, **options)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", counted)
+    with torch.no_grad():
+        found = model.get_encoder()(**inputs).last_hidden_state
+    tokens = inputs["attention_mask"].bool()
+    assert_close(found[tokens], states[tokens])
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    assert calls
+
+
+class Tagger(VanillaTransformerPreTrainedModel):
+    """A class of a user, with a head on the encoder."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = VanillaTransformerEncoderModel(config)
+        self.head = nn.Linear(config.d_model, 3)
+        self.post_init()
+
+    def forward(self, input_ids, **inputs):
+        return self.head(self.model(input_ids, **inputs).last_hidden_state)
+
+
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": False}, {"decoder_vocab_size": 60}])
+def test_a_head_on_the_encoder_is_saved_and_its_vocabulary_resized(fields, tmp_path):
+    model, ids = Tagger(small_config(**fields)).eval(), random_ids(2, 5)
+    expected = model(ids)
+    model.save_pretrained(tmp_path)
+    loaded = Tagger.from_pretrained(tmp_path).eval()
+    assert_close(loaded(ids), expected)
+    loaded.resize_token_embeddings(SMALL["vocab_size"] + 3, mean_resizing=False)
+    assert_close(loaded(ids), expected)
+
+
+class Scorer(VanillaTransformerPreTrainedModel):
+    """A class of a user, with a whole model in it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.head = SEQ2SEQ(config), nn.Linear(config.d_model, 1)
+        self.post_init()
+
+
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": False}, {"decoder_vocab_size": 60}])
+def test_a_class_that_holds_a_model_has_its_embeddings(fields, tmp_path):
+    scorer = Scorer(small_config(**fields))
+    assert scorer.get_input_embeddings() is scorer.model.get_input_embeddings()
+    scorer.save_pretrained(tmp_path)
+    loaded = Scorer.from_pretrained(tmp_path)
+    assert torch.equal(loaded.model.lm_head.weight, scorer.model.lm_head.weight)
+
+
+class WithMoreModules(SEQ2SEQ):
+    def __init__(self, config):
+        super().__init__(config)
+        width = config.d_model
+        self.more = nn.ModuleList([
+            nn.Conv1d(width, width, 3), nn.LSTM(width, width), nn.MultiheadAttention(width, 2),
+            nn.GroupNorm(2, width), nn.BatchNorm1d(width), nn.RMSNorm(width),
+            nn.LayerNorm(width, bias=False), nn.LayerNorm(width, elementwise_affine=False),
+        ])  # fmt: skip
+        self.post_init()
+
+
+def test_modules_that_a_subclass_adds_to_a_checkpoint_are_initialized(tmp_path):
+    """transformers loads into memory without values, which is NaN here."""
+    seq2seq().save_pretrained(tmp_path)
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = WithMoreModules.from_pretrained(tmp_path)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, values in model.more.state_dict().items():
+        assert values.isfinite().all(), name
+    variance = model.more[4].running_var
+    assert torch.equal(variance, torch.ones_like(variance))
 
 
 @every_class

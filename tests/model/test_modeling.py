@@ -472,6 +472,21 @@ def test_a_trainer_of_transformers_shifts_labels_and_evaluates_a_causal_model(tm
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+class Subclass(VanillaTransformerForCausalLM):
+    """transformers finds the kind of loss by the name of a class."""
+
+
+def test_a_trainer_divides_the_loss_of_a_causal_subclass_by_the_predicted_labels(tmp_path):
+    decoder, ids = Subclass(small_config(dropout=0.0, label_smoothing=0.0)), random_ids(4, 3)
+    options = {"report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, logging_steps=1, **options)
+    expected = decoder.eval()(ids, labels=ids).loss.item()
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(decoder, arguments, train_dataset=rows, data_collator=default_data_collator)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "cls", [VanillaTransformerForConditionalGeneration, VanillaTransformerForCausalLM]
 )
@@ -501,6 +516,15 @@ def test_the_causal_model_accepts_sequences_packed_into_one_row(attention, use_c
         use_cache=use_cache,
     )
     assert_close(packed.logits, torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("positions", [[0, 0, 0, 0], [3, 2, 1, 0], [0, 2, 3, 7]], ids=str)
+def test_a_target_sees_all_earlier_tokens_whatever_their_positions(model, positions):
+    """There is one source for a row, so it holds one target."""
+    ids, places = random_ids(2, 4), torch.tensor([positions])
+    inputs = {"input_ids": ids, "decoder_input_ids": ids, "decoder_position_ids": places}
+    masked = model(**inputs, decoder_attention_mask=torch.ones_like(ids)).logits
+    assert_close(model(**inputs).logits, masked)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import EncoderDecoderCache, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
+from ..model.attention import is_our_sdpa
 from ..model.cache import CACHE_NAME, generation_cache, new_cache, takes_either_name
 from ..model.generation import NO_PLAIN_CACHE, VanillaTransformerGenerationMixin
 from ..model.generation_options import GenerationOptions
@@ -143,7 +144,7 @@ class VanillaTransformerEnsemble(
         if CACHE_NAME in options.kwargs or options["use_cache"] is False:
             return
         configs = [member.config for member in self.members]
-        are_fast = all(config._attn_implementation == "sdpa" for config in configs)
+        are_fast = all(is_our_sdpa(config._attn_implementation) for config in configs)
         # hooks and modules of a user get the rows of all beams
         if are_fast and not is_watched(self) and all(map(is_position_wise, self.members)):
             size = options.cache_size(prompt_length)

@@ -29,7 +29,8 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 # ---------------------------------------------------------------- Kernels
 
-NO_ATTENTION_OPTIONS = {"use_cache", "output_hidden_states"}
+# `Trainer` passes the last one to any model that takes keywords, such as a head on an encoder.
+NO_ATTENTION_OPTIONS = {"use_cache", "output_hidden_states", "num_items_in_batch"}
 FLASH_TILE = 128  # positions
 CHOICE_OF_KERNELS = threading.Lock()  # the choice is global, and threads may share a model
 
@@ -87,6 +88,12 @@ def sdpa_attention(
         elif not is_tracing():
             attend = fused_attention
     return attend(module, query, key, value, attention_mask, **options)
+
+
+def is_our_sdpa(attn_implementation: str) -> bool:
+    """Whether this is "sdpa", under which nobody has registered another function."""
+    registered = AttentionInterface().get("sdpa")
+    return attn_implementation == "sdpa" and registered is sdpa_attention_forward
 
 
 def is_tracing() -> bool:

@@ -40,7 +40,8 @@ def shallow_copy(model: Any) -> Any:
 def may_replace_forward(model: Any) -> bool:
     """Whether no subclass, hook, or replaced or compiled method reads or changes what this model's
     `forward` returns, and the model runs the fast paths."""
-    is_ours = "_auto_class" in vars(type(model)) and "forward" not in vars(model)
+    kind, ours = type(model), f"{__package__}.modeling_vanilla_transformer"
+    is_ours = kind.__module__ == kind.forward.__module__ == ours and "forward" not in vars(model)
     is_ours = is_ours and model._compiled_call_impl is None
     is_fast = model.config._attn_implementation != "eager"
     return is_ours and is_fast and not (model._forward_hooks or are_all_watched())

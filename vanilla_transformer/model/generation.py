@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.utils import ModelOutput
 
+from .attention import is_our_sdpa
 from .cache import (
     CACHE_NAME,
     generation_cache,
@@ -26,7 +27,7 @@ from .cache import (
 )
 from .decoding_steps import best_tokens, shallow_copy, with_fast_steps
 from .generation_options import GenerationOptions, expect_generation_options, first_given
-from .hooks import is_watched
+from .hooks import is_position_wise, is_watched
 from .output_length import (
     SourceLengthCriteria,
     SourceLengthForcedEnd,
@@ -89,6 +90,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             kwargs["encoder_outputs"] = type(encoded)(**encoded)
         expect_prompt(self, {"inputs": inputs, **kwargs})
         kwargs = read_target_vocabulary(rename_cache(kwargs, CACHE_NAME))
+        kwargs.pop("labels", None)  # of `Seq2SeqTrainer`: transformers ignores them too
         options = GenerationOptions(self.generation_config, generation_config, kwargs)
         is_encoder_decoder = self.config.is_encoder_decoder
         expect_generation_options(options.all(), self.config.target_vocab_size, is_encoder_decoder)
@@ -130,12 +132,12 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
     def _use_fast_cache(self, prompt_length: int, options: GenerationOptions) -> None:
         """Pass a cache that copies less, if transformers would make a plain dynamic one and no hook
-        expects the rows of all beams."""
+        or module of a user expects the rows of all beams, or keeps tensors."""
         if any(options[name] for name in NO_PLAIN_CACHE) or CACHE_NAME in options.kwargs:
             return
-        if options["use_cache"] is False or self.config._attn_implementation != "sdpa":
+        if options["use_cache"] is False or not is_our_sdpa(self.config._attn_implementation):
             return
-        if is_watched(self):
+        if is_watched(self) or not is_position_wise(self.base_model):
             return
         size = options.cache_size(prompt_length)
         options.kwargs[CACHE_NAME] = generation_cache(self.config, *size)

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 
+from .pretrained import own_class
+
 # The packages whose hooks accept any layout of a batch: they shard, move or record.
 INDIFFERENT = (
     "torch.",
@@ -19,6 +21,7 @@ INDIFFERENT = (
 POSITION_WISE = (
     f"{__package__}.modeling_vanilla_transformer",
     "torch.nn.modules.activation",
+    "torch.nn.modules.container",
     "torch.nn.modules.dropout",
     "torch.nn.modules.linear",
     "torch.nn.modules.module",  # containers, which have no method of their own
@@ -65,6 +68,7 @@ def is_position_wise(module: nn.Module) -> bool:
     """Whether the module gives the same for packed rows as for a batch: no submodule or replaced
     method is from another package, which might treat them as one long row."""
     return all(
-        str(getattr(part.forward, "__module__", None)).startswith(POSITION_WISE)
+        str(getattr(made, "__module__", None)).startswith(POSITION_WISE)
         for part in module.modules()
+        for made in (own_class(part), part.forward)
     )

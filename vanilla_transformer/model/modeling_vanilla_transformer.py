@@ -159,9 +159,10 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             source = cast_once(source)
             source_mask = padding_mask(self.config, hidden_states, source_mask, source)
         # Position i sees the positions up to i ("masking out", section 3.2.3), but no padding and,
-        # without a past, no other sequence in its row: in each, positions start from 0.
+        # without source and past, no other sequence in its row: in each, positions start from 0.
+        apart = position_ids if source is None else None
         mask = create_causal_mask(
-            self.config, hidden_states, attention_mask, past, position_ids=position_ids
+            self.config, hidden_states, attention_mask, past, position_ids=apart
         )
         kwargs[CACHE_NAME] = cache  # gradient checkpointing knows it by this name
         for layer in self.layers:
@@ -616,6 +617,7 @@ class VanillaTransformerForCausalLM(
 
     def __init__(self, config: VanillaTransformerConfig):
         super().__init__(VanillaTransformerDecoderModel(config))
+        self.loss_type = "ForCausalLM"  # how `Trainer` counts labels, whatever a subclass's name
 
     @takes_either_name
     @can_return_tuple

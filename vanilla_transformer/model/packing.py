@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput
 
-from .attention import AttentionFunction, is_flash, is_flex, is_tracing
+from .attention import AttentionFunction, is_flash, is_flex, is_our_sdpa, is_tracing
 from .hooks import is_position_wise, is_watched
 from .pretrained import count_positions
 from .validation import expect_mask
@@ -214,7 +214,7 @@ def group_by_length(
         expect_mask(mask, shape, shape, config.encoder_attention_heads, source.dtype)
     if mask.shape[0] == 1 or mask.device.type != "cpu":
         return None
-    if config._attn_implementation != "sdpa" or torch.is_grad_enabled():
+    if not is_our_sdpa(config._attn_implementation) or torch.is_grad_enabled():
         return None
     if int(mask.count_nonzero()) >= 0.75 * mask.numel():
         return None

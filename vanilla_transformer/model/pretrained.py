@@ -59,10 +59,9 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self.config.d_model**-0.5)
         elif isinstance(module, nn.Linear):
             init.xavier_uniform_(module.weight, gain=getattr(module, "init_gain", 1.0))
+        else:  # normalization, and what a user's class adds: loading leaves it without values
+            super()._init_weights(module)
         if isinstance(module, nn.Linear) and module.bias is not None:
-            init.zeros_(module.bias)
-        if isinstance(module, nn.LayerNorm):
-            init.ones_(module.weight)
             init.zeros_(module.bias)
 
     @staticmethod
@@ -101,9 +100,10 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     def _matrices_built_as_one(self) -> list[nn.Parameter]:
         """The embeddings and the projection that shared one matrix when the model was built; none
         if they did not, or if one is adapted, quantized, sharded or offloaded."""
-        if self.config.decoder_vocab_size is not None:
-            stacks = [self.get_decoder()]
-        elif hasattr(self.base_model, "shared"):
+        model = self.base_model
+        if model.config.decoder_vocab_size is not None and hasattr(model, "decoder"):
+            stacks = [model.decoder]
+        elif hasattr(model, "shared"):
             stacks = self._stacks()
         else:
             return []
@@ -141,6 +141,8 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
 
     def _embedding_owner(self) -> tuple[nn.Module, str]:
         model = self.base_model
+        if model.base_model is not model:  # a user's class holds a model with a projection
+            return model._embedding_owner()
         if hasattr(model, "shared"):
             return model, "shared"
         stack = getattr(model, "encoder", None) or getattr(model, "decoder", model)
@@ -154,9 +156,10 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     ) -> nn.Embedding:
         """Resize the source's matrix, and, with one vocabulary, the target's and the projection."""
         sizes = (new_num_tokens, pad_to_multiple_of, mean_resizing)
-        if self.config.is_encoder_decoder and not self.config.shares_embeddings:
+        config = self.base_model.config  # of one stack alone if a user's class holds no other
+        if config.is_encoder_decoder and not config.shares_embeddings:
             # the base class resizes the source's and the projection, never the target's
-            one_vocabulary = self.config.decoder_vocab_size is None
+            one_vocabulary = config.decoder_vocab_size is None
             stack = self.get_decoder() if one_vocabulary else self.get_encoder()
             stack.embed_tokens = self._get_resized_embeddings(stack.embed_tokens, *sizes)
             if not one_vocabulary:
