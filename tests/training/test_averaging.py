@@ -350,10 +350,14 @@ def test_invalid_options_of_averaging_are_reported(options, message):
         AveragingArguments("mean", **options)
 
 
-def test_models_with_different_vocabularies_are_not_averaged(run):
+def test_models_with_different_vocabularies_are_not_averaged(run, tmp_path):
     others = train_tokenizer(["x y z w v"] * 3, 300, show_progress=False)
     others.save_pretrained(run / "checkpoint-10")
     (run / "checkpoint-100/tokenizer_config.json").unlink()
     expect_same_tokens([run / "checkpoint-5", run / "checkpoint-100"])
     with pytest.raises(ValueError, match="checkpoint-10 has a different vocabulary"):
         expect_same_tokens([run / "checkpoint-5", run / "checkpoint-10"])
+    flags = ("--models", run / "checkpoint-5", run / "checkpoint-10", "--output_dir", "mean")
+    process = run_command("average", *flags, cwd=tmp_path, check=False)
+    assert "checkpoint-10 has a different vocabulary" in process.stderr
+    assert not (tmp_path / "mean").exists()

@@ -6,7 +6,7 @@ import torch
 from datasets import Dataset
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
-from vanilla_transformer.cli.plan import PlanArguments
+from vanilla_transformer.cli.plan import PlanArguments, phases
 from vanilla_transformer.data.bpe_dropout import BPEDropout, BPEDropoutDataset
 from vanilla_transformer.data.tokenization import train_tokenizer
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
@@ -263,3 +263,13 @@ def test_what_changes_the_speed_is_part_of_the_key(given, expected, model, tmp_p
     key = measurement_key(model, arguments, TEXT)
     assert (key["options"], key["attention"]) == (expected, "sdpa")
     assert torch.backends.cpu.get_cpu_capability() in key["device"]
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [(0, [(5.0, 1.0)]), (25, [(0.0, 0.25), (5.0, 0.75)]), (100, [(0.0, 1.0)]), (300, [(0.0, 1.0)])],
+)
+def test_only_phases_that_a_training_has_are_measured(tmp_path, start, expected):
+    options = {"max_steps": 100, "r_drop_alpha": 5.0, "r_drop_start": start}
+    arguments = TranslationTrainingArguments(str(tmp_path), use_cpu=True, **options)
+    assert phases(arguments, updates_per_epoch=10) == expected
