@@ -15,9 +15,12 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.parallel_text import DataArguments, load_parallel_dataset
+from vanilla_transformer.export.source import expect_model
+from vanilla_transformer.inference.loading import LoadingArguments, read_config
 from vanilla_transformer.training.arguments import TranslationTrainingArguments
 from vanilla_transformer.training.averaging import average_checkpoints
 from vanilla_transformer.training.checkpoints import CHECKSUMS_NAME, find_defect
+from vanilla_transformer.training.hub import expect_finished_model
 from vanilla_transformer.training.trainer import make_trainer
 
 
@@ -122,7 +125,7 @@ def test_code_in_a_model_folder_is_only_run_on_request(checkpoint, tmp_path, mar
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "{folder}/secret.safetensors"])
 def test_a_weight_index_cannot_refer_to_files_outside_its_folder(checkpoint, tmp_path, name):
-    """A hostile index would have had the secret averaged into a model that is shared."""
+    """A hostile index would have had the secret in a model that is shared."""
     model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     save_file({"secret": torch.ones(2)}, tmp_path / "secret.safetensors")
     folder = tmp_path / "model"
@@ -133,6 +136,12 @@ def test_a_weight_index_cannot_refer_to_files_outside_its_folder(checkpoint, tmp
     index.write_text(json.dumps(content))
     with pytest.raises(FileNotFoundError, match=r"secret\.safetensors"):
         average_checkpoints([folder], tmp_path / "mean")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    message = r"index\.json: expected files in this folder, but it names .*secret"
+    load = LoadingArguments(device="cpu").load
+    for read in (load, read_config, expect_model, expect_finished_model):
+        with pytest.raises(ValueError, match=message):
+            read(folder)
 
 
 @pytest.mark.parametrize("name", ["../secret", "{folder}/secret"])

@@ -175,13 +175,20 @@ def has_model(folder: Path) -> bool:
 def expect_model_folder(name: str | Path) -> None:
     """Raise a FileNotFoundError for a folder without a model, such as that of a training which has
     only checkpoints yet, and for a file. Other names may be on the Hub. Raise a ValueError if its
-    generation config is damaged: transformers would translate without it. Raise a PermissionError
-    if a file may not be read."""
+    generation config is damaged: transformers would translate without it; or if its weights are in
+    another folder, which transformers would read. Raise a PermissionError if a file may not be
+    read."""
     if Path(name).exists() and not has_model(Path(name)):
         raise FileNotFoundError(f"{name}: expected a model folder, with a config.json")
     if (file := Path(name, GENERATION_CONFIG_NAME)).is_file():
         with naming_damaged(file):
             json.loads(file.read_text(encoding="utf-8"))
+    for file in Path(name).glob("*.index.json"):
+        with naming_damaged(file):
+            shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
+        for shard in map(Path, shards):
+            if shard.is_absolute() or ".." in shard.parts:
+                raise ValueError(f"{file}: expected files in this folder, but it names {shard}")
     for file in Path(name).glob("*.safetensors"):
         file.open("rb").close()  # safetensors reports one that may not be read as missing
 
