@@ -162,3 +162,39 @@ def test_the_wrapped_model_is_freed_before_the_process_group_ends(tmp_path):
     program = [tmp_path / "program.py", REPOSITORY / "tests"]
     failed, output = run_ranks(2, *program, cwd=tmp_path)
     assert not failed, output
+
+
+MASKS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from accelerate.utils import gather_object
+from conftest import small_trainer
+from transformers import AutoTokenizer
+from vanilla_transformer.model.dropout import dropout
+from vanilla_transformer.training.distributed import end_training
+
+def compare(module, inputs):
+    masks.append(gather_object([dropout(torch.ones(64), 0.5, True).tolist()]))
+    seeds.append(gather_object([torch.initial_seed()]))
+
+masks, seeds = [], []
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+pairs = [{"input_ids": [5, 6, 2], "labels": [7, 8, 2]}] * 8
+options = {"ddp_backend": "gloo", "save_strategy": "no", "max_steps": 2}
+trainer = small_trainer("out", tokenizer, pairs=pairs, **options)
+trainer.model.register_forward_pre_hook(compare)
+trainer.train()
+assert len(masks) == 2
+assert all(one != other for one, other in masks), masks
+assert all(one == other for one, other in seeds), "accelerate would shuffle differently"
+end_training(trainer)
+"""
+
+
+def test_each_process_draws_its_own_dropout(checkpoint, tmp_path):
+    """Also for batches of the same shape, and though all have the same seed."""
+    (tmp_path / "program.py").write_text(MASKS)
+    program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
+    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    assert not failed, output

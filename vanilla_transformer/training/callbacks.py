@@ -1,10 +1,11 @@
-"""Callbacks of a training: early stopping, epochs of BPE-dropout, TensorBoard and curves."""
+"""Callbacks of a training: early stopping, epochs of BPE-dropout, seeds, TensorBoard and curves."""
 
 import logging
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     EarlyStoppingCallback,
     TrainerCallback,
@@ -74,6 +75,30 @@ class EpochCallback(TrainerCallback):
         dataset = getattr(train_dataloader, "dataset", None)
         if isinstance(dataset, BPEDropoutDataset):
             dataset.set_epoch(int(state.epoch or 0))
+
+
+class OwnDropoutCallback(TrainerCallback):
+    """Lets processes with different batches draw different dropout masks. `Trainer` (5.17 to 5.24)
+    gives all the same seed, and on GPUs batches of similar size would get the same masks.
+
+    Args:
+        share: The index of this process among those with different batches.
+    """
+
+    def __init__(self, share: int) -> None:
+        self.share = share
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the first process, the CPU's seed, from which accelerate shuffles, and what models
+        draw on the CPU for GPUs, such as the layers to drop, as they are."""
+        if self.share == 0:
+            return
+        if args.device.type == "cpu":
+            torch.rand(self.share)  # moves on
+        else:
+            torch.get_device_module(args.device).manual_seed(args.seed + self.share)
 
 
 class ResilientTensorBoardCallback(TensorBoardCallback):

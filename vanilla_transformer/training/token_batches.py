@@ -231,7 +231,7 @@ class TokenBudgetTrainer(Trainer):
         """How many of this process's `rows` come from the data set. They come first; the others are
         copies that fill the last batch."""
         rest = self._rows_of_last_batch()
-        before = rows * (self.args.process_index // self._processes_per_batch())
+        before = rows * self.share_of_batches()
         return rows if rest is None else min(max(rest - before, 0), rows)
 
     def _rows_of_last_batch(self) -> int | None:
@@ -247,6 +247,10 @@ class TokenBudgetTrainer(Trainer):
     def _processes_per_batch(self) -> int:
         """The number of processes that work on the same batch, each with a part of the model."""
         return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+
+    def share_of_batches(self) -> int:
+        """The index of this process among those that work on different batches."""
+        return self.args.process_index // self._processes_per_batch()
 
     def _gather_without_copies(self, values: Any) -> Any:
         """Gather predictions from one process per batch, without the rows that pad the last one."""
@@ -267,7 +271,7 @@ class TokenBudgetTrainer(Trainer):
     ) -> DataLoader:
         args = self.args
         copies = self._processes_per_batch()
-        options |= {"num_replicas": args.world_size // copies, "rank": args.process_index // copies}
+        options |= {"num_replicas": args.world_size // copies, "rank": self.share_of_batches()}
         loading = {
             "num_workers": args.dataloader_num_workers,
             "pin_memory": args.dataloader_pin_memory,

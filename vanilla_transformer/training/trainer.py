@@ -25,6 +25,7 @@ from .averaging import checkpoints_with_weights, write_average
 from .callbacks import (
     CurvesCallback,
     EpochCallback,
+    OwnDropoutCallback,
     ResilientTensorBoardCallback,
     ResumableEarlyStoppingCallback,
     evaluations_without_gain,
@@ -96,6 +97,7 @@ def make_trainer(
         how = {"backend": arguments.torch_compile_backend, "mode": arguments.torch_compile_mode}
         if compile_layers(model, **how):  # in place of the entire model
             trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+    trainer.add_callback(OwnDropoutCallback(trainer.share_of_batches()))
     trainer.add_callback(CurvesCallback(trainer))
     if trainer.pop_callback(TensorBoardCallback) is not None:
         trainer.add_callback(ResilientTensorBoardCallback())
