@@ -296,6 +296,7 @@ def test_an_ensemble_averages_attention(model, tokenizer):
     [
         ({"unit": "letters"}, "alignments='letters': expected one of words, pieces"),
         ({"layer": 3}, "alignment_layer=3: expected -3 to 2"),
+        ({"layer": -4}, "alignment_layer=-4: expected -3 to 2"),
     ],
 )
 def test_inputs_that_cannot_be_aligned_are_reported(model, tokenizer, options, message):

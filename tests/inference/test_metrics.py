@@ -330,6 +330,7 @@ def test_the_amount_of_white_space_is_not_an_error():
     predictions, references = ["a b", "a b c"], ["a  b ", "a bc"]
     scores = score_translations(predictions, references, metrics=["exact_match", "ser"])
     assert (scores["exact_match"], scores["ser"]) == (50, 50)
+    assert score_translations([" a b "], ["a b\t"], metrics=["cer", "wer"]) == {"cer": 0, "wer": 0}
 
 
 def test_bleu_of_references_that_are_too_short_for_it_is_explained_once(caplog):

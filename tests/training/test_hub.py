@@ -17,6 +17,7 @@ from local_hub import TOKEN, serving
 from transformers import Trainer
 
 from vanilla_transformer.data.parallel_text import DataArguments
+from vanilla_transformer.inference.derived_cards import card_metadata
 from vanilla_transformer.inference.metrics import score_translations
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
 from vanilla_transformer.training.checkpoints import CHECKSUMS_NAME, find_defect
@@ -123,6 +124,13 @@ def test_a_checkpoint_has_the_languages_and_the_licence_of_its_training(hub, fin
     assert "\n# mine\n" in card
     assert 'pipeline("translation", model="me/mine", trust_remote_code=True)' in card
     assert "12.5" not in card
+
+
+def test_only_a_checkpoint_has_the_card_of_the_folder_above(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    for name, expected in (("checkpoint-2", {"license": "mit"}), ("model", {})):
+        (tmp_path / name).mkdir()
+        assert card_metadata(tmp_path / name) == expected
 
 
 def test_the_card_of_a_folder_without_code_says_how_to_download_it(hub, finished):
