@@ -448,9 +448,9 @@ def test_many_spaces_are_read_at_once(kind):
         tokenizer = vocabularies.sentencepiece(SentencePieceModel(TOY), NO_PAD)
     else:
         tokenizer = vocabularies.strip(vocabularies.words({**FAIRSEQ, "a": 4, "b": 5}, Specials()))
-    start = time.perf_counter()
+    start = time.process_time()
     ids = tokenizer(f"  a{' ' * 60_000}b  ")["input_ids"]
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert ids == tokenizer("a b")["input_ids"]
 
 
@@ -689,9 +689,9 @@ def test_a_long_word_is_split_into_subwords_at_once():
     """The time would grow with the cube of its length: minutes for this text."""
     tokenizer = vocabularies.subwords(subwords_vocabulary(["ab"]), T2T)
     text = "你" * 3000 + "ab" * 3000
-    start = time.perf_counter()
+    start = time.process_time()
     ids = tokenizer(text)["input_ids"]
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 10
     assert tokenizer.decode(ids, skip_special_tokens=True) == "\\20320;" * 3000 + "ab" * 3000
 
 

@@ -223,9 +223,9 @@ def test_an_unclosed_script_is_unchanged(text):
 @pytest.mark.parametrize("tag", ["<a ", "<a b=", "<a b='", "<a/"])
 def test_many_tags_without_an_end_are_split_at_once(tag):
     """Before 3.11.14, 3.12.12 and 3.13.6, Python's parser takes the square of their length."""
-    start = time.perf_counter()
+    start = time.process_time()
     assert split_html(tag * 5000, "en", 10**6)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_a_translation_cannot_add_a_tag():
