@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokeni
 
 from vanilla_transformer import VanillaTransformerTokenizer
 from vanilla_transformer.data.tokenization import train_tokenizer
+from vanilla_transformer.model.moses import Moses
 
 SOURCE = ["<pad>", "<unk>", "ein", "haus", "am", "see", "der", "ist", "tief", "zug"]
 TARGET = ["<pad>", "<unk>", "<s>", "</s>", "lake", "the", "a", "house", "is", "deep", "train"]
@@ -63,6 +64,14 @@ def test_moses_splits_each_side_in_its_language(tmp_path):
         assert tokenizer.tokenize("l'eau.") == source[2:]
         assert tokenizer(["l&apos;", "eau"], is_split_into_words=True)["input_ids"] == [2, 3]
         tokenizer.save_pretrained(tmp_path)
+
+
+def test_words_with_full_stops_are_split_as_by_sacremoses_without_its_slow_search(monkeypatch):
+    sacremoses = pytest.importorskip("sacremoses", reason="needs vanilla-transformer[moses]")
+    text = "i.e. a.m. 3.4. the U.S. ... x.. 5.5.5. Dr. 1. it's."
+    expected = sacremoses.MosesTokenizer("en").tokenize(text, return_str=True)
+    monkeypatch.delattr(sacremoses.MosesTokenizer, "isanyalpha")
+    assert Moses("en", None, aggressive_dash_splits=False).split(text, "source") == expected
 
 
 def test_moses_can_be_turned_off_for_a_side():

@@ -4,6 +4,7 @@
 sacremoses (https://github.com/hplt-project/sacremoses) does the work.
 """
 
+from functools import lru_cache, partial
 from typing import Any
 
 from transformers.models.fsmt.tokenization_fsmt import (
@@ -50,6 +51,9 @@ class Moses:
         self.normalizers = {k: sacremoses.MosesPunctNormalizer(v) for k, v in given.items()}
         self.tokenizers = {k: sacremoses.MosesTokenizer(v) for k, v in given.items()}
         self.detokenizers = {k: sacremoses.MosesDetokenizer(v) for k, v in given.items()}
+        for tokenizer in self.tokenizers.values():
+            # sacremoses (0.1 and 0.2) makes a set of all letters for each word like "i.e."
+            tokenizer.isanyalpha = partial(_has_any, tokenizer.IsAlpha)
 
     def split(self, text: Any, side: str) -> Any:
         """A text, or a list of texts, with spaces between words and punctuation.
@@ -75,3 +79,13 @@ class Moses:
         if isinstance(text, list):
             return [self.detokenizers[side].detokenize(one.split()) for one in text]
         return self.detokenizers[side].detokenize(text.split())
+
+
+def _has_any(characters: str, text: str) -> bool:
+    """Whether a text has one of the characters."""
+    return not _set_of(characters).isdisjoint(text)
+
+
+@lru_cache(4)
+def _set_of(characters: str) -> frozenset[str]:
+    return frozenset(characters)
