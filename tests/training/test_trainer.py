@@ -1013,6 +1013,19 @@ def test_accumulated_steps_of_a_stock_model_are_weighted_by_labels(
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
 
 
+def test_processes_only_wait_for_gradients_that_each_of_them_has(tokenizer, splits, tmp_path):
+    """Each process of a stock model may drop other layers, as M2M-100 does. Ours drops none."""
+
+    def searches(model, **options):
+        arguments = training_arguments(tmp_path, **options)
+        handler = make_trainer(model, tokenizer, arguments, splits).accelerator.ddp_handler
+        return handler.find_unused_parameters
+
+    assert not searches(small_model(tokenizer))
+    assert searches(stock_model(tokenizer, M2M100Config, M2M100ForConditionalGeneration))
+    assert searches(small_model(tokenizer), ddp_find_unused_parameters=True)
+
+
 def test_a_model_that_only_shifts_labels_internally_gets_the_same_inputs(tokenizer, splits):
     model = stock_model(tokenizer, *STOCK[1]).eval()
     batch = PairCollator(tokenizer, model=model)([splits["train"][row] for row in range(3)])

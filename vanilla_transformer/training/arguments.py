@@ -268,7 +268,9 @@ class TranslationTrainingArguments(
         default=None, help="Hide progress bars. Default: hidden unless stderr is a terminal."
     )
     ddp_find_unused_parameters: bool | None = HfArg(
-        default=False, help="Search for parameters without a gradient (DDP). This model has none."
+        default=None,
+        help="Search for parameters without a gradient (DDP). Default: false for our model, which "
+        "has none; other models may drop layers.",
     )
     batches_per_update: int | None = HfArg(
         default=None,

@@ -59,6 +59,10 @@ def make_trainer(
     """
     # Trainer saves this in the model's configuration. Losses need no cache in any case.
     arguments.use_cache = True
+    is_ours = isinstance(model, VanillaTransformerForConditionalGeneration)
+    if arguments.ddp_find_unused_parameters is None and is_ours:
+        # M2M-100 drops layers: without the search, the processes would wait for each other forever.
+        arguments.ddp_find_unused_parameters = False
     if arguments.load_best_model_at_end and arguments.save_total_limit == 1:
         # It keeps the best checkpoint and the last one in both cases. With 1, `Trainer` deletes the
         # last at the end, and the same command would continue from the best.
