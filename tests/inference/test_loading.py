@@ -202,6 +202,20 @@ def test_an_adapter_is_loaded_completely_or_refused(model, tokenizer, tmp_path, 
     assert_close(loaded(**inputs).logits, adapted(**inputs).logits)
 
 
+def test_an_adapter_of_a_model_with_weights_of_other_sizes_is_refused(model, tokenizer, tmp_path):
+    """The model would get random ones in their place."""
+    peft = pytest.importorskip("peft")
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model.save_pretrained(base)
+    lora = peft.LoraConfig(target_modules=["q_proj"])
+    peft.get_peft_model(AutoModelForSeq2SeqLM.from_pretrained(base), lora).save_pretrained(adapter)
+    tokenizer.save_pretrained(adapter)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "decoder_ffn_dim": 7}))
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        LoadingArguments(device="cpu").load(adapter)
+
+
 @pytest.mark.parametrize("models", [1, 2])
 def test_loading_a_model_disables_cudnn_attention(model, tokenizer, tmp_path, models):
     """For stock models: ours never use it, but are loaded in the same way."""

@@ -267,9 +267,11 @@ def load_intact(model_class: Any, name: str | Path, **options: Any) -> Any:
             which it would leave out. Stock models may lack weights that they compute, such as
             Pegasus's sinusoids, or have more.
     """
+    # Of an adapter, the report leaves out the model that it adapts.
+    is_whole = find_adapter_config_file(str(name)) is None
     with naming_damaged(name):
         model, report = model_class.from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            name, output_loading_info=True, ignore_mismatched_sizes=is_whole, **options
         )
     for weight, in_file, in_model in sorted(report["mismatched_keys"]):
         raise ValueError(
