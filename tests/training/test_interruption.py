@@ -397,24 +397,28 @@ class Closing(TrainerCallback):
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
-trainer = small_trainer("out", tokenizer, Closing(), save_strategy="no", disable_tqdm=False)
+options = {"save_strategy": "no", "disable_tqdm": False, "logging_steps": 1}
+trainer = small_trainer("out", tokenizer, Closing(), **options)
 trainer.train()
 trainer.exit_if_interrupted()
 """
 
 
 def test_a_closed_terminal_leaves_a_checkpoint(tokenizer, tmp_path):
+    """Also if errors and the progress bar go through a pipe to a program that ends with it."""
     pty = pytest.importorskip("pty", reason="Windows has no pseudo-terminals")
     tokenizer.save_pretrained(tmp_path)
     ours, its = pty.openpty()
     command = [sys.executable, "-c", ON_A_TERMINAL, REPOSITORY / "tests", tmp_path]
     with subprocess.Popen(
-        command, cwd=tmp_path, stdin=its, stdout=its, stderr=its, start_new_session=True
-    ) as training:
+        command, cwd=tmp_path, stdin=its, stdout=its, stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as training:  # fmt: skip
         os.close(its)
         shown = b""
         while b"close me" not in shown:
             shown += os.read(ours, 1000)
+        training.stderr.close()
         os.close(ours)
         assert training.wait(60) == 128 + signal.SIGHUP
     assert list(checkpoints_by_step(tmp_path / "out")) == [3]

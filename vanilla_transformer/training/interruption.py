@@ -2,6 +2,7 @@
 
 import logging
 import os
+import select
 import signal
 import stat
 import threading
@@ -265,11 +266,22 @@ def _ignored_on_purpose(number: signal.Signals) -> bool:
 
 
 def _leave_closed_terminal() -> None:
-    """Discard what would be written to it. Each write would fail, also that of the progress bar."""
+    """Discard what would be written to it, or to a program that ends with it, such as `tee`. Each
+    write would fail, also that of the progress bar."""
     for stream in (1, 2):
         with suppress(OSError), open(os.devnull, "wb") as nowhere:
-            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+            if _is_closed(stream):
                 os.dup2(nowhere.fileno(), stream)
+
+
+def _is_closed(stream: int) -> bool:
+    """Whether a stream is a terminal that is closed, or a pipe that nobody reads any more."""
+    mode = os.fstat(stream).st_mode
+    if not stat.S_ISFIFO(mode):
+        return stat.S_ISCHR(mode) and not os.isatty(stream)
+    pipe = select.poll()
+    pipe.register(stream, 0)
+    return bool(pipe.poll(1000))  # the reader receives the signal too, within this second
 
 
 def _summarize(logs: dict[str, float], state: TrainerState, done: int) -> None:
