@@ -3,7 +3,6 @@
 
 import importlib
 import os
-import select
 import sys
 import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -18,6 +17,8 @@ from huggingface_hub.errors import (
     StrictDataclassFieldValidationError,
 )
 from safetensors import SafetensorError
+
+from ..data.paths import is_no_longer_read
 
 COMMANDS = {
     "train": "Train a model from scratch, or fine-tune one.",
@@ -98,13 +99,6 @@ def open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-
-
-def is_no_longer_read(pipe: int) -> bool:
-    """Whether the reader of a pipe, such as `head`, has stopped."""
-    poll = select.poll()
-    poll.register(pipe, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def explanation(error: Exception) -> Exception:

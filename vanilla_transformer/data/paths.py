@@ -1,5 +1,6 @@
 """Paths on this machine and in any file system that fsspec supports."""
 
+import select
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,14 @@ def is_no_file(path: str | Path) -> bool:
     """Whether a path on this machine exists and is not a regular file: a pipe, a device or a
     folder."""
     return not is_url(path) and Path(path).exists() and not Path(path).is_file()
+
+
+def is_no_longer_read(pipe: int, milliseconds: int = 0) -> bool:
+    """Whether the reader of a pipe, such as `head`, has stopped, or stops within this time."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    closed = select.POLLERR | select.POLLHUP
+    return any(event & closed for _, event in poll.poll(milliseconds))
 
 
 def as_path(path: str | Path) -> Path:

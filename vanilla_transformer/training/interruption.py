@@ -2,7 +2,6 @@
 
 import logging
 import os
-import select
 import signal
 import stat
 import threading
@@ -14,6 +13,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
+from ..data.paths import is_no_longer_read
 from .checkpoints import OFF_SCHEDULE, UNSEEN, AtomicCheckpointTrainer, times_evaluated
 from .distributed import any_process, end_training
 
@@ -270,18 +270,12 @@ def _leave_closed_terminal() -> None:
     write would fail, also that of the progress bar."""
     for stream in (1, 2):
         with suppress(OSError), open(os.devnull, "wb") as nowhere:
-            if _is_closed(stream):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                is_closed = not os.isatty(stream)
+            else:  # the reader may take a moment to end
+                is_closed = is_no_longer_read(stream, milliseconds=1000)
+            if is_closed:
                 os.dup2(nowhere.fileno(), stream)
-
-
-def _is_closed(stream: int) -> bool:
-    """Whether a stream is a terminal that is closed, or a pipe that nobody reads any more."""
-    mode = os.fstat(stream).st_mode
-    if not stat.S_ISFIFO(mode):
-        return stat.S_ISCHR(mode) and not os.isatty(stream)
-    pipe = select.poll()
-    pipe.register(stream, 0)
-    return bool(pipe.poll(1000))  # the reader receives the signal too, within this second
 
 
 def _summarize(logs: dict[str, float], state: TrainerState, done: int) -> None:
