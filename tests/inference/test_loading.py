@@ -90,6 +90,12 @@ def test_a_missing_file_of_a_tokenizer_is_reported_in_one_line(checkpoint, tmp_p
     assert not needs_traceback(error.value)
 
 
+def test_a_folder_may_have_an_index_of_something_else(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "pages.index.json").write_text("[]")
+    LoadingArguments(device="cpu").load(folder)
+
+
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
 def test_a_model_that_also_has_graphs_for_a_browser_is_loaded(checkpoint, tmp_path, weights):
     """As many have on the Hub."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import Payload, run_command, run_in_copy, small_config
 from datasets import Dataset
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -142,6 +142,21 @@ def test_a_weight_index_cannot_refer_to_files_outside_its_folder(checkpoint, tmp
     for read in (load, read_config, expect_model, expect_finished_model):
         with pytest.raises(ValueError, match=message):
             read(folder)
+
+
+def test_an_index_in_a_subfolder_cannot_refer_to_files_outside_either(checkpoint, tmp_path):
+    """transformers finds it by a field of the configuration."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "model.safetensors").rename(tmp_path / "secret.safetensors")
+    weights = dict.fromkeys(load_file(tmp_path / "secret.safetensors"), "../secret.safetensors")
+    index = folder / "shards" / "model.safetensors.index.json"
+    index.parent.mkdir()
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    config = json.loads((folder / "config.json").read_text())
+    config["transformers_weights"] = str(index.relative_to(folder))
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"^{index}: expected files in this folder"):
+        LoadingArguments(device="cpu").load(folder)
 
 
 @pytest.mark.parametrize("name", ["../secret", "{folder}/secret"])

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.hf_argparser import HfArg
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
@@ -183,7 +183,7 @@ def expect_model_folder(name: str | Path) -> None:
     if (file := Path(name, GENERATION_CONFIG_NAME)).is_file():
         with naming_damaged(file):
             json.loads(file.read_text(encoding="utf-8"))
-    for file in Path(name).glob("*.index.json"):
+    for file in _weight_indexes(Path(name)):
         with naming_damaged(file):
             shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
         for shard in map(Path, shards):
@@ -191,6 +191,18 @@ def expect_model_folder(name: str | Path) -> None:
                 raise ValueError(f"{file}: expected files in this folder, but it names {shard}")
     for file in Path(name).glob("*.safetensors"):
         file.open("rb").close()  # safetensors reports one that may not be read as missing
+
+
+def _weight_indexes(folder: Path) -> set[Path]:
+    """The indexes of weights that transformers may read: also the one that a configuration names,
+    which may be in a subfolder."""
+    found = {*folder.glob("*.safetensors.index.json"), *folder.glob("*.bin.index.json")}
+    if (file := folder / CONFIG_NAME).is_file():
+        with naming_damaged(folder):
+            named = str(json.loads(file.read_text(encoding="utf-8")).get("transformers_weights"))
+        if named.endswith(".index.json") and (folder / named).is_file():
+            found.add(folder / named)
+    return found
 
 
 @contextmanager
@@ -266,6 +278,7 @@ def load_intact(model_class: Any, name: str | Path, **options: Any) -> Any:
             some are missing, which transformers would fill with random ones, or belong to no layer,
             which it would leave out. Stock models may lack weights that they compute, such as
             Pegasus's sinusoids, or have more.
+        RuntimeError: Weights of an adapter, or of the model that it adapts, have other sizes.
     """
     # Of an adapter, the report leaves out the model that it adapts.
     is_whole = find_adapter_config_file(str(name)) is None
