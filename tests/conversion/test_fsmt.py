@@ -203,6 +203,13 @@ def test_every_option_of_its_search_is_kept(saved, file):
     assert "temperature" not in generation  # without effect on beams
 
 
+def test_the_prefix_of_its_pipelines_is_kept(saved):
+    folder, _ = saved()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "prefix": "translate: "}))
+    assert read(folder).config.prefix == "translate: "
+
+
 def test_an_unknown_tensor_is_reported(saved):
     folder, _ = saved()
     tensors = load_file(folder / "model.safetensors")

@@ -80,10 +80,14 @@ def test_a_damaged_file_is_reported(checkpoint, tmp_path, file, named, left):
     assert not needs_traceback(e.value)
 
 
-def test_a_missing_file_of_a_tokenizer_is_reported_in_one_line(checkpoint, tmp_path):
-    """transformers raises different errors, in five lines and without the folder's name."""
+@pytest.mark.parametrize("content", [None, "{}", '{"version": "1.0"}'])
+def test_an_unusable_tokenizer_is_reported_in_one_line(checkpoint, tmp_path, content):
+    """transformers and tokenizers raise different errors, some in five lines, without the folder's
+    name."""
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     (folder / "tokenizer.json").unlink()
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=f"^{folder}: can't load the tokenizer: .+") as error:
         LoadingArguments(device="cpu").load(folder)
     assert "\n" not in str(error.value)

@@ -13,7 +13,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from ..data import vocabularies, vocabulary_files
 from . import core, fairseq
 from .core import Conversion, ConversionOptions
-from .hf_marian import read_generation
+from .hf_marian import pipeline_fields, read_generation
 from .saving import copy_original_files, restore, write_safetensors
 from .toolkit import TransformersModel
 
@@ -97,6 +97,8 @@ def _set_fields(config: Any, theirs: FSMTConfig) -> None:
         setattr(config, name, getattr(theirs, name))
     config.decoder_start_token_id = theirs.decoder_start_token_id
     config.position_offset = theirs.pad_token_id + 1
+    for name, value in pipeline_fields(theirs).items():
+        setattr(config, name, value)
 
 
 def _side(path: Path, side: str, options: ConversionOptions, rows: int) -> fairseq.Side:

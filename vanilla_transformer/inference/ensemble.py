@@ -145,8 +145,9 @@ class VanillaTransformerEnsemble(
             return
         configs = [member.config for member in self.members]
         are_fast = all(is_our_sdpa(config._attn_implementation) for config in configs)
+        are_ours = all(is_position_wise(member.base_model) for member in self.members)
         # hooks and modules of a user get the rows of all beams
-        if are_fast and not is_watched(self) and all(map(is_position_wise, self.members)):
+        if are_fast and are_ours and not is_watched(self):
             size = options.cache_size(prompt_length)
             caches = [generation_cache(config, *size) for config in configs]
         else:

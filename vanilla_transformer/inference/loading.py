@@ -317,9 +317,9 @@ def load_tokenizer(name: str | Path, **options: Any) -> PreTrainedTokenizerBase:
     with naming_damaged(name):
         try:
             return AutoTokenizer.from_pretrained(name, **options)
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (OSError, ImportError, json.JSONDecodeError, UnicodeDecodeError):
             raise
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # tokenizers has no class of its own for them
             reason = " ".join(str(error).split())
             raise ValueError(f"{name}: can't load the tokenizer: {reason}") from error
 

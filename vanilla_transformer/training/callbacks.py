@@ -96,7 +96,8 @@ class OwnDropoutCallback(TrainerCallback):
         if self.share == 0:
             return
         if args.device.type == "cpu":
-            torch.rand(self.share)  # moves on
+            for _ in range(self.share):
+                torch.rand(1_000_000)  # moves on, far from the masks of the others
         else:
             torch.get_device_module(args.device).manual_seed(args.seed + self.share)
 

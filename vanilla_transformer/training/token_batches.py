@@ -104,7 +104,7 @@ class TokenBudgetTrainer(Trainer):
         rows that batches of tokens don't have: the samples per second of a stream, and the steps
         per second of an evaluation. The train_loss of a summary is the mean of all processes: since
         the last log, transformers only adds those of its own."""
-        if "train_loss" in logs:
+        if "train_loss" in logs and self.args.world_size > 1:
             loss = torch.tensor(logs["train_loss"], device=self.args.device)
             logs["train_loss"] = self.accelerator.reduce(loss, "mean").item()
         if getattr(self.args, "max_tokens", None) and not has_length(self.train_dataset):
