@@ -197,7 +197,7 @@ def show_heads(arguments: Namespace) -> None:
     if arguments.prune is None:
         return
     pruned = prune_heads(model, most_important(model.config, report.importance, arguments.prune))
-    with staged(arguments.prune_output) as folder:
+    with staged(arguments.prune_output, "prune_output") as folder:
         pruned.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     pruned.set_attn_implementation("eager")

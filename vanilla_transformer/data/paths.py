@@ -61,14 +61,18 @@ def expect_unused(output_dir: str | Path, name: str = "output_dir") -> Path:
 
 
 @contextmanager
-def staged(output_dir: str | Path) -> Iterator[Path]:
+def staged(output_dir: str | Path, name: str = "output_dir") -> Iterator[Path]:
     """An empty folder for files that go to the output folder together, once all are written. A
     failure leaves nothing behind.
+
+    Args:
+        output_dir: The output folder, new or empty.
+        name: The name of the option, for the message.
 
     Raises:
         FileExistsError: As `expect_unused`.
     """
-    place = expect_unused(output_dir).resolve()
+    place = expect_unused(output_dir, name).resolve()
     # A folder that exists may be where a volume is mounted, which nothing can replace.
     nearest = place if place.exists() else place.parent
     nearest.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
 from ..analysis.attention import attention_maps
-from ..data.paths import expect_unused, staged
+from ..data.paths import staged
 from ..inference.alignment import layers_and_heads
 from ..inference.decoding import position_limits, runs_in_torch
 from ..inference.loading import LoadingArguments, reads_targets
@@ -282,8 +282,7 @@ def write_space(
     Raises:
         FileExistsError: The folder is in use.
     """
-    expect_unused(folder, "space")
-    with staged(folder) as written:
+    with staged(folder, "space") as written:
         is_local = Path(model).is_dir()
         if is_local:
             _copy_model(Path(model), written / "model", demo)
