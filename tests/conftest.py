@@ -370,6 +370,12 @@ class BackgroundCopy:
             os.kill(self.pid, number)
 
 
+def run_program(processes, text, *flags, cwd):
+    """The same as `run_ranks` for the text of a program."""
+    (cwd / "program.py").write_text(text)
+    return run_ranks(processes, cwd / "program.py", *flags, cwd=cwd)
+
+
 def run_ranks(processes, script, *flags, cwd, timeout=240):
     """Runs a script, or "-m" and a module, in copies of this process that form a process group as
     with `torchrun`, and returns whether one failed, and their output. After a failure the others

@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 import torch
-from conftest import BackgroundCopy, run_command, run_ranks
+from conftest import BackgroundCopy, run_command, run_program, run_ranks
 from pyarrow import parquet
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, CTRLTokenizer
 
@@ -438,8 +438,7 @@ state.destroy_process_group()
 
 def test_a_process_waits_for_others_whose_shares_take_hours_longer(tmp_path):
     """torch would give up after 30 minutes, or after 10 on GPUs."""
-    (tmp_path / "program.py").write_text(WAITING)
-    failed, output = run_ranks(2, tmp_path / "program.py", cwd=tmp_path)
+    failed, output = run_program(2, WAITING, cwd=tmp_path)
     assert not failed, output
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from conftest import PAIRS, REPOSITORY, run_ranks, seq2seq
+from conftest import PAIRS, REPOSITORY, run_program, seq2seq
 from tokenizers import normalizers
 from transformers import (
     BartConfig,
@@ -143,9 +143,7 @@ TWO_WINDOWS = ["see " * (n % 7) for n in range(2 * SMALL_WINDOW + 9)]
 
 
 def test_two_processes_translate_half_of_the_batches_each(model, checkpoint, tokenizer, tmp_path):
-    (tmp_path / "program.py").write_text(TOGETHER)
-    program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
-    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    failed, output = run_program(2, TOGETHER, REPOSITORY / "tests", checkpoint, cwd=tmp_path)
     assert not failed, output
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     expected = list(translate(TWO_WINDOWS, model, tokenizer, batch_size=2))

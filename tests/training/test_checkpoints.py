@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_ranks, slow, small_trainer
+from conftest import run_program, slow, small_trainer
 from safetensors.torch import load_file
 from transformers import TrainerState
 
@@ -582,8 +582,7 @@ state.destroy_process_group()
 
 def test_processes_that_see_different_folders_are_refused_before_they_train(tmp_path):
     """Otherwise the second host would find no model to score after all updates."""
-    (tmp_path / "program.py").write_text(OTHER_HOST)
-    failed, output = run_ranks(2, tmp_path / "program.py", cwd=tmp_path)
+    failed, output = run_program(2, OTHER_HOST, cwd=tmp_path)
     assert not failed, output
     assert output.count("trains in shared") == 2
     for disk in "01":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, Payload, run_ranks
+from conftest import REPOSITORY, Payload, run_program
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -158,9 +158,7 @@ assert left == [True], "the wrapped model was the last to refer to the group"
 
 
 def test_the_wrapped_model_is_freed_before_the_process_group_ends(tmp_path):
-    (tmp_path / "program.py").write_text(LEAVING)
-    program = [tmp_path / "program.py", REPOSITORY / "tests"]
-    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    failed, output = run_program(2, LEAVING, REPOSITORY / "tests", cwd=tmp_path)
     assert not failed, output
 
 
@@ -197,7 +195,5 @@ end_training(trainer)
 
 def test_each_process_draws_its_own_dropout(checkpoint, tmp_path):
     """Also for batches of the same shape, and though all have the same seed."""
-    (tmp_path / "program.py").write_text(MASKS)
-    program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
-    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    failed, output = run_program(2, MASKS, REPOSITORY / "tests", checkpoint, cwd=tmp_path)
     assert not failed, output

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import REPOSITORY, run_ranks, small_trainer
+from conftest import REPOSITORY, run_program, small_trainer
 from transformers import TrainerCallback, TrainerState
 
 from vanilla_transformer.training.arguments import ModelArguments, TranslationTrainingArguments
@@ -486,9 +486,7 @@ end_training(again)
 
 
 def test_two_processes_resumed_at_the_end_only_score_each_pair_once(checkpoint, tmp_path):
-    (tmp_path / "program.py").write_text(AT_ITS_END)
-    program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
-    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    failed, output = run_program(2, AT_ITS_END, REPOSITORY / "tests", checkpoint, cwd=tmp_path)
     assert not failed, output
     assert list(checkpoints_by_step(tmp_path / "out")) == [2, 4, 6, 8]
 
@@ -508,16 +506,13 @@ distributed.all_reduce(torch.ones(1))
 
 def test_a_process_waits_for_the_others_no_longer_than_ddp_timeout(tmp_path):
     """On CPUs transformers does not pass the timeout on; the others would wait for 30 minutes."""
-    (tmp_path / "program.py").write_text(STALLED)
-    failed, output = run_ranks(2, tmp_path / "program.py", cwd=tmp_path)
+    failed, output = run_program(2, STALLED, cwd=tmp_path)
     assert failed
     assert "Timed out" in output
 
 
 def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(checkpoint, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    program = [tmp_path / "program.py", REPOSITORY / "tests", checkpoint]
-    failed, output = run_ranks(2, *program, cwd=tmp_path)
+    failed, output = run_program(2, PROGRAM, REPOSITORY / "tests", checkpoint, cwd=tmp_path)
     assert failed
     assert "not left" not in output
     assert {path.name for path in tmp_path.glob("ended-*")} == {"ended-0", "ended-1"}, output
