@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import REPOSITORY, random_ids, run_ranks, slow, small_config
+from conftest import REPOSITORY, needs, random_ids, run_ranks, slow, small_config
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -303,6 +303,7 @@ T5GEMMA = {
 }  # fmt: skip
 
 
+@needs("accelerate", "1.13", "tensor parallelism in Trainer")
 def test_a_trainer_logs_the_losses_of_one_process(checkpoint, tmp_path):
     """Of a stock model too, whose loss is a mean. transformers (5.17 to 5.24) doubles the loss of
     an evaluation. The weights stay: those of this model get wrong gradients in 5.17."""
