@@ -142,7 +142,8 @@ class ColumnChoice:
         for source, target in candidates:
             if source in present and target in present:
                 return source, target
-        if self._has_order(present):
+        has_order = self.by_order and self.columns is None and len(present) == 2
+        if has_order and not present[0].startswith("translation."):
             self._log_order(present, name)
             return present[0], present[1]
         source, target = self.columns or self.languages or SIDES
@@ -150,23 +151,14 @@ class ColumnChoice:
         raise ValueError(f"{name}: there are no columns {source!r} and {target!r}, only: {names}")
 
     def _by_name(self, present: list[str]) -> Iterator[tuple[str, str]]:
-        yield from self._by_language(present)
+        if self.languages is not None:
+            source, target = self.languages
+            yield f"translation.{source}", f"translation.{target}"
+            yield source, target
+            yield from _columns_of(self.languages, present, _language_code)
         yield SIDES  # preferred to Source and Target, if a table has both
         for sides in (SIDES, *SHORT_SIDES):
             yield from _columns_of(sides, present, str.lower)
-
-    def _by_language(self, present: list[str]) -> Iterator[tuple[str, str]]:
-        if self.languages is None:
-            return
-        source, target = self.languages
-        yield f"translation.{source}", f"translation.{target}"
-        yield source, target
-        yield from _columns_of(self.languages, present, _language_code)
-
-    def _has_order(self, present: list[str]) -> bool:
-        if self.columns is not None or len(present) != 2:
-            return False
-        return self.by_order and not present[0].startswith("translation.")
 
     def _log_order(self, present: list[str], name: str) -> None:
         is_table = suffix_of(name) in (".csv", ".tsv")
