@@ -135,13 +135,11 @@ class DataArguments(CorpusArguments):
         if self.dataset_name != "phrases":
             pairs.append(("source_lang", "target_lang"))
         for pair in pairs:
-            given = [name for name in pair if getattr(self, name) is not None]
-            if len(given) == 1:
-                missing = pair[1] if given[0] == pair[0] else pair[0]
-                value = getattr(self, given[0])
-                raise ValueError(f"{given[0]}={value!r}: expected {missing} as well")
+            for name, other in (pair, pair[::-1]):
+                if (value := getattr(self, name)) is not None and getattr(self, other) is None:
+                    raise ValueError(f"{name}={value!r}: expected {other} as well")
             numbers = [
-                len(value) for name in given if isinstance(value := getattr(self, name), list)
+                len(value) for name in pair if isinstance(value := getattr(self, name), list)
             ]
             if len(set(numbers)) > 1:
                 raise ValueError(
