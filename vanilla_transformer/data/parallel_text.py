@@ -10,6 +10,7 @@ data set is a memory-mapped Arrow file or a stream.
 
 import glob
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
@@ -280,13 +281,9 @@ def _check_rows(paths: tuple[str, ...], split: str, choose: ColumnChoice) -> tup
     if first is None:
         raise ValueError(f"{name}: there is no sentence pair")
     columns = ("source", "target") if len(paths) == 2 else choose(list(first), name)
-    blank = kept = 0
-    for pair in _read_pairs(paths, columns, drop_blank=False):
-        if split == "train" and _is_blank(pair):
-            blank += 1
-        else:
-            kept += 1
-    _report_blank(blank, kept, split, name)
+    pairs = _read_pairs(paths, columns, drop_blank=False)
+    are_dropped = Counter(split == "train" and _is_blank(pair) for pair in pairs)
+    _report_blank(are_dropped[True], are_dropped[False], split, name)
     return columns
 
 
