@@ -378,8 +378,7 @@ def _unigram(
         if kind in (NORMAL, USER_DEFINED, BYTE) and (not restrict or len(piece) == 1):
             entries.setdefault(piece, scores[piece])
     unk_id = None if unk is None else vocab[unk]
-    byte_fallback = model.byte_fallback
-    return Tokenizer(models.Unigram(list(entries.items()), unk_id, byte_fallback))
+    return Tokenizer(models.Unigram(list(entries.items()), unk_id, model.byte_fallback))
 
 
 def _sentencepiece_bpe(
@@ -444,7 +443,6 @@ def subwords(
     alphabet = {token for token in vocab if len(token) == 1}
     if lacking := set("\\_u;0123456789") - alphabet:
         raise ValueError(f"the vocabulary lacks {''.join(sorted(lacking))!r}, expected them all")
-    _check_specials(vocab, specials)
     borders = f"(?<={_ALNUM})(?={_OTHER})|(?<={_OTHER})(?={_ALNUM})|(?<=.)\\z"
     backend = Tokenizer(
         models.WordPiece(
@@ -573,19 +571,14 @@ def _unknown(vocab: Mapping[str, int], specials: Specials) -> str | None:
     return specials.unk
 
 
-def _check_specials(vocab: Mapping[str, int], specials: Specials) -> None:
-    around = [token for token in specials.template.split() if token != "$A"]
-    for token in dict.fromkeys([*specials.names, *around]):
-        if token not in vocab:
-            raise ValueError(f"the vocabulary lacks the special token {token!r}")
-
-
 def _wrap(
     backend: Tokenizer, vocab: Mapping[str, int], specials: Specials
 ) -> PreTrainedTokenizerFast:
     """A stock tokenizer with the special tokens, which a text can't contain."""
-    _check_specials(vocab, specials)
     around = [token for token in specials.template.split() if token != "$A"]
+    for token in dict.fromkeys([*specials.names, *around]):
+        if token not in vocab:
+            raise ValueError(f"the vocabulary lacks the special token {token!r}")
     backend.post_processor = processors.TemplateProcessing(
         single=specials.template,
         pair=None,
