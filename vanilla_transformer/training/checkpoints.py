@@ -93,11 +93,7 @@ class AtomicCheckpointTrainer(Trainer):
 
     def resumed_state(self) -> TrainerState | None:
         """The trainer's state in the checkpoint to resume from."""
-        if self.resumed_checkpoint is None:
-            return None
-        return TrainerState.load_from_json(
-            os.path.join(self.resumed_checkpoint, TRAINER_STATE_NAME)
-        )
+        return None if self.resumed_checkpoint is None else state_of(self.resumed_checkpoint)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Same as in `Trainer` (5.17 to 5.24), or the staging folder while it saves."""
@@ -328,6 +324,11 @@ def _write_checksums(checkpoint: Path) -> None:
 def step_of(checkpoint: str | Path) -> int:
     """The step at the end of a checkpoint's name."""
     return int(Path(checkpoint).name.rpartition("-")[2])
+
+
+def state_of(checkpoint: str | Path) -> TrainerState:
+    """The trainer's state in a checkpoint."""
+    return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
 
 
 def checkpoints_by_step(folder: str | Path) -> dict[int, Path]:

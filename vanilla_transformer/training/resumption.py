@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from .. import model
 from ..data.tokenizer_options import TokenizerArguments
 from .arguments import SCHEDULES_BY_METRIC, ModelArguments, TranslationTrainingArguments
-from .checkpoints import checkpoints_by_step, find_defect, last_complete_checkpoint
+from .checkpoints import checkpoints_by_step, find_defect, last_complete_checkpoint, state_of
 from .defaults import TextSize
 from .distributed import (
     FULL_OPTIMIZER,
@@ -77,7 +77,7 @@ def _find_checkpoint(output_dir: Path, wanted: str | None, layout: str) -> str |
         if newest is not None:
             return _expect_optimizer_state(newest, layout)
     elif wanted is not None:
-        if not Path(wanted, "trainer_state.json").is_file():
+        if not Path(wanted, TRAINER_STATE_NAME).is_file():
             raise FileNotFoundError(f"resume_from_checkpoint={wanted}: not a trainer's checkpoint")
         defect = find_defect(wanted)
         if defect is not None:
@@ -93,7 +93,7 @@ def _find_checkpoint(output_dir: Path, wanted: str | None, layout: str) -> str |
 
 
 def _warn_of_later_checkpoints(output_dir: Path, wanted: str) -> None:
-    resumed = TrainerState.load_from_json(str(Path(wanted, TRAINER_STATE_NAME))).global_step
+    resumed = state_of(wanted).global_step
     if later := [step for step in checkpoints_by_step(output_dir) if step > resumed]:
         logger.warning(
             "Training resumes at step %d, and %s holds later checkpoints, of steps %s: move them, "
@@ -243,8 +243,8 @@ def find_outdated_scores(checkpoint: str | Path, scoring: dict[str, Any]) -> set
     are any, a warning says why."""
     before = _saved(checkpoint, "scoring") or {}
     changed = [name for name in before if before[name] != scoring.get(name)]
-    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    scores = {name for log in state.log_history for name in log if name.startswith("eval_")}
+    history = state_of(checkpoint).log_history
+    scores = {name for log in history for name in log if name.startswith("eval_")}
     if VALIDATION not in changed:
         scores = scores & {"eval_bleu"} if changed == ["bleu_tokenize"] else scores - {"eval_loss"}
     if not changed or not scores:
@@ -259,8 +259,7 @@ def find_outdated_scores(checkpoint: str | Path, scoring: dict[str, Any]) -> set
 
 def _saved(checkpoint: str | Path, name: str) -> dict[str, Any] | None:
     """What an `OptionsCallback` has saved under this name."""
-    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    saved: Any = state.stateful_callbacks.get(OptionsCallback.__name__, {})
+    saved: Any = state_of(checkpoint).stateful_callbacks.get(OptionsCallback.__name__, {})
     found: dict[str, Any] | None = saved.get("args", {}).get(name)
     return found
 
