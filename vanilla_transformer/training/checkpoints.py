@@ -1,15 +1,4 @@
-"""Checkpoints that are either complete or absent, whatever interrupts training.
-
-AtomicCheckpointTrainer   a `Trainer` that writes a checkpoint to a staging folder, then renames it
-step_of                   the step of a checkpoint, from its name
-checkpoints_by_step       the checkpoints in an output folder
-is_off_schedule           whether a checkpoint was saved only because of a signal
-times_evaluated           how often the model was evaluated at the current step
-from_worst_to_best        steps of checkpoints, sorted by the score of an evaluation
-last_complete_checkpoint  the newest checkpoint that training can resume from
-find_defect               what is wrong with a checkpoint
-expect_intact             an error if files of a checkpoint are damaged
-"""
+"""Checkpoints that are either complete or absent, whatever interrupts training."""
 
 import json
 import logging

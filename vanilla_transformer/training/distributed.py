@@ -1,13 +1,4 @@
-"""Training on several processes beyond what accelerate does by itself.
-
-ShardedTrainer           a `Trainer` for FSDP2 and DeepSpeed that runs no code from checkpoints
-load_saved_model         load the model that several processes have trained and saved
-run_on_main_process      let the others have its result or its error
-expect_in_all_processes  reject a folder that not all of them can see
-end_training             leave the other processes when everything is done
-init_cpu_process_group   let processes on CPUs give up on each other after `ddp_timeout`
-enable_fsdp_on_cpu       let accelerate use FSDP without a GPU
-"""
+"""Training on several processes beyond what accelerate does by itself."""
 
 import io
 import logging
