@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.trainer_utils import has_length
 
 from ..data.bpe_dropout import BPEDropout, with_bpe_dropout
 from ..data.data_options import DataArguments
@@ -108,8 +109,9 @@ def prepare(
     warn_of_changed_references(pairs, tokenizer)
     size = TextSize.of(splits["train"])
     model = make_model(model_args, tokenizer, checkpoint, size)
-    expect_embeddings(model, tokenizer, splits)
-    expect_texts_to_fit(model, splits)
+    known = {name: split for name, split in splits.items() if has_length(split)}  # no stream
+    expect_embeddings(model, tokenizer, known)
+    expect_texts_to_fit(model, known)
     start_in_target_language(model, tokenizer)
     if model_args.model_name_or_path is not None:
         training_args.left_open &= {"max_tokens"}  # transformers' defaults are for fine-tuning
@@ -408,7 +410,7 @@ def expect_embeddings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, splits: Mapping[str, Any]
 ) -> None:
     """Raise a ValueError if a text has a token that is not among this model's embeddings, as after
-    `add_tokens`: torch's error does not say which. Streams are not checked."""
+    `add_tokens`: torch's error does not say which."""
     targets = getattr(tokenizer, "target_tokenizer", tokenizer)
     outputs = model.get_output_embeddings() or model.get_input_embeddings()
     for column, matrix, names in (
@@ -418,8 +420,6 @@ def expect_embeddings(
         # ZeRO 3 leaves no rows in the weight.
         size = getattr(matrix, "num_embeddings", None) or matrix.out_features
         for name, split in splits.items():
-            if not hasattr(split, "__len__"):
-                continue
             tables = arrow_tables(split, [column])
             largest = max(pc.max(pc.list_flatten(table[column])).as_py() or 0 for table in tables)
             if largest >= size:
@@ -431,14 +431,11 @@ def expect_embeddings(
 
 
 def expect_texts_to_fit(model: PreTrainedModel, splits: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a text is longer than this model's table of positions. Streams are not
-    checked."""
+    """Raise a ValueError if a text is longer than this model's table of positions."""
     limits = position_limits(model)
     if min(limits) == math.inf:
         return
     for name, split in splits.items():
-        if not hasattr(split, "__len__"):
-            continue
         for side, lengths, limit in zip(
             ("source", "target"), count_tokens(split), limits, strict=True
         ):
