@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,13 @@ from ..inference.derived_cards import card_metadata, write_card
 from ..inference.loading import open_weights
 from .checkpoints import CHECKSUMS_NAME, checkpoints_by_step, expect_intact, is_off_schedule
 
-# Files of a trainer's checkpoint that do not belong to an averaged model.
-TRAINER_FILES = {
-    "trainer_state.json",
-    "training_args.bin",
-    "optimizer.pt",
-    "optimizer.bin",  # this and the next under FSDP
-    "pytorch_model_fsdp.bin",
-    "scheduler.pt",
-    "scaler.pt",
-    "rng_state.pth",
-    CHECKSUMS_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-}
+# Files of a checkpoint that do not belong to an averaged model: its own weights, the trainer's
+# state, also under FSDP, and reports.
+NOT_COPIED = (
+    "*.safetensors", SAFE_WEIGHTS_INDEX_NAME, "trainer_state.json", "training_args.bin",
+    "optimizer.pt", "optimizer.bin", "pytorch_model_fsdp.bin", "scheduler.pt", "scaler.pt",
+    "rng_state*", CHECKSUMS_NAME, "README.md", "curves.png",
+)  # fmt: skip
 # Fields that don't change the output of a trained model, besides the rates of dropout.
 IGNORED_CONFIG_FIELDS = {
     "transformers_version", "dtype", "_name_or_path", "label_smoothing", "initializer", "use_cache",
@@ -112,10 +107,7 @@ def write_average(folders: Sequence[str | Path], output_dir: str | Path) -> Path
     save_torch_state_dict(_mean(paths), str(output))
     # The configuration is last: a folder that has one is complete.
     for file in sorted(paths[-1].iterdir(), key=lambda file: file.name == "config.json"):
-        is_weight = file.suffix == ".safetensors"
-        is_state = file.name in TRAINER_FILES or file.name.startswith("rng_state")
-        is_report = file.name in ("README.md", "curves.png")
-        if file.is_file() and not is_weight and not is_state and not is_report:
+        if file.is_file() and not any(fnmatch(file.name, pattern) for pattern in NOT_COPIED):
             shutil.copy2(file, output)
     return output
 
