@@ -117,8 +117,8 @@ def expect_finished_model(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected a model's folder")
     files = _public_files(folder)
+    names = [path.name for path in files if path.parent == folder or path.suffix == BELOW]
     for part, patterns in REQUIRED_FILES.items():
-        names = [path.name for path in files if path.parent == folder or path.suffix == BELOW]
         if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
             hint = "; its checkpoints are models" if checkpoints_by_step(folder) else ""
             raise ValueError(f"{folder} holds no {part}: expected {' or '.join(patterns)}{hint}")
