@@ -78,11 +78,9 @@ def _expect_numbers(args: Any) -> None:
             f"max_steps={args.max_steps}: expected a positive number, or -1 for as many as in "
             "num_train_epochs"
         )
-    positive = ["num_train_epochs"]
-    for kind in ("eval", "save", "logging"):
-        if getattr(args, f"{kind}_strategy") == "steps":
-            positive.append(f"{kind}_steps")
-    for name in positive:
+    kinds = ("eval", "save", "logging")
+    by_steps = [f"{kind}_steps" for kind in kinds if getattr(args, f"{kind}_strategy") == "steps"]
+    for name in ("num_train_epochs", *by_steps):
         value = getattr(args, name)
         if not 0 < value < math.inf:
             raise ValueError(f"{name}={value}: expected a positive number")
