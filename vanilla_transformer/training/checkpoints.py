@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -294,17 +294,13 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-def _files(checkpoint: Path) -> Iterator[Path]:
-    return (path for path in sorted(checkpoint.rglob("*")) if path.is_file())
-
-
 def _write_checksums(checkpoint: Path) -> None:
     """Fill the empty file that was created before all others. It must still exist: if the folder
     was deleted meanwhile, files are missing, even if it exists again."""
     contents = {
         path.relative_to(checkpoint).as_posix(): [path.stat().st_size, _checksum(path)]
-        for path in _files(checkpoint)
-        if path.name != CHECKSUMS_NAME
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file() and path.name != CHECKSUMS_NAME
     }
     with (checkpoint / CHECKSUMS_NAME).open("r+", encoding="utf-8") as file:
         json.dump(contents, file, indent=1)
