@@ -42,9 +42,7 @@ class DemoArguments:
 
 def main() -> None:
     parser = CommandParser(
-        (DemoArguments, LoadingArguments),
-        description=__doc__,
-        usage="%(prog)s MODEL [options]",
+        (DemoArguments, LoadingArguments), description=__doc__, usage="%(prog)s MODEL [options]"
     )
     parser.add_argument("model", metavar="MODEL", help="Folder or Hub name of the model.")
     arguments, loading, rest = parser.parse_args_into_dataclasses()

@@ -81,10 +81,7 @@ def main_groups() -> dict[str, list[str]]:
     own = names(TranslationTrainingArguments, without=[*names(Seq2SeqTrainingArguments), *DECODING])
     return {
         "help": ["help", "help_all", "config"],
-        "data": [
-            *names(DataArguments, without=names(CorpusArguments)),
-            *names(CorpusArguments),
-        ],
+        "data": [*names(DataArguments, without=names(CorpusArguments)), *names(CorpusArguments)],
         "tokenizer": names(TokenizerArguments),
         "model": names(ModelArguments, without=names(TokenizerArguments)),
         "training": [*TRAINING, *own],

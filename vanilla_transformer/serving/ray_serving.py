@@ -108,10 +108,7 @@ def build_application(options: dict[str, Any]) -> serve.Application:
 
 
 def serve_with_ray(
-    models: list[str],
-    arguments: ServingArguments,
-    loading: LoadingArguments,
-    options: RayArguments,
+    models: list[str], arguments: ServingArguments, loading: LoadingArguments, options: RayArguments
 ) -> None:
     """The same as `server.serve`, with Ray Serve."""
     pairs = find_pairs(models)

@@ -16,19 +16,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import (
-    PREFIX_CHECKPOINT_DIR,
-    get_last_checkpoint,
-    sort_checkpoints,
-)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, sort_checkpoints
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import TorchDynamoPlugin
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Seq2SeqTrainer,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainer
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import has_length
 
