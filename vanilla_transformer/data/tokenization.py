@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from tokenizers import (
     AddedToken,
@@ -51,6 +51,7 @@ def _jamo() -> normalizers.Normalizer:
     )
 
 
+TOKENIZER_TYPES = ("bpe", "unigram", "char", "word")
 UNICODE_FORMS: dict[str, Callable[[], normalizers.Normalizer] | None] = {
     "nfc": normalizers.NFC,
     "nfd": normalizers.NFD,
@@ -130,11 +131,16 @@ def train_tokenizer(
         # A script with thousands of characters must leave room for merges; rare ones become bytes.
         limit = room if tokenizer_type == "char" else room // 2
         alphabet = _spool_texts(_validated(texts), spool, normalizers.Sequence(rules), limit)
-        learn = _LEARNERS[tokenizer_type]
-        model = learn(
-            backend_of, map(json.loads, spool), first_tokens, alphabet,
-            vocab_size=size, min_frequency=min_frequency, show_progress=show_progress,
-        )  # fmt: skip
+        # Special tokens get the first ids. In the final tokenizer bytes are not special.
+        options = {
+            "vocab_size": size,
+            "show_progress": show_progress,
+            "special_tokens": first_tokens,
+        }
+        learner = _Learner(
+            backend_of, map(json.loads, spool), first_tokens, alphabet, options, min_frequency
+        )
+        model = getattr(learner, tokenizer_type)()
     backend = backend_of(model)
     if backend.get_vocab_size() < size:
         logger.info("The corpus yields only %d tokens of %d", backend.get_vocab_size(), size)
@@ -174,87 +180,63 @@ def _spool_texts(
     return sorted(counts, key=lambda character: (-counts[character], character))[:limit]
 
 
-def _learn_bpe(
-    backend_of: Callable[..., Tokenizer],
-    texts: Iterator[str],
-    first_tokens: list[str],
-    alphabet: list[str],
-    **options: Any,
-) -> models.Model:
-    learner = backend_of(models.BPE(), learns=True)
-    trainer = trainers.BpeTrainer(
-        **options,
-        # They get the first ids. In the final tokenizer bytes are not special.
-        special_tokens=first_tokens,
-        # By default the trainer chooses at random among equally rare characters.
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-    )
-    learner.train_from_iterator(texts, trainer)
-    model = json.loads(learner.to_str())["model"]
-    merges = [(left, right) for left, right in model["merges"]]
-    return models.BPE(vocab=model["vocab"], merges=merges, unk_token=UNK, byte_fallback=True)
+class _Learner(NamedTuple):
+    """Learns a model from texts: the type of tokenizer is the name of a method.
 
+    Attributes:
+        backend_of: `_make_backend` for this type.
+        first_tokens: The tokens with the first ids.
+        alphabet: The most frequent characters of the texts.
+        options: Arguments of all trainers.
+        min_frequency: Of pairs.
+    """
 
-def _learn_unigram(
-    backend_of: Callable[..., Tokenizer],
-    texts: Iterator[str],
-    first_tokens: list[str],
-    alphabet: list[str],
-    *,
-    min_frequency: int,  # of pairs
-    **options: Any,
-) -> models.Model:
-    learner = backend_of(models.Unigram(), learns=True)
-    # The trainer keeps every character that it sees.
-    rare = splits.Split(Regex(f"[^{any_of(alphabet)}]"), behavior="removed")
-    learner.pre_tokenizer = splits.Sequence([learner.pre_tokenizer, rare])
-    trainer = trainers.UnigramTrainer(
-        **options, special_tokens=first_tokens, initial_alphabet=alphabet, unk_token=UNK
-    )
-    learner.train_from_iterator(texts, trainer)
-    model = json.loads(learner.to_str())["model"]
-    # If text has only user tokens, characters have no score: NaN, which is null in JSON.
-    pieces = [(piece, 0.0 if score is None else score) for piece, score in model["vocab"]]
-    return models.Unigram(pieces, first_tokens.index(UNK), byte_fallback=True)
+    backend_of: Callable[..., Tokenizer]
+    texts: Iterator[str]
+    first_tokens: list[str]
+    alphabet: list[str]
+    options: dict[str, Any]
+    min_frequency: int
 
+    def bpe(self) -> models.Model:
+        learner = self.backend_of(models.BPE(), learns=True)
+        trainer = trainers.BpeTrainer(
+            **self.options,
+            min_frequency=self.min_frequency,
+            # By default the trainer chooses at random among equally rare characters.
+            initial_alphabet=self.alphabet,
+            limit_alphabet=len(self.alphabet),
+        )
+        learner.train_from_iterator(self.texts, trainer)
+        model = json.loads(learner.to_str())["model"]
+        merges = [(left, right) for left, right in model["merges"]]
+        return models.BPE(vocab=model["vocab"], merges=merges, unk_token=UNK, byte_fallback=True)
 
-def _learn_characters(
-    backend_of: Callable[..., Tokenizer],
-    texts: Iterator[str],
-    first_tokens: list[str],
-    alphabet: list[str],
-    **options: Any,
-) -> models.Model:
-    vocab = {token: number for number, token in enumerate([*first_tokens, *alphabet])}
-    return models.BPE(vocab=vocab, merges=[], unk_token=UNK, byte_fallback=True)
+    def unigram(self) -> models.Model:
+        learner = self.backend_of(models.Unigram(), learns=True)
+        # The trainer keeps every character that it sees.
+        rare = splits.Split(Regex(f"[^{any_of(self.alphabet)}]"), behavior="removed")
+        learner.pre_tokenizer = splits.Sequence([learner.pre_tokenizer, rare])
+        trainer = trainers.UnigramTrainer(
+            **self.options, initial_alphabet=self.alphabet, unk_token=UNK
+        )
+        learner.train_from_iterator(self.texts, trainer)
+        model = json.loads(learner.to_str())["model"]
+        # If text has only user tokens, characters have no score: NaN, which is null in JSON.
+        pieces = [(piece, 0.0 if score is None else score) for piece, score in model["vocab"]]
+        return models.Unigram(pieces, self.first_tokens.index(UNK), byte_fallback=True)
 
+    def char(self) -> models.Model:
+        vocab = {token: id_ for id_, token in enumerate([*self.first_tokens, *self.alphabet])}
+        return models.BPE(vocab=vocab, merges=[], unk_token=UNK, byte_fallback=True)
 
-def _learn_words(
-    backend_of: Callable[..., Tokenizer],
-    texts: Iterator[str],
-    first_tokens: list[str],
-    alphabet: list[str],
-    *,
-    min_frequency: int,  # of pairs
-    **options: Any,
-) -> models.Model:
-    learner = backend_of(models.WordLevel(unk_token=UNK))
-    trainer = trainers.WordLevelTrainer(**options, special_tokens=first_tokens)
-    learner.train_from_iterator(texts, trainer)
-    learned: dict[str, int] = json.loads(learner.to_str())["model"]["vocab"]
-    # In a text with the word "<unk>", the trainer gives this token a later id.
-    words = dict.fromkeys([*first_tokens, *sorted(learned, key=learned.__getitem__)])
-    return models.WordLevel({word: number for number, word in enumerate(words)}, UNK)
-
-
-_LEARNERS = {
-    "bpe": _learn_bpe,
-    "unigram": _learn_unigram,
-    "char": _learn_characters,
-    "word": _learn_words,
-}
-TOKENIZER_TYPES = tuple(_LEARNERS)
+    def word(self) -> models.Model:
+        learner = self.backend_of(models.WordLevel(unk_token=UNK))
+        learner.train_from_iterator(self.texts, trainers.WordLevelTrainer(**self.options))
+        learned: dict[str, int] = json.loads(learner.to_str())["model"]["vocab"]
+        # In a text with the word "<unk>", the trainer gives this token a later id.
+        words = dict.fromkeys([*self.first_tokens, *sorted(learned, key=learned.__getitem__)])
+        return models.WordLevel({word: number for number, word in enumerate(words)}, UNK)
 
 
 def _make_fast_tokenizer(
