@@ -157,19 +157,13 @@ Corpora = dict[str, list[Dataset | IterableDataset]]  # of each split
 def _load_phrases(arguments: DataArguments) -> Corpora:
     from .phrases import load_phrases
 
-    splits = {
-        split: load_phrases(
-            getattr(arguments, f"phrases_{split}_size"),
-            target_language=arguments.target_lang or "de",
-            split=split,
-            seed=arguments.phrases_seed,
-        )
-        for split in SPLITS
-        if getattr(arguments, f"phrases_{split}_size") > 0
-    }
-    if arguments.streaming:
-        return {split: [dataset.to_iterable_dataset()] for split, dataset in splits.items()}
-    return {split: [dataset] for split, dataset in splits.items()}
+    corpora: Corpora = {}
+    language, seed = arguments.target_lang or "de", arguments.phrases_seed
+    for split in SPLITS:
+        if (size := getattr(arguments, f"phrases_{split}_size")) > 0:
+            dataset = load_phrases(size, target_language=language, split=split, seed=seed)
+            corpora[split] = [dataset.to_iterable_dataset() if arguments.streaming else dataset]
+    return corpora
 
 
 def _column_choice(arguments: DataArguments) -> ColumnChoice:
