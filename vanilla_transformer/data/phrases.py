@@ -87,10 +87,6 @@ def _sample_month_day(rng: Random) -> date:
     return date(2000, 1, 1) + timedelta(rng.randrange(366))
 
 
-def _sample_month(rng: Random) -> date:
-    return _sample_date(rng).replace(day=1)
-
-
 def _render_date(value: date, style: str, locale: Locale) -> str:
     """Localize a date in a named CLDR format ("long") or a CLDR skeleton ("yMMMd")."""
     if value.month == 5:
@@ -216,10 +212,6 @@ def _render_count(value: int, style: str, locale: Locale) -> str:
     return format_decimal(value, locale=locale)
 
 
-def _sample_decimal(rng: Random) -> int:
-    return rng.randrange(-(10**5), 10**6)
-
-
 def _render_decimal(value: int, style: str, locale: Locale) -> str:
     return format_decimal(Decimal(value) / 100, locale=locale)
 
@@ -287,7 +279,7 @@ KINDS: dict[str, Kind] = {
     "date": Kind(_sample_date, _render_date, ("long", "yMMMd", "yMd", "short")),
     "weekday_date": Kind(_sample_date, _render_date, ("full", "yMMMEd")),
     "month_day": Kind(_sample_month_day, _render_date, ("MMMMd", "MMMd")),
-    "month": Kind(_sample_month, _render_date, ("yMMMM",)),
+    "month": Kind(lambda rng: _sample_date(rng).replace(day=1), _render_date, ("yMMMM",)),
     "time": Kind(_sample_time, _render_time),
     "duration": _duration(
         "second", "minute", "hour", compounds=(("hour", "minute"), ("minute", "second"))
@@ -307,7 +299,7 @@ KINDS: dict[str, Kind] = {
     "memory": _measure("digital-megabyte", "digital-gigabyte"),
     "percent": Kind(_sample_percent, _render_percent),
     "count": Kind(_sample_count, _render_count),
-    "decimal": Kind(_sample_decimal, _render_decimal),
+    "decimal": Kind(lambda rng: rng.randrange(-(10**5), 10**6), _render_decimal),
     "cardinal": Kind(_sample_cardinal, _render_cardinal),
     "ordinal": Kind(lambda rng: rng.randint(1, 99), _render_ordinal),
     "year": Kind(lambda rng: rng.randint(1100, 2049), _render_year),
@@ -852,12 +844,14 @@ def load_phrases(
     Raises:
         ValueError: An argument is not one of the values above.
     """
-    from datasets import Dataset, Features, NamedSplit, Value
+    from datasets import Dataset, NamedSplit
+
+    from .corpora import PAIR_FEATURES
 
     _check(size, target_language, split, seed)
     return Dataset.from_generator(
         _generate,
-        features=Features({"source": Value("string"), "target": Value("string")}),
+        features=PAIR_FEATURES,
         cache_dir=None if cache_dir is None else str(cache_dir),
         gen_kwargs={
             "size": size,
