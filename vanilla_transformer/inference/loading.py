@@ -96,7 +96,9 @@ class LoadingArguments:
         """
         names = [name] if isinstance(name, (str, Path)) else list(name)
         if len(names) > 1:
-            return self._load_ensemble(names)
+            models, tokenizers = zip(*map(self.load_model, names), strict=True)
+            expect_same_vocabulary(tokenizers, names)
+            return VanillaTransformerEnsemble(models), tokenizers[0]
         (name,) = names
         engine = find_engine(name) if self.engine is None else named_engine(self.engine)
         if engine is None:
@@ -158,13 +160,6 @@ class LoadingArguments:
             switch = getattr(tokenizer, "_switch_to_target_mode", None)
             tokenizer._switch_to_target_mode = partial(_switch_to_target, tokenizer, switch)
         return tokenizer
-
-    def _load_ensemble(
-        self, names: Sequence[str | Path]
-    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        models, tokenizers = zip(*map(self.load_model, names), strict=True)
-        expect_same_vocabulary(tokenizers, names)
-        return VanillaTransformerEnsemble(models), tokenizers[0]
 
 
 def has_model(folder: Path) -> bool:
