@@ -373,11 +373,9 @@ def compare_systems(
             scores[system] |= {
                 name + suffix: float(value) for suffix, value in found.items() if value is not None
             }
-    for of_system in scores.values():
-        for name, signature in zip(metrics, signatures.values(), strict=True):
-            if name in SIGNED:
-                of_system[f"{name}_signature"] = str(signature)
-    return scores
+    named = zip(metrics, signatures.values(), strict=True)
+    signed = {f"{name}_signature": str(signature) for name, signature in named if name in SIGNED}
+    return {system: found | signed for system, found in scores.items()}
 
 
 def _p_value(differences: np.ndarray, difference: float) -> float:
