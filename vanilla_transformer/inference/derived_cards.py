@@ -37,8 +37,7 @@ def card_metadata(folder: Path) -> dict[str, Any]:
 def language_codes(languages: Sequence[str]) -> dict[str, Any]:
     """The languages as ISO 639 codes, which the Hub requires in a card, and with region and script
     if they have these. mBART's XX is no region."""
-    tags = [code.replace("_", "-").removesuffix("-XX") for code in languages]
-    tags = list(dict.fromkeys(tags))
+    tags = list(dict.fromkeys(code.replace("_", "-").removesuffix("-XX") for code in languages))
     codes = list(dict.fromkeys(tag.partition("-")[0].lower() for tag in tags))
     codes = [code for code in codes if re.fullmatch("[a-z]{2,3}", code)]
     return {"language": codes or None, "language_bcp47": tags if tags != codes else None}
