@@ -49,8 +49,7 @@ def join_processes(use_cpu: bool) -> Processes:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise
         return OneProcess()
-    state: Processes = PartialState(cpu=use_cpu, timeout=PATIENCE)
-    return state
+    return PartialState(cpu=use_cpu, timeout=PATIENCE)
 
 
 def expect_one_process() -> None:

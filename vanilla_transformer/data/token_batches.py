@@ -389,5 +389,4 @@ def count_distinct_labels(dataset: Any) -> int:
 
 def arrow_tables(dataset: Any, columns: list[str]) -> Iterator[Any]:
     """Columns of a `datasets.Dataset` as pyarrow tables of at most 10,000 rows."""
-    tables: Iterator[Any] = dataset.select_columns(columns).with_format("arrow").iter(10_000)
-    return tables
+    return dataset.select_columns(columns).with_format("arrow").iter(10_000)

@@ -553,8 +553,7 @@ def unknown_token(tokenizer: Any) -> str | None:
         return None
     model: dict[str, Any] = json.loads(backend.to_str())["model"]
     if model.get("unk_id") is not None:
-        name: str = model["vocab"][model["unk_id"]][0]
-        return name
+        return model["vocab"][model["unk_id"]][0]
     return model.get("unk_token")
 
 

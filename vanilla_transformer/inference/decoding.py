@@ -259,8 +259,7 @@ def decoder_start(
 ) -> int | None:
     """The id of the token with which `generate` starts each target."""
     options = options_of(model, generate_kwargs or {})
-    start: int | None = first_given(options["decoder_start_token_id"], options["bos_token_id"])
-    return start
+    return first_given(options["decoder_start_token_id"], options["bos_token_id"])
 
 
 def options_of(model: PreTrainedModel, generate_kwargs: dict[str, Any]) -> GenerationOptions:

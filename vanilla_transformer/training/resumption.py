@@ -196,8 +196,7 @@ def fixed_options(
         for option in fields(TokenizerArguments)
     }
     optimizer = {name: getattr(arguments, name) for name in OPTIMIZER}
-    found: dict[str, Any] = json.loads(json.dumps({**tokenizer, **optimizer}, default=str))
-    return found
+    return json.loads(json.dumps({**tokenizer, **optimizer}, default=str))
 
 
 def expect_same_options(checkpoint: str | Path, options: dict[str, Any]) -> None:
@@ -260,8 +259,7 @@ def find_outdated_scores(checkpoint: str | Path, scoring: dict[str, Any]) -> set
 def _saved(checkpoint: str | Path, name: str) -> dict[str, Any] | None:
     """What an `OptionsCallback` has saved under this name."""
     saved: Any = state_of(checkpoint).stateful_callbacks.get(OptionsCallback.__name__, {})
-    found: dict[str, Any] | None = saved.get("args", {}).get(name)
-    return found
+    return saved.get("args", {}).get(name)
 
 
 def _in_words(text: dict[str, int]) -> str:
