@@ -17,6 +17,7 @@ from accelerate.utils import (
     DistributedType,
     broadcast_object_list,
     gather_object,
+    patch_environment,
     reduce,
     str_to_bool,
 )
@@ -318,16 +319,11 @@ def force_weights_only() -> Iterator[None]:
     Raises:
         ValueError: A sharded checkpoint contains something else.
     """
-    before = os.environ.get(FORCE_WEIGHTS_ONLY)
-    os.environ[FORCE_WEIGHTS_ONLY] = "1"
     try:
-        yield
+        with patch_environment(**{FORCE_WEIGHTS_ONLY: 1}):
+            yield
     except CheckpointException as error:  # not a subclass of `Exception`
         raise ValueError(f"the checkpoint's shards can't be read: {error}") from error
-    finally:
-        os.environ.pop(FORCE_WEIGHTS_ONLY)
-        if before is not None:
-            os.environ[FORCE_WEIGHTS_ONLY] = before
 
 
 @contextmanager
