@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..model.pipelines import evaluation_mode
+
 logger = logging.getLogger(__name__)
 
 
@@ -73,12 +75,8 @@ class SourceUseCallback(TrainerCallback):
 def _losses(model: Any, inputs: dict[str, Any]) -> tuple[float, float]:
     """The loss of a batch, and its loss with each source replaced by that of another target."""
     exchanged = {name: inputs[name].roll(1, 0) for name in ("input_ids", "attention_mask")}
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         return model(**inputs).loss.item(), model(**{**inputs, **exchanged}).loss.item()
-    finally:
-        model.train(was_training)
 
 
 class LossGapCallback(TrainerCallback):
