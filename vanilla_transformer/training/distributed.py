@@ -17,9 +17,9 @@ from accelerate.utils import (
     DistributedType,
     broadcast_object_list,
     gather_object,
+    parse_flag_from_env,
     patch_environment,
     reduce,
-    str_to_bool,
 )
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from safetensors.torch import load_file
@@ -65,7 +65,7 @@ EMBEDDING_GETTERS = ("get_input_embeddings", "get_output_embeddings")
 
 def uses_fsdp() -> bool:
     """Whether the launcher has requested FSDP."""
-    return bool(str_to_bool(os.environ.get("ACCELERATE_USE_FSDP", "false")))
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def saves_shards() -> bool:
