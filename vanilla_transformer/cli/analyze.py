@@ -245,8 +245,7 @@ def show_positions(arguments: Namespace) -> None:
         if distance < arguments.length
     ]
     print(table(["distance", "mean cosine similarity"], rows))
-    kind = model.config.position_encoding
-    draw(plot_similarities(similarities, kind), arguments.output)
+    draw(plot_similarities(similarities, model.config.position_encoding), arguments.output)
     if arguments.source is None:
         return
     reach = attention_reach(read_pairs(arguments), model, tokenizer, arguments.max_tokens)

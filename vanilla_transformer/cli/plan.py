@@ -192,8 +192,7 @@ def mean_speed(speeds: list[tuple[dict[str, Any], float]]) -> tuple[float, float
     """The target tokens per second in the complete training, and the peak memory in GiB, from the
     measurements of its phases and their shares."""
     seconds = sum(share / speed["target_tokens_per_second"] for speed, share in speeds)
-    memory = max(speed["gib"] for speed, _ in speeds)
-    return 1 / seconds, memory
+    return 1 / seconds, max(speed["gib"] for speed, _ in speeds)
 
 
 def make_quiet_trainer(

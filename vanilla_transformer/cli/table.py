@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Lines of text with aligned columns: the first left-aligned, the others right-aligned."""
-    columns = zip(header, *rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = (
         "  ".join(
             cell.rjust(width) if place else cell.ljust(width)

@@ -28,7 +28,7 @@ from tokenizers import pre_tokenizers as splits
 from transformers import PreTrainedTokenizerFast
 
 from .text_files import expect_several, expect_unicode
-from .vocabularies import any_of, lower_case
+from .vocabularies import WALLS, any_of, lower_case
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,12 @@ def _jamo() -> normalizers.Normalizer:
     """NFC, except that Hangul syllables become their letters (jamo). A noncharacter, intended for
     internal use like this, prevents NFC from joining them again."""
     between_letters = Regex("(?<=[\u1100-\u11ff])(?=[\u1160-\u11ff])")
-    wall = "\ufdd0"
     return normalizers.Sequence(
         [
             normalizers.NFD(),
-            normalizers.Replace(between_letters, wall),
+            normalizers.Replace(between_letters, WALLS[0]),
             normalizers.NFC(),
-            normalizers.Replace(wall, ""),
+            normalizers.Replace(WALLS[0], ""),
         ]
     )
 

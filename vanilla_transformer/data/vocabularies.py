@@ -362,8 +362,7 @@ def _unigram(
     unk: str | None,
     restrict: bool,
 ) -> Tokenizer:
-    normal = [score for _, score, kind in model.pieces if kind == NORMAL]
-    low = min(normal, default=0.0)
+    low = min((score for _, score, kind in model.pieces if kind == NORMAL), default=0.0)
     scores = {piece: score for piece, score, kind in model.pieces if kind != UNUSED}
     seen = _seen(model)
     entries = {}

@@ -169,8 +169,7 @@ def pair_batches(
     source_lengths, target_lengths = (list(map(len, side)) for side in (sources, targets))
     budget = max(max_tokens, min(map(max, source_lengths, target_lengths)))
     for rows in TokenBudgetSampler(source_lengths, target_lengths, budget, shuffle=False):
-        batch = [{"input_ids": sources[row], "labels": targets[row]} for row in rows]
-        inputs = collate(batch)
+        inputs = collate([{"input_ids": sources[row], "labels": targets[row]} for row in rows])
         if start is not None:
             inputs["decoder_input_ids"] = shift_right(inputs["labels"], start, pad)
         yield rows, inputs.to(model.device)

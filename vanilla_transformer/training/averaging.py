@@ -33,8 +33,7 @@ IGNORED_CONFIG_FIELDS = {
 
 def checkpoints_with_weights(folder: str | Path) -> dict[int, Path]:
     """The checkpoints in a trainer's output folder that hold safetensors weights, by step."""
-    checkpoints = checkpoints_by_step(folder)
-    return {step: path for step, path in checkpoints.items() if _weight_map(path)}
+    return {step: path for step, path in checkpoints_by_step(folder).items() if _weight_map(path)}
 
 
 def select_checkpoints(
