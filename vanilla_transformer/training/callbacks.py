@@ -33,18 +33,13 @@ class ResumableEarlyStoppingCallback(EarlyStoppingCallback):
         self.early_stopping_patience_counter = evaluations_without_gain(state)
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float],
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Count the first evaluation of a step only: with `eval_on_start`, a resumed training
         repeats that of its checkpoint."""
         if times_evaluated(state) > 1:
             return
-        super().on_evaluate(args, state, control, metrics, **kwargs)
+        super().on_evaluate(args, state, control, **kwargs)
         count = self.early_stopping_patience_counter
         if count >= self.early_stopping_patience and state.is_world_process_zero:
             logger.info(
@@ -64,15 +59,10 @@ class EpochCallback(TrainerCallback):
     accelerate does not do so if it skips the batches before a checkpoint."""
 
     def on_epoch_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        train_dataloader: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Set the epoch before its first batch is made."""
-        dataset = getattr(train_dataloader, "dataset", None)
+        dataset = getattr(kwargs["train_dataloader"], "dataset", None)
         if isinstance(dataset, BPEDropoutDataset):
             dataset.set_epoch(int(state.epoch or 0))
 
@@ -106,20 +96,15 @@ class ResilientTensorBoardCallback(TensorBoardCallback):
     """Continues with a new file of events if someone deletes the old one during training."""
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write the logs, and if that fails, to a new file."""
         try:
-            super().on_log(args, state, control, logs=logs, **kwargs)
+            super().on_log(args, state, control, **kwargs)
         except OSError as error:
             logger.warning("TensorBoard's events are lost (%s): they continue in a new file", error)
             self.tb_writer = None
-            super().on_log(args, state, control, logs=logs, **kwargs)
+            super().on_log(args, state, control, **kwargs)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -30,23 +30,17 @@ class SourceUseCallback(TrainerCallback):
         self.passed = False
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        train_dataloader: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Compare the losses at these steps. All processes do, as the model may be sharded."""
         times, rest = divmod(state.global_step, self.FIRST_STEP)
         is_due = rest == 0 and times > 0 and times & (times - 1) == 0
         if self.passed or not is_due:
             return
-        inputs = self._sample(train_dataloader, args)
+        inputs = self._sample(kwargs["train_dataloader"], args)
         if inputs is None:
             return
-        own, exchanged = _losses(model, inputs)
+        own, exchanged = _losses(kwargs["model"], inputs)
         self.passed = exchanged - own >= self.LEAST_GAIN or exchanged >= self.LEAST_RATIO * own
         if not self.passed and state.is_world_process_zero:
             logger.warning(
@@ -88,16 +82,11 @@ class LossGapCallback(TrainerCallback):
         self.warned = False
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Compare both losses."""
         logged = [entry for entry in state.log_history if "loss" in entry]
-        evaluated = (metrics or {}).get("eval_loss")
+        evaluated = kwargs["metrics"].get("eval_loss")
         if self.warned or not logged or evaluated is None or not state.is_world_process_zero:
             return
         has_two_passes = getattr(args, "r_drop_alpha", 0) and logged[-1]["step"] > args.r_drop_start

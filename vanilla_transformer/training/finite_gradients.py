@@ -54,14 +54,10 @@ class FiniteGradientsCallback(TrainerCallback):
         self.skipped = 0  # steps in a row
 
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Check the gradient, which is already clipped: clipping does not remove NaN."""
+        model = kwargs["model"]
         if not any_process(not _is_finite(model), args):
             self.skipped = 0
             return
