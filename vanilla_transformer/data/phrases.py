@@ -332,8 +332,9 @@ class Template(NamedTuple):
     nl: str
 
 
-def _bare(text: str) -> Template:
-    return Template(*[text] * 6)
+def _bare(text: str, **others: str) -> Template:
+    """The same text in all languages except those that have another."""
+    return Template(*[text] * 6)._replace(**others)
 
 
 # The wording never depends on a value: a value whose gender, case or article could vary comes after
@@ -348,21 +349,11 @@ TEMPLATES: tuple[Template, ...] = (
     _bare("{cardinal}"),
     _bare("{temperature}, {time}"),
     _bare("{country}, {date}"),
-    Template(
-        "{country}: {percent}",
-        "{country}: {percent}",
-        "{country} : {percent}",
-        "{country}: {percent}",
-        "{country}: {percent}",
-        "{country}: {percent}",
-    ),
-    Template(
+    _bare("{country}: {percent}", fr="{country} : {percent}"),
+    _bare(
         "{cardinal} plus {cardinal2}",
-        "{cardinal} plus {cardinal2}",
-        "{cardinal} plus {cardinal2}",
-        "{cardinal} más {cardinal2}",
-        "{cardinal} più {cardinal2}",
-        "{cardinal} plus {cardinal2}",
+        es="{cardinal} más {cardinal2}",
+        it="{cardinal} più {cardinal2}",
     ),
     Template(
         "{volume} for {money}",
