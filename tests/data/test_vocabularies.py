@@ -165,15 +165,15 @@ def test_an_invalid_marian_vocabulary_is_refused(tmp_path):
 
 def test_vocabularies_can_be_lists_or_json(tmp_path):
     lines = written(tmp_path, "vocab.txt", "<unk>\n \nä\n")
-    assert vocabulary_files.read_lines(lines) == {"<unk>": 0, " ": 1, "ä": 2}
+    assert vocabulary_files.read_plain_vocab(lines) == {"<unk>": 0, " ": 1, "ä": 2}
     file = written(tmp_path, "vocab.json", '{"<pad>": 0, "ä": 1}')
-    assert vocabulary_files.read_json(file) == {"<pad>": 0, "ä": 1}
+    assert vocabulary_files.read_json_vocab(file) == {"<pad>": 0, "ä": 1}
     with pytest.raises(ValueError, match="ids by token"):
-        vocabulary_files.read_json(written(tmp_path, "v.json", '["a"]'))
+        vocabulary_files.read_json_vocab(written(tmp_path, "v.json", '["a"]'))
     with pytest.raises(ValueError, match="expected JSON"):
-        vocabulary_files.read_json(written(tmp_path, "v.json", '{"a": '))
+        vocabulary_files.read_json_vocab(written(tmp_path, "v.json", '{"a": '))
     with pytest.raises(ValueError, match="'a' has ids 0 and 1"):
-        vocabulary_files.read_lines(written(tmp_path, "v.txt", "a\na\n"))
+        vocabulary_files.read_plain_vocab(written(tmp_path, "v.txt", "a\na\n"))
 
 
 # ---------------------------------------------------------------- rows of the embedding

@@ -108,7 +108,7 @@ def _side(path: Path, side: str, options: ConversionOptions, rows: int) -> fairs
     for each in (file, codes):
         if not each.is_file():
             raise FileNotFoundError(f"{each}: expected the vocabulary of an FSMT model")
-    vocab = vocabulary_files.read_json(file)
+    vocab = vocabulary_files.read_json_vocab(file)
     if len(vocab) != rows:
         raise ValueError(
             f"{file}: holds {len(vocab)} tokens, expected {rows}, the rows of the embedding"

@@ -201,7 +201,7 @@ def _sides(folder: Path, config: VanillaTransformerConfig) -> dict[str, PreTrain
     sizes = [config.vocab_size, config.target_vocab_size]
     sides = {}
     for side, file, size in zip(core.SIDES, files, sizes, strict=True):
-        vocab = vocabulary_files.read_json(file)
+        vocab = vocabulary_files.read_json_vocab(file)
         core.expect_size(file, vocab, size)
         for token, number in (("<pad>", config.pad_token_id), (END, config.eos_token_id)):
             if vocab.get(token) != number:

@@ -30,7 +30,7 @@ from ..data.vocabularies import (
     with_moses,
     words,
 )
-from ..data.vocabulary_files import PRIVATE, read_bpe_codes, read_lines, read_sentencepiece
+from ..data.vocabulary_files import PRIVATE, read_bpe_codes, read_plain_vocab, read_sentencepiece
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from ..model.generation_options import first_given
 from .core import (
@@ -220,7 +220,7 @@ def _vocabulary(
     """Ids by token. Training writes the vocabularies next to the checkpoint."""
     given = options.source_vocabulary if side == "src" else options.target_vocabulary
     file = _find(given, folder / f"{side}_vocab.txt", cfg["data"][side].get("voc_file"))
-    tokens = dict.fromkeys([*symbols.special, *symbols.tags, *read_lines(file)])
+    tokens = dict.fromkeys([*symbols.special, *symbols.tags, *read_plain_vocab(file)])
     return {token: number for number, token in enumerate(tokens)}
 
 

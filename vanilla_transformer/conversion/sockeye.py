@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from ..data.vocabularies import Specials
-from ..data.vocabulary_files import read_json
+from ..data.vocabulary_files import read_json_vocab
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from . import core
 from .core import SIDES, STACKS, TOKEN_FILES, Conversion, ConversionOptions, Tensors
@@ -336,7 +336,7 @@ def read_vocabulary(path: Path, size: int) -> dict[str, int]:
         FileNotFoundError: It is missing.
         ValueError: It does not fit the model, or lacks a special token.
     """
-    vocabulary = read_json(path)
+    vocabulary = read_json_vocab(path)
     if sorted(vocabulary.values()) != list(range(size)):
         raise ValueError(
             f"{path} has {len(vocabulary)} tokens: expected the ids 0 to {size - 1} of the model"

@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy, linear, log_softmax
 from transformers.activations import ACT2FN
 
 from ..data.vocabularies import Specials
-from ..data.vocabulary_files import read_json, read_lines
+from ..data.vocabulary_files import read_json_vocab, read_plain_vocab
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
 from .core import (
     SIDES,
@@ -352,7 +352,7 @@ def _vocabularies(folder: Path, options: ConversionOptions, table: Table) -> lis
                 f"{path}: a state dict holds no vocabulary, expected --{side}_vocabulary, a file "
                 "with a token a line in the order of ids, or a JSON object of ids by token"
             )
-        vocabulary = read_json(path) if path.suffix == ".json" else read_lines(path)
+        vocabulary = read_json_vocab(path) if path.suffix == ".json" else read_plain_vocab(path)
         for kind in ("pad", "unk", "bos", "eos"):
             token = getattr(table, kind)
             if token not in vocabulary:

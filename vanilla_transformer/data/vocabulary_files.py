@@ -1,7 +1,7 @@
 """Reads the vocabulary files of other toolkits.
 
-    read_fairseq_dict, read_marian_vocab, read_json, read_lines, read_subwords   token -> id
-    read_bpe_codes, read_sentencepiece                                           how text is split
+    read_fairseq_dict, read_subwords, read_..._vocab   token -> id
+    read_bpe_codes, read_sentencepiece                 how text is split
 
 `vocabularies.py` makes tokenizers from them.
 """
@@ -41,7 +41,7 @@ def _numbered(path: str | Path, tokens: Iterable[str]) -> dict[str, int]:
     return vocab
 
 
-def read_lines(path: str | Path) -> dict[str, int]:
+def read_plain_vocab(path: str | Path) -> dict[str, int]:
     """One token per line; its id is the number of the line, from 0."""
     return _numbered(path, _lines(path))
 
@@ -73,7 +73,7 @@ def read_fairseq_dict(path: str | Path) -> dict[str, int]:
     return vocab
 
 
-def read_json(path: str | Path) -> dict[str, int]:
+def read_json_vocab(path: str | Path) -> dict[str, int]:
     """A JSON object of ids by token, as Sockeye and transformers save it."""
     try:
         vocab = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -98,7 +98,7 @@ def read_marian_vocab(path: str | Path) -> dict[str, int]:
         ValueError: A line has no id, or a token is repeated.
     """
     if Path(path).suffix == ".json":
-        return read_json(path)
+        return read_json_vocab(path)
     lines = _lines(path)
     if Path(path).suffix not in (".yml", ".yaml"):
         return _numbered(path, lines)
