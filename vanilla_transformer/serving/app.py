@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from .. import __version__
-from .arguments import ServingArguments, digest
+from .arguments import ServingArguments, key_digest
 from .batching import Translator
 from .languages import Pair, language_name
 from .observation import CHARACTERS, RequestMiddleware
@@ -80,7 +80,7 @@ def _add_translation(
         async with _until(request.state.end, 408):
             body = await read_request(request, kind, arguments.max_body)
         known = arguments.key_digests
-        if known and digest(body.api_key or _bearer(request)) not in known:
+        if known and key_digest(body.api_key or _bearer(request)) not in known:
             raise HTTPException(403, "api_key: expected a valid API key")
         return body
 

@@ -82,7 +82,7 @@ class ServingArguments:
             keys = variable.split(",")
         else:
             return frozenset()
-        digests = frozenset(digest(key.strip()) for key in keys if key.strip())
+        digests = frozenset(key_digest(key.strip()) for key in keys if key.strip())
         if not digests:  # or the server would be open to everyone
             raise ValueError(f"{self.api_keys or KEYS_VARIABLE}: expected an API key, found none")
         return digests
@@ -126,7 +126,7 @@ class RayArguments(RayWorkerArguments):
         }
 
 
-def digest(key: str) -> bytes:
+def key_digest(key: str) -> bytes:
     """The digest of an API key, which the server stores instead of the key. Looking up a digest
     takes the same time for an almost correct key as for any other."""
     return sha256(key.encode("utf-8", "surrogatepass")).digest()
