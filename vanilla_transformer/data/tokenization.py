@@ -184,6 +184,7 @@ class _Learner(NamedTuple):
 
     Attributes:
         backend_of: `_make_backend` for this type.
+        texts: What to learn from, read once.
         first_tokens: The tokens with the first ids.
         alphabet: The most frequent characters of the texts.
         options: Arguments of all trainers.
