@@ -208,13 +208,13 @@ class _BPEDropoutPairs:
         self._epoch.fill_(epoch)
         set_epoch(self.pairs, epoch)
 
-    def _encode(self, pairs: Iterable[tuple[str, str]]) -> Iterator[dict[str, list[int]]]:
-        epoch = int(self._epoch)
+    def _encode(self, pairs: Iterable[dict[str, str]]) -> Iterator[dict[str, list[int]]]:
+        epoch, encode = int(self._epoch), self.encoder.encode
         of_source, of_target = self.max_lengths
-        for source, target in pairs:
+        for pair in pairs:
             yield {
-                "input_ids": self.encoder.encode(source, epoch, of_source),
-                "labels": self.encoder.encode(target, epoch, of_target, as_target=True),
+                "input_ids": encode(pair["source"], epoch, of_source),
+                "labels": encode(pair["target"], epoch, of_target, as_target=True),
             }
 
 
@@ -253,17 +253,15 @@ class BPEDropoutDataset(_BPEDropoutPairs, Dataset):
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, list[int]]]:
         """Fetch a batch at once; `DataLoader` uses this method if it exists."""
-        rows = self.pairs[indices]
-        return list(self._encode(zip(rows["source"], rows["target"], strict=True)))
+        return list(self._encode(self.pairs.__getitems__(indices)))
 
 
 class BPEDropoutStream(_BPEDropoutPairs, IterableDataset):
     """The same as `BPEDropoutDataset`, for a stream of pairs."""
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        return self._encode((pair["source"], pair["target"]) for pair in self.pairs)
+        return self._encode(self.pairs)
 
     def iter_all_shards(self) -> Iterator[dict[str, list[int]]]:
         """All examples, as the function `iter_all_shards` expects."""
-        pairs = iter_all_shards(self.pairs)
-        return self._encode((pair["source"], pair["target"]) for pair in pairs)
+        return self._encode(iter_all_shards(self.pairs))
