@@ -257,9 +257,8 @@ def _table_to_pairs(
 def _clean_batch(
     batch: dict[str, list[Any]], columns: tuple[str, str], drop_blank: bool, name: str, stamp: str
 ) -> dict[str, list[str]]:
-    names = list(batch)
     rows = (
-        flatten(dict(zip(names, row, strict=True))) for row in zip(*batch.values(), strict=True)
+        flatten(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)
     )
     pairs = list(_clean(rows, columns, drop_blank, name))
     return {side: [pair[side] for pair in pairs] for side in PAIR_FEATURES}
