@@ -332,7 +332,7 @@ class Template(NamedTuple):
     nl: str
 
 
-def _bare(text: str, **others: str) -> Template:
+def _same(text: str, **others: str) -> Template:
     """The same text in all languages except those that have another."""
     return Template(*[text] * 6)._replace(**others)
 
@@ -341,16 +341,16 @@ def _bare(text: str, **others: str) -> Template:
 # a colon. Countries and languages never occur alone, so that each has many combinations and no
 # split lacks one.
 TEMPLATES: tuple[Template, ...] = (
-    _bare("{date}"),
-    _bare("{weekday_date}"),
-    _bare("{date}, {time}"),
-    _bare("{money}"),
-    _bare("{decimal}"),
-    _bare("{cardinal}"),
-    _bare("{temperature}, {time}"),
-    _bare("{country}, {date}"),
-    _bare("{country}: {percent}", fr="{country} : {percent}"),
-    _bare(
+    _same("{date}"),
+    _same("{weekday_date}"),
+    _same("{date}, {time}"),
+    _same("{money}"),
+    _same("{decimal}"),
+    _same("{cardinal}"),
+    _same("{temperature}, {time}"),
+    _same("{country}, {date}"),
+    _same("{country}: {percent}", fr="{country} : {percent}"),
+    _same(
         "{cardinal} plus {cardinal2}",
         es="{cardinal} más {cardinal2}",
         it="{cardinal} più {cardinal2}",
