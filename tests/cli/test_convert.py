@@ -43,6 +43,7 @@ def test_it_writes_shards_and_the_licence(checkpoint, tmp_path):
         (["cut.pt", "--output_dir", "out"], "cut.pt: expected a complete torch checkpoint ("),
         (["nowhere", "--output_dir", "out"], "nowhere: expected a checkpoint"),
         (["sub", "--output_dir", "out"], "sub: not recognized, expected a checkpoint of "),
+        (["two", "--output_dir", "out"], "torch_nn, or one of a.pt, b.pt; --format names what "),
         ([".", "--output_dir", "out", "--format", "lua"], "format='lua': expected one of "),
         ([".", "--output_dir", "out", "--to", "fairseq"], "expected the record of a conversion"),
         ([".", "--output_dir", "."], "output_dir='.': expected a new or empty folder"),
@@ -52,7 +53,10 @@ def test_it_writes_shards_and_the_licence(checkpoint, tmp_path):
 )
 def test_unsupported_conversions_are_reported(tmp_path, words, message):
     (tmp_path / "sub").mkdir()
+    (tmp_path / "two").mkdir()
     torch.save({}, tmp_path / "whole")
+    for name in ("a.pt", "b.pt"):
+        torch.save({}, tmp_path / "two" / name)
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole").read_bytes()[:-100])
     process = run_command("convert", *words, cwd=tmp_path, check=False)
     assert process.returncode != 0

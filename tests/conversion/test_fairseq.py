@@ -288,6 +288,20 @@ def test_languages_can_be_those_of_the_data(edited, tmp_path):
     assert languages_of_card(converted / "README.md") == ("de", "en")
 
 
+def test_a_folder_of_checkpoints_alone_is_recognized(edited, tmp_path):
+    """fairseq-train writes no dictionaries: they stay where fairseq-preprocess wrote them."""
+    data = tmp_path / "data-bin"
+    data.mkdir()
+    folder = edited(data=str(data))
+    for dictionary in folder.glob("dict.*.txt"):
+        shutil.move(dictionary, data)
+    assert find_format(folder) is fairseq
+    assert len(read(folder).tokenizer) == 24
+    (data / "dict.de.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"dict.de.txt .* fairseq-preprocess .* source_voc"):
+        read(folder)
+
+
 def test_the_first_versions_have_no_layer_norm_after_the_stacks(edited, tmp_path):
     def change(args, state):
         for stack in ("encoder", "decoder"):

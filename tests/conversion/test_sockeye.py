@@ -302,6 +302,14 @@ def test_a_vocabulary_that_does_not_match_is_refused(tmp_path, small):
         convert(folder, tmp_path / "ours")
 
 
+def test_a_missing_configuration_is_reported(tmp_path, small):
+    folder = save(tmp_path / "sockeye", small)
+    (folder / "config").unlink()
+    options = ConversionOptions(format="sockeye")
+    with pytest.raises(FileNotFoundError, match="config: expected the configuration of the model"):
+        convert(folder, tmp_path / "ours", options=options)
+
+
 def test_a_missing_vocabulary_is_reported(tmp_path, small):
     folder = save(tmp_path / "sockeye", small)
     (folder / "vocab.trg.0.json").unlink()

@@ -51,7 +51,8 @@ HELP = {
     "become better).",
     "do_sample": "Sample instead of searching for the most probable translation.",
     "temperature": "Divides the logits before sampling.",
-    "top_k": "Sample from this many of the most probable tokens. 0: all.",
+    "top_k": "Sample from this many of the most probable tokens. 0: all. Default: 50, as in "
+    "transformers.",
     "top_p": "Sample from the most probable tokens that together reach this probability.",
     "epsilon_cutoff": "Sample from tokens that are at least this probable.",
     "no_repeat_ngram_size": "Length of the n-grams that a translation may contain only once.",

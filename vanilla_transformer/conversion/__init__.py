@@ -44,10 +44,15 @@ def find_format(path: Path, name: str | None = None) -> ModuleType:
             return module
     if name is not None:
         raise ValueError(f"format={name!r}: expected one of {names}")
-    for file in [path] if path.is_file() else sorted(path.glob("*")):
-        if file.suffix in TORCH_SUFFIXES:  # raises if it is incomplete
-            load_torch(file, inert=["*"])
-    raise ValueError(f"{path}: not recognized, expected a checkpoint of {names}")
+    files = [path] if path.is_file() else sorted(path.glob("*"))
+    files = [file for file in files if file.suffix in TORCH_SUFFIXES]
+    for file in files:
+        load_torch(file, inert=["*"])  # raises if it is incomplete
+    one = f", or one of {', '.join(file.name for file in files)}" if len(files) > 1 else ""
+    raise ValueError(
+        f"{path}: not recognized, expected a checkpoint of {names}{one}; --format names what a "
+        "format lacks"
+    )
 
 
 def read(path: str | Path, options: ConversionOptions | None = None) -> Conversion:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 NAME = "fairseq"
 READS: tuple[str, ...] = TOKEN_FILES
 PAD, EOS, UNK = 1, 2, 3
+USUAL = "checkpoint_best.pt", "checkpoint_last.pt"  # the checkpoint of a folder
 
 # Turn our names into theirs: regular expressions and their replacements, applied in order.
 NAMES = {
@@ -95,9 +96,11 @@ INERT = (
 
 
 def recognizes(path: Path) -> bool:
-    """Whether this is a checkpoint, or a folder with one and its dictionaries."""
+    """Whether this is a checkpoint, or a folder with one: with its dictionaries, or under the names
+    that fairseq gives in `--save-dir`, where it writes no dictionaries."""
     if path.is_dir():
-        return any(path.glob("dict*.txt")) and any(path.glob("*.pt"))
+        has_dictionary = any(path.glob("dict*.txt")) and any(path.glob("*.pt"))
+        return has_dictionary or any(recognizes(path / name) for name in USUAL)
     strings, _ = contents(path)
     return {"model", "decoder.embed_tokens.weight"} <= strings and bool({"args", "cfg"} & strings)
 
@@ -163,7 +166,7 @@ def build(
 def _checkpoint(path: Path) -> Path:
     if path.is_file():
         return path
-    for name in ("checkpoint_best.pt", "checkpoint_last.pt"):
+    for name in USUAL:
         if (path / name).is_file():
             return path / name
     checkpoints = sorted(path.glob("*.pt"))
@@ -524,8 +527,8 @@ def _find_dictionary(path: Path, args: dict[str, Any], side: str, language: str 
             if (folder / name).is_file():
                 return folder / name
     raise FileNotFoundError(
-        f"{path.parent}: expected the dictionary {names[0]} beside the checkpoint, or the option "
-        f"{side}_vocabulary"
+        f"{path.parent}: expected the dictionary {names[0]} beside the checkpoint, from the folder "
+        f"that fairseq-preprocess wrote, or the option {side}_vocabulary"
     )
 
 

@@ -87,6 +87,8 @@ def recognizes(path: Path) -> bool:
 def read(path: Path, options: ConversionOptions) -> Conversion:
     """Read a model folder, or `params.NNNNN` in one; see `vanilla_transformer.conversion`."""
     folder, params = (path, path / PARAMS) if path.is_dir() else (path.parent, path)
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder / CONFIG}: expected the configuration of the model")
     described = read_config(folder / CONFIG)
     expect_plain(described, folder / CONFIG)
     tensors = _separate(read_params(params), described)
