@@ -537,6 +537,14 @@ def test_invalid_options_are_refused_before_translation(model, options, message)
         expect_valid_options(model, options)
 
 
+def test_two_limits_of_length_are_refused_as_only_one_would_apply(model):
+    """fairseq's --max-len-a and --max-len-b add up, our options do not."""
+    limits = {"max_length_factor": 1.2, "extra_output_tokens": 10}
+    with pytest.raises(ValueError, match=r"factor=1.2 and extra_output_tokens=10: expected one"):
+        expect_valid_options(model, limits)
+    expect_valid_options(model, {**limits, "max_length_factor": None})
+
+
 @pytest.mark.parametrize(
     "options", [{"extra_output_tokens": 9}, {"length_penalty_type": "power"}], ids=str
 )

@@ -1342,6 +1342,22 @@ def test_the_saved_generation_config_has_the_options_of_the_recipe(tokenizer, sp
         assert saved.num_beams == 4
 
 
+def test_a_limit_of_length_replaces_that_of_the_model_to_fine_tune(tokenizer, splits, tmp_path):
+    """A converted model of fairseq has a limit of 200 new tokens."""
+    model = small_model(tokenizer)
+    model.generation_config.max_new_tokens = 200
+    arguments = training_arguments(tmp_path, generation_kwargs={"extra_output_tokens": 3})
+    make_trainer(model, tokenizer, arguments, splits)
+    assert model.generation_config.max_new_tokens is None
+    source = tokenizer("a house", return_tensors="pt")["input_ids"]
+    model.generation_config.suppress_tokens = [tokenizer.eos_token_id]
+    assert model.eval().generate(source).shape[1] == 1 + source.shape[1] + 3
+    both = {"extra_output_tokens": 3, "max_length_factor": 2}
+    arguments = training_arguments(tmp_path, generation_kwargs=both)
+    with pytest.raises(ValueError, match="extra_output_tokens=3: expected one limit of length"):
+        make_trainer(model, tokenizer, arguments, splits)
+
+
 def test_a_fine_tuned_model_keeps_its_number_of_beams_unless_one_is_given(
     tokenizer, splits, tmp_path
 ):

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from ..model.generation_options import (
+    LIMITS,
     OWN_OPTIONS,
     GenerationOptions,
     expect_generation_options,
@@ -50,6 +51,10 @@ def expect_valid_options(model: PreTrainedModel, options: dict[str, Any]) -> Non
                 f"{name}={options[name]!r} with {type(model).__name__}: expected a model of this "
                 "package, which `vanilla-transformer convert` can make of some others"
             )
+    limits = [name for name in LIMITS if options.get(name) is not None]
+    if len(limits) > 1:
+        given = " and ".join(f"{name}={options[name]!r}" for name in limits)
+        raise ValueError(f"{given}: expected one limit of length, as the others have no effect")
     config = {**model.generation_config.to_dict(), "num_return_sequences": 1, **options}
     expect_generation_options(config, getattr(model.config, "target_vocab_size", 2**31))
     for name, most in _most_tokens(model).items():

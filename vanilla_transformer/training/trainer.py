@@ -15,6 +15,7 @@ from ..data.collation import PairCollator
 from ..data.token_batches import RepeatedStream
 from ..inference.decoding import expect_valid_options
 from ..inference.metrics import make_compute_metrics
+from ..model.generation_options import LIMITS, first_given
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from .arguments import TranslationTrainingArguments
 from .averaging import checkpoints_with_weights, write_average
@@ -106,7 +107,8 @@ def make_trainer(
 
 def set_generation_options(model: PreTrainedModel, arguments: TranslationTrainingArguments) -> None:
     """Put the decoding options into the model's generation config: `generation_num_beams` and
-    `generation_kwargs`, then what the file `generation_config` sets, then the model's own.
+    `generation_kwargs`, then what the file `generation_config` sets, then the model's own. A limit
+    of length replaces the model's, also one of another kind.
 
     Raises:
         ValueError: The model can't generate with them, or its config can't be saved with them.
@@ -120,9 +122,12 @@ def set_generation_options(model: PreTrainedModel, arguments: TranslationTrainin
     config = model.generation_config
     config.num_beams = arguments.generation_num_beams or config.num_beams or 1
     wanted: Any = arguments.generation_kwargs or {}  # transformers has read the JSON
+    limit = first_given(*(name for name in LIMITS if wanted.get(name) is not None))
+    for name in LIMITS[: LIMITS.index(limit)] if limit else ():
+        setattr(config, name, None)  # the model's own would apply in its place
     for name, value in wanted.items():
         setattr(config, name, value)
-    expect_valid_options(model, {})
+    expect_valid_options(model, wanted)
     try:
         config.validate(strict=True)  # as each save of a checkpoint does
     except ValueError as error:
