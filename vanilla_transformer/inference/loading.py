@@ -174,7 +174,10 @@ def expect_model_folder(name: str | Path) -> None:
     another folder, which transformers would read. Raise a PermissionError if a file may not be
     read."""
     if Path(name).exists() and not has_model(Path(name)):
-        raise FileNotFoundError(f"{name}: expected a model folder, with a config.json")
+        raise FileNotFoundError(
+            f"{name}: expected a model folder, with a config.json; `vanilla-transformer convert` "
+            "makes one of another toolkit's checkpoint"
+        )
     if (file := Path(name, GENERATION_CONFIG_NAME)).is_file():
         with naming_damaged(file):
             json.loads(file.read_text(encoding="utf-8"))
