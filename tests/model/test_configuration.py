@@ -23,12 +23,21 @@ def test_the_defaults_are_the_papers_base_model():
     assert (config.d_model, config.encoder_ffn_dim, config.decoder_ffn_dim) == (512, 2048, 2048)
     assert (config.encoder_attention_heads, config.decoder_attention_heads) == (8, 8)
     assert (config.dropout, config.label_smoothing) == (0.1, 0.1)
+    assert (config.attention_dropout, config.activation_dropout) == (0, 0)
     assert config.norm_position == "post"
     assert config.position_encoding == "sinusoidal"
     assert config.activation_function == "relu"
     assert config.scale_embedding
     assert config.tie_word_embeddings
     assert config.shares_embeddings
+
+
+def test_what_the_paper_leaves_open_has_the_defaults_of_the_fidelity_page():
+    config = VanillaTransformerConfig()
+    assert not config.attention_bias
+    assert config.initializer == "depth_scaled"
+    assert config.layer_norm_eps == 1e-6
+    assert config.decoder_start_token_id == config.bos_token_id == 1
 
 
 def test_transformers_attribute_names_are_aliases_of_ours():

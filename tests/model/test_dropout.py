@@ -1,9 +1,12 @@
-"""Dropout with fewer random bits drops and scales like torch's."""
+"""Dropout (section 5.4): where it is, and that the one with fewer random bits acts like torch's."""
 
 import pytest
 import torch
+from conftest import random_ids, seq2seq
 
 from vanilla_transformer.model.dropout import dropout
+
+any_attention = pytest.mark.parametrize("attention", ["eager", "sdpa"])
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
@@ -49,3 +52,48 @@ def test_dropout_follows_the_seed():
     torch.manual_seed(3)
     assert torch.equal(dropout(ones, 0.5, True), first)
     assert not torch.equal(first, second)
+
+
+def assert_half_dropped(dropped, whole):
+    """Each number is 0 or twice what it was, about as often."""
+    kept = (dropped - 2 * whole).abs() < dropped.abs()
+    torch.testing.assert_close(dropped, 2 * whole * kept, atol=1e-4, rtol=1e-4)
+    assert kept.float().mean().item() == pytest.approx(0.5, abs=0.15)
+
+
+@any_attention
+def test_dropout_is_on_embedding_plus_position_and_on_each_sub_layers_output(attention):
+    """In post-norm: LayerNorm(x + Dropout(Sublayer(x)))."""
+    model, inputs, outputs = seq2seq(dropout=0.5, attn_implementation=attention), {}, {}
+
+    def keep(module, args, output):
+        inputs[module] = args[0]
+        outputs[module] = output[0] if isinstance(output, tuple) else output
+
+    for part in (model.get_encoder(), model.get_decoder()):
+        for module in part.layers.modules():
+            module.register_forward_hook(keep)
+    source, target = random_ids(3, 9), random_ids(3, 8, seed=1)
+    model.train()(source, decoder_input_ids=target)
+    for part, ids in ((model.get_encoder(), source), (model.get_decoder(), target)):
+        whole = part.eval().embed(ids, None, None, None)
+        assert_half_dropped(inputs[part.layers[0]], whole)
+        for layer in part.layers:
+            names = [name for name, _ in layer.named_children() if not name.endswith("norm")]
+            assert len(names) == (2 if part is model.get_encoder() else 3)
+            for name in names:
+                sublayer, norm = getattr(layer, name), getattr(layer, f"{name}_layer_norm")
+                assert_half_dropped(inputs[norm] - inputs[sublayer], outputs[sublayer])
+
+
+@any_attention
+@pytest.mark.parametrize("field", ["dropout", "attention_dropout", "activation_dropout"])
+def test_every_dropout_acts_in_training_alone(field, attention):
+    source, labels = random_ids(3, 9), random_ids(3, 8, seed=1)
+    options = {"dropout": 0.0, "label_smoothing": 0.0, "attn_implementation": attention}
+    without, model = seq2seq(**options), seq2seq(**{**options, field: 0.5})
+    expected = without.eval()(source, labels=labels).loss.item()
+    assert model.eval()(source, labels=labels).loss.item() == pytest.approx(expected)
+    assert without.train()(source, labels=labels).loss.item() == pytest.approx(expected)
+    losses = [model.train()(source, labels=labels).loss.item() for _ in range(2)]
+    assert len({expected, *losses}) == 3
