@@ -1,9 +1,10 @@
 # Copyright 2026 The vanilla_transformer authors. Licensed under the Apache License, Version 2.0.
 """The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the paper's order.
 
-Section by section, https://arxiv.org/abs/1706.03762, then figure 1. Faster versions are in other
-files: attention (`attention.py`), batches (`packing.py`), the cache (`cache.py`) and the loss
-(`loss.py`). With `attn_implementation="eager"`, this file computes everything."""
+Section by section, https://arxiv.org/abs/1706.03762, then figure 1, where a batch starts: in
+`VanillaTransformerForConditionalGeneration.forward`. Faster versions are in other files: attention
+(`attention.py`), batches (`packing.py`), the cache (`cache.py`) and the loss (`loss.py`). With
+`attn_implementation="eager"`, this file computes everything."""
 
 import math
 from collections.abc import Callable
@@ -75,7 +76,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         self.embed_tokens = nn.Embedding(vocab_size, config.d_model)
         learned = config.position_encoding == "learned"
         self.embed_positions = (LearnedPositions if learned else SinusoidalPositions)(config)
-        # not `embed_scale`: inseq would multiply the `inputs_embeds` that it passes by it
+        # not `embed_scale`, by which inseq would multiply the `inputs_embeds` that it passes
         self.embedding_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
         self.embed_layer_norm = _layer_norm(config, config.embedding_layer_norm)
         number = getattr(config, f"{stack}_layers")
@@ -158,8 +159,9 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         if source is not None:
             source = cast_once(source)
             source_mask = padding_mask(self.config, hidden_states, source_mask, source)
-        # Position i sees the positions up to i ("masking out", section 3.2.3), but no padding and,
-        # without source and past, no other sequence in its row: in each, positions start from 0.
+        # Position i sees the positions up to i ("masking out", section 3.2.3), but no padding.
+        # Without source and cache, a row may hold several sequences, each with positions from 0:
+        # none sees another.
         apart = position_ids if source is None else None
         mask = create_causal_mask(
             self.config, hidden_states, attention_mask, past, position_ids=apart
@@ -356,7 +358,8 @@ class VanillaTransformerFeedForward(nn.Module):
 
 
 class VanillaTransformerEmbeddedStacks(VanillaTransformerPreTrainedModel):
-    """Encoder, decoder or both, and the embedding matrix that they share."""
+    """Encoder, decoder or both, and the embedding matrix that they share: `post_init` ties what
+    `_tied_weights_keys` names."""
 
     def __init__(self, config: VanillaTransformerConfig, **stacks: Callable[..., nn.Module]):
         super().__init__(config)
@@ -442,8 +445,9 @@ def label_smoothed_cross_entropy(
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of logits (batch, length, vocabulary) against (1 - eps) on the label plus
-    eps/vocabulary on every token that is not suppressed. Labels are (batch, length), and -100 is
-    ignored. The sum is divided by `num_items_in_batch`, by default the number of labels."""
+    eps/vocabulary on every token, without those that a conversion has suppressed. Labels are
+    (batch, length), and -100 is ignored. The sum is divided by `num_items_in_batch`, by default the
+    number of labels."""
     labels = labels.to(logits.device, torch.long)
     has_label = labels != -100
     # The gradient of a row without a label is 0, but 0 times NaN is NaN.
