@@ -21,11 +21,12 @@ ByHead = Mapping[Kind, torch.Tensor]  # (layers, heads) for each use of attentio
 class HeadReport(NamedTuple):
     """Measurements of a model's heads on a text.
 
-    `importance` is how much the loss changes without the head, to first order: the mean over the
-    pairs of |d loss / d mask|, where the mask multiplies the head's output and is 1 (Michel et al.,
-    2019, https://arxiv.org/abs/1905.10650), in nats per target token. `confidence` is the mean of
-    the largest weight of each query (Voita et al., 2019, https://aclanthology.org/P19-1580). `loss`
-    is the cross-entropy without label smoothing, in nats per target token.
+    `importance` is how much the loss changes without the head, to first order: |d loss / d mask|,
+    where the mask multiplies the head's output and is 1 (Michel et al., 2019,
+    https://arxiv.org/abs/1905.10650), summed over the pairs, in nats per target token. `confidence`
+    is the mean of the largest weight of each query (Voita et al., 2019,
+    https://aclanthology.org/P19-1580). `loss` is the cross-entropy without label smoothing, in nats
+    per target token.
     """
 
     importance: dict[Kind, torch.Tensor]
