@@ -81,6 +81,19 @@ def test_logits(options):
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
+def test_logits_after_the_scaling_of_attention_has_changed():
+    """As in an experiment without the division by the root of d_k."""
+    results = []
+    for model in both():
+        before = model.eval()(**batch()).logits
+        for module in model.modules():
+            if hasattr(module, "scaling"):
+                module.scaling = 1.0
+        results.append(model(**batch()).logits)
+        assert (results[-1] - before).abs().max() > 0.01
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("options", VARIANTS[:4], ids=str)
 @pytest.mark.parametrize(
     "decoding",
