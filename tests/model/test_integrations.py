@@ -20,9 +20,11 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForSeq2SeqLM,
+    BitsAndBytesConfig,
     Cache,
     DynamicCache,
     EncoderDecoderCache,
+    TorchAoConfig,
 )
 from transformers import logging as transformers_logging
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -1101,29 +1103,48 @@ def test_each_kind_of_adapter_learns_generates_and_loads(cls, name, tmp_path):
     assert together[0, -6:].tolist() == alone[0, -6:].tolist()
 
 
-@every_class
-def test_int8_weights_give_outputs_close_to_those_of_float_weights(cls, tmp_path):
+def int8_of_torchao():
     pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import TorchAoConfig
 
-    model = build(cls)
+    return TorchAoConfig(Int8WeightOnlyConfig()), "Int8Tensor", 0.1
+
+
+def int8_of_bitsandbytes():
+    pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(load_in_8bit=True), "Int8Params", 0.1
+
+
+def nf4_of_bitsandbytes():
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    return config, "Params4bit", 1
+
+
+@every_class
+@pytest.mark.parametrize(
+    "quantization", [int8_of_torchao, int8_of_bitsandbytes, nf4_of_bitsandbytes]
+)
+def test_quantized_weights_give_outputs_close_to_those_of_float_weights(
+    cls, quantization, tmp_path
+):
+    config, kind, tolerance = quantization()
+    sizes = dict.fromkeys(["d_model", "encoder_ffn_dim", "decoder_ffn_dim"], 64)
+    model = build(cls, **sizes)  # bitsandbytes needs such sizes for 4 bits on a CPU
     model.save_pretrained(tmp_path)
-    quantized = cls.from_pretrained(
-        tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig())
-    )
+    quantized = cls.from_pretrained(tmp_path, quantization_config=config)
     linear = {
         name: type(module.weight).__name__
         for name, module in quantized.named_modules()
         if isinstance(module, nn.Linear) and name != "lm_head"
     }
     assert len(linear) == {SEQ2SEQ: 2 * 6 + 3 * 10, CAUSAL: 3 * 6, ENCODER: 2 * 6}[cls]
-    assert set(linear.values()) == {"Int8Tensor"}
+    assert set(linear.values()) == {kind}
     inputs = inputs_for(model)
     expected, actual = model(**inputs)[0], quantized(**inputs)[0]
-    assert 0 < (actual - expected).abs().max() < 0.1 * expected.std()
-    quantized.save_pretrained(tmp_path / "int8")
-    again = cls.from_pretrained(tmp_path / "int8")
+    assert 0 < (actual - expected).abs().max() < tolerance * expected.std()
+    quantized.save_pretrained(tmp_path / "quantized")
+    again = cls.from_pretrained(tmp_path / "quantized")
     assert torch.equal(again(**inputs)[0], actual)
     if cls is not ENCODER:
         tokens = quantized.generate(inputs["input_ids"], max_new_tokens=6, eos_token_id=None)
