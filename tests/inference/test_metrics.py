@@ -70,6 +70,24 @@ def test_token_ids_from_a_trainer_are_decoded_and_scored(tokenizer):
     assert set(chosen(EvalPrediction(predictions, labels))) == {"wer", "cer"}
 
 
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_the_first_translations_of_an_evaluation_are_logged_with_their_references(
+    tokenizer, number, caplog
+):
+    caplog.set_level("INFO", "vanilla_transformer")
+    rows = [tokenizer(text)["input_ids"] for text in ("ein Haus", "der See")]
+    labels = np.full((2, 20), -100)
+    for row, ids in enumerate(rows):
+        labels[row, : len(ids)] = ids
+    compute_metrics = make_compute_metrics(tokenizer, ["chrf"], log_translations=number)
+    compute_metrics(EvalPrediction(labels[::-1], labels))
+    logged = [
+        "Translation: der See\n  reference: ein Haus",
+        "Translation: ein Haus\n  reference: der See",
+    ]
+    assert caplog.messages == logged[:number]
+
+
 def test_an_unknown_word_in_a_reference_counts_as_an_error():
     words = train_tokenizer(["a b c"] * 2, tokenizer_type="word", show_progress=False)
     labels = np.array([words(text)["input_ids"] for text in ("a x b", "y z b", "a b c")])

@@ -799,11 +799,13 @@ def test_labels_are_padded_on_the_right(tokenizer, splits, tmp_path, monkeypatch
 
 
 @pytest.mark.curves
-def test_the_trainer_learns_and_leaves_a_complete_folder(tokenizer, splits, tmp_path):
+def test_the_trainer_learns_and_leaves_a_complete_folder(tokenizer, splits, tmp_path, caplog):
+    caplog.set_level("INFO", "vanilla_transformer.inference.metrics")
     arguments = training_arguments(
         tmp_path,
         max_steps=60,
         predict_with_generate=True,
+        log_translations=1,
         eval_strategy="steps",
         eval_steps=30,
         generation_num_beams=2,
@@ -815,6 +817,10 @@ def test_the_trainer_learns_and_leaves_a_complete_folder(tokenizer, splits, tmp_
     scores = [entry for entry in history if "eval_bleu" in entry]
     assert len(scores) == 2
     assert scores[-1]["eval_exact_match"] == 100
+    shown = [message for message in caplog.messages if message.startswith("Translation: ")]
+    assert len(shown) == 2  # one in each evaluation
+    translation, reference = shown[-1].split("\n")
+    assert translation.removeprefix("Translation: ") == reference.removeprefix("  reference: ")
     assert history[0]["loss"] > 3 * scores[-1]["eval_loss"]
     saved = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path)
     assert saved.generation_config.num_beams == 2

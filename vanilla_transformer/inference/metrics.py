@@ -433,6 +433,7 @@ def make_compute_metrics(
     tokenizer: PreTrainedTokenizerBase,
     metrics: Iterable[str] = METRICS,
     tokenize: str | None = None,
+    log_translations: int = 0,
 ) -> Callable[[EvalPrediction], dict[str, float]]:
     """A function for `compute_metrics` of `Seq2SeqTrainer`, which decodes the generated token ids
     and scores them. An unknown token of a reference counts as an error.
@@ -441,6 +442,7 @@ def make_compute_metrics(
         tokenizer: The model's tokenizer.
         metrics: Some of `METRICS_WITHOUT_SOURCE`.
         tokenize: As for `make_metrics`.
+        log_translations: The number of translations to log, the first ones, with their references.
     """
     scorers = make_metrics(metrics, tokenize=tokenize)
     unknown = unknown_id(tokenizer)
@@ -459,8 +461,10 @@ def make_compute_metrics(
             [row[row != -100] for row in ids]
             for ids in (evaluation.predictions, evaluation.label_ids)
         )
-        references = list(map(decode_reference, labels))
-        scores = score_translations(decode(outputs), references, metrics=scorers)
+        translations, references = decode(outputs), list(map(decode_reference, labels))
+        for pair in list(zip(translations, references, strict=True))[:log_translations]:
+            logger.info("Translation: %s\n  reference: %s", *pair)
+        scores = score_translations(translations, references, metrics=scorers)
         return {name: scores[name] for name in scorers}
 
     return compute_metrics

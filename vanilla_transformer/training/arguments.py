@@ -236,6 +236,11 @@ class TranslationTrainingArguments(
         help="sacreBLEU's tokenizer, such as zh, ja-mecab, or none for tokenized text. Default: "
         "13a.",
     )
+    log_translations: int = HfArg(
+        default=3,
+        help="Number of translations to log in an evaluation with predict_with_generate: the first "
+        "ones, with their references.",
+    )
     early_stopping_patience: int | None = HfArg(
         default=None,
         help="End training after this many evaluations without a better metric_for_best_model. "

@@ -28,6 +28,7 @@ AT_LEAST = {
     "generation_num_beams": 1,
     "early_stopping_patience": 1,
     "average_checkpoints": 0,
+    "log_translations": 0,
     "dataloader_num_workers": 0,
     "weight_decay": 0,
     "seed": 0,

@@ -72,7 +72,10 @@ def make_trainer(
         )
     metrics = None
     if arguments.predict_with_generate:
-        metrics = make_compute_metrics(tokenizer, arguments.metrics, arguments.bleu_tokenize)
+        shown = arguments.log_translations if arguments.process_index == 0 else 0
+        metrics = make_compute_metrics(
+            tokenizer, arguments.metrics, arguments.bleu_tokenize, log_translations=shown
+        )
     patience = arguments.early_stopping_patience
     train_dataset = splits["train"]
     if arguments.max_tokens is None and not has_length(train_dataset):
