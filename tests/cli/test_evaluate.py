@@ -146,6 +146,19 @@ def test_a_table_has_a_row_for_each_system(run):
     assert "p=1.0000" in second
 
 
+def test_a_table_of_the_scores_of_each_line_is_written(run, tmp_path):
+    flags = ["--target", "ref0", "--metrics", "exact_match", "wer", "--line_scores", "lines.tsv"]
+    run("--predictions", "a.de", *flags)
+    rows = [["exact_match", "wer"], ["100.00", "0.00"], ["0.00", "50.00"], ["0.00", "33.33"]]
+    table = (tmp_path / "lines.tsv").read_text()
+    assert [line.split("\t") for line in table.splitlines()] == rows
+    run("--predictions", "a.de", "b.de", *flags)
+    header, *_ = (tmp_path / "lines.tsv").read_text().splitlines()
+    assert header.split("\t") == [
+        "exact_match a.de", "wer a.de", "exact_match b.de", "wer b.de",
+    ]  # fmt: skip
+
+
 def test_scores_are_plotted_by_source_length(run, monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(
@@ -187,6 +200,9 @@ def test_scores_are_plotted_by_source_length(run, monkeypatch, tmp_path):
         (["--metrics", "ter", "--lowercase"], "lowercase=True: expected bleu or chrf in --metrics"),
         (["--plot_by_length", "a.png"], "plot_by_length='a.png': expected --source"),
         (["--source", "source", "--plot_by_length", "a.jpg"], "a.jpg: expected a name that ends"),
+        (["--line_scores", "ref0"], "line_scores='ref0': expected another file than target"),
+        (["--line_scores", "a.de"], "line_scores='a.de': expected another file than predictions"),
+        (["--line_scores", "a.zip"], "line_scores='a.zip': expected a plain text file or .gz"),
     ],
 )
 def test_inputs_that_cannot_be_scored_are_reported_before_work_starts(

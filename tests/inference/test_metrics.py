@@ -20,6 +20,7 @@ from vanilla_transformer.data.tokenizer_options import log_coverage
 from vanilla_transformer.inference import metrics
 from vanilla_transformer.inference.metrics import (
     compare_systems,
+    line_scores,
     make_compute_metrics,
     make_metrics,
     score_translations,
@@ -452,3 +453,16 @@ def test_a_bleu_tokenizer_with_missing_packages_is_reported(monkeypatch):
     monkeypatch.setattr(metrics, "BLEU", Lacking)
     with pytest.raises(ImportError, match=r"^tokenize='ja-mecab': Japanese .* extra packages"):
         metrics.expect_bleu_tokenizer("ja-mecab")
+
+
+def test_scores_of_lines_are_those_of_sacrebleu():
+    predictions = ["der See", "ein altes Haus am See", "kein Haus"]
+    references = ["der See", "ein Haus am See", "der Himmel"], ["ein See", "ein Haus", "kein Haus"]
+    metrics = make_metrics(["bleu", "chrf", "ter", "exact_match"])
+    found = line_scores(predictions, *references, metrics=metrics)
+    for number, (prediction, *right) in enumerate(zip(predictions, *references, strict=True)):
+        assert found["bleu"][number] == sacrebleu.sentence_bleu(prediction, right).score
+        assert found["chrf"][number] == sacrebleu.sentence_chrf(prediction, right).score
+        assert found["ter"][number] == sacrebleu.sentence_ter(prediction, right).score
+    assert found["exact_match"] == [100, 0, 100]
+    assert not metrics["bleu"].effective_order  # which the score of all lines does without

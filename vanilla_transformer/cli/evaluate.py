@@ -19,7 +19,7 @@ import torch
 from sacrebleu.metrics.base import Metric
 from transformers.hf_argparser import HfArg
 
-from ..data.text_files import read_file
+from ..data.text_files import expect_output, read_file
 from ..inference.loading import LoadingArguments
 from ..inference.metrics import (
     COMET_MODEL,
@@ -29,10 +29,12 @@ from ..inference.metrics import (
     compare_systems,
     expect_bleu_tokenizer,
     expect_metrics,
+    line_scores,
     make_metrics,
     score_translations,
     scores_by_length,
 )
+from ..inference.parallel_translation import new_file
 from ..inference.translation import translate_n_best
 from .parser import CommandParser, expect_needed
 from .processes import Processes, join_processes
@@ -69,6 +71,9 @@ class EvaluateArguments:
     plot_by_length: str | None = HfArg(
         default=None, help="Draw the scores by source length: .png, .svg or .pdf."
     )
+    line_scores: str | None = HfArg(
+        default=None, help="File for the scores of each line, as a table with tabs."
+    )
     num_beams: int | None = HfArg(default=None, help="Beam size. Default: the model's own.")
     batch_size: int = HfArg(default=32, help="Lines decoded together.")
     tokenize: str | None = HfArg(default=None, help="sacreBLEU's tokenizer. Default: 13a.")
@@ -92,6 +97,11 @@ class EvaluateArguments:
         expect_bleu_tokenizer(self.tokenize)
         if self.format not in ("json", "table"):
             raise ValueError(f"format={self.format!r}: expected json or table")
+        expect_output(self.line_scores, "line_scores", source=self.source)
+        for path in self.target:
+            expect_output(self.line_scores, "line_scores", target=path)
+        for path in systems:
+            expect_output(self.line_scores, "line_scores", predictions=path)
         if self.plot_by_length is not None:
             from ..plotting import picture_paths  # matplotlib is slow to import
 
@@ -181,7 +191,8 @@ def report(
     references: list[list[str]],
     systems: dict[str, list[str]],
 ) -> None:
-    """Print the scores of each system, and draw them by source length."""
+    """Print the scores of each system, write those of each line, and draw those by source
+    length."""
     if arguments.paired is not None:
         scores = compare_systems(systems, *references, metrics=metrics, test=arguments.paired)
     else:
@@ -193,12 +204,33 @@ def report(
         print(score_table(scores, list(metrics)))
     else:
         print(json.dumps(scores if len(scores) > 1 else next(iter(scores.values()))))
+    if arguments.line_scores is not None:
+        write_line_scores(arguments.line_scores, metrics, references, systems)
     if arguments.plot_by_length is not None and sources is not None:
         from ..plotting import plot_by_length, save
 
         ranges, values = scores_by_length(systems, *references, metrics=metrics, sources=sources)
         labelled = {LABELS[name]: lines for name, lines in values.items()}
         save(plot_by_length(ranges, labelled), arguments.plot_by_length)
+
+
+def write_line_scores(
+    file: str,
+    metrics: dict[str, Metric],
+    references: list[list[str]],
+    systems: dict[str, list[str]],
+) -> None:
+    """Write a table with a row for each line and, after a row of names, a column for each metric of
+    each system."""
+    columns: dict[str, list[float]] = {}
+    for system, predictions in systems.items():
+        scores = line_scores(predictions, *references, metrics=metrics)
+        of = f" {system}" if len(systems) > 1 else ""
+        columns |= {f"{name}{of}": lines for name, lines in scores.items()}
+    rows = ([f"{score:.2f}" for score in row] for row in zip(*columns.values(), strict=True))
+    with new_file(file) as output:
+        for row in (columns, *rows):
+            output.write(("\t".join(row) + "\n").encode())
 
 
 def read(

@@ -162,14 +162,16 @@ def expect_text(path: str | Path) -> None:
         )
 
 
-def expect_output(output: str | Path | None, **inputs: str | Path | None) -> None:
+def expect_output(
+    output: str | Path | None, option: str = "output", **inputs: str | Path | None
+) -> None:
     """Raise a ValueError if an output's name means compression other than gzip, or if it is one of
     these inputs, which it would replace."""
     if Path(str(output).lower()).suffix in COMPRESSED_NAMES - {".gz"}:
-        raise ValueError(f"output={str(output)!r}: expected a plain text file or .gz")
+        raise ValueError(f"{option}={str(output)!r}: expected a plain text file or .gz")
     for name, path in inputs.items():
         if None not in (path, output) and _same_file(str(path), str(output)):
-            raise ValueError(f"output={str(output)!r}: expected another file than {name}")
+            raise ValueError(f"{option}={str(output)!r}: expected another file than {name}")
 
 
 def _same_file(source: str, output: str) -> bool:

@@ -1,6 +1,7 @@
 """Scores of translations, with signatures that make them comparable (Post, 2018, "A Call for
 Clarity in Reporting BLEU Scores"), and tests of the difference between systems."""
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -424,6 +425,22 @@ def scores_by_length(
             parts = ([statistics[line] for line in lines] for lines in members)
             scores[name][system] = [metric._aggregate_and_compute(part).score for part in parts]
     return ranges, scores
+
+
+def line_scores(
+    predictions: Sequence[str], *references: Sequence[str], metrics: Mapping[str, Metric]
+) -> dict[str, list[float]]:
+    """Score each line by itself, to find those that a system translates badly. The arguments are
+    those of `score_translations`. BLEU counts only sequences as long as the line, as sacreBLEU's
+    `sentence_score` does."""
+    scores = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, BLEU):
+            metric = copy.copy(metric)
+            metric.effective_order = True
+        statistics = metric._extract_corpus_statistics(predictions, references)
+        scores[name] = [metric._aggregate_and_compute([line]).score for line in statistics]
+    return scores
 
 
 # ---------------------------------------------------------------- Training
