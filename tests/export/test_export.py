@@ -81,6 +81,16 @@ def test_other_architectures_are_refused(saved, tmp_path, to):
     expect_refusal(ValueError, "model_type='t5': expected", folder, tmp_path, to)
 
 
+def test_quantized_models_are_refused(saved, tmp_path, to):
+    """Targets read matrices from the layers, where other libraries keep integers and scales."""
+    _, folder = saved()
+    fields = json.loads((folder / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "any"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    message = f"^{folder} is quantized: expected a model before it is quantized$"
+    expect_refusal(ValueError, message, folder, tmp_path, to)
+
+
 def test_an_output_folder_in_use_is_not_overwritten(saved, tmp_path, to):
     _, folder = saved()
     before = sorted(folder.iterdir())

@@ -32,7 +32,8 @@ def expect_model(folder: Path) -> None:
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: It contains a different architecture, or a damaged generation config.
+        ValueError: It contains a different architecture, quantized weights, or a damaged generation
+            config.
     """
     for names in FILES:
         if not any((folder / name).is_file() for name in names):
@@ -45,6 +46,8 @@ def expect_model(folder: Path) -> None:
     model_type, ours = content.get("model_type"), VanillaTransformerConfig.model_type
     if model_type != ours:
         raise ValueError(f"{folder}: model_type={model_type!r}: expected {ours!r}")
+    if "quantization_config" in content:
+        raise ValueError(f"{folder} is quantized: expected a model before it is quantized")
     if not content.get("is_encoder_decoder", True):
         raise ValueError(f"{folder}: is_encoder_decoder=False: expected encoder and decoder")
 
