@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import BackgroundCopy, run_command, run_program, run_ranks
 from pyarrow import parquet
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, CTRLTokenizer
 
 from vanilla_transformer.data.paths import as_path
@@ -543,6 +544,17 @@ def test_a_fingerprint_includes_what_computes(model, tokenizer, monkeypatch):
     after = fingerprint(model, tokenizer)
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"attn_implementation", "device"}
+
+
+def test_a_fingerprint_includes_the_scales_of_quantized_weights(model, tokenizer):
+    """torchao's weights consist of several tensors, as do these of torch's own tests."""
+    layer, found = model.model.encoder.layers[0].ffn.fc1, set()
+    integers = torch.ones_like(layer.weight)
+    for scale in (1, 2):
+        pair = TwoTensor(integers, torch.full_like(integers, scale))
+        layer.weight = torch.nn.Parameter(pair, requires_grad=False)
+        found.add(fingerprint(model, tokenizer)["weights"])
+    assert len(found) == 2
 
 
 def test_a_fingerprint_depends_on_the_version_of_this_package(folder, monkeypatch):

@@ -68,7 +68,8 @@ def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
     if isinstance(model, torch.nn.Module):
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            weights.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            for part in _plain_tensors(tensor.detach().cpu()):
+                weights.update(part.contiguous().view(-1).view(torch.uint8).numpy())
     else:  # an engine
         for path in model.weight_files:
             weights.update(path.read_bytes())
@@ -87,6 +88,14 @@ def fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
         ),
         "tokenizer": digest(*files),
     }
+
+
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor or, for one of torchao, the integers and scales that it consists of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _plain_tensors(getattr(tensor, name))]
 
 
 def _configurations(model: Any) -> Iterator[bytes]:
