@@ -182,6 +182,14 @@ def missing_package():
     require_version("no-such-package>=1")
 
 
+def missing_module():
+    import_module("no_such_package.core")
+
+
+def missing_module_of_this_package():
+    import_module("vanilla_transformer.no_such_module")
+
+
 def full_disk():
     save_file({"weight": torch.ones(1)}, "/proc/none/model.safetensors")
 
@@ -195,6 +203,8 @@ def full_disk():
         (missing_model, False),
         (impossible_name, False),
         (missing_package, False),
+        (missing_module, False),
+        (missing_module_of_this_package, True),
         (full_disk, False),
     ],
 )

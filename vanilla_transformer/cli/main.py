@@ -125,6 +125,8 @@ def full_message(error: Exception) -> str:
 def needs_traceback(error: Exception) -> bool:
     """Whether to print the traceback too: for errors that are not in `OUTSIDE`, not about a missing
     package, and not raised by this package."""
+    if isinstance(error, ModuleNotFoundError):
+        return str(error.name).startswith("vanilla_transformer")
     place = traceback.extract_tb(error.__traceback__)[-1]
     is_explained = isinstance(error, ImportError) or Path(place.filename).is_relative_to(PACKAGE)
     is_raised = str(place.line).startswith("raise ")
