@@ -259,6 +259,24 @@ def test_generated_tokens_can_be_trained_on(options):
     assert all(weight.grad is not None for weight in model.parameters())
 
 
+def test_steps_after_a_generation_can_be_trained_on():
+    """Step by step or all at once, the gradients are the same."""
+    model, ids, targets = seq2seq().eval(), random_ids(2, 5), random_ids(2, 3)
+    gradients = []
+    for width in (1, 3):
+        options = {"max_new_tokens": 3, "eos_token_id": None, "return_dict_in_generate": True}
+        cache = getattr(model.generate(ids, **options), CACHE_NAME)
+        steps = [
+            model(input_ids=ids, decoder_input_ids=part, cache=cache, use_cache=True).logits
+            for part in targets.split(width, dim=1)
+        ]
+        model.zero_grad()
+        torch.cat(steps, dim=1).square().mean().backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+    for one_by_one, at_once in zip(*gradients, strict=True):
+        torch.testing.assert_close(one_by_one, at_once)
+
+
 class QuantizedParameter(torch.nn.Parameter):
     """Libraries store quantized matrices in a tensor type of their own."""
 

@@ -31,6 +31,23 @@ def assert_trains(model, source, target):
     assert any(gradient.any() for gradient in gradients)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_left_padding_where_half_precision_is_the_default(dtype, attention):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = new_model(attn_implementation=attention).train()
+        mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+        ids = random_ids(2, 4)
+        model(
+            input_ids=ids, attention_mask=mask, labels=ids, decoder_attention_mask=mask
+        ).loss.backward()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fifty_layers(norm_position, dtype):

@@ -957,6 +957,21 @@ def test_an_onnx_language_model_continues_the_same(export):
     assert len(said) > 5
 
 
+@pytest.mark.filterwarnings("ignore")  # torch deprecates it
+def test_torchs_older_onnx_exporter_writes_a_graph_that_runs(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    model = build(ENCODER, attn_implementation="eager")
+    inputs = padded_prompts(2, 6)
+    names = ["input_ids", "attention_mask"]
+    torch.onnx.export(
+        model, inputs, tmp_path / "encoder.onnx", dynamo=False, input_names=names
+    )  # fmt: skip
+    session = runtime.InferenceSession(tmp_path / "encoder.onnx")
+    found, *_ = session.run(None, {n: i.numpy() for n, i in zip(names, inputs, strict=True)})
+    expected = model(*inputs).last_hidden_state
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-5, rtol=0)
+
+
 # ---------------------------------------------------------------- adapters and quantization
 
 

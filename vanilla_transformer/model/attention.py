@@ -203,7 +203,8 @@ def as_scores(attention_mask: torch.Tensor) -> torch.Tensor:
     """A mask to add to scores, from such a mask or from booleans, True where a key is visible."""
     if attention_mask.dtype != torch.bool:
         return attention_mask
-    return torch.where(attention_mask, 0.0, torch.finfo(torch.float32).min)
+    zero = torch.zeros((), dtype=torch.float32, device=attention_mask.device)
+    return torch.where(attention_mask, zero, torch.finfo(torch.float32).min)
 
 
 def unfused_attention(

@@ -127,7 +127,8 @@ class GrowingLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append (batch, heads, new_length, head_dim) states and return all so far."""
-        if torch.compiler.is_compiling():  # a graph would be specific to the size of the buffer
+        # A graph would be specific to the size of the buffer, and gradients need its old content.
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -290,5 +290,6 @@ def count_positions(
     if attention_mask is None or attention_mask.ndim != 2:
         past_length = 0 if cache is None else cache.get_seq_length()
         return torch.arange(length, device=embeddings.device)[None] + past_length
-    positions = attention_mask.bool().cumsum(-1) - 1
+    # torch's older ONNX exporter would write a sum of booleans
+    positions = attention_mask.bool().cumsum(-1, dtype=torch.long) - 1
     return positions.clamp(min=0)[:, -length:].to(embeddings.device)
