@@ -875,6 +875,18 @@ def test_a_blank_source_has_a_blank_translation(tokenizer, splits, tmp_path):
     assert [bool(text) for text in texts] == [True, False, True]
 
 
+@pytest.mark.parametrize("options", [{}, {"eval_max_tokens": 8}])
+def test_predictions_need_no_labels(tokenizer, splits, tmp_path, options):
+    arguments = training_arguments(tmp_path, predict_with_generate=True, **options)
+    trainer = make_trainer(small_model(tokenizer), tokenizer, arguments, splits)
+    rows = splits["validation"]
+    expected = trainer.predict(rows, max_length=30).predictions
+    found = trainer.predict(rows.remove_columns("labels"), max_length=30)
+    assert found.predictions.tolist() == expected.tolist()
+    assert found.label_ids is None
+    assert "test_loss" not in found.metrics
+
+
 def test_a_source_has_one_translation_whatever_is_saved_with_the_model(tokenizer, splits, tmp_path):
     """As in `translate`."""
     rows = splits["validation"].select(range(3))
@@ -1051,10 +1063,7 @@ def test_a_batch_can_have_sources_without_labels(tokenizer, splits):
     model = stock_model(tokenizer, *STOCK[1])
     sources = [{"input_ids": splits["train"][row]["input_ids"]} for row in range(3)]
     batch = PairCollator(tokenizer, model=model)(sources)
-    assert {name for name, value in batch.items() if value is not None} == {
-        "input_ids",
-        "attention_mask",
-    }
+    assert batch.keys() == {"input_ids", "attention_mask"}
 
 
 def test_labels_are_padded_with_label_pad_token_id(tokenizer, splits):

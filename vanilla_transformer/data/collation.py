@@ -48,13 +48,14 @@ class PairCollator(DataCollatorForSeq2Seq):
         batch = super().__call__(padded, return_tensors)
         if batch.get("labels") is not None:  # FSMT's model has changed them in place
             batch["labels"] = torch.tensor([pair["labels"] for pair in padded])
+        else:  # `Seq2SeqTrainer` would take None for labels, and compute a loss
+            batch.pop("labels", None)
         if "attention_mask" not in batch:
             lengths = torch.tensor([len(pair["input_ids"]) for pair in features])[:, None]
             is_token = torch.arange(batch["input_ids"].shape[1]) < lengths
             on_left = self.tokenizer.padding_side == "left"
             batch["attention_mask"] = (is_token.flip(1) if on_left else is_token).long()
-        has_labels = batch.get("labels") is not None
-        if has_labels and "decoder_input_ids" not in batch and self.model is not None:
+        if "labels" in batch and "decoder_input_ids" not in batch and self.model is not None:
             start, pad = self.model.config.decoder_start_token_id, self.tokenizer.pad_token_id
             batch["decoder_input_ids"] = shift_right(batch["labels"], start, pad)
         return batch
