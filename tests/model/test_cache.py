@@ -166,6 +166,7 @@ def test_nothing_is_copied_while_beams_share_their_source():
     assert layer.values is values
 
 
+@torch.no_grad()
 def test_a_growing_layer_holds_the_same_as_transformers_layer():
     torch.manual_seed(0)
     ours, theirs = GrowingLayer([], 12), DynamicLayer()
@@ -213,6 +214,7 @@ def test_a_cache_holds_no_tensors_except_keys_and_values(num_beams):
     assert all(seen)
 
 
+@torch.no_grad()
 def test_a_growing_layer_rarely_copies():
     layer, rooms, last = GrowingLayer([], 300), [], None
     for _ in range(500):
@@ -225,6 +227,7 @@ def test_a_growing_layer_rarely_copies():
     assert rooms == [2, 6, 14, 30, 62, 126, 300, 602]
 
 
+@torch.no_grad()
 def test_layers_of_different_dtypes_can_be_reordered():
     spare = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -234,6 +237,7 @@ def test_layers_of_different_dtypes_can_be_reordered():
         assert torch.equal(layer.keys, states.flip(0))
 
 
+@torch.no_grad()
 def test_all_layers_reorder_beams_through_one_spare_buffer():
     spare = []
     layers = [GrowingLayer(spare, 40) for _ in range(3)]
