@@ -43,7 +43,7 @@ def test_it_writes_shards_and_the_licence(checkpoint, tmp_path):
         (["cut.pt", "--output_dir", "out"], "cut.pt: expected a complete torch checkpoint ("),
         (["nowhere", "--output_dir", "out"], "nowhere: expected a checkpoint"),
         (["sub", "--output_dir", "out"], "sub: not recognized, expected a checkpoint of "),
-        (["two", "--output_dir", "out"], "torch_nn, or one of a.pt, b.pt; --format names what "),
+        (["two", "--output_dir", "out"], "torch_nn, or one of a.pt, b.pt; with --format, the "),
         ([".", "--output_dir", "out", "--format", "lua"], "format='lua': expected one of "),
         ([".", "--output_dir", "out", "--to", "fairseq"], "expected the record of a conversion"),
         ([".", "--output_dir", "."], "output_dir='.': expected a new or empty folder"),

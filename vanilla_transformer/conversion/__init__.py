@@ -50,8 +50,8 @@ def find_format(path: Path, name: str | None = None) -> ModuleType:
         load_torch(file, inert=["*"])  # raises if it is incomplete
     one = f", or one of {', '.join(file.name for file in files)}" if len(files) > 1 else ""
     raise ValueError(
-        f"{path}: not recognized, expected a checkpoint of {names}{one}; --format names what a "
-        "format lacks"
+        f"{path}: not recognized, expected a checkpoint of {names}{one}; with --format, the error "
+        "says what is missing"
     )
 
 
