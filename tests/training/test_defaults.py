@@ -264,6 +264,9 @@ def test_outputs_can_be_as_long_as_the_targets_of_the_text():
     assert model.generation_config.extra_output_tokens == 220
     extend_output_limit(model, MULTI30K._replace(longest_excess=100))  # a second training
     assert model.generation_config.extra_output_tokens == 220
+    model.generation_config.extra_output_tokens = None  # as after `generation_kwargs` with null
+    extend_output_limit(model, MULTI30K._replace(longest_excess=100))
+    assert model.generation_config.extra_output_tokens == 110
 
 
 @pytest.fixture

@@ -1373,6 +1373,21 @@ def test_a_limit_of_length_replaces_that_of_the_model_to_fine_tune(tokenizer, sp
         make_trainer(model, tokenizer, arguments, splits)
 
 
+@pytest.mark.parametrize("limit", ["max_new_tokens", "max_length"])
+def test_evaluations_do_not_warn_of_a_limit_of_the_model_to_fine_tune(
+    limit, tokenizer, splits, tmp_path
+):
+    """transformers does so in each batch. Stock models often have a `max_length` of 512."""
+    model = small_model(tokenizer)
+    model.generation_config.update(max_length=512, max_new_tokens=511)
+    arguments = training_arguments(tmp_path, generation_kwargs={limit: 9})
+    make_trainer(model, tokenizer, arguments, splits)
+    given = {
+        name: getattr(model.generation_config, name) for name in ("max_new_tokens", "max_length")
+    }
+    assert given == {"max_new_tokens": None, "max_length": None, limit: 9}
+
+
 def test_a_fine_tuned_model_keeps_its_number_of_beams_unless_one_is_given(
     tokenizer, splits, tmp_path
 ):

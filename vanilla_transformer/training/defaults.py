@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..data.token_batches import count_distinct_labels, count_tokens
 from ..inference.decoding import position_limits, set_output_limit
 from ..model.configuration_vanilla_transformer import VanillaTransformerConfig
+from ..model.generation_options import first_given
 from ..model.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,8 @@ def extend_output_limit(
     if not hasattr(model, "extra_output_tokens"):
         _extend_limit_of_stock_model(model, longest_target + longest_target // 10)
         return
-    limit = getattr(model.generation_config, "extra_output_tokens", model.extra_output_tokens)
+    own = getattr(model.generation_config, "extra_output_tokens", None)
+    limit = first_given(own, model.extra_output_tokens)
     if size is not None and size.longest_excess > limit:
         extra = size.longest_excess + size.longest_excess // 10
         model.generation_config.extra_output_tokens = extra

@@ -126,8 +126,10 @@ def set_generation_options(model: PreTrainedModel, arguments: TranslationTrainin
     config.num_beams = arguments.generation_num_beams or config.num_beams or 1
     wanted: Any = arguments.generation_kwargs or {}  # transformers has read the JSON
     limit = first_given(*(name for name in LIMITS if wanted.get(name) is not None))
-    for name in LIMITS[: LIMITS.index(limit)] if limit else ():
-        setattr(config, name, None)  # the model's own would apply in its place
+    if limit is not None:
+        for name in LIMITS[: LIMITS.index(limit)]:
+            setattr(config, name, None)  # the model's own would apply in its place
+        config.max_length = None  # `generate()` warns about two limits
     for name, value in wanted.items():
         setattr(config, name, value)
     expect_valid_options(model, wanted)
