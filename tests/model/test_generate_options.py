@@ -9,6 +9,7 @@ from conftest import SMALL, random_ids, small_config
 from test_modeling import assert_close, pad
 from torch._dynamo.testing import CompileCounter
 from transformers import (
+    AutoTokenizer,
     CompileConfig,
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -755,3 +756,23 @@ def test_the_pipeline_returns_the_same_for_a_batch_as_for_each_text(text_folder)
     alone = [pipe(text, do_sample=False) for text in texts]
     assert len({answer[0]["generated_text"] for answer in alone}) == 3
     assert pipe(texts, batch_size=3, do_sample=False) == alone
+
+
+def test_the_pipeline_continues_a_prompt_without_an_end_token_if_asked_to(text_folder, tokenizer):
+    pipe = pipeline("text-generation", model=str(text_folder))
+    prompt = tokenizer("a house by", add_special_tokens=False, return_tensors="pt")
+    options = {"do_sample": False, "return_tensors": True}
+    (open_ended,) = pipe("a house by", add_special_tokens=False, **options)
+    assert open_ended["generated_token_ids"] == pipe.model.generate(**prompt)[0].tolist()
+    (ended,) = pipe("a house by", **options)
+    assert ended["generated_token_ids"][prompt["input_ids"].shape[1]] == tokenizer.eos_token_id
+
+
+def test_a_tokenizer_for_prompts_adds_no_end_token(text_folder, tokenizer):
+    for_prompts = AutoTokenizer.from_pretrained(text_folder, add_eos_token=False)
+    text = "a house by"
+    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert for_prompts(text)["input_ids"] == expected
+    pipe = pipeline("text-generation", model=str(text_folder), tokenizer=for_prompts)
+    open_ended = pipe(text, add_special_tokens=False, do_sample=False)
+    assert pipe(text, do_sample=False) == open_ended
