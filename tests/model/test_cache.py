@@ -83,6 +83,21 @@ def test_a_cache_can_be_passed_under_either_name(make, name):
     assert torch.equal(more.sequences, at_once.sequences)
 
 
+def test_a_text_can_be_scored_in_parts_that_share_a_cache():
+    """With labels, a language model returns a cache if it is asked for one."""
+    model, ids = causal_lm().eval(), random_ids(2, 9)
+    cache, losses = None, []
+    for part in (ids[:, :5], ids[:, 5:]):
+        outputs = model(part, labels=part, cache=cache, use_cache=True)
+        cache = getattr(outputs, CACHE_NAME)
+        losses.append(outputs.loss)
+    log_probs = model(ids).logits.log_softmax(-1)[:, :-1]
+    scores = -log_probs.gather(-1, ids[:, 1:, None])[..., 0]
+    expected = [scores[:, :4].mean(), scores[:, 5:].mean()]  # each part predicts all but its first
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected))
+    assert getattr(model(ids, labels=ids), CACHE_NAME) is None
+
+
 def test_the_older_name_is_deprecated_if_transformers_deprecates_it():
     model, ids = seq2seq(), random_ids(1, 3)
     cache = generation_cache(model.config, 1, 4)

@@ -79,7 +79,9 @@ def test_dropout_is_on_embedding_plus_position_and_on_each_sub_layers_output(att
         whole = part.eval().embed(ids, None, None, None)
         assert_half_dropped(inputs[part.layers[0]], whole)
         for layer in part.layers:
-            names = [name for name, _ in layer.named_children() if not name.endswith("norm")]
+            names = [
+                name for name, _ in layer.named_children() if hasattr(layer, f"{name}_layer_norm")
+            ]
             assert len(names) == (2 if part is model.get_encoder() else 3)
             for name in names:
                 sublayer, norm = getattr(layer, name), getattr(layer, f"{name}_layer_norm")
@@ -97,3 +99,21 @@ def test_every_dropout_acts_in_training_alone(field, attention):
     assert without.train()(source, labels=labels).loss.item() == pytest.approx(expected)
     losses = [model.train()(source, labels=labels).loss.item() for _ in range(2)]
     assert len({expected, *losses}) == 3
+
+
+@any_attention
+@pytest.mark.parametrize("field", ["dropout", "attention_dropout", "activation_dropout"])
+def test_every_dropout_is_a_module_of_torch_that_can_be_switched(field, attention):
+    """On in evaluation, as for Monte Carlo dropout; off in training, as TRL's trainers do."""
+    source, labels = random_ids(3, 9), random_ids(3, 8, seed=1)
+    rates = {"dropout": 0.0, field: 0.5}
+    model = seq2seq(**rates, label_smoothing=0.0, attn_implementation=attention).eval()
+    dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    expected = model(source, labels=labels).loss.item()
+    for module in dropouts:
+        module.train()
+    losses = [model(source, labels=labels).loss.item() for _ in range(2)]
+    assert len({expected, *losses}) == 3
+    for module in dropouts:
+        module.p = 0
+    assert model.train()(source, labels=labels).loss.item() == pytest.approx(expected)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 
@@ -21,6 +22,14 @@ def dropout(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     bits = longs.random_(-(2**63), None).view(torch.int16)[: states.numel()].view(states.shape)
     kept = (bits >= dropped - 2**15).view(torch.uint8)
     return MaskedScale.apply(states, kept, 2**16 / (2**16 - dropped))
+
+
+class Dropout(nn.Dropout):
+    """`dropout` as a module: its `p` and mode can be changed, as for Monte Carlo dropout."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Same as of `torch.nn.Dropout`."""
+        return dropout(states, self.p, self.training)
 
 
 def is_transformed() -> bool:

@@ -19,6 +19,7 @@ INDIFFERENT = (
 )
 # The packages whose modules treat each position alike, or support packed rows.
 POSITION_WISE = (
+    f"{__package__}.dropout",
     f"{__package__}.modeling_vanilla_transformer",
     "torch.nn.modules.activation",
     "torch.nn.modules.container",

@@ -39,7 +39,7 @@ from .attention import (
 )
 from .cache import CACHE_NAME, is_paged, new_cache, takes_either_name, update_kv_cache
 from .configuration_vanilla_transformer import VanillaTransformerConfig
-from .dropout import dropout
+from .dropout import Dropout
 from .generation import VanillaTransformerGenerationMixin
 from .loss import at_least_float32, can_fuse, fused_linear_cross_entropy, not_suppressed
 from .packing import mask_from_labels, without_padding
@@ -83,7 +83,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         self.layers = nn.ModuleList(layer(config, layer_idx) for layer_idx in range(number))
         scale_sublayers(self.layers, config.initializer)
         self.layer_norm = _layer_norm(config, config.ends_in_layer_norm(stack))
-        self.dropout, self.gradient_checkpointing = config.dropout, False
+        self.dropout, self.gradient_checkpointing = Dropout(config.dropout), False
         self.post_init()
 
     def embed(
@@ -98,7 +98,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
             position_ids = count_positions(inputs_embeds, attention_mask, cache)
         positions = self.embed_positions(position_ids, inputs_embeds.dtype)
         states = self.embed_layer_norm(inputs_embeds * self.embedding_scale + positions)
-        return dropout(states, self.dropout, self.training)
+        return self.dropout(states)
 
 
 class VanillaTransformerEncoder(VanillaTransformerStack):
@@ -178,7 +178,7 @@ class VanillaTransformerLayer(GradientCheckpointingLayer):
     def __init__(self, config: VanillaTransformerConfig, stack: str):
         super().__init__()
         self.pre_norm = config.has_pre_norm(stack)
-        self.dropout = config.dropout
+        self.dropout = Dropout(config.dropout)
 
     def residual(
         self, x: Tensor, layer_norm: nn.Module, sublayer: nn.Module, *args: Any, **kwargs: Any
@@ -186,7 +186,7 @@ class VanillaTransformerLayer(GradientCheckpointingLayer):
         """LayerNorm(x + Dropout(Sublayer(x))), or pre-norm x + Dropout(Sublayer(LayerNorm(x)))."""
         states = sublayer(layer_norm(x) if self.pre_norm else x, *args, **kwargs)
         states = states[0] if isinstance(states, tuple) else states  # without the attention weights
-        states = x + dropout(states, self.dropout, self.training)
+        states = x + self.dropout(states)
         return states if self.pre_norm else layer_norm(states)
 
 
@@ -262,7 +262,7 @@ def scaled_dot_product_attention(
     if attention_mask is not None:
         scores = scores + as_scores(attention_mask).to(wide)
     weights = scores.softmax(dim=-1, dtype=wide).to(query.dtype)
-    weights = F.dropout(weights, p=dropout, training=module.training)
+    weights = F.dropout(weights, p=dropout)
     return (weights @ value).transpose(1, 2), weights
 
 
@@ -284,7 +284,7 @@ class VanillaTransformerAttention(nn.Module):
         self.d_k = config.head_dim or config.d_model // num_heads
         self.d_v = config.value_head_dim or self.d_k
         self.scaling = self.d_k**-0.5
-        self.dropout = config.attention_dropout
+        self.dropout = nn.Dropout(config.attention_dropout)
         d_model, bias = config.d_model, config.attention_bias
         self.q_proj = nn.Linear(d_model, num_heads * self.d_k, bias=bias)
         self.k_proj = nn.Linear(d_model, num_heads * self.d_k, bias=bias)
@@ -308,7 +308,8 @@ class VanillaTransformerAttention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, scaled_dot_product_attention
         )
-        kwargs |= {"scaling": self.scaling, "dropout": self.dropout if self.training else 0.0}
+        rate = self.dropout.p if self.dropout.training else 0.0
+        kwargs |= {"scaling": self.scaling, "dropout": rate}
         output, weights = attend(self, query, key, value, mask, **kwargs)
         return self.out_proj(output.flatten(2)), weights
 
@@ -345,13 +346,13 @@ class VanillaTransformerFeedForward(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(config.d_model, ffn_dim)
         self.activation = ACT2FN[config.activation_function]
-        self.dropout = config.activation_dropout
+        self.dropout = Dropout(config.activation_dropout)
         self.fc2 = nn.Linear(ffn_dim, config.d_model)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(batch, length, d_model) in and out."""
         hidden_states = self.activation(self.fc1(hidden_states))
-        return self.fc2(dropout(hidden_states, self.dropout, self.training))
+        return self.fc2(self.dropout(hidden_states))
 
 
 # ---------------------------------------------------------------- 3.4 Embeddings and softmax
@@ -640,11 +641,13 @@ class VanillaTransformerForCausalLM(
         if shift_labels is None and labels is not None:
             expect_shiftable(labels)
             shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        if shift_labels is not None and use_cache is None:
+            use_cache = False
         kwargs["return_dict"] = True
         outputs = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids,
             cache=cache, inputs_embeds=inputs_embeds,
-            use_cache=use_cache if shift_labels is None else False, **kwargs,
+            use_cache=use_cache, **kwargs,
         )  # fmt: skip
         scored = (shift_labels, logits_to_keep, num_items_in_batch, skip_logits)
         logits, loss = self.logits_and_loss(outputs.last_hidden_state, *scored)
