@@ -231,6 +231,16 @@ def test_each_side_can_be_a_column_of_a_parquet_file(tmp_path, streaming):
     assert pairs_of(loaded["train"]) == [("a", "c"), ("b", "d")]
 
 
+def test_a_column_of_repeated_texts_can_be_a_side(tmp_path):
+    """Parquet then stores each text once, as for categories of pandas and polars."""
+    texts = pyarrow.array(["a", None, "a"]).dictionary_encode()
+    numbers = pyarrow.array([1, 1, 2]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"text": texts, "id": numbers}), tmp_path / "a.parquet")
+    file = str(tmp_path / "a.parquet")
+    loaded = load(validation_source=file, validation_target=write(tmp_path / "a.de", "b\nc\nd\n"))
+    assert pairs_of(loaded["validation"]) == [("a", "b"), ("", "c"), ("a", "d")]
+
+
 def test_a_damaged_gzip_file_is_reported(tmp_path):
     whole = gzip.compress(b"".join(b"line %d\n" % i for i in range(1000)))
     path = tmp_path / "text.gz"
@@ -524,7 +534,16 @@ def test_json_in_a_list_can_start_with_white_space(tmp_path, before):
             r"a.jsonl, line 1: not readable JSON \(Exceeds the l",
         ),
         ("a.jsonl", '{"a": ' * 99_999, "a.jsonl, line 1: not readable JSON"),
-        ("a.jsonl", '{"a": "b", "c": 7}\n', "column 'c' must hold text, not 7"),
+        (
+            "a.jsonl",
+            '{"a": "b", "c": ""}\n{"a": "b", "c": 7}\n',
+            "a.jsonl, pair 2: column 'c' must hold text, not 7",
+        ),
+        (
+            "a.jsonl",
+            '{"a": "b", "c": "d"}\n{"a": "b", "c": "x\\ud800"}\n',
+            "a.jsonl, pair 2: column 'c' has the surrogate",
+        ),
         ("a.csv", "en,de\n", "a.csv: there is no sentence pair"),
         ("a.csv", "", "a.csv: there is no sentence pair"),
         ("a.csv", "en,de\na,\n ,b\n", "a.csv: every sentence pair of the train data has a blank"),
@@ -536,8 +555,8 @@ def test_a_defect_in_a_file_is_reported(tmp_path, name, content, message):
 
 
 def test_a_column_that_is_not_text_is_refused(tmp_path):
-    file = write_parquet(tmp_path / "a.parquet", {"a": ["x"], "b": [7]})
-    with pytest.raises(ValueError, match="column 'b' must hold text, not 7"):
+    file = write_parquet(tmp_path / "a.parquet", {"a": ["x"] * 1501, "b": [None] * 1500 + [7]})
+    with pytest.raises(ValueError, match="pair 1501: column 'b' must hold text, not 7"):
         load(train_file=file)
 
 
@@ -558,6 +577,17 @@ def test_a_column_that_is_not_text_is_refused(tmp_path):
         ({"DE": "t", "EN-us": "s"}, {"source_lang": "en", "target_lang": "de"}, "st"),
         ({"x": "-", "source": "s", "target": "t"}, {}, "st"),
         ({"target": "t", "source": "s"}, {}, "st"),
+        ({"text": {"de": "t", "en": "s"}}, {"source_lang": "en", "target_lang": "de"}, "st"),
+        (
+            {"translation": {"de": "t", "en": "s"}},
+            {"source_lang": "en_XX", "target_lang": "de_DE"},
+            "st",
+        ),
+        (
+            {"tokens": {"de": "-", "en": "-"}, "target": "t", "source": "s"},
+            {"source_lang": "en", "target_lang": "de"},
+            "st",
+        ),
         ({"Target": "t", "Source": "s"}, {}, "st"),
         ({"tgt": "t", "src": "s"}, {}, "st"),
         ({"TRG": "t", "x": "-", "Src": "s"}, {}, "st"),
@@ -740,6 +770,17 @@ def test_names_of_missing_values_are_text_in_a_named_dataset_too(tmp_path, strea
     (folder / "train.csv").write_text("source,target,score\nNA,null,1\nNone,,2\nnan,NaN,\n")
     loaded = load(dataset_name=str(folder), streaming=streaming)
     assert pairs_of(loaded["train"]) == [("NA", "null"), ("nan", "NaN")]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_quotes_in_tsv_files_of_a_local_folder_are_text(tmp_path, streaming):
+    """pandas would read the lines between two quotes as one field."""
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    (folder / "train.tsv").write_text('en\tde\n"one\teins\ntwo\tzwei\nthree"\t"drei"\n')
+    loaded = load(dataset_name=str(folder), streaming=streaming)
+    pairs = [('"one', "eins"), ("two", "zwei"), ('three"', '"drei"')]
+    assert pairs_of(loaded["train"]) == pairs
 
 
 def test_a_configuration_of_a_named_dataset_can_be_chosen(tmp_path):

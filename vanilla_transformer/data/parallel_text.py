@@ -8,6 +8,7 @@
 data set is a memory-mapped Arrow file or a stream.
 """
 
+import csv
 import glob
 import logging
 from collections import Counter
@@ -183,8 +184,11 @@ def _load_from_hub(name: str, arguments: DataArguments) -> Corpora:
         raise ValueError(f"dataset_name={name!r}: expected a folder without *, ? or [ in {folder}")
     names = (name, arguments.dataset_config_name)
     options: dict[str, Any] = {"streaming": arguments.streaming}
-    if hasattr(load_dataset_builder(*names).config, "na_values"):  # csv: "None" is also text
+    table = load_dataset_builder(*names).config
+    if hasattr(table, "na_values"):  # csv or tsv: "None" is also text
         options |= {"keep_default_na": False, "na_values": [""]}
+        if table.sep == "\t" and folder.is_dir():  # as in `train_file`
+            options["quoting"] = csv.QUOTE_NONE
     if folder.is_dir():  # `datasets` (4.0 to 5.2) identifies its files only by their times
         options["cache_dir"] = str(Path(config.HF_DATASETS_CACHE, _stamp_of_folder(folder)))
     tables = load_dataset(*names, **options)
@@ -242,6 +246,7 @@ def _table_to_pairs(
         batched=True,
         remove_columns=sorted(used),
         features=PAIR_FEATURES,
+        with_indices=True,
         fn_kwargs={
             "columns": (source, target),
             "drop_blank": split == "train",
@@ -255,12 +260,17 @@ def _table_to_pairs(
 
 
 def _clean_batch(
-    batch: dict[str, list[Any]], columns: tuple[str, str], drop_blank: bool, name: str, stamp: str
+    batch: dict[str, list[Any]],
+    indices: list[int],
+    columns: tuple[str, str],
+    drop_blank: bool,
+    name: str,
+    stamp: str,
 ) -> dict[str, list[str]]:
     rows = (
         flatten(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)
     )
-    pairs = list(_clean(rows, columns, drop_blank, name))
+    pairs = list(_clean(rows, columns, drop_blank, name, first=indices[0] + 1))
     return {side: [pair[side] for pair in pairs] for side in PAIR_FEATURES}
 
 
@@ -343,16 +353,22 @@ def _read_parallel_text(source: str, target: str) -> Iterator[dict[str, Any]]:
 
 
 def _clean(
-    rows: Iterable[dict[str, Any]], columns: tuple[str, str], drop_blank: bool, name: str
+    rows: Iterable[dict[str, Any]],
+    columns: tuple[str, str],
+    drop_blank: bool,
+    name: str,
+    first: int = 1,
 ) -> Iterator[dict[str, str]]:
-    for row in rows:
+    for number, row in enumerate(rows, first):
         pair = {}
         for side, column in zip(PAIR_FEATURES, columns, strict=True):
             text = row.get(column)
             if text is not None and not isinstance(text, str):
-                raise ValueError(f"{name}: column {column!r} must hold text, not {repr(text)}")
+                raise ValueError(
+                    f"{name}, pair {number}: column {column!r} must hold text, not {repr(text)}"
+                )
             pair[side] = "" if text is None or is_blank(text) else text  # as in `translate`
-            expect_unicode(pair[side], f"{name}: column {column!r}")
+            expect_unicode(pair[side], f"{name}, pair {number}: column {column!r}")
         if not (drop_blank and _is_blank(pair)):
             yield pair
 

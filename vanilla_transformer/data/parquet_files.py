@@ -49,7 +49,7 @@ def find_text_column(path: str | Path, column: str | None, new_column: str | Non
             also as in `inspect`.
     """
     schema, _ = inspect(path)
-    texts = [field.name for field in schema if str(field.type) in TEXT_TYPES]
+    texts = [field.name for field in schema if _type_of(field) in TEXT_TYPES]
     if column is None and len(texts) == 1:
         column = texts[0]
     if column is None or column not in texts:
@@ -60,6 +60,14 @@ def find_text_column(path: str | Path, column: str | None, new_column: str | Non
     if new_column in schema.names:
         raise ValueError(f"target_column={new_column!r}: expected a column that {path} lacks")
     return column
+
+
+def _type_of(field: Any) -> str:
+    """The type of a column. One that repeats few values may store numbers of these."""
+    import pyarrow
+
+    is_numbered = pyarrow.types.is_dictionary(field.type)
+    return str(field.type.value_type if is_numbered else field.type)
 
 
 def read_column(path: str | Path, column: str | None = None) -> Iterator[str]:

@@ -159,6 +159,10 @@ class ColumnChoice:
         yield SIDES  # preferred to Source and Target, if a table has both
         for sides in (SIDES, *SHORT_SIDES):
             yield from _columns_of(sides, present, str.lower)
+        if self.languages is not None:  # keys of any dictionary, such as translation.en for en_XX
+            yield from _columns_of(
+                self.languages, present, lambda name: _language_code(name.rpartition(".")[2])
+            )
 
     def _log_order(self, present: list[str], name: str) -> None:
         is_table = suffix_of(name) in (".csv", ".tsv")
