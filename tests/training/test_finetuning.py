@@ -281,7 +281,7 @@ def test_a_file_in_place_of_a_folder_is_refused_before_the_text_is_read(option, 
     file.write_text("{}")
     data = DataArguments(train_file=str(tmp_path / "blank.csv"))
     arguments = TranslationTrainingArguments(output_dir=str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=f"^{file}: expected a .* with a .*config.json$"):
+    with pytest.raises(FileNotFoundError, match=f"^{file}: expected a .* with a .*config.json"):
         prepare(ModelArguments(**{option: str(file)}), data, arguments)
 
 
