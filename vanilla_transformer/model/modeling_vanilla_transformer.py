@@ -284,7 +284,7 @@ class VanillaTransformerAttention(nn.Module):
         self.d_k = config.head_dim or config.d_model // num_heads
         self.d_v = config.value_head_dim or self.d_k
         self.scaling = self.d_k**-0.5
-        self.dropout = nn.Dropout(config.attention_dropout)
+        self.dropout = nn.Dropout(config.attention_dropout)  # applied to the weights by `attend`
         d_model, bias = config.d_model, config.attention_bias
         self.q_proj = nn.Linear(d_model, num_heads * self.d_k, bias=bias)
         self.k_proj = nn.Linear(d_model, num_heads * self.d_k, bias=bias)
