@@ -97,11 +97,8 @@ class EvaluateArguments:
         expect_bleu_tokenizer(self.tokenize)
         if self.format not in ("json", "table"):
             raise ValueError(f"format={self.format!r}: expected json or table")
-        expect_output(self.line_scores, "line_scores", source=self.source)
-        for path in self.target:
-            expect_output(self.line_scores, "line_scores", target=path)
-        for path in systems:
-            expect_output(self.line_scores, "line_scores", predictions=path)
+        inputs = {"source": self.source, "target": self.target, "predictions": systems}
+        expect_output(self.line_scores, "line_scores", **inputs)
         if self.plot_by_length is not None:
             from ..plotting import picture_paths  # matplotlib is slow to import
 
