@@ -10,7 +10,7 @@ import re
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader, BytesIO
 from itertools import islice
@@ -165,15 +165,15 @@ def expect_text(path: str | Path) -> None:
 def expect_output(
     output: str | Path | None,
     option: str = "output",
-    **inputs: str | Path | Sequence[str] | None,
+    **inputs: str | Path | list[str] | None,
 ) -> None:
     """Raise a ValueError if an output's name means compression other than gzip, or if it is one of
     these inputs, which it would replace."""
     if Path(str(output).lower()).suffix in COMPRESSED_NAMES - {".gz"}:
         raise ValueError(f"{option}={str(output)!r}: expected a plain text file or .gz")
     for name, paths in inputs.items():
-        for path in [paths] if isinstance(paths, (str, Path)) else paths or ():
-            if output is not None and _same_file(str(path), str(output)):
+        for path in paths if isinstance(paths, list) else [paths]:
+            if None not in (path, output) and _same_file(str(path), str(output)):
                 raise ValueError(f"{option}={str(output)!r}: expected another file than {name}")
 
 
